@@ -1,0 +1,31 @@
+# The two commands of the README: `make serve` and `make test`. Both set up first.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ready
+
+.PHONY: setup serve test check format
+
+setup: $(STAMP)
+
+$(STAMP): requirements.txt requirements-dev.txt setup.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q -r requirements.txt -r requirements-dev.txt
+	$(BIN)/pip install -q --no-deps -e .
+	touch $(STAMP)
+
+serve: $(STAMP)
+	$(BIN)/python -m gllm.serve demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .

@@ -1,0 +1,190 @@
+"""What a user can set: the engine's configuration, a request's sampling, the server's address.
+
+Owns defaults, ranges and the command-line flags, which are derived from the fields. Knows nothing
+of models and devices: what depends on them is resolved where they are known.
+"""
+
+import argparse
+import dataclasses
+import math
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from gllm.scheduler.config import SchedulerConfig, option
+
+INT32_MAX = 2**31 - 1
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class FieldError(ValueError):
+    """A value that cannot be: names the field, so that the client can be told which."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from '512MiB', '2GiB', '1.5GB' or a plain number. Raises ValueError."""
+    units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "b": 1}
+    lowered = text.strip().lower()
+    for unit, factor in units.items():
+        if lowered.endswith(unit):
+            return int(float(lowered[: -len(unit)]) * factor)
+    return int(lowered)
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Layers of each stage from '10,14'. Raises ValueError."""
+    return tuple(int(part) for part in text.split(","))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One pipeline: model, cut, memory, scheduler."""
+
+    model: str = option(
+        "demo",
+        "a Hugging Face folder, a hub name, or demo for the shipped model",
+        flags=("--model", "--model-path"),
+    )
+    pipeline_parallel_size: int = option(
+        1, "pipeline stages", flags=("--pipeline-parallel-size", "--pp")
+    )
+    layers: tuple[int, ...] | None = option(
+        None, "layers of each stage, as 10,14; default: balanced by cost", parse=parse_layers
+    )
+    dtype: str = option("auto", "arithmetic and KV cache", choices=DTYPES)
+    device: str = option("auto", "where to compute", choices=("auto", "cpu"))
+    max_model_len: int | None = option(None, "longest prompt + output; default: the model's")
+    kv_cache_memory: int | None = option(
+        None,
+        "bytes of KV cache over all stages, as 2GiB; default: a quarter of the memory left",
+        parse=parse_bytes,
+    )
+    threads: int | None = option(None, "compute threads of a stage; default: cores / stages")
+    health_timeout: float = option(
+        30.0, "seconds without a finished step, work pending, until /health says 503"
+    )
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field and the fix."""
+        stages = self.pipeline_parallel_size
+        if stages < 1:
+            raise ValueError(f"pipeline_parallel_size is {stages}, but has to be at least 1")
+        if self.layers is not None and (len(self.layers) != stages or min(self.layers) < 1):
+            raise ValueError(
+                f"layers {self.layers} has to give at least one layer to each of the "
+                f"{stages} stages (pipeline_parallel_size)"
+            )
+        for name in ("max_model_len", "kv_cache_memory", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, but has to be at least 1")
+        if not (self.health_timeout > 0 and math.isfinite(self.health_timeout)):
+            raise ValueError(f"health_timeout is {self.health_timeout}, but has to be above 0")
+
+    @classmethod
+    def of(cls, model: str, **options: Any) -> "EngineConfig":
+        """A configuration from flat keywords; those of the scheduler are put where they belong."""
+        names = {f.name for f in dataclasses.fields(SchedulerConfig)}
+        scheduler = {k: options.pop(k) for k in list(options) if k in names - {"max_model_len"}}
+        return cls(model=model, scheduler=SchedulerConfig(**scheduler), **options)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP server around an engine."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 picks a free one")
+    served_model_name: str | None = option(None, "the name clients ask for; default: the model's")
+    shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
+    max_num_queued_requests: int = option(2048, "requests in the engine; more get 503")
+    max_choices: int = option(128, "largest n of a request")
+    max_body_bytes: int = option(8 * 2**20, "largest request body, as 8MiB", parse=parse_bytes)
+    log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are drawn and when it ends. None of `max_tokens`: up to the context.
+
+    `n` choices are drawn independently. `stop` strings are cut off the text; `stop_token_ids` end
+    it as the model's own end-of-sequence ids do, which `ignore_eos` switches off.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises FieldError for a value out of its range."""
+        self._check("temperature", 0 <= self.temperature <= 2, "in [0, 2]")
+        self._check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        self._check("top_k", self.top_k in (-1, 0) or 1 <= self.top_k <= INT32_MAX, "-1, 0 or >= 1")
+        self._check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
+        seed = self.seed
+        self._check("seed", seed is None or -(2**63) <= seed < 2**63, "a 64-bit signed integer")
+        self._check("n", 1 <= self.n <= INT32_MAX, ">= 1")
+        limit = self.max_tokens
+        self._check("max_tokens", limit is None or 1 <= limit <= INT32_MAX, ">= 1 and below 2^31")
+        top = INT32_MAX if limit is None else limit
+        self._check("min_tokens", 0 <= self.min_tokens <= top, "in 0..max_tokens")
+        self._check("stop", len(self.stop) <= 32 and all(self.stop), "up to 32 non-empty strings")
+        ids_fit = all(0 <= i <= INT32_MAX for i in self.stop_token_ids)
+        self._check("stop_token_ids", ids_fit, "token ids")
+
+    def _check(self, name: str, good: bool, rule: str) -> None:
+        if not good:
+            raise FieldError(name, f"{name} is {getattr(self, name)!r}, but has to be {rule}")
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """One flag for each field of a configuration dataclass, nested ones included."""
+    hints = typing.get_type_hints(config)
+    for spec in dataclasses.fields(config):
+        if dataclasses.is_dataclass(hints[spec.name]):
+            add_flags(parser, typing.cast(type, hints[spec.name]))
+        elif "help" in spec.metadata:
+            flags = spec.metadata.get("flags", ("--" + spec.name.replace("_", "-"),))
+            parser.add_argument(*flags, dest=spec.name, **_flag_options(spec, hints[spec.name]))
+
+
+def from_flags(config: type, values: argparse.Namespace) -> Any:
+    """The configuration that parsed flags describe. Raises ValueError as its fields' checks do."""
+    hints = typing.get_type_hints(config)
+    given = {}
+    for spec in dataclasses.fields(config):
+        if dataclasses.is_dataclass(hints[spec.name]):
+            given[spec.name] = from_flags(typing.cast(type, hints[spec.name]), values)
+        elif "help" in spec.metadata:
+            given[spec.name] = getattr(values, spec.name)
+    return config(**given)
+
+
+def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
+    """What argparse needs for one field: default, type, choices, help with the default."""
+    text = spec.metadata["help"]
+    if spec.default is not None and "default" not in text:
+        text += f" (default {spec.default})"
+    options: dict[str, Any] = {"default": spec.default, "help": text.replace("%", "%%")}
+    if hint is bool:
+        return options | {"action": argparse.BooleanOptionalAction}
+    plain = next((t for t in (int, float, str) if t in (hint, *typing.get_args(hint))), str)
+    options["type"] = spec.metadata.get("parse", plain)
+    if "choices" in spec.metadata:
+        options["choices"] = spec.metadata["choices"]
+    else:
+        options["metavar"] = spec.name.upper()
+    return options

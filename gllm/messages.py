@@ -1,0 +1,182 @@
+"""Every message that crosses a process border, and the codec.
+
+Owns the wire format: msgpack with a schema for each message, checked on arrival, never pickle.
+Knows nothing of sockets (runtime/bus.py) and of what the messages cause.
+"""
+
+import msgspec
+
+from gllm.scheduler.plan import End, Stats, StepPlan, StepResult
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages; the class name is the tag on the wire."""
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How the last stage draws the tokens of one sequence."""
+
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_k: int = 0
+    """0 means off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    """Any 64-bit signed integer; always set by the time it gets here."""
+    choice: int = 0
+    """Index of the sequence among its request's choices; part of the random counter."""
+    min_tokens: int = 0
+    """`banned` tokens are not drawn before this many tokens were generated."""
+    banned: tuple[int, ...] = ()
+    """Token ids that would end the sequence."""
+
+
+# Frontend to driver.
+
+
+class Submit(Message, frozen=True):
+    """A request. Its choices are the sequences seq .. seq + n - 1."""
+
+    seq: int
+    prompt: list[int]
+    sampling: Sampling
+    max_tokens: int
+    """Tokens to generate at most, for each choice; prompt + max_tokens fit the context."""
+    stop_ids: list[int]
+    """Token ids that end a sequence, those of EOS among them unless the request ignores EOS."""
+    n: int = 1
+    priority: int = 0
+    """Smaller runs earlier."""
+    cache_salt: str = ""
+
+
+class Abort(Message, frozen=True):
+    """Sequences nobody waits for any more."""
+
+    seqs: list[int]
+
+
+# Driver to stages.
+
+
+class Register(Message, frozen=True):
+    """A sequence that plans will name. Empty fields are those the receiving stage has no use for."""
+
+    seq: int
+    prompt_len: int
+    prompt: list[int] = []  # noqa: RUF012  msgspec copies an empty default
+    sampling: Sampling | None = None
+
+
+class Step(Message, frozen=True):
+    """The metadata of a micro-batch, sent ahead of its activations."""
+
+    plan: StepPlan
+
+
+# Last stage to driver.
+
+
+class Result(Message, frozen=True):
+    """The tokens of a micro-batch."""
+
+    result: StepResult
+
+
+# Driver to frontend.
+
+
+class Tokens(Message, frozen=True):
+    """What a commit brought, for all its sequences at once: seqs[i] got tokens[i]."""
+
+    seqs: list[int]
+    tokens: list[int]
+    cached: dict[int, int]
+    """Prompt tokens found in the prefix cache, for sequences whose first token is among these."""
+    ends: list[End]
+    stats: Stats
+
+
+# Workers to parent, and back.
+
+
+class Progress(Message, frozen=True):
+    """How far a stage's loading is, in bytes."""
+
+    stage: int
+    done: int
+    total: int
+
+
+class Loaded(Message, frozen=True):
+    """A stage has its weights and room for this many KV blocks."""
+
+    stage: int
+    max_blocks: int
+    weight_bytes: int
+    block_bytes: int
+
+
+class Start(Message, frozen=True):
+    """The number of KV blocks, the same on every stage."""
+
+    num_blocks: int
+
+
+class Ready(Message, frozen=True):
+    """A stage has gone through the warm-up step."""
+
+    stage: int
+
+
+class Fatal(Message, frozen=True):
+    """A worker cannot go on."""
+
+    stage: int
+    cause: str
+
+
+class StageLoad(Message, frozen=True):
+    """What a stage computed since its start."""
+
+    stage: int
+    steps: int
+    busy_seconds: float
+    """Time spent computing."""
+    idle_seconds: float
+    """Time spent idle between steps while another step was already planned (a bubble)."""
+
+
+class Shutdown(Message, frozen=True):
+    """End this process."""
+
+
+AnyMessage = (
+    Submit
+    | Abort
+    | Register
+    | Step
+    | Result
+    | Tokens
+    | Progress
+    | Loaded
+    | Start
+    | Ready
+    | Fatal
+    | StageLoad
+    | Shutdown
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """The message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> AnyMessage:
+    """The message in a payload. Raises msgspec.DecodeError where it is none."""
+    return _decoder.decode(payload)

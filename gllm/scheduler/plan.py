@@ -1,0 +1,91 @@
+"""What the scheduler says and hears: plans out, results in.
+
+Owns the plain data that crosses from decisions to arithmetic. Knows nothing of wires or tensors:
+the types are NamedTuples so that any codec can carry them as compact arrays.
+"""
+
+from typing import NamedTuple
+
+ON_DEVICE = -1
+"""Stands for an input token that the step before samples and that never visits the driver first."""
+
+
+class Row(NamedTuple):
+    """One sequence's part in a micro-batch: a decode token or a chunk of its prefill."""
+
+    seq: int
+    """Sequence id, never reused."""
+    epoch: int
+    """Raised each time the sequence lost its blocks; a new epoch replaces its block table whole."""
+    start: int
+    """Tokens of the sequence that are in the KV cache when this row runs, in flight ones included."""
+    count: int
+    """Tokens this row computes: positions start .. start + count - 1."""
+    blocks: list[int]
+    """Block ids to append to the sequence's block table."""
+    tokens: list[int]
+    """Token ids of the row's positions at and beyond the prompt's length (the prompt itself was
+    registered once); ON_DEVICE for one that the step before is still sampling."""
+    samples: bool
+    """Whether a token is sampled from the row's last position."""
+
+
+class StepPlan(NamedTuple):
+    """One micro-batch, the same for every stage. Rows of decodes come before those of prefill."""
+
+    step: int
+    """Step number: counts up by one, no gaps."""
+    rows: list[Row]
+    released: list[int]
+    """Sequences that ended: no later plan names them, followers forget them after this step."""
+
+
+class Sampled(NamedTuple):
+    """What one sampling row brought."""
+
+    seq: int
+    epoch: int
+    token: int
+    error: str = ""
+    """Why there is no token; the request ends with this error."""
+
+
+class StepResult(NamedTuple):
+    """What the last stage returns for a plan, one entry for each row with `samples`."""
+
+    step: int
+    sampled: list[Sampled]
+    error: str = ""
+    """Why the whole step failed; every sequence in it ends with this error."""
+
+
+class End(NamedTuple):
+    """The end of a sequence."""
+
+    seq: int
+    reason: str
+    """stop, length, abort or error."""
+    stop_token: int | None = None
+    """The token id that stopped it, where one did."""
+    error: str = ""
+
+
+class Stats(NamedTuple):
+    """The scheduler's state; counters count from its start."""
+
+    running: int = 0
+    """Sequences that hold KV blocks."""
+    waiting: int = 0
+    """Sequences that do not."""
+    kv_usage: float = 0.0
+    """Share of KV blocks held by sequences, 0..1."""
+    in_flight: int = 0
+    """Micro-batches on their way."""
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Prompt tokens found there."""
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
