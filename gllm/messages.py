@@ -61,11 +61,11 @@ class Abort(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """A sequence that plans will name. Empty fields are those the receiving stage has no use for."""
+    """A sequence that plans will name; fields the receiving stage has no use for are empty."""
 
     seq: int
     prompt_len: int
-    prompt: list[int] = []  # noqa: RUF012  msgspec copies an empty default
+    prompt: list[int] = []
     sampling: Sampling | None = None
 
 

@@ -14,7 +14,7 @@ POLICY_NAMES = ("auto", "throttle", "throttle-no-wt", "throttle-no-ut", "sarathi
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
-    """A dataclass field with what its command-line flag shows: `text`, `choices`, `flags`, `unit`."""
+    """A dataclass field with what its flag shows: help `text`; `choices`, `flags`, `parse`."""
     return field(default=default, metadata={"help": text, **more})
 
 

@@ -16,9 +16,9 @@ class Row(NamedTuple):
     seq: int
     """Sequence id, never reused."""
     epoch: int
-    """Raised each time the sequence lost its blocks; a new epoch replaces its block table whole."""
+    """Raised each time the sequence lost its blocks; a new epoch replaces its table whole."""
     start: int
-    """Tokens of the sequence that are in the KV cache when this row runs, in flight ones included."""
+    """Tokens of the sequence in the KV cache when this row runs, in flight ones included."""
     count: int
     """Tokens this row computes: positions start .. start + count - 1."""
     blocks: list[int]
