@@ -51,8 +51,8 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        positive = ("max_prefill_tokens", "min_prefill_tokens", "prefill_iterations")
-        positive += ("max_num_batched_tokens", "max_num_seqs", "max_in_flight", "block_size")
+        positive = ["max_prefill_tokens", "min_prefill_tokens", "prefill_iterations"]
+        positive += ["max_num_batched_tokens", "max_num_seqs", "max_in_flight", "block_size"]
         for name in positive:
             value = getattr(self, name)
             if value is not None and value < 1:

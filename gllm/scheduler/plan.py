@@ -19,11 +19,11 @@ class Row(NamedTuple):
     """Raised each time the sequence lost its blocks; a new epoch replaces its table whole."""
     start: int
     """Tokens of the sequence in the KV cache when this row runs, in flight ones included."""
-    count: int
-    """Tokens this row computes: positions start .. start + count - 1."""
+    num_tokens: int
+    """Tokens this row computes: positions start .. start + num_tokens - 1."""
     blocks: list[int]
     """Block ids to append to the sequence's block table."""
-    tokens: list[int]
+    token_ids: list[int]
     """Token ids of the row's positions at and beyond the prompt's length (the prompt itself was
     registered once); ON_DEVICE for one that the step before is still sampling."""
     samples: bool
