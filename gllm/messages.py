@@ -6,7 +6,7 @@ Knows nothing of sockets (runtime/bus.py) and of what the messages cause.
 
 import msgspec
 
-from gllm.scheduler.plan import End, Stats, StepPlan, StepResult
+from gllm.scheduler.plan import Outcome, Stats, StepPlan, StepResult
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -67,6 +67,8 @@ class Register(Message, frozen=True):
     prompt_len: int
     prompt: list[int] = []
     sampling: Sampling | None = None
+    n: int = 1
+    """It stands for n sequences, seq .. seq + n - 1, whose `choice` counts up."""
 
 
 class Step(Message, frozen=True):
@@ -88,13 +90,9 @@ class Result(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """What a commit brought, for all its sequences at once: seqs[i] got tokens[i]."""
+    """What a commit brought, for all its sequences at once."""
 
-    seqs: list[int]
-    tokens: list[int]
-    cached: dict[int, int]
-    """Prompt tokens found in the prefix cache, for sequences whose first token is among these."""
-    ends: list[End]
+    outcome: Outcome
     stats: Stats
 
 

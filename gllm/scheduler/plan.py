@@ -89,3 +89,22 @@ class Stats(NamedTuple):
     """Prompt tokens found there."""
     prefill_tokens: int = 0
     decode_tokens: int = 0
+
+
+class First(NamedTuple):
+    """What is known of a sequence once it has its first token."""
+
+    seq: int
+    cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    queue_seconds: float
+    """From its arrival to its first micro-batch."""
+
+
+class Outcome(NamedTuple):
+    """What a commit brought: seqs[i] got tokens[i]; `ends` come after the tokens."""
+
+    seqs: list[int]
+    tokens: list[int]
+    firsts: list[First]
+    ends: list[End]

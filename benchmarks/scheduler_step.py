@@ -1,0 +1,61 @@
+"""Cost of one decision: schedule + commit at 256 running requests and 4 stages.
+
+Run: python -m benchmarks.scheduler_step
+"""
+
+import argparse
+import statistics
+import time
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import Sampled, StepPlan, StepResult
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import Request
+
+
+def answer(plan: StepPlan) -> StepResult:
+    """A result that ends nothing."""
+    sampled = [Sampled(row.seq, row.epoch, 7) for row in plan.rows if row.samples]
+    return StepResult(plan.step, sampled)
+
+
+def measure(policy: str, running: int, stages: int, steps: int) -> list[float]:
+    """Seconds of each schedule + commit, with `running` requests decoding and new ones arriving."""
+    config = SchedulerConfig(policy=policy, max_num_seqs=running)
+    scheduler = Scheduler(config.resolve(stages, 20_000, 4096))
+    in_flight: list[StepPlan] = []
+    times = []
+    seq = 0
+    while len(times) < steps + 200:
+        while len(scheduler._sequences) < running + 8:
+            scheduler.add(Request(seq, [seq] * 200, 100 + seq % 300), 0.0)
+            seq += 1
+        begin = time.perf_counter()
+        plan = scheduler.schedule(0.0)
+        spent = time.perf_counter() - begin
+        if plan is not None:
+            in_flight.append(plan)
+        if len(in_flight) == stages:
+            result = answer(in_flight.pop(0))
+            begin = time.perf_counter()
+            scheduler.commit(result)
+            times.append(spent + time.perf_counter() - begin)
+    return sorted(times[200:])
+
+
+def main() -> None:
+    """Print a table: median and 99th percentile for each policy."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3000)
+    options = parser.parse_args()
+    print("| policy | median us | p99 us |\n| --- | --- | --- |")
+    for policy in ("throttle", "sarathi", "prefill-first"):
+        times = measure(policy, options.running, options.stages, options.steps)
+        p99 = times[int(len(times) * 0.99)]
+        print(f"| {policy} | {statistics.median(times) * 1e6:.0f} | {p99 * 1e6:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,409 @@
+"""What runs next: the one place where requests, KV blocks and micro-batches are decided on.
+
+Owns all sequences from `add` to their end, in pure Python: no clock (time is an argument), no I/O,
+no tensors. The driver of a real pipeline and a simulator call the same four methods: `add`,
+`abort`, `schedule`, `commit`.
+
+Termination: a sequence loses its blocks only to one of better rank, so the best-ranked sequence is
+never a victim; the whole cache holds it; and with nothing in flight `schedule` runs it, if need be
+by preempting others. So it ends, and another one is the best-ranked.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from operator import attrgetter
+
+from gllm.scheduler.blocks import BlockPool
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import End, First, Outcome, Row, Sampled, Stats, StepPlan, StepResult
+from gllm.scheduler.policy import POLICIES, Load, Policy
+from gllm.scheduler.sequence import Request, Sequence
+
+_rank = attrgetter("rank")
+
+
+@dataclass
+class Counts:
+    """The counters of Stats."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
+class Scheduler:
+    """All sequences of one pipeline. `config` is resolved (SchedulerConfig.resolve)."""
+
+    def __init__(self, config: SchedulerConfig, policy: Policy | None = None) -> None:
+        assert config.max_in_flight is not None
+        assert config.max_num_batched_tokens is not None
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self._policy = policy or POLICIES[config.policy](config)
+        self._limit = config.max_in_flight
+        self._cap = config.max_num_batched_tokens
+        self._sequences: dict[int, Sequence] = {}
+        self._unborn: dict[int, Sequence] = {}
+        """Choices that will fork, with the first choice of their request."""
+        self._queue: list[Sequence] = []
+        """Sequences with prefill to schedule, best rank first."""
+        self._ready: dict[int, Sequence] = {}
+        """Decodes that can run, oldest-ready first."""
+        self._decoding: set[int] = set()
+        self._holders: dict[int, Sequence] = {}
+        self._in_flight: dict[int, StepPlan] = {}
+        self._released: list[int] = []
+        self._waiting_tokens = 0
+        self._decode_plans = 0
+        self._decodes_last = False
+        self._stalled = False
+        """A decode could not get a block."""
+        self._counts = Counts()
+
+    @property
+    def has_work(self) -> bool:
+        """Some sequence has not ended."""
+        return bool(self._sequences)
+
+    def add(self, request: Request, now: float) -> None:
+        """Take a request in. Raises ValueError where it can never run."""
+        longest = len(request.prompt) + request.max_tokens
+        if not request.prompt or request.max_tokens < 1 or longest > self.config.max_model_len:
+            raise ValueError(
+                f"prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} have "
+                f"to be at least 1 each and together at most {self.config.max_model_len}"
+            )
+        first = self._new_sequence(request.seq, request, now)
+        for seq in range(request.seq + 1, request.seq + request.n):
+            self._unborn[seq] = first
+        self._enqueue(first)
+
+    def abort(self, seqs: list[int]) -> None:
+        """End these sequences now; ids that ended already or never were are passed over."""
+        for seq in seqs:
+            if self._unborn.pop(seq, None) is not None:
+                self._released.append(seq)
+            elif seq in self._sequences:
+                self._end(self._sequences[seq])
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next micro-batch; None where nothing can run or enough is in flight."""
+        if len(self._in_flight) >= self._limit or not self._sequences:
+            return None
+        decodes_before = self._counts.decode_tokens
+        rows = self._fill(now) or self._force(now)
+        if not rows:
+            return None
+        plan = StepPlan(self._counts.steps, rows, self._released)
+        self._released = []
+        self._in_flight[plan.step] = plan
+        self._counts.steps += 1
+        self._decodes_last = self._counts.decode_tokens > decodes_before
+        self._decode_plans += self._decodes_last
+        return plan
+
+    def commit(self, result: StepResult) -> Outcome:
+        """Take the oldest plan's result in. Raises ValueError where it is not that plan's."""
+        step = next(iter(self._in_flight), None)
+        if step != result.step:
+            raise ValueError(f"result of step {result.step} came, but step {step} is next")
+        plan = self._in_flight.pop(result.step)
+        sampled = {entry.seq: entry for entry in result.sampled}
+        outcome = Outcome([], [], [], [])
+        for row in plan.rows:
+            sequence = self._sequences[row.seq]
+            sequence.in_flight -= 1
+            sequence.pending -= row.samples
+            if result.error:
+                self._fail(sequence, result.error, outcome)
+            else:
+                self._advance(sequence, row, sampled.get(row.seq), outcome)
+            self._settle(sequence)
+        return outcome
+
+    def stats(self) -> Stats:
+        """Where things stand."""
+        running = len(self._holders)
+        return Stats(
+            running=running,
+            waiting=len(self._sequences) - running + len(self._unborn),
+            kv_usage=1 - self.pool.available / self.pool.num_blocks,
+            in_flight=len(self._in_flight),
+            **vars(self._counts),
+        )
+
+    # Filling a micro-batch.
+
+    def _load(self) -> Load:
+        return Load(
+            waiting_tokens=self._waiting_tokens,
+            decoding=len(self._decoding),
+            ready=len(self._ready),
+            kv_free=self.pool.available / self.pool.num_blocks,
+            decode_plans=self._decode_plans,
+        )
+
+    def _fill(self, now: float) -> list[Row]:
+        """Rows by the policy's budgets.
+
+        Decodes take their blocks first, unless prefill leads. It never does while a decode lacks
+        a block: a victim of preemption would take back what it had to give.
+        """
+        prefill_leads = self._policy.prefill_leads
+        pure = prefill_leads or self.config.phase_pure
+        if (prefill_leads or (pure and self._decodes_last)) and not self._stalled:
+            return self._prefill_rows(self._cap, now) or self._decode_rows()
+        rows = self._decode_rows()
+        if rows and pure:
+            return rows
+        return rows + self._prefill_rows(self._cap - len(rows), now)
+
+    def _decode_rows(self) -> list[Row]:
+        budget = min(self._policy.decodes(self._load()), self._cap)
+        rows: list[Row] = []
+        self._stalled = False
+        for sequence in list(self._ready.values()):
+            if len(rows) >= budget:
+                break
+            if sequence.seq not in self._ready:
+                continue  # It fell victim to one before it in this loop.
+            missing = sequence.blocks_missing(sequence.scheduled + 1, self.config.block_size)
+            if self._make_room(sequence, missing):
+                rows.append(self._feed(sequence, 1))
+            else:
+                self._stalled = True
+        return rows
+
+    def _prefill_rows(self, cap: int, now: float) -> list[Row]:
+        budget = min(self._policy.prefill(self._load()), cap)
+        rows: list[Row] = []
+        while self._queue and budget > 0:
+            sequence = self._queue[0]
+            count = min(self._fitting_tokens(sequence, now), budget)
+            if not count:
+                break
+            rows.append(self._feed_prefill(sequence, count))
+            budget -= count
+            if sequence.prefilling:
+                break
+        return rows
+
+    def _force(self, now: float) -> list[Row]:
+        """With nothing in flight, run the best-ranked sequence, whoever has to make room."""
+        if self._in_flight:
+            return []
+        best = min(self._sequences.values(), key=_rank)
+        others = sorted(self._holders.values(), key=_rank)
+        while not (rows := self._run_alone(best, now)):
+            victim = others.pop()
+            assert victim is not best, "the whole cache holds one sequence"
+            self._preempt(victim)
+        return rows
+
+    def _run_alone(self, sequence: Sequence, now: float) -> list[Row]:
+        if sequence.prefilling:
+            budget = max(self._policy.prefill(self._load()), self.config.min_prefill_tokens)
+            count = min(self._fitting_tokens(sequence, now), budget, self._cap)
+            return [self._feed_prefill(sequence, count)] if count else []
+        missing = sequence.blocks_missing(sequence.scheduled + 1, self.config.block_size)
+        return [self._feed(sequence, 1)] if missing <= self.pool.available else []
+
+    def _feed_prefill(self, sequence: Sequence, count: int) -> Row:
+        self._waiting_tokens -= sequence.waiting_tokens
+        row = self._feed(sequence, count)
+        self._waiting_tokens += sequence.waiting_tokens
+        if not sequence.prefilling:
+            self._dequeue(sequence)
+        return row
+
+    def _feed(self, sequence: Sequence, count: int) -> Row:
+        tokens = sequence.scheduled + count
+        missing = sequence.blocks_missing(tokens, self.config.block_size)
+        sequence.blocks += self.pool.allocate(missing)
+        self._ready.pop(sequence.seq, None)
+        if sequence.prefilling:
+            self._counts.prefill_tokens += count
+        else:
+            self._counts.decode_tokens += count
+        row = sequence.feed(count)
+        if self.config.lookahead:
+            self._make_ready(sequence)
+        return row
+
+    def _make_ready(self, sequence: Sequence) -> None:
+        """To the end of the decodes that can run, if it is one."""
+        if not sequence.prefilling and sequence.can_decode(self.config.lookahead):
+            self._ready.setdefault(sequence.seq, sequence)
+            self._decoding.add(sequence.seq)
+
+    # Blocks.
+
+    def _fitting_tokens(self, sequence: Sequence, now: float) -> int:
+        """Prefill tokens for which there is room; admits a waiting sequence where there is any."""
+        if sequence.seq not in self._holders and not self._admit(sequence, now):
+            return 0
+        capacity = (len(sequence.blocks) + self.pool.available) * self.config.block_size
+        return min(sequence.target, capacity) - sequence.scheduled
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        """Give a waiting sequence the blocks that others computed for it, if it can go on."""
+        shared = self._shareable(sequence)
+        if len(self._holders) >= self.config.max_num_seqs:
+            return False
+        if self.pool.available - self.pool.idle(shared) < 1:
+            return False
+        self.pool.share(shared)
+        cached = len(shared) * self.config.block_size
+        self._waiting_tokens -= sequence.waiting_tokens
+        sequence.admit(shared, cached)
+        self._waiting_tokens += sequence.waiting_tokens
+        self._holders[sequence.seq] = sequence
+        if sequence.epoch == 0:
+            sequence.cached = cached
+            sequence.queue_seconds = now - sequence.arrival
+            self._counts.prefix_queries += sequence.prompt_len
+            self._counts.prefix_hits += cached
+        return True
+
+    def _shareable(self, sequence: Sequence) -> list[int]:
+        """Computed blocks of the sequence's beginning; its last token is always computed anew."""
+        size = self.config.block_size
+        full = (sequence.target - 1) // size
+        donor = sequence.donor
+        if donor is not None and donor.blocks and donor.computed >= full * size:
+            return donor.blocks[:full]
+        if not self.config.prefix_cache:
+            return []
+        return self.pool.lookup(sequence.hash_chain(full, size))
+
+    def _make_room(self, needy: Sequence, missing: int) -> bool:
+        """Whether `missing` blocks are there, preempting sequences of worse rank if need be.
+
+        Blocks of a victim with rows in flight come later, at its last commit: False until then.
+        """
+        if missing <= self.pool.available:
+            return True
+        leaving = [s for s in self._holders.values() if s.evicting or s.ended]
+        coming = self.pool.available + sum(self.pool.sole(s.blocks) for s in leaving)
+        victims = [s for s in self._holders.values() if s.rank > needy.rank]
+        for victim in sorted(victims, key=_rank, reverse=True):
+            if coming >= missing:
+                break
+            if not (victim.evicting or victim.ended):
+                coming += self.pool.sole(victim.blocks)
+                self._preempt(victim)
+        return missing <= self.pool.available
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Take a sequence's blocks, at its last commit if it has rows in flight."""
+        self._withdraw(victim)
+        if victim.in_flight:
+            victim.evicting = True
+            return
+        self._holders.pop(victim.seq)
+        self.pool.release(victim.drop())
+        self._counts.preemptions += 1
+        self._enqueue(victim)
+
+    # The course of a sequence.
+
+    def _new_sequence(self, seq: int, request: Request, now: float) -> Sequence:
+        tokens = list(request.prompt)
+        sequence = Sequence(seq, request, tokens, target=len(tokens), arrival=now)
+        self._sequences[seq] = sequence
+        return sequence
+
+    def _fork(self, first: Sequence) -> None:
+        """Bring the other choices of a request in; its prompt is computed, or never will be."""
+        request = first.request
+        for seq in range(request.seq + 1, request.seq + request.n):
+            if self._unborn.pop(seq, None) is not None:
+                choice = self._new_sequence(seq, request, first.arrival)
+                choice.donor = first
+                self._enqueue(choice)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """Let it wait for prefill; what is cached for it now is not counted as waiting."""
+        sequence.expected = len(self._shareable(sequence)) * self.config.block_size
+        self._waiting_tokens += sequence.waiting_tokens
+        insort(self._queue, sequence, key=_rank)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        index = bisect_left(self._queue, sequence.rank, key=_rank)
+        if index < len(self._queue) and self._queue[index] is sequence:
+            self._waiting_tokens -= sequence.waiting_tokens
+            del self._queue[index]
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Schedule it no more."""
+        self._dequeue(sequence)
+        self._ready.pop(sequence.seq, None)
+        self._decoding.discard(sequence.seq)
+
+    def _advance(
+        self, sequence: Sequence, row: Row, sampled: Sampled | None, outcome: Outcome
+    ) -> None:
+        """Count a row as computed and take its token."""
+        sequence.computed = row.start + row.num_tokens
+        if self.config.prefix_cache:
+            self._publish(sequence)
+        if sequence.ended or not row.samples:
+            return
+        if sampled is None or sampled.epoch != row.epoch:
+            raise ValueError(f"the result lacks sequence {row.seq}, epoch {row.epoch}")
+        if sampled.error:
+            self._fail(sequence, sampled.error, outcome)
+        else:
+            self._append(sequence, sampled.token, outcome)
+
+    def _publish(self, sequence: Sequence) -> None:
+        full = sequence.computed // self.config.block_size
+        chain = sequence.hash_chain(full, self.config.block_size)
+        for index in range(sequence.published, full):
+            self.pool.publish(sequence.blocks[index], chain[index])
+        sequence.published = full
+
+    def _append(self, sequence: Sequence, token: int, outcome: Outcome) -> None:
+        sequence.tokens.append(token)
+        outcome.seqs.append(sequence.seq)
+        outcome.tokens.append(token)
+        generated = len(sequence.tokens) - sequence.prompt_len
+        if generated == 1:
+            first = First(sequence.seq, sequence.cached, sequence.queue_seconds)
+            outcome.firsts.append(first)
+            self._fork(sequence)
+        if token in sequence.request.stop_ids:
+            outcome.ends.append(End(sequence.seq, "stop", token))
+            self._end(sequence)
+        elif generated == sequence.request.max_tokens:
+            outcome.ends.append(End(sequence.seq, "length"))
+            self._end(sequence)
+
+    def _fail(self, sequence: Sequence, error: str, outcome: Outcome) -> None:
+        if not sequence.ended:
+            outcome.ends.append(End(sequence.seq, "error", error=error))
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Schedule it no more; `_settle` gives its blocks back after its last commit."""
+        self._withdraw(sequence)
+        sequence.ended = True
+        self._fork(sequence)
+        self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """After a commit: leave for good, give way to another, or be ready for the next token."""
+        if sequence.ended:
+            if not sequence.in_flight and sequence.seq in self._sequences:
+                del self._sequences[sequence.seq]
+                self._holders.pop(sequence.seq, None)
+                self.pool.release(sequence.drop())
+                self._released.append(sequence.seq)
+        elif sequence.evicting:
+            if not sequence.in_flight:
+                self._preempt(sequence)
+        else:
+            self._make_ready(sequence)

@@ -1,0 +1,140 @@
+"""A sequence on its way through the pipeline: its tokens, its blocks, how far it is.
+
+Owns the two counters, computed and scheduled, which let chunk k + 1 of a prompt enter the pipeline
+before chunk k has left. Knows nothing of other sequences.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gllm.scheduler.blocks import chain_hash, root_hash
+from gllm.scheduler.plan import ON_DEVICE, Row
+
+
+class Request(NamedTuple):
+    """What is asked of the scheduler: `n` sequences seq .. seq + n - 1 from one prompt."""
+
+    seq: int
+    """Above the id of every request before."""
+    prompt: list[int]
+    max_tokens: int
+    """Tokens to generate at most."""
+    stop_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    """Smaller runs earlier."""
+    cache_salt: str = ""
+    n: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request."""
+
+    seq: int
+    request: Request
+    tokens: list[int]
+    """Prompt and generated tokens, as far as the driver knows them."""
+    target: int
+    """Tokens to prefill: all that were known when it was last (re-)admitted to waiting."""
+    scheduled: int = 0
+    """Tokens in the KV cache, those in flight included."""
+    computed: int = 0
+    """Tokens in the KV cache for sure."""
+    in_flight: int = 0
+    """Rows in plans not yet committed."""
+    pending: int = 0
+    """Tokens being sampled in those."""
+    epoch: int = 0
+    blocks: list[int] = field(default_factory=list)
+    """Block table."""
+    sent: int = 0
+    """Blocks of the table that followers know of."""
+    published: int = 0
+    """Leading blocks offered to the prefix cache."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Hash chain of the leading full blocks, computed on demand."""
+    cached: int = 0
+    """Prompt tokens that the prefix cache had at the first admission."""
+    expected: int = 0
+    """Tokens that the prefix cache had when it began to wait: not counted as waiting."""
+    evicting: bool = False
+    """A victim of preemption that still has rows in flight: fed no more."""
+    ended: bool = False
+    """Ended, but its blocks wait for rows in flight."""
+    donor: "Sequence | None" = None
+    """The first choice of the same request, whose prompt blocks can be shared."""
+    arrival: float = 0.0
+    """When its request was added, in the caller's seconds."""
+    queue_seconds: float = 0.0
+    """From its arrival to its first micro-batch."""
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: by priority, then arrival."""
+        return (self.request.priority, self.seq)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def prefilling(self) -> bool:
+        """Part of the prefill is not scheduled yet."""
+        return self.scheduled < self.target
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Its share of #WP."""
+        return max(0, self.target - max(self.scheduled, self.expected))
+
+    def can_decode(self, lookahead: bool) -> bool:
+        """Its next input token is known, or with lookahead will be once it is needed."""
+        if lookahead:
+            limit = self.prompt_len + self.request.max_tokens
+            return self.scheduled < len(self.tokens) + self.pending < limit
+        return self.scheduled < len(self.tokens)
+
+    def blocks_missing(self, tokens: int, block_size: int) -> int:
+        """Blocks to add before `tokens` tokens fit."""
+        return max(0, -(-tokens // block_size) - len(self.blocks))
+
+    def hash_chain(self, count: int, block_size: int) -> list[bytes]:
+        """Hashes of the first `count` full blocks."""
+        while len(self.hashes) < count:
+            begin = len(self.hashes) * block_size
+            parent = self.hashes[-1] if self.hashes else root_hash(self.request.cache_salt)
+            self.hashes.append(chain_hash(parent, self.tokens[begin : begin + block_size]))
+        return self.hashes[:count]
+
+    def feed(self, num_tokens: int) -> Row:
+        """Schedule the next `num_tokens` tokens; the blocks for them are there."""
+        start = self.scheduled
+        end = start + num_tokens
+        known = self.tokens[max(start, self.prompt_len) : end]
+        if end > len(self.tokens):
+            known.append(ON_DEVICE)
+        samples = end >= self.target
+        row = Row(self.seq, self.epoch, start, num_tokens, self.blocks[self.sent :], known, samples)
+        self.sent = len(self.blocks)
+        self.scheduled = end
+        self.in_flight += 1
+        self.pending += samples
+        return row
+
+    def admit(self, shared: list[int], cached: int) -> None:
+        """Begin with blocks that hold its first `cached` tokens."""
+        self.blocks = list(shared)
+        self.scheduled = self.computed = cached
+        self.published = len(shared)
+        self.expected = 0
+        self.donor = None
+
+    def drop(self) -> list[int]:
+        """Forget the cache's content and return the blocks to give back."""
+        blocks, self.blocks = self.blocks, []
+        self.epoch += 1
+        self.sent = self.published = self.scheduled = self.computed = self.expected = 0
+        self.target = len(self.tokens)
+        self.evicting = False
+        return blocks

@@ -1,0 +1,182 @@
+"""A pipeline without arithmetic around a real scheduler, which checks every step it is given.
+
+Each stage keeps a mirror and a KV cache whose slots hold a hash of everything up to that position;
+a row that finds anything else in the slots of its context fails. The "model" is a hash as well, so
+what a sequence generates depends on its own tokens and nothing else.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.mirror import Followed, Mirror
+from gllm.scheduler.plan import ON_DEVICE, Outcome, Row, Sampled, StepPlan, StepResult
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import Request
+
+VOCABULARY = 50
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake model answers to a context."""
+    return hash(tuple(tokens)) % VOCABULARY
+
+
+def generate(request: Request) -> list[int]:
+    """What a request generates when it has the pipeline for itself."""
+    tokens = list(request.prompt)
+    for _ in range(request.max_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in request.stop_ids:
+            break
+    return tokens[len(request.prompt) :]
+
+
+@dataclass
+class Stage:
+    """One follower: mirror and cache."""
+
+    block_size: int
+    mirror: Mirror = field(default_factory=Mirror)
+    cache: dict[int, int] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan, texts: dict[int, list[int]]) -> None:
+        """Compute a plan. texts[seq] are the sequence's tokens as the device knows them."""
+        for row, followed in zip(plan.rows, self.mirror.apply(plan), strict=True):
+            self._run_row(row, followed, texts[row.seq])
+
+    def _run_row(self, row: Row, followed: Followed, tokens: list[int]) -> None:
+        end = row.start + row.num_tokens
+        assert end <= len(tokens)
+        assert len(followed.blocks) == -(-end // self.block_size)
+        for position in range(row.start):
+            assert self.cache[self._slot(followed, position)] == hash(tuple(tokens[: position + 1]))
+        for position in range(row.start, end):
+            self.cache[self._slot(followed, position)] = hash(tuple(tokens[: position + 1]))
+
+    def _slot(self, followed: Followed, position: int) -> int:
+        return followed.blocks[position // self.block_size] * self.block_size + (
+            position % self.block_size
+        )
+
+
+class Pipeline:
+    """Scheduler, stages, and what the requests got."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.stages = [Stage(config.block_size) for _ in range(config.stages)]
+        self.plans: deque[StepPlan] = deque()
+        self.texts: dict[int, list[int]] = {}
+        self.generated: dict[int, list[int]] = {}
+        self.ended: dict[int, str] = {}
+        self.alive: set[int] = set()
+        self.requests: dict[int, Request] = {}
+        self.now = 0.0
+
+    def add(self, request: Request) -> None:
+        """Submit a request and register its sequences everywhere."""
+        self.scheduler.add(request, self.now)
+        for seq in range(request.seq, request.seq + request.n):
+            for stage in self.stages:
+                stage.mirror.register(seq, len(request.prompt), request.prompt)
+            self.texts[seq] = list(request.prompt)
+            self.generated[seq] = []
+            self.alive.add(seq)
+            self.requests[seq] = request
+
+    def abort(self, seqs: list[int]) -> None:
+        """Nobody waits for these any more."""
+        self.scheduler.abort(seqs)
+        for seq in self.alive & set(seqs):
+            self.ended[seq] = "abort"
+        self.alive -= set(seqs)
+
+    def schedule(self) -> StepPlan | None:
+        """Ask for a plan, run it on the first stage, check everything."""
+        self.now += 1.0
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            self._check_plan(plan)
+            self._sample_ahead(plan)
+            for stage in self.stages:
+                stage.run(plan, self.texts)
+            self.plans.append(plan)
+        self.check()
+        return plan
+
+    def commit(self, errors: dict[int, str] | None = None) -> Outcome:
+        """Return the oldest plan's result; sequences in `errors` fail."""
+        errors = errors or {}
+        plan = self.plans.popleft()
+        sampled = [
+            Sampled(row.seq, row.epoch, self._token(row), errors.get(row.seq, ""))
+            for row in plan.rows
+            if row.samples
+        ]
+        outcome = self.scheduler.commit(StepResult(plan.step, sampled))
+        for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
+            self.generated[seq].append(token)
+        for end in outcome.ends:
+            assert end.seq in self.alive
+            self.alive.discard(end.seq)
+            self.ended[end.seq] = end.reason
+        self.check()
+        return outcome
+
+    def drain(self, limit: int = 100_000) -> None:
+        """Run until every sequence has ended."""
+        for _ in range(limit):
+            if not self.alive:
+                break
+            planned = self.schedule()
+            if planned is None:
+                assert self.plans, "requests wait, nothing is in flight, nothing is planned"
+                self.commit()
+        assert not self.alive, "no end in sight"
+        while self.plans:
+            self.commit()
+
+    def check(self) -> None:
+        """The invariants that hold after every step."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        held = Counter(b for s in scheduler._holders.values() for b in s.blocks)
+        references = {b: n for b, n in enumerate(pool._references) if n}
+        assert references == held
+        cached = set(pool._evictable)
+        assert len(set(pool._free)) == len(pool._free)
+        assert not cached & set(pool._free)
+        assert not held.keys() & (cached | set(pool._free))
+        assert len(held) + len(cached) + len(pool._free) == pool.num_blocks
+        assert len(self.plans) <= self.config.max_in_flight
+        assert len(scheduler._holders) <= self.config.max_num_seqs
+        assert scheduler._waiting_tokens == sum(s.waiting_tokens for s in scheduler._queue)
+        for sequence in scheduler._holders.values():
+            if sequence.sent:
+                for stage in self.stages:
+                    followed = stage.mirror.sequences[sequence.seq]
+                    assert followed.epoch == sequence.epoch
+                    assert followed.blocks == sequence.blocks[: sequence.sent]
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert plan.rows
+        assert sum(row.num_tokens for row in plan.rows) <= self.config.max_num_batched_tokens
+        seqs = [row.seq for row in plan.rows]
+        assert len(set(seqs)) == len(seqs)
+        assert all(seq in self.alive for seq in seqs)
+        for row in plan.rows:
+            assert ON_DEVICE not in row.token_ids or self.config.lookahead
+
+    def _sample_ahead(self, plan: StepPlan) -> None:
+        """The device knows a sampled token at once; the driver hears of it at the commit."""
+        for row in plan.rows:
+            tokens = self.texts[row.seq]
+            known = [t for t in row.token_ids if t != ON_DEVICE]
+            start = max(row.start, len(self.requests[row.seq].prompt))
+            assert tokens[start : start + len(known)] == known
+            if row.samples and row.start + row.num_tokens == len(tokens):
+                tokens.append(next_token(tokens))
+
+    def _token(self, row: Row) -> int:
+        return self.texts[row.seq][row.start + row.num_tokens]

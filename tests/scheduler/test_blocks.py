@@ -1,0 +1,99 @@
+"""The block pool by itself: reference counts, LRU order, hash chains."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gllm.scheduler.blocks import BlockPool, chain_hash, root_hash
+
+
+def chain(tokens: list[int], size: int = 2) -> list[bytes]:
+    digests, parent = [], root_hash("")
+    for begin in range(0, len(tokens) - size + 1, size):
+        parent = chain_hash(parent, tokens[begin : begin + size])
+        digests.append(parent)
+    return digests
+
+
+def test_published_blocks_outlive_their_holder_and_are_found_by_prefix() -> None:
+    pool = BlockPool(4)
+    digests = chain([1, 2, 3, 4, 5, 6])
+    table = pool.allocate(3)
+    for block, digest in zip(table, digests, strict=True):
+        pool.publish(block, digest)
+    pool.release(table)
+    assert pool.available == 4
+    assert pool.lookup(digests) == table
+    assert pool.lookup(chain([1, 2, 3, 4, 9, 9])) == table[:2]
+    assert pool.lookup(chain([9, 9, 3, 4])) == []
+
+
+def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
+    pool = BlockPool(3)
+    digests = chain([1, 2, 3, 4, 5, 6])
+    table = pool.allocate(3)
+    for block, digest in zip(table, digests, strict=True):
+        pool.publish(block, digest)
+    pool.release(table)
+    pool.allocate(1)
+    assert pool.lookup(digests) == table[:2]
+
+
+def test_the_least_recently_released_chain_is_evicted_first() -> None:
+    pool = BlockPool(2)
+    one, two = chain([1, 2]), chain([3, 4])
+    first, second = pool.allocate(1), pool.allocate(1)
+    pool.publish(first[0], one[0])
+    pool.publish(second[0], two[0])
+    pool.release(first)
+    pool.release(second)
+    pool.share(pool.lookup(one))
+    pool.release(first)
+    pool.allocate(1)
+    assert pool.lookup(one) == first
+    assert pool.lookup(two) == []
+
+
+def test_a_shared_block_is_not_given_away() -> None:
+    pool = BlockPool(2)
+    digest = chain([1, 2])
+    table = pool.allocate(1)
+    pool.publish(table[0], digest[0])
+    pool.share(table)
+    assert pool.sole(table) == 0
+    pool.release(table)
+    assert (pool.available, pool.idle(table), pool.sole(table)) == (1, 0, 1)
+    pool.release(table)
+    assert (pool.available, pool.idle(table)) == (2, 1)
+
+
+def test_a_twin_stays_private_and_is_free_at_once() -> None:
+    pool = BlockPool(2)
+    digest = chain([1, 2])
+    first, second = pool.allocate(1), pool.allocate(1)
+    pool.publish(first[0], digest[0])
+    pool.publish(second[0], digest[0])
+    pool.release(second)
+    assert pool.idle(second) == 0
+    assert pool.lookup(digest) == first
+
+
+def test_forget_offers_nothing_and_loses_nothing() -> None:
+    pool = BlockPool(3)
+    digests = chain([1, 2, 3, 4])
+    table = pool.allocate(2)
+    for block, digest in zip(table, digests, strict=True):
+        pool.publish(block, digest)
+    pool.release(table[1:])
+    pool.forget()
+    assert pool.lookup(digests) == []
+    pool.release(table[:1])
+    assert sorted(pool.allocate(3)) == [0, 1, 2]
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=2), st.text(max_size=5))
+def test_hashes_depend_on_tokens_parent_and_salt(tokens: list[int], salt: str) -> None:
+    digest = chain_hash(root_hash(salt), tokens)
+    assert len(digest) == 16
+    assert digest != chain_hash(root_hash(salt + "x"), tokens)
+    assert digest != chain_hash(digest, tokens)
+    assert digest != chain_hash(root_hash(salt), [tokens[0], tokens[1] + 1])

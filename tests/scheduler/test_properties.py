@@ -1,0 +1,149 @@
+"""Properties of the scheduler over random pipelines, loads and moments of abort."""
+
+from random import Random
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.sequence import Request
+from tests.scheduler.pipeline import Pipeline, generate
+
+STEPS = 600
+EXAMPLES = 200
+"""Together at least 10^5 calls of schedule and commit, each followed by all checks."""
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Pipeline:
+    """A pipeline whose cache holds from one full-length sequence up."""
+    block_size = draw(st.sampled_from([1, 2, 4, 16]))
+    max_model_len = draw(st.integers(2, 60))
+    blocks = -(-max_model_len // block_size)
+    prefill = draw(st.integers(1, 64))
+    config = SchedulerConfig(
+        policy=draw(st.sampled_from(POLICY_NAMES)),
+        max_prefill_tokens=prefill,
+        min_prefill_tokens=draw(st.integers(1, prefill)),
+        prefill_iterations=draw(st.integers(1, 8)),
+        kv_threshold=draw(st.sampled_from([0.0, 0.05, 0.5])),
+        max_num_batched_tokens=draw(st.integers(1, 80)),
+        max_num_seqs=draw(st.integers(1, 12)),
+        max_in_flight=draw(st.none() | st.integers(1, 9)),
+        phase_pure=draw(st.booleans()),
+        lookahead=draw(st.booleans()),
+        block_size=block_size,
+        prefix_cache=draw(st.booleans()),
+    )
+    stages = draw(st.integers(1, 8))
+    num_blocks = blocks + draw(st.integers(0, 3 * blocks))
+    return Pipeline(config.resolve(stages, num_blocks, max_model_len))
+
+
+def random_request(rng: Random, seq: int, longest: int) -> Request:
+    """A request that begins like many others, in one of two salts."""
+    prompt_len = rng.randint(1, longest - 1)
+    common = rng.randint(0, prompt_len)
+    prompt = [7] * common + [rng.randrange(50) for _ in range(prompt_len - common)]
+    return Request(
+        seq=seq,
+        prompt=prompt,
+        max_tokens=rng.randint(1, min(longest - prompt_len, 20)),
+        stop_ids=frozenset(rng.sample(range(50), rng.choice([0, 0, 3]))),
+        priority=rng.choice([0, 0, 0, 1, -1]),
+        cache_salt=rng.choice(["", "salt"]),
+        n=rng.choice([1, 1, 1, 3]),
+    )
+
+
+def drive(pipeline: Pipeline, rng: Random, steps: int) -> None:
+    """Arrivals, aborts, schedules and commits in random order."""
+    seq = 0
+    arrivals = rng.choice([0.02, 0.1, 0.5])
+    for _ in range(steps):
+        if rng.random() < arrivals and len(pipeline.alive) < 40:
+            request = random_request(rng, seq, pipeline.config.max_model_len)
+            pipeline.add(request)
+            seq += request.n
+        if rng.random() < 0.02 and pipeline.alive:
+            victim = pipeline.requests[rng.choice(sorted(pipeline.alive))]
+            pipeline.abort(list(range(victim.seq, victim.seq + rng.randint(1, victim.n))))
+        if pipeline.plans and rng.random() < 0.5:
+            pipeline.commit()
+        else:
+            pipeline.schedule()
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+)
+@given(pipeline=pipelines(), seed=st.integers(0, 2**32))
+def test_every_request_ends_with_the_tokens_it_would_get_alone(
+    pipeline: Pipeline, seed: int
+) -> None:
+    drive(pipeline, Random(seed), STEPS)
+    pipeline.drain()
+    for seq, request in pipeline.requests.items():
+        alone = generate(request)
+        if pipeline.ended[seq] == "abort":
+            assert pipeline.generated[seq] == alone[: len(pipeline.generated[seq])]
+        else:
+            assert pipeline.generated[seq] == alone
+    stats = pipeline.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.in_flight, stats.kv_usage) == (0, 0, 0, 0.0)
+    assert not pipeline.scheduler.has_work
+
+
+@settings(max_examples=50, deadline=None, database=None)
+@given(stages=st.integers(1, 8), decoding=st.integers(1, 40), lag=st.integers(0, 100))
+def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
+    """RD constant, no memory stall: every sequence once per min(RD, stages) decode plans."""
+    config = SchedulerConfig(policy="throttle", lookahead=False, max_num_seqs=64)
+    pipeline = Pipeline(config.resolve(stages, 1000, 200))
+    for seq in range(decoding):
+        pipeline.add(Request(seq, [seq], 199))
+    while pipeline.scheduler._queue or len(pipeline.scheduler._decoding) < decoding:
+        if pipeline.schedule() is None:
+            pipeline.commit()
+    period = min(decoding, stages)
+    decodes: list[set[int]] = []
+    while len(decodes) < 8 * period + 20:
+        plan = pipeline.schedule()
+        if plan is None:
+            pipeline.commit()
+        else:
+            decodes.append({row.seq for row in plan.rows})
+    settled = decodes[2 * period :]
+    for begin in range(len(settled) - period + 1):
+        window = settled[begin : begin + period]
+        assert sum(len(rows) for rows in window) == decoding, "each plan carries its share"
+        assert set().union(*window) == set(range(decoding))
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(stages=st.integers(1, 8), seed=st.integers(0, 2**32))
+def test_a_ready_decode_waits_a_bounded_number_of_plans(stages: int, seed: int) -> None:
+    """Without memory stalls at most ceil(RD / max(1, floor(RD / stages))) plans, RD varying."""
+    rng = Random(seed)
+    config = SchedulerConfig(policy="throttle", lookahead=False, max_num_seqs=100)
+    pipeline = Pipeline(config.resolve(stages, 4000, 100))
+    waits: dict[int, int] = {}
+    most = 0
+    for seq in range(60):
+        if rng.random() < 0.5:
+            pipeline.add(Request(len(pipeline.requests), [seq], rng.randint(1, 60)))
+        for _ in range(rng.randint(1, 6)):
+            most = max(most, len(pipeline.scheduler._decoding))
+            ready = set(pipeline.scheduler._ready)
+            plan = pipeline.schedule()
+            if plan is None:
+                if pipeline.plans:
+                    pipeline.commit()
+                continue
+            ran = {row.seq for row in plan.rows}
+            waits = {s: waits.get(s, 0) + 1 for s in ready - ran}
+            bound = -(-most // max(1, most // stages))
+            assert all(wait <= bound for wait in waits.values()), (waits, bound)
