@@ -1,0 +1,38 @@
+"""The console script `gllm` and its sub-commands.
+
+Owns the table of commands. Knows nothing of what they do: each is imported when it is called.
+"""
+
+import importlib
+import sys
+
+from gllm import __version__
+
+COMMANDS = {
+    "serve": ("gllm.serve:main", "serve a model over HTTP"),
+    "chat": ("gllm.chat:main", "talk to a running server in the terminal"),
+}
+
+
+def usage() -> str:
+    """The help text."""
+    lines = [f"  {name:8}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: gllm COMMAND [ARGUMENTS]", "", *lines])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that the arguments name; its own arguments follow."""
+    arguments = sys.argv[1:] if argv is None else argv
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name in ("-V", "--version"):
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        print(f"gllm: no command {name!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    module, function = COMMANDS[name][0].split(":")
+    command = importlib.import_module(module).__dict__[function]
+    return int(command(arguments[1:]))

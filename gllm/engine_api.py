@@ -1,0 +1,128 @@
+"""What the frontend may ask of an engine, and in which terms.
+
+Owns the types both sides share and the checks that either may run first. Knows nothing of HTTP and
+of processes: a test's fake engine satisfies the protocol as the real one does.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gllm.config import FieldError, SamplingParams
+from gllm.messages import StageLoad
+from gllm.scheduler.plan import Stats
+from gllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One increment of one choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """stop, length, abort or error; set on a choice's last delta."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the choice, where one did."""
+    error: str = ""
+    """What went wrong, with finish_reason `error`."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; set on a choice's first delta."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What clients are told of the model, and what requests are checked against."""
+
+    name: str
+    """The name clients ask for."""
+    max_model_len: int
+    """Tokens of prompt and output together, at most."""
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    defaults: Mapping[str, float]
+    """Sampling defaults of the model's generation_config, by field name."""
+    created: int
+    """Unix seconds."""
+
+
+class EngineUnavailable(Exception):
+    """The engine takes no request now. `reason` is loading, draining, dead or full."""
+
+    def __init__(self, reason: str, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+
+class PromptTooLong(FieldError):
+    """A prompt that leaves no room for output in the model's context."""
+
+
+class EngineLike(Protocol):
+    """An engine as the frontend sees it."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def state(self) -> str:
+        """loading, ready, draining or dead."""
+
+    @property
+    def cause(self) -> str:
+        """Why the engine is dead."""
+
+    @property
+    def num_requests(self) -> int:
+        """Calls of `generate` that have not ended."""
+
+    @property
+    def stats(self) -> Stats: ...
+
+    @property
+    def stage_loads(self) -> Mapping[int, StageLoad]:
+        """What each stage computed so far, by stage."""
+
+    def healthy(self) -> bool:
+        """Whether the engine lives and no pending work is stuck."""
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of the request's choices, interleaved; closing the generator aborts it.
+
+        Raises FieldError for a request that cannot be, EngineUnavailable before the first delta.
+        """
+
+
+def check_request(
+    prompt: Sequence[int], params: SamplingParams, model: ModelInfo, param: str = "prompt"
+) -> None:
+    """Whether the model can run this request; `param` is the prompt's field name.
+
+    Raises FieldError, PromptTooLong among them.
+    """
+    if not prompt:
+        raise FieldError(param, f"{param} is empty: at least one token is needed")
+    if len(prompt) + 1 > model.max_model_len:
+        raise PromptTooLong(
+            param,
+            f"{param} has {len(prompt)} tokens, but this model's context is "
+            f"{model.max_model_len} tokens, of which at least one has to be left for the output",
+        )
+    for name, ids in ((param, prompt), ("stop_token_ids", params.stop_token_ids)):
+        if ids and not (min(ids) >= 0 and max(ids) < model.vocab_size):
+            raise FieldError(
+                name, f"{name} has ids out of the vocabulary 0..{model.vocab_size - 1}"
+            )

@@ -1,0 +1,73 @@
+"""The HTTP server's routes and what wraps all of them.
+
+Owns the table of endpoints, request ids and the server's limits. Knows nothing of what an endpoint
+does: adding one is a file in routes/ and a line here.
+"""
+
+import re
+import time
+import uuid
+
+from aiohttp import web
+
+from gllm.config import ServerConfig
+from gllm.engine_api import EngineLike
+from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, Context
+from gllm.frontend.errors import Handler, error_middleware
+from gllm.frontend.metrics import Metrics
+from gllm.frontend.routes import chat, completions, health, metrics, models, version
+
+ROUTES = (
+    ("POST", "/v1/chat/completions", chat.create),
+    ("POST", "/v1/completions", completions.create),
+    ("GET", "/v1/models", models.listing),
+    ("GET", "/v1/models/{model:.+}", models.one),
+    ("GET", "/health", health.health),
+    ("GET", "/ready", health.ready),
+    ("GET", "/metrics", metrics.metrics),
+    ("HEAD", "/metrics", metrics.metrics),
+    ("GET", "/version", version.version),
+)
+
+MAX_HEADER_BYTES = 16384
+"""Of one header, and of the request line."""
+
+
+def make_app(engine: EngineLike, config: ServerConfig) -> web.Application:
+    """The application around an engine, which may still be loading."""
+    app = web.Application(
+        middlewares=[arrival_middleware, error_middleware],
+        client_max_size=config.max_body_bytes,
+    )
+    app[CONTEXT] = Context(engine, config, Metrics(engine))
+    app.on_response_prepare.append(_echo_request_id)
+    for method, path, handler in ROUTES:
+        app.router.add_route(method, path, handler)
+    return app
+
+
+def make_runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
+    """What serves the application; a client that disconnects cancels its handler."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=config.shutdown_timeout,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+    )
+
+
+@web.middleware
+async def arrival_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every request has a time and an id: the client's, without odd characters, or our own."""
+    request[ARRIVAL] = time.monotonic()
+    given = re.sub(r"[^A-Za-z0-9._:-]", "", request.headers.get("X-Request-Id", ""))
+    request[REQUEST_ID] = given[:128] or uuid.uuid4().hex
+    return await handler(request)
+
+
+async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell the client the id, whatever the answer is."""
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]

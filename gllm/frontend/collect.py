@@ -1,0 +1,141 @@
+"""Deltas of several prompts as one stream, and what they add up to.
+
+Owns merging, coalescing and counting. Knows nothing of JSON and of sockets.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+from gllm.engine_api import Delta
+from gllm.frontend.metrics import RequestRecord
+
+Source = tuple[AsyncGenerator[Delta, None], RequestRecord]
+
+
+class Merged:
+    """The deltas of all prompts; the choices of prompt i are i * n .. i * n + n - 1.
+
+    A context: leaving it closes what still runs, which aborts it. Deltas that nobody takes are
+    coalesced, one for each choice.
+    """
+
+    def __init__(self, sources: Sequence[Source], n: int) -> None:
+        self._sources = sources
+        self._n = n
+        self._pending: dict[int, list[Delta]] = {}
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running = len(sources)
+        self._error: Exception | None = None
+
+    async def __aenter__(self) -> "Merged":
+        for i, (deltas, record) in enumerate(self._sources):
+            self._tasks.append(asyncio.create_task(self._pump(i * self._n, deltas, record)))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def take(self) -> list[Delta]:
+        """What came since the last call, waiting for something; empty at the end.
+
+        Raises what a prompt's generator raised.
+        """
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._running:
+                return []
+            self._wake.clear()
+            await self._wake.wait()
+        pending, self._pending = self._pending, {}
+        return [_joined(deltas) for deltas in pending.values()]
+
+    async def _pump(
+        self, base: int, deltas: AsyncGenerator[Delta, None], record: RequestRecord
+    ) -> None:
+        """Move one prompt's deltas to where `take` finds them."""
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    record.delta(delta)
+                    index = base + delta.index
+                    moved = delta if not base else replace(delta, index=index)
+                    self._pending.setdefault(index, []).append(moved)
+                    self._wake.set()
+        except Exception as error:  # told to whoever takes
+            self._error = self._error or error
+        finally:
+            record.close()
+            self._running -= 1
+            self._wake.set()
+
+
+@dataclass
+class Tally:
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    n: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, delta: Delta) -> None:
+        """Count a delta. The choices of a prompt share it: the first one speaks for all."""
+        self.completion_tokens += len(delta.token_ids)
+        if delta.index % self.n == 0:
+            self.cached_tokens += delta.cached_tokens
+
+    def usage(self) -> dict[str, Any]:
+        """The `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass
+class Choice:
+    """All of one choice."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, delta: Delta) -> None:
+        """Append a delta."""
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    """Consecutive deltas of one choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        cached_tokens=deltas[0].cached_tokens,
+    )

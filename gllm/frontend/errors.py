@@ -1,0 +1,98 @@
+"""Every error of every endpoint in OpenAI's shape.
+
+Owns the mapping of exceptions to status codes, and the middleware that applies it. Knows nothing of
+what the routes do.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gllm.config import FieldError
+from gllm.engine_api import EngineUnavailable, PromptTooLong
+
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_MESSAGE = 1000
+"""Characters of an error message; messages may quote what the client sent."""
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "internal_error",
+    503: "unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An error with its status code, and the field and the code word that clients may look for."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers: dict[str, str] = {}
+
+    def body(self) -> dict[str, Any]:
+        """The error as JSON values, safe to encode whatever the client sent."""
+        kind = TYPES.get(self.status, TYPES[400] if self.status < 500 else TYPES[500])
+        param = None if self.param is None else _encodable(self.param)
+        message = _encodable(self.message)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception; what is not its fault is logged, not told."""
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLong():
+            return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
+        case FieldError():
+            return ApiError(400, str(error), param=error.param, code="invalid_value")
+        case EngineUnavailable():
+            told = ApiError(503, error.message, code=f"engine_{error.reason}")
+            told.headers["Retry-After"] = str(error.retry_after)
+            return told
+        case web.HTTPException():
+            told = ApiError(error.status, error.text or error.reason, code=f"http_{error.status}")
+            if "Allow" in error.headers:
+                told.headers["Allow"] = error.headers["Allow"]
+            return told
+        case _:
+            log.error("a request failed", exc_info=error)
+            return ApiError(500, "The server failed on this request.", code="internal_error")
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns whatever a handler raises into an answer."""
+    try:
+        return await handler(request)
+    except ConnectionError:
+        raise  # the client is gone: nobody reads an answer
+    except Exception as error:
+        told = to_api_error(error)
+        return web.Response(
+            status=told.status,
+            body=msgspec.json.encode(told.body()),
+            content_type="application/json",
+            headers=told.headers,
+        )
+
+
+def _encodable(text: str) -> str:
+    """The text, shortened, without lone surrogates, which have no place in JSON."""
+    return text[:MAX_MESSAGE].encode("utf-8", "replace").decode("utf-8")

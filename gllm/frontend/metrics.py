@@ -1,0 +1,163 @@
+"""Prometheus metrics of the server.
+
+Owns their names, their registry and what requests contribute. The engine's own counters are read
+when somebody asks. Knows nothing of HTTP.
+"""
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gllm.engine_api import Delta, EngineLike
+from gllm.metrics import Timeline
+
+PREFIX = "gllm:"
+FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
+SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+LABELS = ("model_name",)
+
+GAUGES = {
+    "num_requests_running": ("running", "Sequences that hold KV blocks"),
+    "num_requests_waiting": ("waiting", "Sequences that wait for KV blocks"),
+    "kv_cache_usage_perc": ("kv_usage", "Share of KV blocks in use, 0 to 1"),
+    "micro_batches_in_flight": ("in_flight", "Micro-batches on their way through the pipeline"),
+}
+COUNTERS = {
+    "micro_batches": ("steps", "Micro-batches committed"),
+    "num_preemptions": ("preemptions", "Sequences that lost their KV blocks to others"),
+    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache"),
+    "prefill_tokens": ("prefill_tokens", "Prompt tokens computed"),
+    "decode_tokens": ("decode_tokens", "Tokens computed in decode"),
+}
+STAGE_COUNTERS = {
+    "stage_steps": ("steps", "Micro-batches computed by a stage"),
+    "stage_busy_seconds": ("busy_seconds", "Seconds a stage spent computing"),
+    "stage_bubble_seconds": ("idle_seconds", "Seconds a stage idled while a step was planned"),
+}
+
+
+class EngineCollector(Collector):
+    """The engine's state, read at each scrape."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """All gauges and counters the engine keeps."""
+        model = [self._engine.model.name]
+        stats = self._engine.stats._asdict()
+        for name, (key, text) in GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
+            gauge.add_metric(model, stats[key])
+            yield gauge
+        for name, (key, text) in COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
+            counter.add_metric(model, stats[key])
+            yield counter
+        yield from self._stages(model)
+
+    def _stages(self, model: list[str]) -> Iterator[Metric]:
+        loads = {
+            str(stage): {
+                "steps": load.steps,
+                "busy_seconds": load.busy_seconds,
+                "idle_seconds": load.idle_seconds,
+            }
+            for stage, load in sorted(self._engine.stage_loads.items())
+        }
+        for name, (key, text) in STAGE_COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, "stage"))
+            for stage, load in loads.items():
+                counter.add_metric([*model, stage], load[key])
+            yield counter
+        text = "Share of a stage's time spent computing while there was work: 1 - bubble"
+        share = GaugeMetricFamily(PREFIX + "stage_busy_share", text, labels=(*LABELS, "stage"))
+        for stage, load in loads.items():
+            total = load["busy_seconds"] + load["idle_seconds"]
+            share.add_metric([*model, stage], load["busy_seconds"] / total if total else 0.0)
+        yield share
+
+
+class Metrics:
+    """The registry of one server."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine))
+        model = engine.model.name
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(PREFIX + name, text, LABELS, registry=self.registry).labels(model)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(PREFIX + name, text, LABELS, registry=self.registry, buckets=buckets)
+            return made.labels(model)
+
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated")
+        self._success = Counter(
+            PREFIX + "request_success",
+            "Choices that ended, by reason",
+            (*LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._model = model
+        self.ttft = histogram("time_to_first_token_seconds", "Time to first token", SLOW)
+        self.itl = histogram("inter_token_latency_seconds", "Time between tokens", FAST)
+        self.tpot = histogram("time_per_output_token_seconds", "Mean time per output token", FAST)
+        self.e2el = histogram("e2e_request_latency_seconds", "Arrival to the last token", SLOW)
+        self.decode = histogram("request_decode_time_seconds", "First token to the last", SLOW)
+
+    def ended(self, reason: str) -> None:
+        """Count the end of a choice."""
+        self._success.labels(self._model, reason).inc()
+
+    def text(self) -> bytes:
+        """Everything in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class RequestRecord:
+    """What one prompt's choices contribute to the metrics."""
+
+    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, choices: int) -> None:
+        self._metrics = metrics
+        self._lines = [Timeline(arrival) for _ in range(choices)]
+        self._open = set(range(choices))
+        self._answered = False
+        metrics.prompt_tokens.inc(prompt_tokens)
+
+    def delta(self, delta: Delta) -> None:
+        """Output has come."""
+        line = self._lines[delta.index]
+        before = line.times[-1] if line.times else None
+        line.mark(time.monotonic(), len(delta.token_ids))
+        if delta.token_ids:
+            self._metrics.generation_tokens.inc(len(delta.token_ids))
+            if before is not None:
+                self._metrics.itl.observe(line.times[-1] - before)
+            elif not self._answered and line.ttft is not None:
+                self._answered = True
+                self._metrics.ttft.observe(line.ttft)
+        if delta.finish_reason is not None:
+            self._end(delta.index, delta.finish_reason)
+
+    def close(self) -> None:
+        """Nothing more comes: choices that have not ended were aborted."""
+        for index in list(self._open):
+            self._end(index, "abort")
+
+    def _end(self, index: int, reason: str) -> None:
+        self._open.discard(index)
+        self._metrics.ended(reason)
+        line = self._lines[index]
+        if line.e2el is None or line.ttft is None:
+            return
+        self._metrics.e2el.observe(line.e2el)
+        self._metrics.decode.observe(line.e2el - line.ttft)
+        if line.tpot is not None:
+            self._metrics.tpot.observe(line.tpot)

@@ -1,0 +1,25 @@
+"""GET /health: does the server work? GET /ready: should it get requests?
+
+Owns the two answers. Knows nothing of what makes an engine healthy.
+"""
+
+from aiohttp import web
+
+from gllm.engine_api import EngineUnavailable
+from gllm.frontend.context import CONTEXT
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while requests are served or drained; 503 while loading, dead or stuck."""
+    context = request.app[CONTEXT]
+    if context.engine.state != "draining":
+        context.check_ready()
+    if not context.engine.healthy():
+        raise EngineUnavailable("stuck", "work is pending, but no step finishes")
+    return web.json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 while new requests are taken."""
+    request.app[CONTEXT].check_ready()
+    return web.json_response({"status": "ready"})

@@ -1,0 +1,40 @@
+"""Counter-based random numbers: a number depends on its counters alone, not on call order.
+
+Owns the generator. Does not know what the numbers decide. Integer arithmetic makes the stream the
+same on every device.
+
+Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014),
+the SplitMix64 generator, here chained as a hash over the counters.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _signed(bits: int) -> int:
+    """An unsigned 64-bit constant as torch's int64 holds it."""
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+
+
+def _xor_shifted(x: Tensor, bits: int) -> Tensor:
+    """x ^ (x >>> bits); int64 shifts are arithmetic, so the copies of the sign are masked off."""
+    return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))
+
+
+def split_mix(state: Tensor) -> Tensor:
+    """The SplitMix64 output for each state of an int64 tensor (two's complement, wrapping)."""
+    mixed = _xor_shifted(state + _GAMMA, 30) * _MULTIPLIER_1
+    mixed = _xor_shifted(mixed, 27) * _MULTIPLIER_2
+    return _xor_shifted(mixed, 31)
+
+
+def uniform(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:
+    """Numbers in [0, 1), float64 with 53 random bits, for counters of one shape, all int64."""
+    mixed = split_mix(split_mix(split_mix(seed) ^ choice) ^ index)
+    top_bits = (mixed >> 11) & ((1 << 53) - 1)
+    return top_bits.to(torch.float64) * 2.0**-53

@@ -1,0 +1,16 @@
+"""Root-mean-square normalisation.
+
+Owns the formula and its precision. Does not know where in a model it is used.
+"""
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean taken in float32.
+
+    x [..., n] and weight [n], both of the compute dtype; the result has x's shape and dtype.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
+    """
+    return functional.rms_norm(x, weight.shape, weight, eps)

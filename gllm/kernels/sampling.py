@@ -1,0 +1,170 @@
+"""Drawing one token for each row of logits.
+
+Owns the arithmetic of temperature, top-k, top-p and min-p. Does not know requests: rows come
+planned by `plan_sampling`, logits come masked. What is drawn for a row depends on that row alone,
+whatever else is in the batch.
+
+The filters apply in the order temperature, top-k, top-p, min-p. A token is found by inverting the
+cumulative distribution at one uniform number per row (Devroye, "Non-Uniform Random Variate
+Generation" (1986), section III.2). Top-p: Holtzman et al., "The Curious Case of Neural Text
+Degeneration" (2020). Min-p: Nguyen et al., "Turning Up the Heat" (2024).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gllm.kernels.random_numbers import uniform
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+TOP_P_CANDIDATES = 1024
+"""Sorted first for a row with top-p alone; they nearly always hold its whole nucleus."""
+SPAN = 512
+"""Tokens summed at once on the way to the cumulative distribution of a whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRows:
+    """Rows that are drawn in one way. Tensors are [rows], int64 or float32."""
+
+    rows: Tensor
+    candidates: int
+    """Tokens that may be drawn, the likeliest; 0: all of them, with no need to sort."""
+    temperature: Tensor
+    top_k: Tensor
+    """0 means off."""
+    top_p: Tensor
+    """Infinite means off."""
+    min_p: Tensor
+    number: Tensor
+    """float64 in [0, 1): what decides."""
+
+    def pick(self, chosen: Tensor, candidates: int) -> "RandomRows":
+        """Those where `chosen` [rows] bool holds, with another number of candidates."""
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.number)
+        return RandomRows(self.rows[chosen], candidates, *(column[chosen] for column in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """How each row of a batch is drawn."""
+
+    greedy: Tensor
+    """[rows] int64."""
+    random: list[RandomRows]
+
+
+def plan_sampling(
+    temperature: Floats,
+    top_k: Ints,
+    top_p: Floats,
+    min_p: Floats,
+    seed: Ints,
+    choice: Ints,
+    index: Ints,
+) -> SamplingPlan:
+    """Sort rows by the way they are drawn; all arguments [rows].
+
+    temperature 0 is greedy whatever the rest, top_k 0 and top_p 1 are off; seed, choice (of its
+    request) and index (of the token in the output) are the counters of the random number.
+    """
+    # Powers of two, so that few groups arise, and so that a row's group is its own affair.
+    by_k = 2 ** np.ceil(np.log2(np.maximum(top_k, 1))).astype(np.int64)
+    candidates = np.where(top_k > 0, by_k, np.where(top_p < 1, TOP_P_CANDIDATES, 0))
+    limit = np.where(top_p < 1, top_p, np.float32(np.inf))
+    is_random = temperature > 0
+    groups = []
+    for count in np.unique(candidates[is_random]).tolist():
+        rows = np.flatnonzero(is_random & (candidates == count))
+        group = RandomRows(
+            rows=torch.from_numpy(rows),
+            candidates=count,
+            temperature=torch.from_numpy(temperature[rows]),
+            top_k=torch.from_numpy(top_k[rows]),
+            top_p=torch.from_numpy(limit[rows]),
+            min_p=torch.from_numpy(min_p[rows]),
+            number=uniform(*(torch.from_numpy(word[rows]) for word in (seed, choice, index))),
+        )
+        groups.append(group)
+    return SamplingPlan(torch.from_numpy(np.flatnonzero(~is_random)), groups)
+
+
+def sample(logits: Tensor, plan: SamplingPlan) -> Tensor:
+    """Token ids [rows] int64 from logits [rows, vocabulary] float32, -inf where forbidden."""
+    if not plan.random:
+        return logits.argmax(dim=-1)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(plan.greedy):
+        tokens[plan.greedy] = logits[plan.greedy].argmax(dim=-1)
+    for group in plan.random:
+        tokens[group.rows] = _draw(logits[group.rows], group)
+    return tokens
+
+
+def _draw(logits: Tensor, group: RandomRows) -> Tensor:
+    """Tokens [rows] for logits [rows, vocabulary], which are overwritten."""
+    # Relative to the maximum before the division: a tiny temperature cannot overflow.
+    logits -= logits.amax(dim=-1, keepdim=True)
+    if group.candidates == 0:
+        weights = logits.div_(group.temperature[:, None]).exp_()
+        weights.masked_fill_(weights < group.min_p[:, None], 0)
+        return _invert_whole(weights, group.number)
+    return _draw_sorted(logits, group)
+
+
+def _draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
+    """As `_draw`, through the likeliest tokens in descending order."""
+    count = min(group.candidates, logits.shape[1])
+    temperature = group.temperature[:, None]
+    values, ids = logits.topk(count, dim=-1)
+    weights = (values / temperature).exp_()
+    within_k = torch.arange(count, device=logits.device) < group.top_k[:, None]
+    has_k = group.top_k[:, None] > 0
+    weights.masked_fill_(has_k & ~within_k, 0)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    everything = (logits / temperature).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
+    total = torch.where(has_k, cumulative[:, -1:], everything)
+    nucleus = group.top_p[:, None] * total
+    before = functional.pad(cumulative[:, :-1], (1, 0))
+    dropped = (before >= nucleus) | (weights < group.min_p[:, None])
+    # The likeliest token always stays: before is 0 there, and its weight 1.
+    chosen = _invert(weights.masked_fill_(dropped, 0), group.number)
+    tokens = ids.gather(1, chosen[:, None])[:, 0]
+    short = ((cumulative[:, -1:] < nucleus) & ~has_k & torch.isfinite(nucleus))[:, 0]
+    if count < logits.shape[1] and bool(short.any()):
+        tokens[short] = _draw_sorted(logits[short], group.pick(short, logits.shape[1]))
+    return tokens
+
+
+def _invert(weights: Tensor, number: Tensor) -> Tensor:
+    """Indices [rows] at which the cumulative share of weights [rows, n] passes number [rows]."""
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    return _passed(cumulative, number[:, None] * cumulative[:, -1:])
+
+
+def _passed(cumulative: Tensor, target: Tensor) -> Tensor:
+    """First index of cumulative [rows, n] above target [rows, 1], one of positive weight always."""
+    above = torch.searchsorted(cumulative, target, right=True)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(above, last)[:, 0]
+
+
+def _invert_whole(weights: Tensor, number: Tensor) -> Tensor:
+    """As `_invert` for a whole vocabulary: spans first, then tokens within the span.
+
+    Summing spans is several times faster than a cumulative sum over everything.
+    """
+    spans = functional.pad(weights, (0, -weights.shape[1] % SPAN)).unflatten(1, (-1, SPAN))
+    sums = spans.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target = number[:, None] * sums[:, -1:]
+    span = _passed(sums, target)[:, None]
+    before = functional.pad(sums[:, :-1], (1, 0)).gather(1, span)
+    inside = spans.take_along_dim(span[:, :, None], dim=1)[:, 0]
+    token = _passed(inside.cumsum(dim=-1, dtype=torch.float64), target - before)
+    return span[:, 0] * SPAN + token

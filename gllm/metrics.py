@@ -1,0 +1,78 @@
+"""Latency of requests: timelines, and what is read off them.
+
+Owns the definitions of TTFT, TPOT, ITL, E2EL and SLO attainment for the server, the simulator and
+the benchmarks. Knows no clock: times are given, in seconds, and only their differences count.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When a request arrived and when its output did. Only tokens count as output."""
+
+    arrival: float
+    times: list[float] = field(default_factory=list)
+    """One for each arrival of output, which may be several tokens at once."""
+    tokens: int = 0
+
+    def mark(self, now: float, tokens: int = 1) -> None:
+        """Output has come: `tokens` of it."""
+        if tokens:
+            self.times.append(now)
+            self.tokens += tokens
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token: from arrival to the first output. None without output."""
+        return self.times[0] - self.arrival if self.times else None
+
+    @property
+    def e2el(self) -> float | None:
+        """End-to-end latency: from arrival to the last output. None without output."""
+        return self.times[-1] - self.arrival if self.times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token: from first to last output, shared by all tokens but the first.
+
+        None with fewer than two tokens.
+        """
+        return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else None
+
+    @property
+    def itl(self) -> list[float]:
+        """Inter-token latencies: the gaps between consecutive arrivals of output."""
+        return [after - before for before, after in pairwise(self.times)]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` (0..100) of the values lie, linear between neighbours.
+
+    Raises ValueError without values.
+    """
+    if not values:
+        raise ValueError("a percentile of no values")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def slo_attainment(
+    timelines: Iterable[Timeline], ttft: float | None = None, tpot: float | None = None
+) -> float:
+    """Share (0..1) of requests whose TTFT and TPOT are within the given limits, in seconds.
+
+    A request without output misses any TTFT; one of a single token has no TPOT and meets it.
+    0 without requests.
+    """
+    met = [
+        (ttft is None or (line.ttft is not None and line.ttft <= ttft))
+        and (tpot is None or line.tpot is None or line.tpot <= tpot)
+        for line in timelines
+    ]
+    return sum(met) / len(met) if met else 0.0

@@ -1,0 +1,172 @@
+"""Reading one stage's weights from a Hugging Face folder.
+
+Owns files, names and shapes: tensors are read straight from memory-mapped safetensors, only those
+that are asked for, and every tensor of the stage has to be asked for. Does not know what a model
+computes with them.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gllm.models.errors import ModelError
+
+IGNORED = re.compile(r".*rotary_emb\.inv_freq")
+"""Tensors in older checkpoints that are computed here."""
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+Progress = Callable[[int, int], None]
+
+
+class Checkpoint:
+    """The tensors of a folder that one stage reads; a context manager that closes the files."""
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, layers: range, others: Sequence[str]
+    ) -> None:
+        """Tensors of `layers` and those called `others`, as `dtype`. Raises ModelError."""
+        self.folder = folder
+        self.dtype = dtype
+        self.weight_bytes = 0
+        """Bytes of the tensors handed out, as they are in memory."""
+        self._progress: Progress = lambda done, total: None
+        self._done = 0
+        self._files = ExitStack()
+        self._homes = {
+            name: handle
+            for name, handle in self._open().items()
+            if name in others or _is_in(name, layers)
+        }
+        self._unread = set(self._homes)
+        self._total = sum(_stored_bytes(handle, name) for name, handle in self._homes.items())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.close()
+
+    def report_to(self, progress: Progress) -> None:
+        """Call `progress` with (bytes read, bytes in all) after each tensor, and once now."""
+        self._progress = progress
+        progress(self._done, self._total)
+
+    def read(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Tensor:
+        """The tensors of these names and shapes, one after the other along the first dimension."""
+        rows = sum(shape[0] for shape in shapes)
+        result = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype)
+        begin = 0
+        for name, shape in zip(names, shapes, strict=True):
+            result[begin : begin + shape[0]] = self._tensor(name, shape)
+            begin += shape[0]
+        self.weight_bytes += result.nbytes
+        return result
+
+    def finish(self) -> None:
+        """Check that nothing of the stage was left unread. Raises ModelError."""
+        left = sorted(name for name in self._unread if not IGNORED.fullmatch(name))
+        if left:
+            raise ModelError(
+                f"{self.folder} has tensors that its architecture has no use for, so it would be "
+                f"computed wrongly: {', '.join(left[:5])} ({len(left)} in all)"
+            )
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._homes:
+            raise ModelError(f"{self.folder} lacks the tensor {name!r}")
+        tensor: Tensor = self._homes[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{self.folder}: tensor {name!r} has shape {tuple(tensor.shape)}, but by "
+                f"config.json it has to be {shape}"
+            )
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"{self.folder}: tensor {name!r} is of type {tensor.dtype}; quantized "
+                "checkpoints are not implemented"
+            )
+        self._unread.discard(name)
+        self._done += tensor.nbytes
+        self._progress(self._done, self._total)
+        return tensor
+
+    def _open(self) -> dict[str, Any]:
+        """The open file of each tensor in the folder."""
+        homes: dict[str, Any] = {}
+        for path in _files_of(self.folder):
+            try:
+                handle = self._files.enter_context(safe_open(path, framework="pt"))
+            except FileNotFoundError as error:
+                raise ModelError(f"{path} is missing: download the model again") from error
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{path} cannot be read: {error}") from error
+            homes |= dict.fromkeys(handle.keys(), handle)
+        return homes
+
+
+class Weights:
+    """Tensors of a checkpoint whose names begin alike."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str = "") -> None:
+        self._checkpoint = checkpoint
+        self._prefix = prefix
+
+    def at(self, part: str) -> "Weights":
+        """Those below `part`, a name without the final dot."""
+        return Weights(self._checkpoint, f"{self._prefix}{part}.")
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        """One tensor of this shape."""
+        return self._checkpoint.read([self._prefix + name], [shape])
+
+    def fused(self, names: Sequence[str], kind: str, rows: Sequence[int], *rest: int) -> Tensor:
+        """Tensors `name.kind` of shapes [rows[i], *rest], stacked along the first dimension."""
+        full = [f"{self._prefix}{name}.{kind}" for name in names]
+        return self._checkpoint.read(full, [(count, *rest) for count in rows])
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, by its index where it has one. Raises ModelError."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} has no usable weight_map: {error!r}") from error
+        return [folder / name for name in sorted(names)]
+    if single.is_file():
+        return [single]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise ModelError(
+            f"{folder} has weights in PyTorch's pickle format only; convert them to safetensors "
+            "(transformers: from_pretrained, then save_pretrained)"
+        )
+    raise ModelError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _is_in(name: str, layers: range) -> bool:
+    match = LAYER.match(name)
+    return match is not None and int(match[1]) in layers
+
+
+def _stored_bytes(handle: Any, name: str) -> int:
+    """Bytes of a tensor in its file, from the header alone."""
+    described = handle.get_slice(name)
+    size = {"F32": 4, "BF16": 2, "F16": 2}.get(described.get_dtype(), 1)
+    for length in described.get_shape():
+        size *= length
+    return size

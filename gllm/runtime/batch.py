@@ -1,0 +1,128 @@
+"""A micro-batch as tensors, built from its plan.
+
+Owns the way from rows and block tables to columns. Knows nothing of models; what is random is
+described for `gllm.runtime.sampler`, not drawn here.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gllm.kernels.attention import plan_attention
+from gllm.models.layers import StageInputs
+from gllm.runtime.sampler import SampledRows
+from gllm.scheduler.mirror import Followed
+from gllm.scheduler.plan import ON_DEVICE, Row, StepPlan
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Batch:
+    """One micro-batch for one stage. Never changed by two threads at once: it goes from `prepare`
+    to `compute` to `sample`."""
+
+    step: int
+    inputs: StageInputs
+    num_tokens: int
+    sample_rows: Tensor
+    """[samples] int64: the token row each sampling row's logits come from."""
+    sampled: SampledRows
+    placeholders: list[tuple[int, int]]
+    """(token row, sequence) of inputs that the step before samples; first stage only."""
+    released: list[int]
+    """Sequences that no later plan names."""
+
+    @property
+    def has_placeholders(self) -> bool:
+        """Whether the step before has to be sampled before this one is computed."""
+        return bool(self.placeholders)
+
+
+@dataclass(slots=True)
+class BlockTables:
+    """Block tables as arrays, so that a step copies rows instead of converting lists."""
+
+    _arrays: dict[int, tuple[int, int, Ints]] = field(default_factory=dict)
+    """By sequence: epoch, blocks, and an array with room for more."""
+
+    def rows(self, plan_rows: list[Row], followed: list[Followed], block_size: int) -> Ints:
+        """Block ids [rows, most blocks], zero-padded; each row's up to its last token."""
+        needed = [-(-(row.start + row.num_tokens) // block_size) for row in plan_rows]
+        table = np.zeros((len(plan_rows), max(needed, default=0)), dtype=np.int64)
+        for index, (row, sequence) in enumerate(zip(plan_rows, followed, strict=True)):
+            blocks = self._current(row, sequence)[: needed[index]]
+            table[index, : len(blocks)] = blocks
+        return table
+
+    def release(self, seqs: list[int]) -> None:
+        """Forget sequences."""
+        for seq in seqs:
+            self._arrays.pop(seq, None)
+
+    def _current(self, row: Row, sequence: Followed) -> Ints:
+        """The row's table, brought up to what the plan added."""
+        count = len(sequence.blocks)
+        epoch, known, array = self._arrays.get(row.seq, (-1, 0, np.empty(0, dtype=np.int64)))
+        if epoch != sequence.epoch:
+            known = 0
+        if count > len(array):
+            grown = np.empty(2 * count, dtype=np.int64)
+            grown[:known] = array[:known]
+            array = grown
+        array[known:count] = sequence.blocks[known:]
+        self._arrays[row.seq] = (sequence.epoch, count, array)
+        return array
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a batch has to know of the KV cache."""
+
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+
+
+def build_inputs(
+    plan: StepPlan, followed: list[Followed], tables: BlockTables, cache: CacheShape, tokens: bool
+) -> tuple[StageInputs, list[tuple[int, int]]]:
+    """A stage's inputs and its placeholders (token row, sequence); `tokens`: on the first stage.
+
+    `followed`: the sequence of each row, the plan applied.
+    """
+    start = np.array([row.start for row in plan.rows], dtype=np.int64)
+    count = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
+    query_start = np.concatenate((np.zeros(1, dtype=np.int64), count.cumsum()))
+    positions = np.arange(query_start[-1]) + np.repeat(start - query_start[:-1], count)
+    longer = np.flatnonzero(count > 1)
+    attention = plan_attention(
+        tables.rows(plan.rows, followed, cache.block_size),
+        query_start,
+        start + count,
+        int(longer[0]) if len(longer) else len(count),
+        cache.block_size,
+        cache.num_blocks,
+        cache.dtype,
+    )
+    ids = _token_ids(plan.rows, followed) if tokens else np.empty(0, dtype=np.int64)
+    placeholders = [
+        (row, plan.rows[int(np.searchsorted(query_start, row, side="right")) - 1].seq)
+        for row in np.flatnonzero(ids == ON_DEVICE).tolist()
+    ]
+    inputs = StageInputs(torch.from_numpy(ids), torch.from_numpy(positions), attention)
+    return inputs, placeholders
+
+
+def _token_ids(rows: list[Row], followed: list[Followed]) -> Ints:
+    """Token ids [tokens]: of the prompt as registered, then what the row brings."""
+    ids: list[int] = []
+    for row, sequence in zip(rows, followed, strict=True):
+        end = row.start + row.num_tokens
+        if row.start < sequence.prompt_len:
+            ids += sequence.prompt[row.start : end]
+        ids += row.token_ids
+    return np.array(ids, dtype=np.int64)

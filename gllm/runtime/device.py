@@ -1,0 +1,143 @@
+"""What the machine offers to this process: cores, memory, number formats.
+
+Owns how limits of containers (cgroups v1 and v2) and affinities are read. Knows nothing of models;
+imports torch only where a torch setting is asked for.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+KV_SHARE = 0.25
+"""Share of the memory left that the KV cache takes by default."""
+
+
+def cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Cores that this process may keep busy: by affinity and by quota, rounded up, at least 1."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    for folder in _groups("cpu", proc, cgroups):
+        quota, period = _quota(folder)
+        if quota > 0 and period > 0:
+            allowed = min(allowed, quota / period)
+    return max(1, -int(-allowed // 1))
+
+
+def memory_left(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Bytes this process and its like may still take: by the machine and by its cgroups."""
+    left = _fields(proc / "meminfo")["MemAvailable"] * 1024
+    for folder in _groups("memory", proc, cgroups):
+        # The second name of each pair is that of cgroup v1.
+        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
+        if limit is None or used is None:
+            continue
+        stat = _fields(folder / "memory.stat")
+        reclaimable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+        left = min(left, limit - used + reclaimable)
+    return max(left, 0)
+
+
+def kv_memory(requested: int | None, share: float) -> int:
+    """Bytes for the KV cache of a stage with this share of the model's layers.
+
+    `requested`: bytes over all stages; None for a quarter of the memory left, so ask when the
+    weights are loaded.
+    """
+    total = memory_left() * KV_SHARE if requested is None else requested
+    return int(total * share)
+
+
+def threads(requested: int | None, stages: int) -> int:
+    """Compute threads of a stage when all stages share this machine."""
+    return requested or max(1, cores() // stages)
+
+
+def set_threads(count: int) -> None:
+    """Give this process's tensor operations so many threads; once, before the first of them."""
+    import torch
+
+    torch.set_num_threads(count)
+
+
+def compute_dtype(requested: str, checkpoint: str) -> "torch.dtype":
+    """The number format for a configuration's `dtype` and the checkpoint's own.
+
+    auto: bfloat16 where the checkpoint has it and the CPU multiplies it natively, else float32.
+    """
+    import torch
+
+    if requested == "auto":
+        requested = "bfloat16" if checkpoint == "bfloat16" and native_bfloat16() else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
+        requested
+    ]
+
+
+def native_bfloat16(proc: Path = PROC) -> bool:
+    """Whether the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX)."""
+    try:
+        text = (proc / "cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Folders of this process's cgroup and those above it, under v2 and under v1's `controller`.
+
+    Within a container the path is the host's and only a tail of it, or nothing, is mounted: folders
+    that are not there are left out.
+    """
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = cgroups / controllers if controllers else cgroups
+        inner = root / path.lstrip("/")
+        yield from (folder for folder in (inner, *inner.parents) if _within(folder, root))
+
+
+def _within(folder: Path, root: Path) -> bool:
+    return folder.is_relative_to(root) and folder.is_dir()
+
+
+def _quota(folder: Path) -> tuple[float, float]:
+    """CPU quota and period in microseconds; (0, 0) for none."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        v1 = (_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota_v1, period_v1 = v1
+        return float(quota_v1 or 0), float(period_v1 or 0)
+    return (0.0, 0.0) if quota == "max" else (float(quota), float(period))
+
+
+def _number(*paths: Path) -> int | None:
+    """The number in the first file that has one."""
+    for path in paths:
+        try:
+            return int(path.read_text())
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Numbers by name from lines like `name: number unit`; empty where there is no file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.replace(":", " ").split() for line in lines)
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}

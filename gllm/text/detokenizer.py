@@ -1,0 +1,94 @@
+"""One choice's tokens to text, while they come.
+
+Owns the decoder's state between tokens: each token costs the same, however long the output is, and
+the pieces join to what decoding everything at once gives, without special tokens and never cut
+inside a character. Knows nothing of requests.
+"""
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from gllm.text.stops import StopMatcher
+from gllm.text.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class _Decoder(Protocol):
+    def push(self, token_id: int) -> str: ...
+    def finish(self) -> str: ...
+
+
+class _ByteLevelDecoder:
+    """Tokens are bytes: an incremental UTF-8 decoder holds back unfinished characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """Text that this token completes."""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """The replacement character, where the output ends inside a character."""
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """Any other tokenizer: decodes the new tokens after the one before them.
+
+    A run of byte tokens is one unit to such a tokenizer (one bad byte spoils all of it), so nothing
+    of a run is shown before its end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._shown = ""
+
+    def push(self, token_id: int) -> str:
+        """Text that this token completes."""
+        self._window.append(token_id)
+        if _BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or ""):
+            return ""
+        text = self.finish()
+        self._window = [token_id]
+        self._shown = self._tokenizer.decode(self._window)
+        return text
+
+    def finish(self) -> str:
+        """Text of the byte tokens that are left."""
+        return self._tokenizer.decode(self._window)[len(self._shown) :]
+
+
+class TextStream:
+    """Tokens in, text out, up to the first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        decoder = _ByteLevelDecoder if tokenizer.is_byte_level else _WindowDecoder
+        self._decoder: _Decoder = decoder(tokenizer)
+        self._stops = StopMatcher(stop)
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
+        """Text that may be shown, tokens used for it, and the stop string that is complete.
+
+        Without a stop string all tokens are used; with one, those up to the token completing it.
+        """
+        pieces = []
+        for used, token_id in enumerate(token_ids, start=1):
+            if token_id in self._tokenizer.special_ids or self._tokenizer.token(token_id) is None:
+                continue
+            text, stop = self._stops.push(self._decoder.push(token_id))
+            pieces.append(text)
+            if stop is not None:
+                return "".join(pieces), used, stop
+        return "".join(pieces), len(token_ids), None
+
+    def finish(self) -> str:
+        """What was held back, when no more tokens come; cut at a stop string it completes."""
+        text, stop = self._stops.push(self._decoder.finish())
+        return text if stop is not None else text + self._stops.finish()

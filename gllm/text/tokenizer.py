@@ -1,0 +1,97 @@
+"""Text to token ids and back, as a model folder's tokenizer.json says.
+
+Owns what the frontend and the engine need of the tokenizers library. Knows nothing of requests.
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from gllm.text.chat_template import ChatTemplate, load_chat_template
+
+
+class Tokenizer:
+    """A tokenizer and, where the model has one, its chat template."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None
+    ) -> None:
+        # A folder may carry the truncation and padding of its training run.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._bytes: dict[int, bytes] = {}
+        self.chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Tokenizer":
+        """The tokenizer of a model folder.
+
+        Raises FileNotFoundError without a tokenizer.json, ValueError where a file is broken.
+        """
+        file = Path(folder) / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no tokenizer.json: save one with the model, for instance by "
+                "save_pretrained of a fast tokenizer of transformers"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{file} is no tokenizer: {error}") from error
+        return cls(backend, load_chat_template(Path(folder)))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; the tokenizer's post-processor adds its special tokens unless told not to."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids that are none are skipped."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's entry for an id, None where there is none."""
+        return self._backend.id_to_token(token_id) if token_id >= 0 else None
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether tokens stand for bytes, so that text is the concatenation of theirs."""
+        decoder: dict[str, Any] | None = json.loads(self._backend.to_str())["decoder"]
+        while decoder and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
+            decoder = decoder["decoders"][0]
+        return decoder is not None and decoder["type"] == "ByteLevel"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token of a byte-level tokenizer."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = _bytes_of(self.token(token_id) or "")
+        return found
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in a byte-level vocabulary.
+
+    Bytes that print stand for themselves; the others take the code points from 256 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _bytes_of(token: str) -> bytes:
+    """Bytes of a vocabulary entry; added tokens outside the alphabet are plain text."""
+    try:
+        return bytes(_ALPHABET[char] for char in token)
+    except KeyError:
+        return token.encode()

@@ -1,0 +1,57 @@
+"""The demo model's tokenizer: byte-level BPE trained on the corpus, saved for Hugging Face.
+
+Owns training, saving and encoding whole texts. Every UTF-8 text can be encoded, as all bytes are
+in the alphabet. It knows nothing of the model.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from scripts.demo_model.chat import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TURN_END
+
+_ENCODE_BATCH = 4096
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE with the chat's special tokens as its first ids."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode_all(tokenizer: Tokenizer, texts: Iterable[str]) -> list[np.ndarray]:
+    """The token ids of each text."""
+    everything = list(texts)
+    encoded: list[np.ndarray] = []
+    for start in range(0, len(everything), _ENCODE_BATCH):
+        batch = tokenizer.encode_batch(everything[start : start + _ENCODE_BATCH])
+        encoded += (np.array(encoding.ids, dtype=np.int64) for encoding in batch)
+    return encoded
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> None:
+    """Write tokenizer.json and the tokenizer_config.json that `AutoTokenizer` reads."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_length,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
+        "chat_template": CHAT_TEMPLATE,
+    }
+    text = json.dumps(config, indent=2)
+    (folder / "tokenizer_config.json").write_text(f"{text}\n", encoding="utf-8")

@@ -1,0 +1,78 @@
+"""A server around a fake engine."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from gllm.config import ServerConfig
+from gllm.frontend.app import make_app
+from gllm.text.chat_template import ChatTemplate
+from gllm.text.tokenizer import Tokenizer
+from tests.frontend.fake_engine import FakeEngine
+from tests.frontend.sse import events_of
+from tests.text import tokenizers_for_tests as some
+
+CONFIG = ServerConfig(max_choices=8, max_num_queued_requests=64, max_body_bytes=2**18)
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+TEXT = {"prompt": "Hi"}
+CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass
+class Answer:
+    """An answer, read to its end."""
+
+    status: int
+    json: Any
+    headers: Any
+
+    @property
+    def error(self) -> Any:
+        return self.json["error"]
+
+
+@dataclass
+class Server:
+    """The engine, and a client of the server around it."""
+
+    engine: FakeEngine
+    client: TestClient
+
+    async def post(self, path: str, body: object, **more: Any) -> Answer:
+        """Post JSON values, or bytes as they are."""
+        given = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.client.post(path, **given, **more) as response:
+            return Answer(response.status, await response.json(), response.headers)
+
+    async def chat(self, **fields: object) -> Answer:
+        return await self.post(CHAT_PATH, {**CHAT, **fields})
+
+    async def complete(self, **fields: object) -> Answer:
+        return await self.post(TEXT_PATH, {**TEXT, **fields})
+
+    async def stream(self, path: str, **fields: object) -> list[Any]:
+        """The events of a stream, `[DONE]` checked and left out."""
+        first = CHAT if path == CHAT_PATH else TEXT
+        async with self.client.post(path, json={**first, "stream": True, **fields}) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["Content-Type"] == "text/event-stream"
+            return events_of(await response.read())
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(some.byte_level(), ChatTemplate(some.CHATML, {}))
+
+
+@pytest.fixture
+def engine(tokenizer: Tokenizer) -> FakeEngine:
+    return FakeEngine(tokenizer)
+
+
+@pytest.fixture
+async def server(engine: FakeEngine) -> AsyncIterator[Server]:
+    async with TestClient(TestServer(make_app(engine, CONFIG))) as client:
+        yield Server(engine, client)

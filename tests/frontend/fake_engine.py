@@ -1,0 +1,110 @@
+"""An engine without a model: it says what a test tells it to.
+
+Owns the scripted behaviour. Knows nothing of HTTP.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+
+from gllm.config import SamplingParams
+from gllm.engine_api import Delta, ModelInfo, check_request
+from gllm.messages import StageLoad
+from gllm.scheduler.plan import Stats
+from gllm.text.detokenizer import TextStream
+from gllm.text.tokenizer import Tokenizer
+
+
+@dataclass
+class Call:
+    """What `generate` was asked."""
+
+    prompt: str | list[int]
+    params: SamplingParams
+    priority: int
+    cache_salt: str
+    closed: bool = False
+    finished: bool = False
+
+
+@dataclass
+class FakeEngine:
+    """Answers every choice with `reply`, one token at a time."""
+
+    tokenizer: Tokenizer
+    reply: str = "Hello wörld 🎉, how are you?"
+    delay: float = 0.0
+    fail_after: int | None = None
+    """Tokens after which every choice ends with an error."""
+    raises: Exception | None = None
+    """Raised before the first delta."""
+    raises_after: int | None = None
+    """Tokens after which the generator raises."""
+    cached_tokens: int = 3
+    state: str = "ready"
+    cause: str = ""
+    well: bool = True
+    stats: Stats = field(default_factory=lambda: Stats(running=2, waiting=1, kv_usage=0.25))
+    stage_loads: Mapping[int, StageLoad] = field(
+        default_factory=lambda: {0: StageLoad(0, 10, 3.0, 1.0), 1: StageLoad(1, 10, 2.0, 2.0)}
+    )
+    calls: list[Call] = field(default_factory=list)
+    defaults: dict[str, float] = field(default_factory=dict)
+    num_requests: int = 0
+    max_model_len: int = 256
+
+    @property
+    def model(self) -> ModelInfo:
+        vocab = self.tokenizer.vocab_size
+        return ModelInfo(
+            "fake/model", self.max_model_len, vocab, (0,), self.defaults, 1_700_000_000
+        )
+
+    def healthy(self) -> bool:
+        return self.well and self.state != "dead"
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        check_request(ids, params, self.model)
+        call = Call(prompt, params, priority, cache_salt)
+        self.calls.append(call)
+        self.num_requests += 1
+        try:
+            if self.raises is not None:
+                raise self.raises
+            async for delta in self._tokens(params):
+                yield delta
+            call.finished = True
+        finally:
+            call.closed = True
+            self.num_requests -= 1
+
+    async def _tokens(self, params: SamplingParams) -> AsyncGenerator[Delta, None]:
+        """The choices' tokens in turn, as a pipeline would bring them."""
+        ids = self.tokenizer.encode(self.reply)
+        limit = min(params.max_tokens or self.max_model_len, len(ids))
+        streams = {i: TextStream(self.tokenizer, params.stop) for i in range(params.n)}
+        for at in range(limit):
+            if self.delay:
+                await asyncio.sleep(self.delay)
+            if at == self.raises_after:
+                raise RuntimeError("a secret of the inside")
+            for index in list(streams):
+                cached = self.cached_tokens if at == 0 else 0
+                if at == self.fail_after:
+                    yield Delta(index, "", [], "error", None, "logits are not finite", cached)
+                    return
+                text, _, stop = streams[index].push([ids[at]])
+                reason = "stop" if stop is not None or at + 1 == len(ids) else None
+                reason = reason or ("length" if at + 1 == limit else None)
+                if reason is not None:
+                    text += "" if stop is not None else streams[index].finish()
+                    del streams[index]
+                yield Delta(index, text, [ids[at]], reason, stop, "", cached)

@@ -1,0 +1,248 @@
+"""Whatever a client sends, it is told what is wrong with it, in one shape."""
+
+import asyncio
+import itertools
+import json
+import math
+
+import pytest
+
+from gllm.engine_api import EngineUnavailable
+from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT, TEXT_PATH
+
+BIG = 2**63
+HUGE = 10**30
+NUMBERS = [math.nan, math.inf, -math.inf, 10**400, "1", True, [1], {}]
+BAD_VALUES = {
+    "model": [7, ["m"], {}, True, math.nan],
+    "temperature": [*NUMBERS, -0.1, 2.1, HUGE],
+    "top_p": [*NUMBERS, 0, -1, 1.1, HUGE],
+    "top_k": [*NUMBERS, -2, 1.5, 2**31, BIG, HUGE],
+    "min_p": [*NUMBERS, -0.1, 1.1, BIG],
+    "seed": [*NUMBERS, 0.5, BIG, -BIG - 1, HUGE],
+    "stop": [7, {}, [7], [""], [None], ["x"] * 33, "\ud800", ["\udfff"]],
+    "stop_token_ids": [7, "7", ["7"], [-1], [BIG], [2**31], [100_000], [1.5], [None]],
+    "min_tokens": [*NUMBERS, -1, 1.5, 2**31, BIG],
+    "max_tokens": [*NUMBERS, 0, -1, 1.5, 2**31, BIG],
+    "max_completion_tokens": [*NUMBERS, 0, -1, 1.5, 2**31, BIG],
+    "ignore_eos": [0, 1, "true", []],
+    "n": [*NUMBERS, 0, -1, 9, 1.5, 2**31, BIG, HUGE],
+    "stream": [0, 1, "true", {}],
+    "stream_options": [7, [], "x", {"include_usage": 1}, {"include_usage": True}],
+    "return_token_ids": [0, "x", []],
+    "priority": [*NUMBERS, 2**31, -(2**31) - 1, 0.5],
+    "cache_salt": [7, "x" * 129, ["x"], "\ud800"],
+    "request_id": [7, "", "a b", "x" * 129, "a\n", "é"],
+    "presence_penalty": [1, -0.5, math.nan, "0", False],
+    "frequency_penalty": [1, HUGE, "x"],
+    "repetition_penalty": [1.1, 0, True],
+    "logit_bias": [{"1": 1}, [], 7],
+    "logprobs": [True, 1, "x"],
+    "top_logprobs": [1, -1, 2**31],
+    "prompt_logprobs": [0, 1],
+    "echo": [True, 0],
+    "response_format": [{"type": "json_object"}, {}, "text", {"type": "text", "x": 1}],
+    "structured_outputs": [{"regex": "a+"}, {}],
+    "tools": [[{"type": "function"}], {}, "x"],
+    "tool_choice": ["required", {"type": "function"}, 7],
+    "reasoning_effort": ["low", 7],
+    "truncate_prompt_tokens": [1, -1],
+    "allowed_token_ids": [[1], []],
+    "bad_words": [["x"]],
+    "continue_final_message": [True],
+    "skip_special_tokens": [False, 1],
+    "include_stop_str_in_output": [True],
+}
+DEEP = []
+for _ in range(150):
+    DEEP = [DEEP]
+BAD_CHATS = {
+    "messages": [
+        None,
+        [],
+        {},
+        "Hi",
+        7,
+        [7],
+        [{"role": "user"}],
+        [{"role": 1, "content": "x"}],
+        DEEP,
+    ],
+    "add_generation_prompt": [1, "x"],
+    "chat_template_kwargs": [7, [], {"tools": 1}, {"enable_thinking": 1}],
+}
+LONG = "long " * 400
+BAD_CHATS["messages"] += [[{"role": "user", "content": text}] for text in (LONG, "\ud800", 7)]
+BAD_TEXTS = {
+    "prompt": [
+        None,
+        "",
+        [],
+        [[]],
+        {},
+        7,
+        True,
+        math.nan,
+        [None],
+        [True],
+        [1.5],
+        [-1],
+        [BIG],
+        [HUGE],
+    ],
+}
+BAD_TEXTS["prompt"] += [["x", 7], ["x", [7]], [[5], "x"], [5, [5]], [5, "x"], ["ok", ""], LONG]
+BAD_TEXTS["prompt"] += [[5] * 256, [100_000], ["x"] * 65, DEEP, "\udc00", ["\ud83d"], [[5], [-5]]]
+
+TABLE = [
+    (path, name, value)
+    for path, base, more in ((CHAT_PATH, CHAT, BAD_CHATS), (TEXT_PATH, TEXT, BAD_TEXTS))
+    for name, values in {**BAD_VALUES, **more}.items()
+    for value in values
+]
+
+
+async def test_every_bad_value_is_refused_by_name(server):
+    assert len(TABLE) > 400
+    wrong = []
+    for path, name, value in TABLE:
+        body = {**(CHAT if path == CHAT_PATH else TEXT), name: value}
+        answer = await server.post(path, json.dumps(body).encode())
+        if answer.status != 400 or answer.error["param"] != name:
+            wrong.append((path, name, repr(value)[:60], answer.status, answer.json))
+        assert set(answer.error) == {"message", "type", "param", "code"}
+        assert len(answer.error["message"]) <= 1000
+    assert wrong == []
+    assert server.engine.calls == []
+    assert (await server.chat()).status == 200
+
+
+async def test_missing_prompt_is_named(server):
+    assert (await server.post(CHAT_PATH, {})).error["param"] == "messages"
+    assert (await server.post(TEXT_PATH, {})).error["param"] == "prompt"
+
+
+BODIES = {
+    "empty": b"",
+    "blank": b"  ",
+    "text": b"hello",
+    "cut": b'{"prompt": "x',
+    "number": b"7",
+    "list": b"[]",
+    "null": b"null",
+    "latin": b'{"prompt": "\xe9"}',
+    "surrogate": b'{"prompt": "\xed\xa0\x80"}',
+    "byte order": b"\xff\xfe{}",
+    "deep": b"[" * 100_000,
+    "deep objects": b'{"a":' * 20_000,
+    "two": b"{}{}",
+    "digits": b'{"x": ' + b"9" * 5000 + b"}",
+    "bad key": b'{"\\ud800": NaN, "prompt": "x"}',
+}
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+@pytest.mark.parametrize("name", BODIES)
+async def test_bodies_that_are_no_requests(server, path, name):
+    answer = await server.post(path, BODIES[name])
+    assert answer.status == 400
+    assert answer.error["type"] == "invalid_request_error"
+
+
+async def test_nesting_is_named(server):
+    deep = b'{"model": "fake/model", "messages": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    answer = await server.post(CHAT_PATH, deep)
+    assert (answer.status, answer.error["param"]) == (400, "messages")
+
+
+async def test_broken_compression(server):
+    answer = await server.post(CHAT_PATH, b"no gzip", headers={"Content-Encoding": "gzip"})
+    assert answer.status == 400
+
+
+async def test_unknown_model(server):
+    answer = await server.chat(model="other")
+    assert answer.status == 404
+    assert answer.error == {
+        "message": "The model `other` does not exist.",
+        "type": "not_found_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+
+
+@pytest.mark.parametrize(
+    ("ask", "param"), [("chat", "messages"), ("complete", "prompt")], ids=["chat", "text"]
+)
+async def test_context_overflow(server, ask, param):
+    fields = {"messages": [{"role": "user", "content": LONG}], "prompt": LONG}
+    answer = await (server.chat if ask == "chat" else server.complete)(**{param: fields[param]})
+    assert answer.status == 400
+    assert (answer.error["param"], answer.error["code"]) == (param, "context_length_exceeded")
+
+
+async def test_longest_prompt_that_fits(server):
+    assert (await server.complete(prompt=[5] * 255)).status == 200
+
+
+async def test_routes_that_are_none(server):
+    async with server.client.get("/nowhere") as missing:
+        assert (missing.status, (await missing.json())["error"]["code"]) == (404, "http_404")
+        assert "X-Request-Id" in missing.headers
+    async with server.client.get(CHAT_PATH) as wrong:
+        assert (wrong.status, wrong.headers["Allow"]) == (405, "POST")
+        assert (await wrong.json())["error"]["type"] == "method_not_allowed"
+
+
+async def test_large_body(server):
+    answer = await server.complete(prompt="x" * 2**18)
+    assert (answer.status, answer.error["type"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize("state", ["loading", "draining", "dead"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_engine_that_takes_nothing(server, state, stream):
+    server.engine.state, server.engine.cause = state, "stage 1 was killed"
+    answer = await server.chat(stream=stream)
+    assert (answer.status, answer.error["code"]) == (503, f"engine_{state}")
+    assert int(answer.headers["Retry-After"]) > 0
+    assert ("stage 1 was killed" in answer.error["message"]) == (state == "dead")
+
+
+async def test_full_queue(server):
+    server.engine.delay = 0.02
+    # Two requests at a time fill the 64 places together with what they found.
+    crowd = [server.complete(prompt=["x"] * 30, max_tokens=8) for _ in range(4)]
+    answers = await asyncio.gather(*crowd)
+    statuses = sorted(answer.status for answer in answers)
+    assert statuses == [200, 200, 503, 503]
+    refused = next(answer for answer in answers if answer.status == 503)
+    assert refused.error["code"] == "engine_full"
+    assert int(refused.headers["Retry-After"]) > 0
+    assert (await server.complete()).status == 200
+
+
+async def test_failed_choice(server):
+    server.engine.fail_after = 2
+    answer = await server.chat(n=2)
+    assert (answer.status, answer.error["message"]) == (500, "logits are not finite")
+    server.engine.fail_after = None
+    assert (await server.chat()).status == 200
+
+
+async def test_raising_engine_is_one_requests_trouble(server, caplog):
+    server.engine.raises = RuntimeError("a secret")
+    answer = await server.chat()
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    assert "secret" not in answer.error["message"]
+    assert "secret" in caplog.text
+    server.engine.raises = EngineUnavailable("full", "later")
+    assert (await server.chat()).status == 503
+
+
+async def test_choices_are_bounded_before_anything_is_made(server):
+    product = itertools.product([8], [64])
+    for n, prompts in product:
+        assert (await server.complete(prompt=["x"] * prompts, n=n, max_tokens=1)).status == 200
+    assert (await server.complete(prompt=["x"] * 65)).error["param"] == "prompt"
+    assert (await server.complete(n=9)).error["param"] == "n"

@@ -1,0 +1,87 @@
+"""The endpoints that are not about generating."""
+
+import pytest
+
+from gllm import __version__
+
+
+async def get(server, path):
+    async with server.client.get(path) as response:
+        return response.status, await response.json()
+
+
+async def test_models(server):
+    model = {
+        "id": "fake/model",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "gllm",
+        "max_model_len": 256,
+    }
+    assert await get(server, "/v1/models") == (200, {"object": "list", "data": [model]})
+    assert await get(server, "/v1/models/fake/model") == (200, model)
+    status, body = await get(server, "/v1/models/other")
+    assert (status, body["error"]["param"]) == (404, "model")
+
+
+async def test_version(server):
+    assert await get(server, "/version") == (200, {"version": __version__})
+
+
+@pytest.mark.parametrize(
+    ("state", "well", "health", "ready"),
+    [
+        ("ready", True, 200, 200),
+        ("ready", False, 503, 200),
+        ("loading", True, 503, 503),
+        ("draining", True, 200, 503),
+        ("dead", True, 503, 503),
+    ],
+)
+async def test_health_and_ready(server, state, well, health, ready):
+    server.engine.state, server.engine.well = state, well
+    assert (await get(server, "/health"))[0] == health
+    assert (await get(server, "/ready"))[0] == ready
+
+
+async def metrics(server):
+    async with server.client.get("/metrics") as response:
+        assert response.headers["Content-Type"].startswith("text/plain")
+        lines = (await response.text()).splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+async def test_metrics(server):
+    await server.chat(n=2, max_tokens=5)
+    await server.complete(stop="Hello")
+    found = await metrics(server)
+    model = 'model_name="fake/model"'
+    prompts = sum(len(call.prompt) for call in server.engine.calls)
+    assert found[f"gllm:num_requests_running{{{model}}}"] == 2
+    assert found[f"gllm:kv_cache_usage_perc{{{model}}}"] == 0.25
+    assert found[f"gllm:prompt_tokens_total{{{model}}}"] == prompts
+    assert found[f"gllm:generation_tokens_total{{{model}}}"] >= 11
+    assert found[f'gllm:request_success_total{{finished_reason="length",{model}}}'] == 2
+    assert found[f'gllm:request_success_total{{finished_reason="stop",{model}}}'] == 1
+    assert found[f"gllm:time_to_first_token_seconds_count{{{model}}}"] == 2
+    assert found[f"gllm:e2e_request_latency_seconds_count{{{model}}}"] == 3
+    assert found[f"gllm:inter_token_latency_seconds_count{{{model}}}"] >= 8
+    assert found[f'gllm:stage_busy_share{{{model},stage="0"}}'] == 0.75
+    assert found[f'gllm:stage_bubble_seconds_total{{{model},stage="1"}}'] == 2.0
+    for name in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"):
+        assert f"gllm:{name}_total{{{model}}}" in found
+
+
+async def test_head_of_metrics(server):
+    async with server.client.head("/metrics") as response:
+        assert response.status == 200
+        assert await response.read() == b""
+
+
+async def test_two_servers_share_no_metrics(server, engine):
+    from gllm.frontend.metrics import Metrics
+
+    await server.chat()
+    assert b"gllm:prompt_tokens_total" in Metrics(engine).text()
+    assert b'gllm:prompt_tokens_total{model_name="fake/model"} 0.0' in Metrics(engine).text()

@@ -1,0 +1,176 @@
+"""Streams: format, order, errors in the middle, slow and vanishing clients."""
+
+import asyncio
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+from gllm.engine_api import EngineUnavailable
+from tests.frontend.conftest import CHAT_PATH, TEXT_PATH
+from tests.frontend.sse import events_of
+
+
+async def until(condition) -> None:
+    """Wait for something that has to happen soon."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_chat_events(server):
+    first, *middle, last = await server.stream(CHAT_PATH)
+    assert first["choices"] == [
+        {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+    ]
+    for event in [first, *middle, last]:
+        assert event["object"] == "chat.completion.chunk"
+        head = ("id", "created", "model")
+        assert [event[name] for name in head] == [first[name] for name in head]
+        assert "usage" not in event
+    texts = [event["choices"][0]["delta"]["content"] for event in middle]
+    assert "".join(texts) == server.engine.reply
+    assert all(texts)
+    assert not any("\ufffd" in text for text in texts)
+    assert last["choices"] == [
+        {
+            "index": 0,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+
+
+async def test_completion_events(server):
+    events = await server.stream(TEXT_PATH, max_tokens=64)
+    assert all(event["object"] == "text_completion" for event in events)
+    choices = [event["choices"][0] for event in events]
+    assert "".join(choice["text"] for choice in choices) == server.engine.reply
+    assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["stop"]
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+async def test_usage_comes_last(server, path):
+    *events, last = await server.stream(path, stream_options={"include_usage": True})
+    assert last["choices"] == []
+    usage = last["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert all("usage" not in event for event in events)
+
+
+async def test_continuous_usage(server):
+    events = await server.stream(TEXT_PATH, stream_options={"continuous_usage_stats": True})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 16
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+async def test_token_ids_of_every_choice(server, path):
+    events = await server.stream(path, n=3, max_tokens=5, return_token_ids=True)
+    ids = {0: [], 1: [], 2: []}
+    for choice in (event["choices"][0] for event in events):
+        ids[choice["index"]] += choice.get("token_ids", [])
+    expected = server.engine.tokenizer.encode(server.engine.reply)[:5]
+    assert ids == {0: expected, 1: expected, 2: expected}
+
+
+async def test_nothing_of_a_stop_string_leaks(server):
+    events = await server.stream(CHAT_PATH, stop="how are")
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert text == "Hello wörld 🎉, "
+    assert events[-1]["choices"][0]["stop_reason"] == "how are"
+
+
+async def test_failed_choice_in_mid_stream(server):
+    server.engine.fail_after = 3
+    *events, error = await server.stream(CHAT_PATH)
+    assert error["error"]["message"] == "logits are not finite"
+    assert error["error"]["code"] == "generation_failed"
+    assert len(events) >= 2
+    server.engine.fail_after = 0
+    assert "error" in (await server.stream(TEXT_PATH))[-1]
+
+
+async def test_raising_engine_in_mid_stream(server, caplog):
+    server.engine.raises_after = 2
+    *_, error = await server.stream(CHAT_PATH)
+    assert error["error"]["code"] == "internal_error"
+    assert "secret" not in str(error)
+    assert "secret" in caplog.text
+
+
+async def test_refusal_before_the_first_delta_has_its_status(server):
+    server.engine.raises = EngineUnavailable("dead", "gone", 7)
+    answer = await server.chat(stream=True)
+    assert (answer.status, answer.error["code"]) == (503, "engine_dead")
+    assert answer.headers["Retry-After"] == "7"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+async def test_disconnect_aborts_at_once(server, path, stream):
+    server.engine.delay = 0.05
+    server.engine.reply = "word " * 200
+    body = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+    post = asyncio.create_task(server.client.post(path, json={**body, "max_tokens": 200, "n": 2}))
+    await until(lambda: server.engine.calls)
+    if stream:
+        response = await post
+        await response.content.readany()
+        response.close()
+    else:
+        post.cancel()
+    call = server.engine.calls[0]
+    await until(lambda: call.closed)
+    assert not call.finished
+    await until(lambda: server.engine.num_requests == 0)
+
+
+async def test_slow_reader_gets_fewer_larger_events(server):
+    server.engine.reply = "x" * 8000 + " end"
+    server.engine.max_model_len = 100_000
+    tokens = 40_000
+    server.engine.tokenizer = BulkyTokenizer(server.engine.tokenizer, tokens)
+    url = urlsplit(str(server.client.make_url(TEXT_PATH)))
+    body = f'{{"prompt": [5], "stream": true, "max_tokens": {tokens}}}'.encode()
+    with socket.create_connection((url.hostname, url.port)) as raw:
+        raw.setblocking(False)
+        loop = asyncio.get_running_loop()
+        head = f"POST {TEXT_PATH} HTTP/1.0\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(raw, head.encode() + body)
+        await until(lambda: server.engine.calls and server.engine.calls[0].finished)
+        received = b""
+        while piece := await loop.sock_recv(raw, 2**20):
+            received += piece
+    events = events_of(received.split(b"\r\n\r\n", 1)[1])
+    assert sum(len(event["choices"][0]["text"]) for event in events) == tokens * 500
+    assert len(events) < tokens / 2
+
+
+class BulkyTokenizer:
+    """Every token is half a kilobyte of text, so that sockets fill up."""
+
+    special_ids = frozenset()
+    is_byte_level = True
+
+    def __init__(self, inner, tokens):
+        self.vocab_size = inner.vocab_size
+        self._tokens = tokens
+
+    def encode(self, text):
+        return [7] * self._tokens
+
+    def token(self, token_id):
+        return "x"
+
+    def token_bytes(self, token_id):
+        return b"x" * 500

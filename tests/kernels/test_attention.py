@@ -1,0 +1,95 @@
+"""Paged attention against a dense reference, over shapes that hypothesis picks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gllm.kernels import attention
+from gllm.kernels.attention import paged_attention, plan_attention, store_kv
+
+
+def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The last rows of causal attention: query [n, heads, dim], keys and values [c, kv, dim]."""
+    count, heads, head_dim = query.shape
+    context, kv_heads, _ = keys.shape
+    keys = keys.repeat_interleave(heads // kv_heads, dim=1)
+    values = values.repeat_interleave(heads // kv_heads, dim=1)
+    scores = torch.einsum("qhd,chd->hqc", query, keys) / math.sqrt(head_dim)
+    hidden = torch.arange(context) > torch.arange(context - count, context)[:, None]
+    return torch.einsum("hqc,chd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values)
+
+
+def check(
+    contexts: list[tuple[int, int]], block_size: int, shape: tuple[int, int, int], seed: int
+) -> None:
+    """Rows of (cached tokens, new tokens), decodes first, through a cache full of NaN elsewhere."""
+    kv_heads, group, head_dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    totals = [cached + new for cached, new in contexts]
+    counts = [-(-total // block_size) for total in totals]
+    num_blocks = sum(counts) + 1
+    shuffled = torch.randperm(num_blocks, generator=generator).tolist()
+    caches = [torch.full((num_blocks + 1, block_size, kv_heads, head_dim), math.nan) for _ in "kv"]
+    table = np.zeros((len(contexts), max(counts)), dtype=np.int64)
+    keys, values, queries, wanted = [], [], [], []
+    for row, ((cached, new), total) in enumerate(zip(contexts, totals, strict=True)):
+        blocks = [shuffled.pop() for _ in range(counts[row])]
+        table[row, : len(blocks)] = blocks
+        pair = [torch.randn(total, kv_heads, head_dim, generator=generator) for _ in "kv"]
+        for cache, tokens in zip(caches, pair, strict=True):
+            cache[-1] = 0
+            for position in range(cached):
+                cache[blocks[position // block_size], position % block_size] = tokens[position]
+        query = torch.randn(new, kv_heads * group, head_dim, generator=generator)
+        keys.append(pair[0][cached:])
+        values.append(pair[1][cached:])
+        queries.append(query)
+        wanted.append(dense(query, *pair))
+    starts = np.cumsum([0] + [new for _, new in contexts])
+    decodes = next((i for i, (_, new) in enumerate(contexts) if new > 1), len(contexts))
+    lengths = np.array(totals)
+    plan = plan_attention(table, starts, lengths, decodes, block_size, num_blocks, torch.float32)
+    store_kv(torch.cat(keys), torch.cat(values), *caches, plan.slots)
+    actual = paged_attention(torch.cat(queries), *caches, plan)
+    torch.testing.assert_close(actual, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([2, 6, 16]))
+decode_rows = st.lists(st.tuples(st.integers(0, 40), st.just(1)), max_size=6)
+chunk_rows = st.lists(st.tuples(st.integers(0, 30), st.integers(2, 25)), max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(decode_rows, chunk_rows, st.integers(1, 9), shapes, st.integers(0, 2**31))
+def test_matches_dense_attention(
+    decodes: list[tuple[int, int]],
+    chunks: list[tuple[int, int]],
+    block_size: int,
+    shape: tuple[int, int, int],
+    seed: int,
+) -> None:
+    if decodes or chunks:
+        check(decodes + chunks, block_size, shape, seed)
+
+
+@pytest.mark.parametrize("cached", [0, 1, 100])
+def test_chunks_longer_than_a_slice(cached: int) -> None:
+    beyond = 2 * attention.QUERY_SLICE + 3
+    check([(5, 1), (cached, beyond), (0, attention.QUERY_SLICE)], 16, (2, 2, 8), seed=1)
+
+
+def test_a_one_token_chunk_behind_a_longer_one() -> None:
+    check([(4, 1), (0, 5), (7, 1), (0, 1)], 4, (1, 2, 8), seed=2)
+
+
+def test_decodes_are_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "GATHERED_TOKENS", 64)
+    lengths = [3, 70, 1, 30, 31, 29, 2, 24, 70]
+    groups = [rows.tolist() for rows in attention._group_decodes(np.array(lengths))]
+    assert groups == [[1], [8], [4, 3], [5, 7], [0], [6], [2]]
+    check([(length - 1, 1) for length in lengths], 4, (2, 3, 8), seed=3)

@@ -1,0 +1,159 @@
+"""Sampling against exact probabilities, and its independence of the batch."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gllm.kernels import sampling
+from gllm.kernels.sampling import SamplingPlan, plan_sampling, sample
+
+DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": 0,
+    "choice": 0,
+    "index": 0,
+}
+
+
+def plan_of(rows: list[dict[str, Any]]) -> SamplingPlan:
+    kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32}
+    columns = {
+        name: np.array([(DEFAULTS | row)[name] for row in rows], dtype=kinds.get(name, np.int64))
+        for name in DEFAULTS
+    }
+    return plan_sampling(**columns)
+
+
+def drawn(logits: torch.Tensor, rows: list[dict[str, Any]]) -> list[int]:
+    return sample(logits.clone(), plan_of(rows)).tolist()
+
+
+def counts_of(logits: torch.Tensor, draws: int, **row: Any) -> torch.Tensor:
+    """How often each token of logits [vocabulary] is drawn at output indices 0 .. draws - 1."""
+    rows = [row | {"index": index} for index in range(draws)]
+    tokens = drawn(logits.expand(draws, -1), rows)
+    return torch.bincount(torch.tensor(tokens), minlength=len(logits)).double()
+
+
+def exact(logits: torch.Tensor, **row: Any) -> torch.Tensor:
+    """The distribution by definition, in float64, one filter after the other."""
+    spec = DEFAULTS | row
+    probabilities = (logits.double() / spec["temperature"]).softmax(-1)
+    order = probabilities.argsort(descending=True)
+    if spec["top_k"]:
+        probabilities[order[spec["top_k"] :]] = 0
+        probabilities /= probabilities.sum()
+    before = probabilities[order].cumsum(0) - probabilities[order]
+    if spec["top_p"] < 1:
+        probabilities[order[before >= spec["top_p"]]] = 0
+        probabilities /= probabilities.sum()
+    probabilities[probabilities < spec["min_p"] * probabilities.max()] = 0
+    return probabilities / probabilities.sum()
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 3},
+    {"top_k": 1},
+    {"top_k": 1000},
+    {"top_p": 0.6},
+    {"top_p": 0.01},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"temperature": 1.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("vocabulary", [12, 1500])
+@pytest.mark.parametrize("row", CASES, ids=str)
+def test_draws_follow_the_exact_distribution(row: dict[str, Any], vocabulary: int) -> None:
+    """Chi-square at a fixed seed; the set of tokens with any chance is exact."""
+    draws = 4000
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(3)) * 2
+    wanted = exact(logits, **row)
+    counts = counts_of(logits, draws, seed=11, **row)
+    assert not counts[wanted == 0].any()
+    likely = wanted * draws >= 5
+    statistic = ((counts - wanted * draws) ** 2 / (wanted * draws))[likely].sum().item()
+    freedom = max(int(likely.sum()) - 1, 1)
+    # Wilson and Hilferty's approximation of the 99.99 % quantile.
+    scale = 2 / (9 * freedom)
+    assert statistic < freedom * (1 - scale + 3.719 * math.sqrt(scale)) ** 3
+    if (wanted > 0).sum() < 8:
+        assert counts[wanted > 0].all()
+
+
+def test_nucleus_wider_than_the_candidates() -> None:
+    """Nearly flat logits: the first candidates do not hold the nucleus, all have to be sorted."""
+    vocabulary = 3 * sampling.TOP_P_CANDIDATES
+    logits = torch.linspace(0, 0.1, vocabulary)
+    counts = counts_of(logits, 4000, top_p=0.5, seed=1)
+    wanted = exact(logits, top_p=0.5)
+    assert not counts[wanted == 0].any()
+    assert counts[: (wanted == 0).sum() + sampling.TOP_P_CANDIDATES // 4].any()
+
+
+def test_temperature_zero_is_greedy_whatever_the_rest() -> None:
+    logits = torch.randn(4, 99, generator=torch.Generator().manual_seed(0))
+    rows = [
+        {"temperature": 0.0, **rest} for rest in ({}, {"top_k": 5}, {"top_p": 0.3}, {"seed": 9})
+    ]
+    assert drawn(logits, rows) == logits.argmax(-1).tolist()
+    assert drawn(logits, [{"temperature": 1e-30}] * 4) == logits.argmax(-1).tolist()
+    mixed = drawn(logits, [*rows[:2], {"seed": 1}, {"top_k": 1}])
+    assert [mixed[0], mixed[1], mixed[3]] == logits.argmax(-1)[[0, 1, 3]].tolist()
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    rows = [case | {"seed": 5, "index": i} for i in range(4) for case in CASES]
+    rows += [{"temperature": 0.0}, {"top_p": 0.99, "temperature": 30.0}]
+    logits = torch.randn(len(rows), 5000, generator=torch.Generator().manual_seed(8))
+    together = drawn(logits, rows)
+    alone = [drawn(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    assert together == alone
+    backwards = drawn(logits.flip(0), rows[::-1])
+    assert together == backwards[::-1]
+
+
+def test_seed_choice_and_index_each_matter() -> None:
+    logits = torch.zeros(64, 100_000)
+    base = drawn(logits, [{"index": i} for i in range(64)])
+    assert base == drawn(logits, [{"index": i} for i in range(64)])
+    for other in ({"seed": 1}, {"seed": -(2**63)}, {"choice": 1}):
+        assert (
+            sum(
+                a == b
+                for a, b in zip(
+                    base, drawn(logits, [{"index": i} | other for i in range(64)]), strict=True
+                )
+            )
+            < 3
+        )
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    logits = torch.zeros(600)
+    logits[::2] = -math.inf
+    for row in ({}, {"top_k": 500}, {"top_p": 0.999}, {"temperature": 2.0, "min_p": 0.5}):
+        assert not counts_of(logits, 500, **row)[::2].any()
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+@pytest.mark.parametrize("size", [1, 512, 513, 3000])
+def test_extreme_numbers_pick_tokens_with_weight(number: float, size: int) -> None:
+    """Rounding at either end never lands on a token without weight."""
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.rand(50, size, generator=generator) * (torch.rand(50, size) < 0.3)
+    weights[:, size // 2] = 0.5
+    numbers = torch.full((50,), number, dtype=torch.float64)
+    for invert in (sampling._invert, sampling._invert_whole):
+        tokens = invert(weights.clone(), numbers)
+        assert bool((weights.gather(1, tokens[:, None]) > 0).all())

@@ -1,0 +1,111 @@
+"""Several stages in one process, driven by hand-made plans.
+
+Owns the bookkeeping that a scheduler would do in tests of the arithmetic: positions, block tables
+in a scattered order, plans.
+"""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gllm.config import EngineConfig
+from gllm.messages import Register, Sampling
+from gllm.models.config import ModelConfig, read_config
+from gllm.models.split import split_layers
+from gllm.runtime.batch import Batch
+from gllm.runtime.executor import StageExecutor
+from gllm.scheduler.plan import Row, Sampled, StepPlan
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass
+class Held:
+    """A sequence: its tokens, those computed, its blocks."""
+
+    prompt_len: int
+    tokens: list[int]
+    computed: int = 0
+    epoch: int = 0
+    blocks: int = 0
+
+
+@dataclass
+class Pipeline:
+    """Stages of one model and the sequences in them."""
+
+    folder: Path
+    stages: int = 1
+    block_size: int = 4
+    num_blocks: int = 64
+    dtype: str = "float32"
+    held: dict[int, Held] = field(default_factory=dict)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.config: ModelConfig = read_config(self.folder)
+        engine = EngineConfig.of(
+            str(self.folder),
+            pipeline_parallel_size=self.stages,
+            dtype=self.dtype,
+            block_size=self.block_size,
+        )
+        cut = split_layers(self.config, self.stages)
+        self.executors = [
+            StageExecutor(self.config, engine, stage, self.stages, layers)
+            for stage, layers in enumerate(cut)
+        ]
+        for executor in self.executors:
+            executor.load(self.folder, lambda done, total: None)
+            executor.allocate(self.num_blocks, self.block_size)
+        self.free = list(range(self.num_blocks))
+        random.Random(7).shuffle(self.free)
+
+    def add(self, seq: int, prompt: list[int], sampling: Sampling = GREEDY) -> None:
+        """Register a sequence with all stages."""
+        self.held[seq] = Held(len(prompt), list(prompt))
+        for executor in self.executors:
+            executor.register(Register(seq, len(prompt), prompt, sampling))
+
+    def row(self, seq: int, tokens: int, samples: bool = True, **given: Any) -> Row:
+        """The next tokens of a sequence, with blocks for them."""
+        held = self.held[seq]
+        end = held.computed + tokens
+        needed = -(-end // self.block_size) - held.blocks
+        blocks = [self.free.pop() for _ in range(needed)]
+        brought = held.tokens[max(held.computed, held.prompt_len) : end]
+        row = Row(seq, held.epoch, held.computed, tokens, blocks, brought, samples)
+        held.computed = end
+        held.blocks += needed
+        return row._replace(**given)
+
+    def preempt(self, seq: int) -> None:
+        """Take a sequence's blocks away (they are not used again here)."""
+        held = self.held[seq]
+        held.computed = held.blocks = 0
+        held.epoch += 1
+
+    def plan(self, rows: list[Row], released: list[int] | None = None) -> StepPlan:
+        """The next step's plan."""
+        self.steps += 1
+        return StepPlan(self.steps, rows, released or [])
+
+    def logits(self, plan: StepPlan) -> tuple[Batch, torch.Tensor]:
+        """The last stage's batch and logits."""
+        hidden = None
+        for executor in self.executors:
+            batch = executor.prepare(plan)
+            hidden = executor.compute(batch, hidden)
+        assert hidden is not None
+        return batch, hidden
+
+    def run(self, rows: list[Row], released: list[int] | None = None) -> list[Sampled]:
+        """Compute and sample a step; drawn tokens are appended to their sequences."""
+        batch, logits = self.logits(self.plan(rows, released))
+        results = self.executors[-1].sample(batch, logits)
+        for result in results:
+            self.held[result.seq].tokens.append(result.token)
+        return results

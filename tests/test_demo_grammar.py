@@ -1,0 +1,120 @@
+"""The demo model's grammar: the same texts every time, and nothing held out among them.
+
+Pure tests: neither torch nor the trained model is needed.
+"""
+
+import json
+import random
+import re
+from itertools import islice
+
+import pytest
+
+from scripts.demo_model import grammar, metrics, questions, stories
+from scripts.demo_model.templates import expand, template_words, words
+from scripts.demo_model.world import HEROES, Split, Statement, all_heroes, is_held_out
+
+SAMPLES = 20_000
+HERO_MENTION = re.compile(r"\b([A-Z][a-z]+) (?:the|is an?) ([a-z]+)\b")
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """The beginning of the training corpus."""
+    return list(grammar.corpus(SAMPLES))
+
+
+@pytest.fixture(scope="module")
+def committed_questions() -> list[dict[str, str]]:
+    """The rows of the committed question file."""
+    lines = grammar.QUESTIONS_FILE.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_same_seed_same_corpus(texts: list[str]) -> None:
+    assert list(grammar.corpus(500)) == texts[:500]
+
+
+def test_another_seed_another_corpus(texts: list[str]) -> None:
+    assert list(grammar.corpus(50, seed=grammar.CORPUS_SEED + 1)) != texts[:50]
+
+
+def test_committed_questions_are_what_the_grammar_derives() -> None:
+    derived = grammar.questions_as_jsonl(grammar.held_out_questions())
+    assert grammar.QUESTIONS_FILE.read_text(encoding="utf-8") == derived
+
+
+def test_committed_questions_are_different_and_complete(
+    committed_questions: list[dict[str, str]],
+) -> None:
+    assert len(committed_questions) == grammar.QUESTION_COUNT == 300
+    assert len({row["question"] for row in committed_questions}) == 300
+    assert {row["kind"] for row in committed_questions} == set(questions.PASSAGES)
+
+
+def test_test_questions_rest_on_held_out_statements_only() -> None:
+    for question in grammar.held_out_questions():
+        assert question.statements
+        assert all(is_held_out(statement) for statement in question.statements)
+
+
+def test_training_passages_rest_on_no_held_out_statement() -> None:
+    rng = random.Random(7)
+    for _ in range(SAMPLES):
+        passage = questions.draw_passage(rng, Split.TRAIN)
+        assert not any(is_held_out(statement) for statement in passage.statements)
+
+
+def test_no_held_out_hero_in_training_texts(texts: list[str]) -> None:
+    held_out = {(hero.name, hero.animal.noun) for hero in HEROES[Split.TEST]}
+    mentioned = {mention for text in texts for mention in HERO_MENTION.findall(text)}
+    assert len(mentioned) > 500
+    assert not mentioned & held_out
+
+
+def test_no_test_question_in_training_texts(
+    texts: list[str], committed_questions: list[dict[str, str]]
+) -> None:
+    everything = "\n".join(texts)
+    assert not [row for row in committed_questions if row["question"] in everything]
+
+
+def test_a_tenth_of_the_heroes_is_held_out() -> None:
+    assert len(HEROES[Split.TRAIN]) + len(HEROES[Split.TEST]) == len(all_heroes())
+    assert 0.05 < len(HEROES[Split.TEST]) / len(all_heroes()) < 0.15
+    assert all(is_held_out(Statement(hero)) for hero in HEROES[Split.TEST])
+
+
+def test_every_word_of_the_corpus_is_in_the_vocabulary(texts: list[str]) -> None:
+    markup = re.compile(r"<\|\w+\|>(?:user|assistant|system)?")
+    used = {word for text in texts for word in words(markup.sub(" ", text))}
+    assert not used - grammar.vocabulary()
+
+
+def test_stories_are_of_moderate_length_and_about_their_hero() -> None:
+    rng = random.Random(8)
+    for _ in range(2000):
+        scene = stories.draw_scene(rng)
+        story = stories.tell(scene, rng)
+        assert 50 <= len(words(story)) <= 150
+        assert metrics.tells_about(story, scene.hero.name, scene.hero.animal.noun)
+        assert not metrics.repeats_itself(story)
+
+
+def test_story_heroes_are_half_known_half_held_out() -> None:
+    heroes = grammar.story_heroes(20)
+    known = [hero in HEROES[Split.TRAIN] for hero in heroes]
+    assert known == [True] * 10 + [False] * 10
+
+
+def test_expansion_makes_choices_and_fills_slots() -> None:
+    rng = random.Random(9)
+    seen = {expand("(a|the (big|)) {thing} ( |) .", {"thing": "hat"}, rng) for _ in range(100)}
+    assert seen == {"A hat.", "The big hat.", "The hat."}
+    assert template_words(["(a|the (big|)) {thing}."]) == {"a", "the", "big"}
+
+
+def test_no_template_names_an_unknown_slot() -> None:
+    rng = random.Random(10)
+    told = [stories.tell(stories.draw_scene(rng), rng) for _ in range(2000)]
+    assert not [text for text in islice(told, None) if re.search(r"[{}()|]", text)]

@@ -1,0 +1,199 @@
+"""Chats are rendered as transformers renders them, and nothing a client sends breaks out."""
+
+import json
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from gllm.config import FieldError
+from gllm.text import chat_template
+from gllm.text.chat_template import ChatTemplate, load_chat_template
+from gllm.text.tokenizer import Tokenizer
+from tests.text import tokenizers_for_tests as some
+
+INST = """{{ bos_token }}{% for m in messages %}
+    {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception('roles must alternate') }}
+    {%- endif %}
+    {%- if m['role'] == 'user' %}[INST] {{ m['content'].strip() }} [/INST]
+    {%- else %} {{ m['content'] }}{{ eos_token }}{% endif %}
+{%- endfor %}"""
+
+HEADERS = """{%- set loop_messages = messages %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set system = 'none given' %}
+{%- endif %}
+{{- bos_token + '<|start|>system\\n' + system + '<|stop|>' }}
+{%- for m in loop_messages %}
+    {{- '<|start|>' + m.role + '\\n' + (m.content | trim) + '<|stop|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{% endif %}
+{%- endif %}"""
+
+JSON = """{% for m in messages %}
+{% if m.role == 'system' %}{% continue %}{% endif %}
+{{ {'r': m.role, 'c': m.content} | tojson }}
+{{ m | tojson(indent=2) }}
+{% endfor %}
+{% if tools is not none %}TOOLS{% endif %}
+"""
+
+GENERATION = """{% for m in messages %}
+{% if m.role == 'assistant' %}
+{% generation %}
+{{ m.content }}<|im_end|>
+{% endgeneration %}
+{% else %}
+{{ m.role }}: {{ m.content }}
+{% endif %}
+{% endfor %}"""
+
+TEMPLATES = {
+    "chatml": some.CHATML,
+    "inst": INST,
+    "headers": HEADERS,
+    "json": JSON,
+    "generation": GENERATION,
+}
+CHAT = [
+    {"role": "user", "content": " What is <b>2 & 2</b>? "},
+    {"role": "assistant", "content": 'It\'s "4".\nÄäh, 你好 {{ 1 }}'},
+    {"role": "user", "content": "Sure?"},
+]
+CHATS = {
+    "one": CHAT[:1],
+    "three": CHAT,
+    "system": [{"role": "system", "content": "Be terse. "}, *CHAT],
+}
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture(scope="module")
+def peer():
+    """transformers' tokenizer, with which templates are published."""
+    return PreTrainedTokenizerFast(tokenizer_object=some.byte_level(), **TOKENS)
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_as_transformers(peer, name, chat, prompt):
+    ours = ChatTemplate(TEMPLATES[name], TOKENS)
+    options = {
+        "chat_template": TEMPLATES[name],
+        "tokenize": False,
+        "add_generation_prompt": prompt,
+        "enable_thinking": False,
+    }
+    if name == "inst" and chat == "system":
+        with pytest.raises(FieldError, match="roles must alternate"):
+            ours.render(CHATS[chat], prompt)
+        return
+    expected = peer.apply_chat_template(CHATS[chat], **options)
+    assert ours.render(CHATS[chat], prompt, {"enable_thinking": False}) == expected
+
+
+def test_strftime_now():
+    assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render(CHAT).startswith("20")
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    template = ChatTemplate(some.CHATML, {})
+    assert "a\nb<|im_end|>" in template.render([{"role": "user", "content": parts}])
+
+
+def test_developer_is_system_unless_the_template_knows_it():
+    chat = [{"role": "developer", "content": "x"}]
+    assert "<|im_start|>system" in ChatTemplate(some.CHATML, {}).render(chat)
+    knows = some.CHATML + "{# developer #}"
+    assert "<|im_start|>developer" in ChatTemplate(knows, {}).render(chat)
+    assert chat == [{"role": "developer", "content": "x"}]
+
+
+BAD_MESSAGES = [
+    None,
+    [],
+    {},
+    "hi",
+    7,
+    ["hi"],
+    [None],
+    [{}],
+    [{"role": "user"}],
+    [{"content": "x"}],
+    [{"role": "user", "content": None}],
+    [{"role": "user", "content": 7}],
+    [{"role": "user", "content": {}}],
+    [{"role": ["user"], "content": "x"}],
+    [{"role": "wizard", "content": "x"}],
+    [{"role": "user", "content": ["x"]}],
+    [{"role": "user", "content": [{"type": "text"}]}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
+    [{"role": "user", "content": "x"}] * (chat_template.MAX_MESSAGES + 1),
+]
+
+
+@pytest.mark.parametrize("messages", BAD_MESSAGES, ids=range(len(BAD_MESSAGES)))
+def test_bad_messages_are_named(messages):
+    with pytest.raises(FieldError) as caught:
+        ChatTemplate(some.CHATML, {}).render(messages)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_templates_are_fenced_in(source):
+    with pytest.raises(FieldError) as caught:
+        ChatTemplate(source, {}).render(CHAT)
+    assert caught.value.param == "messages"
+
+
+def test_output_is_bounded(monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_TEXT", 1000)
+    source = "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
+    with pytest.raises(FieldError, match="too large"):
+        ChatTemplate(source, {}).render(CHAT)
+
+
+def test_places_a_template_may_be_in(tmp_path):
+    backend, chat = some.byte_level(), [{"role": "user", "content": "x"}]
+    none = some.save(tmp_path / "none", backend, bos_token="<s>")
+    assert load_chat_template(none) is None
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    homes = {
+        "string": some.save(tmp_path / "string", backend, chat_template="d"),
+        "list": some.save(tmp_path / "list", backend, chat_template=named),
+        "jinja": some.save(tmp_path / "jinja", backend, chat_template="old"),
+        "json": some.save(tmp_path / "json", backend),
+    }
+    (homes["jinja"] / "chat_template.jinja").write_text("d")
+    (homes["json"] / "chat_template.json").write_text(json.dumps({"chat_template": "d"}))
+    for home in homes.values():
+        template = Tokenizer.load(home).chat_template
+        assert template is not None
+        assert template.render(chat) == "d"
+
+
+def test_special_tokens_may_be_objects(tmp_path):
+    tokens = {"bos_token": {"content": "<s>"}, "eos_token": None, "pad_token": "<p>"}
+    source = "{{ bos_token }}{{ pad_token }}{{ eos_token is defined }}"
+    folder = some.save(tmp_path, some.byte_level(), chat_template=source, **tokens)
+    template = load_chat_template(folder)
+    assert template is not None
+    assert template.render(CHAT) == "<s><p>False"

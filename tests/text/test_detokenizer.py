@@ -1,0 +1,93 @@
+"""Pieces of text join to what decoding everything at once gives."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gllm.text.detokenizer import TextStream
+from gllm.text.tokenizer import Tokenizer
+from tests.text import tokenizers_for_tests as some
+
+KINDS = {
+    "byte-level": Tokenizer(some.byte_level()),
+    "llama": Tokenizer(some.sentencepiece()),
+    "gemma": Tokenizer(some.sentencepiece(strip=False)),
+    "metaspace": Tokenizer(some.metaspace()),
+    "wordpiece": Tokenizer(some.word_piece()),
+}
+
+
+def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Random ids, a few outside the vocabulary among them."""
+    return st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [stream.push([i])[0] for i in ids] + [stream.finish()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_random_ids(kind, data):
+    tokenizer = KINDS[kind]
+    ids = data.draw(ids_of(tokenizer))
+    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma"])
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=30))
+def test_texts_are_never_cut_inside_a_character(kind, text):
+    tokenizer = KINDS[kind]
+    ids = tokenizer.encode(text)
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    if "\ufffd" not in tokenizer.decode(ids):
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_cuts_do_not_matter(data):
+    tokenizer = KINDS["byte-level"]
+    ids = data.draw(ids_of(tokenizer))
+    cut = data.draw(st.integers(0, len(ids)))
+    stream = TextStream(tokenizer)
+    text = stream.push(ids[:cut])[0] + stream.push(ids[cut:])[0] + stream.finish()
+    assert text == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama"])
+def test_cost_of_a_token_does_not_grow(kind):
+    tokenizer = KINDS[kind]
+    # Bytes that never make a character are the worst case: nothing can be shown for good.
+    bad = next(i for i in range(tokenizer.vocab_size) if tokenizer.token(i) in ("<0xFF>", "ÿ"))
+    ids = [bad] * 20_000 + tokenizer.encode("Hello") * 5_000
+    stream = TextStream(tokenizer)
+    start = time.monotonic()
+    text = "".join(stream.push([i])[0] for i in ids) + stream.finish()
+    assert time.monotonic() - start < 5
+    assert text == tokenizer.decode(ids)
+
+
+def test_stop_string_says_which_token_completed_it():
+    tokenizer = KINDS["byte-level"]
+    ids = tokenizer.encode("Hello world, how are you today?")
+    stream = TextStream(tokenizer, ["how are"])
+    text, used, stop = stream.push(ids)
+    assert (text, stop) == ("Hello world, ", "how are")
+    assert "how are" in tokenizer.decode(ids[:used])
+    assert "how are" not in tokenizer.decode(ids[: used - 1])
+
+
+def test_unfinished_stop_string_is_shown_at_the_end():
+    tokenizer = KINDS["byte-level"]
+    stream = TextStream(tokenizer, ["you!"])
+    shown, used, stop = stream.push(tokenizer.encode("thank you"))
+    assert (shown, stop) == ("thank ", None)
+    assert used == len(tokenizer.encode("thank you"))
+    assert stream.finish() == "you"
