@@ -108,12 +108,12 @@ class Progress(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """A stage has its weights and room for this many KV blocks."""
+    """A stage has its weights."""
 
     stage: int
-    max_blocks: int
     weight_bytes: int
     block_bytes: int
+    """Bytes of one KV block of the stage's layers."""
 
 
 class Start(Message, frozen=True):
@@ -123,7 +123,7 @@ class Start(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """A stage has gone through the warm-up step."""
+    """A stage has its KV cache and takes plans."""
 
     stage: int
 
@@ -143,7 +143,7 @@ class StageLoad(Message, frozen=True):
     busy_seconds: float
     """Time spent computing."""
     idle_seconds: float
-    """Time spent idle between steps while another step was already planned (a bubble)."""
+    """Time spent waiting for the activations of a step whose plan was there."""
 
 
 class Shutdown(Message, frozen=True):

@@ -36,7 +36,7 @@ COUNTERS = {
 STAGE_COUNTERS = {
     "stage_steps": ("steps", "Micro-batches computed by a stage"),
     "stage_busy_seconds": ("busy_seconds", "Seconds a stage spent computing"),
-    "stage_bubble_seconds": ("idle_seconds", "Seconds a stage idled while a step was planned"),
+    "stage_idle_seconds": ("idle_seconds", "Seconds a stage waited for a planned step"),
 }
 
 
@@ -74,7 +74,7 @@ class EngineCollector(Collector):
             for stage, load in loads.items():
                 counter.add_metric([*model, stage], load[key])
             yield counter
-        text = "Share of a stage's time spent computing while there was work: 1 - bubble"
+        text = "Share of a stage's time spent computing while a step was planned: 1 - bubble"
         share = GaugeMetricFamily(PREFIX + "stage_busy_share", text, labels=(*LABELS, "stage"))
         for stage, load in loads.items():
             total = load["busy_seconds"] + load["idle_seconds"]

@@ -23,6 +23,8 @@ from gllm.kernels.random_numbers import uniform
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
+WHOLE, NUCLEUS = 0, -1
+"""Drawn from the whole vocabulary, with no need to sort; from the nucleus of top-p."""
 TOP_P_CANDIDATES = 1024
 """Sorted first for a row with top-p alone; they nearly always hold its whole nucleus."""
 SPAN = 512
@@ -35,7 +37,7 @@ class RandomRows:
 
     rows: Tensor
     candidates: int
-    """Tokens that may be drawn, the likeliest; 0: all of them, with no need to sort."""
+    """At least top-k of each row; WHOLE or NUCLEUS for rows without top-k."""
     temperature: Tensor
     top_k: Tensor
     """0 means off."""
@@ -45,10 +47,11 @@ class RandomRows:
     number: Tensor
     """float64 in [0, 1): what decides."""
 
-    def pick(self, chosen: Tensor, candidates: int) -> "RandomRows":
-        """Those where `chosen` [rows] bool holds, with another number of candidates."""
+    def pick(self, chosen: Tensor) -> "RandomRows":
+        """Those where `chosen` [rows] bool holds."""
         columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.number)
-        return RandomRows(self.rows[chosen], candidates, *(column[chosen] for column in columns))
+        kept = (column[chosen] for column in columns)
+        return RandomRows(self.rows[chosen], self.candidates, *kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def plan_sampling(
     """
     # Powers of two, so that few groups arise, and so that a row's group is its own affair.
     by_k = 2 ** np.ceil(np.log2(np.maximum(top_k, 1))).astype(np.int64)
-    candidates = np.where(top_k > 0, by_k, np.where(top_p < 1, TOP_P_CANDIDATES, 0))
+    candidates = np.where(top_k > 0, by_k, np.where(top_p < 1, NUCLEUS, WHOLE))
     limit = np.where(top_p < 1, top_p, np.float32(np.inf))
     is_random = temperature > 0
     groups = []
@@ -111,35 +114,48 @@ def _draw(logits: Tensor, group: RandomRows) -> Tensor:
     """Tokens [rows] for logits [rows, vocabulary], which are overwritten."""
     # Relative to the maximum before the division: a tiny temperature cannot overflow.
     logits -= logits.amax(dim=-1, keepdim=True)
-    if group.candidates == 0:
-        weights = logits.div_(group.temperature[:, None]).exp_()
-        weights.masked_fill_(weights < group.min_p[:, None], 0)
-        return _invert_whole(weights, group.number)
-    return _draw_sorted(logits, group)
+    if group.candidates > 0:
+        return _draw_top_k(logits, group)
+    weights = logits.div_(group.temperature[:, None]).exp_()
+    if group.candidates == NUCLEUS:
+        return _draw_nucleus(weights, group, TOP_P_CANDIDATES)
+    weights.masked_fill_(weights < group.min_p[:, None], 0)
+    return _invert_whole(weights, group.number)
 
 
-def _draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
-    """As `_draw`, through the likeliest tokens in descending order."""
-    count = min(group.candidates, logits.shape[1])
-    temperature = group.temperature[:, None]
-    values, ids = logits.topk(count, dim=-1)
-    weights = (values / temperature).exp_()
-    within_k = torch.arange(count, device=logits.device) < group.top_k[:, None]
-    has_k = group.top_k[:, None] > 0
-    weights.masked_fill_(has_k & ~within_k, 0)
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    everything = (logits / temperature).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
-    total = torch.where(has_k, cumulative[:, -1:], everything)
-    nucleus = group.top_p[:, None] * total
-    before = functional.pad(cumulative[:, :-1], (1, 0))
-    dropped = (before >= nucleus) | (weights < group.min_p[:, None])
-    # The likeliest token always stays: before is 0 there, and its weight 1.
-    chosen = _invert(weights.masked_fill_(dropped, 0), group.number)
-    tokens = ids.gather(1, chosen[:, None])[:, 0]
-    short = ((cumulative[:, -1:] < nucleus) & ~has_k & torch.isfinite(nucleus))[:, 0]
-    if count < logits.shape[1] and bool(short.any()):
-        tokens[short] = _draw_sorted(logits[short], group.pick(short, logits.shape[1]))
+def _draw_top_k(logits: Tensor, group: RandomRows) -> Tensor:
+    """As `_draw`, among the group's candidates."""
+    likeliest, ids = logits.topk(min(group.candidates, logits.shape[1]), dim=-1)
+    weights = likeliest.div_(group.temperature[:, None]).exp_()
+    ranks = torch.arange(weights.shape[1], device=weights.device)
+    weights.masked_fill_(ranks >= group.top_k[:, None], 0)
+    total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return ids.gather(1, _pick_sorted(weights, total, group)[:, None])[:, 0]
+
+
+def _draw_nucleus(weights: Tensor, group: RandomRows, count: int) -> Tensor:
+    """Tokens [rows] for weights [rows, vocabulary], through the `count` likeliest tokens first."""
+    count = min(count, weights.shape[1])
+    total = _cumulative_spans(_spans(weights))[:, -1:]
+    likeliest, ids = weights.topk(count, dim=-1)
+    held = likeliest.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    short = (held < group.top_p[:, None] * total)[:, 0]
+    tokens = ids.gather(1, _pick_sorted(likeliest, total, group)[:, None])[:, 0]
+    if count < weights.shape[1] and bool(short.any()):
+        tokens[short] = _draw_nucleus(weights[short], group.pick(short), weights.shape[1])
     return tokens
+
+
+def _pick_sorted(weights: Tensor, total: Tensor, group: RandomRows) -> Tensor:
+    """Columns [rows] drawn from descending weights [rows, n] by top-p and min-p.
+
+    total [rows, 1]: what top-p is a share of; the largest weight of a row is 1.
+    """
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    before = functional.pad(cumulative[:, :-1], (1, 0))
+    # The likeliest token always stays: nothing is before it.
+    dropped = (before >= group.top_p[:, None] * total) | (weights < group.min_p[:, None])
+    return _invert(weights.masked_fill(dropped, 0), group.number)
 
 
 def _invert(weights: Tensor, number: Tensor) -> Tensor:
@@ -160,11 +176,24 @@ def _invert_whole(weights: Tensor, number: Tensor) -> Tensor:
 
     Summing spans is several times faster than a cumulative sum over everything.
     """
-    spans = functional.pad(weights, (0, -weights.shape[1] % SPAN)).unflatten(1, (-1, SPAN))
-    sums = spans.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    spans = _spans(weights)
+    sums = _cumulative_spans(spans)
     target = number[:, None] * sums[:, -1:]
     span = _passed(sums, target)[:, None]
     before = functional.pad(sums[:, :-1], (1, 0)).gather(1, span)
     inside = spans.take_along_dim(span[:, :, None], dim=1)[:, 0]
     token = _passed(inside.cumsum(dim=-1, dtype=torch.float64), target - before)
     return span[:, 0] * SPAN + token
+
+
+def _spans(weights: Tensor) -> Tensor:
+    """weights [rows, vocabulary] as [rows, spans, SPAN], padded with zeros."""
+    return functional.pad(weights, (0, -weights.shape[1] % SPAN)).unflatten(1, (-1, SPAN))
+
+
+def _cumulative_spans(spans: Tensor) -> Tensor:
+    """Weight up to the end of each span, [rows, spans] float64.
+
+    Short sums, so that no row is summed by several threads, in an order that the batch decides.
+    """
+    return spans.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)

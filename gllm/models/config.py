@@ -228,6 +228,8 @@ def _rope(raw: dict[str, Any]) -> Rope:
     given = {key: value for key, value in given.items() if value is not None}
     if given.pop("partial_rotary_factor", 1) != 1:
         raise ModelError("config.json: partial_rotary_factor is not implemented, only 1 is")
+    if not all(isinstance(value, int | float) for value in (theta, *given.values())):
+        raise ModelError(f"config.json: rope parameters {given} and theta {theta!r} are no numbers")
     missing, unknown = required - given.keys(), given.keys() - required - optional
     if missing or unknown:
         fault = f"lacks {sorted(missing)}" if missing else f"has unknown keys {sorted(unknown)}"
@@ -243,7 +245,9 @@ def _dtype(raw: dict[str, Any]) -> str:
 
 
 def _ids(raw: dict[str, Any], key: str) -> set[int]:
+    """The ids under a key, which may be one, a list or nothing."""
     value = raw.get(key)
-    if value is None:
-        return set()
-    return set(value) if isinstance(value, list) else {value}
+    ids = value if isinstance(value, list) else [value] if value is not None else []
+    if not all(isinstance(one, int) and one >= 0 for one in ids):
+        raise ModelError(f"{key} is {value!r}, but has to be a token id or a list of them")
+    return set(ids)

@@ -46,8 +46,9 @@ def _download(name: str) -> Path:
         reason = "is neither a folder nor a name on huggingface.co (private ones need HF_TOKEN)"
         raise ModelError(f"model {name!r} {reason}") from error
     except (LocalEntryNotFoundError, OSError) as error:
+        cause = str(error).partition("\n")[0]
         reason = (
             "is no folder, and huggingface.co cannot be reached and it is not in the local "
-            f"cache: pass the path of a model folder, or `demo` for the shipped model ({error})"
+            f"cache: pass the path of a model folder, or `demo` for the shipped model ({cause})"
         )
         raise ModelError(f"model {name!r} {reason}") from error

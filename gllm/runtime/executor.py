@@ -117,7 +117,8 @@ class StageExecutor:
         needs the step before sampled.
         """
         for row, seq in batch.placeholders:
-            batch.inputs.token_ids[row] = self._last_tokens[seq]
+            # A sequence whose step failed has no token; it has ended, and this row is discarded.
+            batch.inputs.token_ids[row] = self._last_tokens.get(seq, 0)
         hidden = self._model.forward(batch.inputs, hidden, self._cache.layers)
         if not self.is_last:
             return hidden

@@ -49,13 +49,3 @@ class Receiver(Protocol):
 
         The tensor stays unchanged until the step has committed. Raises StepFailed, TransportFault.
         """
-
-
-class Edge(Protocol):
-    """A link between two neighbours, made by the process that starts both."""
-
-    def descriptors(self) -> list[int]:
-        """File descriptors that both ends inherit; `open_edge` takes them in this order."""
-
-    def close(self) -> None:
-        """Close this process's copies."""

@@ -22,23 +22,6 @@ _HEADER = struct.Struct("<QIIII")
 _ALIGN = 4096
 
 
-class SharedMemoryEdge:
-    """The two descriptors of an edge: an anonymous file, and an event per step sent."""
-
-    def __init__(self, name: str) -> None:
-        self._memory = os.memfd_create(name)
-        self._event = os.eventfd(0, os.EFD_SEMAPHORE)
-
-    def descriptors(self) -> list[int]:
-        """What both ends inherit."""
-        return [self._memory, self._event]
-
-    def close(self) -> None:
-        """Close this process's copies."""
-        os.close(self._memory)
-        os.close(self._event)
-
-
 class _Ring:
     """The slots as both ends see them. Pages are taken when they are first written."""
 

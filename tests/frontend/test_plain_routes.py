@@ -68,7 +68,7 @@ async def test_metrics(server):
     assert found[f"gllm:e2e_request_latency_seconds_count{{{model}}}"] == 3
     assert found[f"gllm:inter_token_latency_seconds_count{{{model}}}"] >= 8
     assert found[f'gllm:stage_busy_share{{{model},stage="0"}}'] == 0.75
-    assert found[f'gllm:stage_bubble_seconds_total{{{model},stage="1"}}'] == 2.0
+    assert found[f'gllm:stage_idle_seconds_total{{{model},stage="1"}}'] == 2.0
     for name in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"):
         assert f"gllm:{name}_total{{{model}}}" in found
 

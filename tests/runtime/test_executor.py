@@ -42,10 +42,10 @@ def difference(actual: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def all_logits(pipeline: Pipeline, seq: int, chunk: int) -> torch.Tensor:
-    """Logits at every position of a sequence's prompt.
+    """Logits at each chunk's end, then at every position of a sequence's prompt.
 
-    Only a row's last position is sampled, so the sequence is run once as a whole in chunks, and
-    every position once more as a decode.
+    Only a row's last position is sampled: behind the chunks, one batch computes every position
+    once more as a decode of its own.
     """
     held = pipeline.held[seq]
     length = held.prompt_len
@@ -53,10 +53,9 @@ def all_logits(pipeline: Pipeline, seq: int, chunk: int) -> torch.Tensor:
     while held.computed < length:
         row = pipeline.row(seq, min(chunk, length - held.computed))
         rows.append(pipeline.logits(pipeline.plan([row]))[1])
-    again = pipeline.row(seq, 0)
-    for position in range(length):
-        row = again._replace(start=position, num_tokens=1)
-        rows.append(pipeline.logits(pipeline.plan([row]))[1])
+    again = pipeline.row(seq, 0)._replace(num_tokens=1)
+    decodes = [again._replace(start=position) for position in range(length)]
+    rows.append(pipeline.logits(pipeline.plan(decodes))[1])
     return torch.cat(rows)
 
 

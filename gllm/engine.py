@@ -1,0 +1,328 @@
+"""The embeddable engine: worker processes, tokenizer and requests behind one object.
+
+Owns the engine's life (loading, ready, draining, dead) and the way from a prompt to text. Knows
+nothing of HTTP; imports no torch, that is the workers' business.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+
+import zmq
+from tqdm import tqdm
+
+from gllm.config import EngineConfig, SamplingParams
+from gllm.engine_api import Delta, EngineUnavailable, ModelInfo, check_request
+from gllm.messages import (
+    AnyMessage,
+    Fatal,
+    Loaded,
+    Progress,
+    Ready,
+    Sampling,
+    Shutdown,
+    StageLoad,
+    Start,
+    Tokens,
+)
+from gllm.models.config import ModelConfig, read_config
+from gllm.models.errors import ModelError
+from gllm.models.hub import resolve
+from gllm.models.split import split_layers
+from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
+from gllm.runtime.client import EngineClient, Piece
+from gllm.runtime.device import kv_memory
+from gllm.runtime.launch import Workers
+from gllm.scheduler.plan import Stats
+from gllm.text.detokenizer import TextStream
+from gllm.text.tokenizer import Tokenizer
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+
+
+class EngineError(Exception):
+    """The engine could not start, or is gone; the message says why."""
+
+
+class Engine:
+    """One pipeline. `async with Engine(EngineConfig("demo")) as engine: ...`
+
+    Construction reads the model's configuration and raises ModelError or ValueError; `start` makes
+    the workers. `progress`: show a bar while weights are read.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        served_model_name: str | None = None,
+        log_level: str = "warning",
+        progress: bool = False,
+    ) -> None:
+        self.state = "loading"
+        self.cause = ""
+        self.died = asyncio.Event()
+        """Set when the engine is dead."""
+        self._folder = resolve(config.model)
+        self._model = read_config(self._folder)
+        self.config = replace(config, max_model_len=_context(config, self._model))
+        self._layers = split_layers(self._model, config.pipeline_parallel_size, config.layers)
+        self.tokenizer = Tokenizer.load(self._folder)
+        assert self.config.max_model_len is not None
+        self.model = ModelInfo(
+            name=served_model_name or config.model,
+            max_model_len=self.config.max_model_len,
+            vocab_size=self._model.vocab_size,
+            eos_ids=self._model.eos_ids,
+            defaults=_sampling_defaults(self._folder),
+            created=int(time.time()),
+        )
+        self.num_blocks = 0
+        self.kv_bytes = 0
+        self._log_level = log_level
+        self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=not progress)
+        self._progress: dict[int, Progress] = {}
+        self._loaded: dict[int, Loaded] = {}
+        self._ready: set[int] = set()
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> "Engine":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def num_requests(self) -> int:
+        """Calls of `generate` that have not ended."""
+        return self._client.num_requests if self.state != "loading" else 0
+
+    @property
+    def stats(self) -> Stats:
+        """The scheduler's state after the last step."""
+        return self._client.stats if self.state != "loading" else Stats()
+
+    @property
+    def stage_loads(self) -> dict[int, StageLoad]:
+        """What each stage computed so far, by stage."""
+        return self._client.stage_loads if self.state != "loading" else {}
+
+    def healthy(self) -> bool:
+        """Whether the engine lives and no pending work is stuck."""
+        if self.state not in ("ready", "draining"):
+            return False
+        return self._client.stalled_seconds < self.config.health_timeout
+
+    async def start(self) -> None:
+        """Start the workers and wait until a step has gone through all of them.
+
+        Raises EngineError where one fails.
+        """
+        self._workers = Workers(self.config, self._folder, self._layers, self._log_level)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = Inbox(self._context, self._workers.frontend)
+        self._stages = [Outbox(self._context, a, FRONTEND) for a in self._workers.inboxes]
+        self._client = EngineClient(self._stages[0])
+        self._inbox.start(self._handle, self._on_fault)
+        self._workers.watch(self._on_death)
+        try:
+            await self._wait_for(self._loaded)
+            self._start_stages()
+            await self._wait_for(self._ready)
+            await self._warm_up()
+        except BaseException:
+            await self.stop()
+            raise
+        self._workers.hide()
+        self.state = "ready"
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests and give running ones this long to end."""
+        if self.state == "ready":
+            self.state = "draining"
+        deadline = time.monotonic() + seconds
+        while self.num_requests and self.state == "draining" and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """End the workers; requests that still run end with an error."""
+        self._die("the engine was stopped")
+        self._bar.close()
+        for stage in self._stages:
+            stage.send(Shutdown())
+        await self._workers.stop()
+        self._inbox.close()
+        for stage in self._stages:
+            stage.close()
+        self._context.term()
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of the request's choices, interleaved; closing the generator aborts it.
+
+        prompt: text, or token ids. Raises FieldError for a request that cannot be,
+        EngineUnavailable before the first delta.
+        """
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
+        check_request(prompt, params, self.model)
+        if self.state != "ready":
+            raise EngineUnavailable(self.state, self.cause or f"the engine is {self.state}")
+        async for delta in self._run(prompt, params, priority, cache_salt):
+            yield delta
+
+    async def _run(
+        self, prompt: list[int], params: SamplingParams, priority: int, cache_salt: str
+    ) -> AsyncGenerator[Delta, None]:
+        room = self.model.max_model_len - len(prompt)
+        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.model.eos_ids)}
+        stream = self._client.submit(
+            prompt,
+            _sampling(params, stop_ids),
+            min(params.max_tokens or room, room),
+            sorted(stop_ids),
+            params.n,
+            priority,
+            cache_salt,
+        )
+        texts = {choice: TextStream(self.tokenizer, params.stop) for choice in range(params.n)}
+        try:
+            while texts:
+                for choice, piece in (await stream.take()).items():
+                    if choice not in texts:
+                        continue
+                    delta = _delta(choice, piece, texts[choice], params)
+                    if delta.finish_reason is not None:
+                        del texts[choice]
+                        self._client.abort([stream.seq + choice])
+                    yield delta
+        finally:
+            self._client.release(stream)
+
+    # Start-up.
+
+    async def _wait_for(self, reached: dict[int, Loaded] | set[int]) -> None:
+        while len(reached) < len(self._layers):
+            await self._news.wait()
+            self._news.clear()
+            if self.state == "dead":
+                raise EngineError(self.cause)
+
+    def _start_stages(self) -> None:
+        """Divide the memory for KV blocks: the same number on every stage."""
+        self._bar.close()
+        block_bytes = sum(loaded.block_bytes for loaded in self._loaded.values())
+        scheduler, length = self.config.scheduler, self.model.max_model_len
+        most = scheduler.max_num_seqs * -(-length // scheduler.block_size)
+        memory = kv_memory(self.config.kv_cache_memory, 1.0)
+        self.num_blocks = min(memory // block_bytes, most)
+        self.kv_bytes = self.num_blocks * block_bytes
+        scheduler.resolve(len(self._layers), self.num_blocks, length)
+        for stage in self._stages:
+            stage.send(Start(self.num_blocks))
+
+    async def _warm_up(self) -> None:
+        """One token through all stages and back."""
+        async for delta in self._run([0], SamplingParams(max_tokens=1, temperature=0), 0, ""):
+            if delta.error:
+                raise EngineError(f"the warm-up step failed: {delta.error}")
+
+    # What the workers say, and what becomes of them.
+
+    def _handle(self, messages: list[AnyMessage]) -> None:
+        for message in messages:
+            match message:
+                case Tokens():
+                    self._client.on_tokens(message)
+                case StageLoad():
+                    self._client.on_stage_load(message)
+                case Progress(stage):
+                    self._progress[stage] = message
+                    self._show_progress()
+                case Loaded(stage):
+                    self._loaded[stage] = message
+                case Ready(stage):
+                    self._ready.add(stage)
+                case Fatal(stage, cause):
+                    self._die(f"stage {stage} failed: {cause}")
+        self._news.set()
+
+    def _show_progress(self) -> None:
+        self._bar.total = sum(progress.total for progress in self._progress.values())
+        self._bar.n = sum(progress.done for progress in self._progress.values())
+        self._bar.refresh()
+
+    def _on_fault(self, fault: BusFault) -> None:
+        self._die(str(fault))
+
+    def _on_death(self, stage: int, ending: str) -> None:
+        # Why it ended may still be on its way to us.
+        asyncio.get_running_loop().call_later(0.05, self._die, ending)
+
+    def _die(self, cause: str) -> None:
+        """The first cause counts."""
+        if self.state == "dead":
+            return
+        self.state, self.cause = "dead", cause
+        self._client.fail_all(cause)
+        self._news.set()
+        self.died.set()
+
+
+def _context(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of the longest sequence. Raises ValueError beyond the model's context."""
+    length = config.max_model_len or model.context_length
+    if length > model.context_length:
+        raise ValueError(
+            f"max_model_len is {length}, but the model's context is {model.context_length} tokens"
+        )
+    return length
+
+
+def _sampling_defaults(folder: Path) -> dict[str, float]:
+    """Sampling defaults of a model folder's generation_config.json, if it has one."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return {k: values[k] for k in SAMPLING_DEFAULTS if values.get(k) is not None}
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{file} is no JSON object: {error}") from error
+
+
+def _sampling(params: SamplingParams, stop_ids: set[int]) -> Sampling:
+    """What the last stage has to know; a request without a seed gets one."""
+    return Sampling(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        min_tokens=params.min_tokens,
+        banned=tuple(sorted(stop_ids)) if params.min_tokens else (),
+    )
+
+
+def _delta(choice: int, piece: Piece, text: TextStream, params: SamplingParams) -> Delta:
+    """A piece as text. A token that ends the choice is counted, but is no part of the text."""
+    end, tokens = piece.end, piece.tokens
+    stopped_by_token = end is not None and end.stop_token is not None
+    shown, used, stop = text.push(tokens[:-1] if stopped_by_token else tokens)
+    cached = piece.first.cached_tokens if piece.first else 0
+    if stop is not None:
+        return Delta(choice, shown, tokens[:used], "stop", stop, cached_tokens=cached)
+    if end is None:
+        return Delta(choice, shown, tokens, cached_tokens=cached)
+    asked_for = end.stop_token if end.stop_token in params.stop_token_ids else None
+    return Delta(choice, shown + text.finish(), tokens, end.reason, asked_for, end.error, cached)

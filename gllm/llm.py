@@ -1,0 +1,141 @@
+"""The blocking face of the engine: prompts in, finished texts out.
+
+Owns an event loop on a thread of its own, and a progress bar. Knows nothing that Engine does not.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from gllm.config import EngineConfig, SamplingParams
+from gllm.engine import Engine, EngineError
+from gllm.engine_api import check_request
+
+T = TypeVar("T")
+
+
+@dataclass
+class Completion:
+    """One finished choice."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    """stop or length."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it, where one did."""
+
+
+@dataclass
+class RequestOutput:
+    """What a prompt brought."""
+
+    prompt: str | list[int]
+    outputs: list[Completion]
+    """One for each of `n`."""
+
+
+class LLM:
+    """An engine for scripts: `LLM("demo", pipeline_parallel_size=2).generate(prompts)`.
+
+    Options are the fields of EngineConfig and SchedulerConfig. Use it as a context manager or call
+    `close`; workers end with this process in any case.
+    """
+
+    def __init__(self, model: str = "demo", progress: bool = True, **options: Any) -> None:
+        self._progress = progress
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="gllm", daemon=True)
+        self._thread.start()
+        try:
+            self._engine = self._wait(_start(EngineConfig.of(model, **options), progress))
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[list[int]],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[RequestOutput]:
+        """The completions of each prompt (text or token ids), in their order.
+
+        All prompts are in the engine at once. Raises FieldError for a prompt that cannot be, before
+        anything runs, and EngineError where a request fails.
+        """
+        several: Sequence[str | list[int]] = [prompts] if isinstance(prompts, str) else prompts
+        return self._wait(self._generate_all(several, sampling_params or SamplingParams()))
+
+    def chat(
+        self, messages: list[dict[str, str]], sampling_params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """The answer to a conversation of {"role": ..., "content": ...} messages."""
+        template = self._engine.tokenizer.chat_template
+        if template is None:
+            raise EngineError("this model has no chat template: use generate")
+        text = template.render(messages)
+        ids = self._engine.tokenizer.encode(text, add_special_tokens=False)
+        return self.generate([ids], sampling_params)[0]
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._thread.is_alive():
+            self._wait(self._engine.stop())
+            self._end_loop()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _generate_all(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams
+    ) -> list[RequestOutput]:
+        tokenizer, model = self._engine.tokenizer, self._engine.model
+        ids = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+        for prompt in ids:
+            check_request(prompt, params, model)
+        with tqdm(total=len(ids), desc="prompts", disable=not self._progress) as bar:
+            runs = [self._run(prompt, params, bar) for prompt in ids]
+            outputs = await asyncio.gather(*runs)
+        return [RequestOutput(*pair) for pair in zip(prompts, outputs, strict=True)]
+
+    async def _run(
+        self, prompt: list[int], params: SamplingParams, bar: "tqdm[Any]"
+    ) -> list[Completion]:
+        outputs = [Completion() for _ in range(params.n)]
+        async for delta in self._engine.generate(prompt, params):
+            if delta.finish_reason == "error":
+                raise EngineError(delta.error)
+            output = outputs[delta.index]
+            output.text += delta.text
+            output.token_ids += delta.token_ids
+            output.finish_reason = delta.finish_reason or ""
+            output.stop_reason = delta.stop_reason
+        bar.update()
+        return outputs
+
+
+async def _start(config: EngineConfig, progress: bool) -> Engine:
+    engine = Engine(config, progress=progress)
+    await engine.start()
+    return engine

@@ -1,0 +1,136 @@
+"""The parent's side of the bus: requests to the driver, tokens back to whoever waits for them.
+
+Owns sequence ids and the streams of requests in the engine. Knows nothing of text and of HTTP.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from gllm.messages import Abort, Sampling, StageLoad, Submit, Tokens
+from gllm.runtime.bus import Outbox
+from gllm.scheduler.plan import End, First, Outcome, Stats
+
+
+@dataclass(slots=True)
+class Piece:
+    """What came for one choice since it was last asked for."""
+
+    tokens: list[int] = field(default_factory=list)
+    first: First | None = None
+    end: End | None = None
+
+
+class Stream:
+    """The coming tokens of one request's choices. A slow reader gets more of them at a time."""
+
+    def __init__(self, seq: int, n: int) -> None:
+        self.seq = seq
+        self.alive = set(range(seq, seq + n))
+        """Sequences that the driver has not ended."""
+        self._pieces: dict[int, Piece] = {}
+        self._news = asyncio.Event()
+
+    def piece(self, seq: int) -> Piece:
+        """Where to put what came for a sequence."""
+        self._news.set()
+        return self._pieces.setdefault(seq - self.seq, Piece())
+
+    def end(self, end: End) -> None:
+        """A sequence has ended."""
+        if end.seq in self.alive:
+            self.alive.discard(end.seq)
+            self.piece(end.seq).end = end
+
+    async def take(self) -> dict[int, Piece]:
+        """All that came since the last call, by choice; waits for something to come."""
+        await self._news.wait()
+        self._news.clear()
+        pieces, self._pieces = self._pieces, {}
+        return pieces
+
+
+class EngineClient:
+    """Requests under way."""
+
+    def __init__(self, driver: Outbox) -> None:
+        self.stats = Stats()
+        self.stage_loads: dict[int, StageLoad] = {}
+        self._driver = driver
+        self._next_seq = 0
+        self._streams: dict[int, Stream] = {}
+        """By sequence, while the sequence lives."""
+        self._requests = 0
+        self._progress = time.monotonic()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were submitted and not released."""
+        return self._requests
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long work has been pending without a finished step."""
+        return time.monotonic() - self._progress if self._streams else 0.0
+
+    def submit(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        max_tokens: int,
+        stop_ids: list[int],
+        n: int,
+        priority: int,
+        cache_salt: str,
+    ) -> Stream:
+        """Send a request to the driver. Its ids have never been used before."""
+        if not self._streams:
+            self._progress = time.monotonic()
+        seq, self._next_seq = self._next_seq, self._next_seq + n
+        stream = Stream(seq, n)
+        self._streams.update(dict.fromkeys(stream.alive, stream))
+        self._requests += 1
+        self._driver.send(
+            Submit(seq, prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt)
+        )
+        return stream
+
+    def abort(self, seqs: list[int]) -> None:
+        """Nobody waits for these sequences any more."""
+        living = [seq for seq in seqs if seq in self._streams]
+        for seq in living:
+            self._streams.pop(seq).alive.discard(seq)
+        if living:
+            self._driver.send(Abort(living))
+
+    def release(self, stream: Stream) -> None:
+        """A request is over for its caller, whatever still runs of it."""
+        self.abort(sorted(stream.alive))
+        self._requests -= 1
+
+    def on_tokens(self, message: Tokens) -> None:
+        """A step has finished."""
+        self._progress = time.monotonic()
+        self.stats = message.stats
+        self._deliver(message.outcome)
+
+    def on_stage_load(self, message: StageLoad) -> None:
+        """A stage tells how busy it was."""
+        self.stage_loads[message.stage] = message
+
+    def fail_all(self, cause: str) -> None:
+        """The engine is gone: every request ends with an error now."""
+        for seq, stream in self._streams.items():
+            stream.end(End(seq, "error", error=cause))
+        self._streams.clear()
+
+    def _deliver(self, outcome: Outcome) -> None:
+        for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
+            if stream := self._streams.get(seq):
+                stream.piece(seq).tokens.append(token)
+        for first in outcome.firsts:
+            if stream := self._streams.get(first.seq):
+                stream.piece(first.seq).first = first
+        for end in outcome.ends:
+            if stream := self._streams.pop(end.seq, None):
+                stream.end(end)

@@ -1,0 +1,97 @@
+"""The driver: the pipeline's one scheduler, between the frontend and the stages.
+
+Owns the order of things at the pipeline's head: requests in, plans out, results in, tokens out.
+Knows nothing of tensors and sockets; it lives in the first stage's process, on its event loop.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from gllm.messages import Abort, Message, Register, Step, Submit, Tokens, encode
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import End, Outcome, StepResult
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import Request
+
+
+class Link(Protocol):
+    """A way to another process."""
+
+    def send(self, message: Message) -> None:
+        """Queue a message."""
+
+    def send_encoded(self, payload: bytes) -> None:
+        """Queue a message that was encoded before."""
+
+
+class Driver:
+    """Feeds the pipeline. `local` is the first stage itself, `others` are the stages after it."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        local: Callable[[Register | Step], None],
+        others: list[Link],
+        frontend: Link,
+    ) -> None:
+        self.scheduler = Scheduler(config)
+        self._local = local
+        self._others = others
+        self._frontend = frontend
+        self._outcomes: list[Outcome] = []
+
+    def submit(self, message: Submit) -> None:
+        """Take a request in and register its sequences with the stages that need them."""
+        request = Request(
+            message.seq,
+            message.prompt,
+            message.max_tokens,
+            frozenset(message.stop_ids),
+            message.priority,
+            message.cache_salt,
+            message.n,
+        )
+        try:
+            self.scheduler.add(request, time.monotonic())
+        except ValueError as error:
+            seqs = range(message.seq, message.seq + message.n)
+            ends = [End(seq, "error", error=str(error)) for seq in seqs]
+            self._outcomes.append(Outcome([], [], [], ends))
+            return
+        self._register(message)
+
+    def abort(self, message: Abort) -> None:
+        """End sequences nobody waits for."""
+        self.scheduler.abort(message.seqs)
+
+    def commit(self, result: StepResult) -> None:
+        """Take a step's result in. Raises ValueError where it is not the next one's."""
+        self._outcomes.append(self.scheduler.commit(result))
+
+    def turn(self) -> None:
+        """After a batch of messages: fill the pipeline first, then tell the frontend."""
+        while (plan := self.scheduler.schedule(time.monotonic())) is not None:
+            step = Step(plan)
+            payload = encode(step)
+            for stage in self._others:
+                stage.send_encoded(payload)
+            self._local(step)
+        outcomes, self._outcomes = self._outcomes, []
+        for outcome in outcomes:
+            self._frontend.send(Tokens(outcome, self.scheduler.stats()))
+
+    def _register(self, message: Submit) -> None:
+        """The prompt goes to the first stage, the sampling to the last, ids to all."""
+        bare = Register(message.seq, len(message.prompt), n=message.n)
+        first = Register(message.seq, len(message.prompt), message.prompt, n=message.n)
+        last = Register(message.seq, len(message.prompt), [], message.sampling, message.n)
+        if not self._others:
+            first = Register(
+                message.seq, len(message.prompt), message.prompt, message.sampling, message.n
+            )
+        self._local(first)
+        for stage in self._others[:-1]:
+            stage.send(bare)
+        if self._others:
+            self._others[-1].send(last)

@@ -1,0 +1,129 @@
+"""Starts the worker processes, watches over them, ends them.
+
+Owns processes, the descriptors they inherit and the private folder of their sockets. Knows nothing
+of requests. Needs no torch.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from gllm.config import EngineConfig
+from gllm.runtime.spec import WorkerSpec
+
+STOP_SECONDS = 5.0
+"""What a worker gets to end by itself before it is killed."""
+
+
+class Edge:
+    """What two neighbouring stages share: an anonymous file, and an event for each step sent.
+
+    Descriptors are inherited, so nothing has a name and nothing is left behind.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.descriptors = [os.memfd_create(name), os.eventfd(0, os.EFD_SEMAPHORE)]
+
+    def close(self) -> None:
+        """Close this process's copies."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+class Workers:
+    """The processes of one pipeline on this host, one for each entry of `layers`."""
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, layers: list[range], log_level: str
+    ) -> None:
+        self._sockets = Path(tempfile.mkdtemp(prefix="gllm-"))
+        self.frontend = f"ipc://{self._sockets}/frontend"
+        self.inboxes = [f"ipc://{self._sockets}/stage-{i}" for i in range(len(layers))]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._watched: dict[int, int] = {}
+        edges = [Edge(f"gllm-edge-{i}") for i in range(len(layers) - 1)]
+        try:
+            for stage, part in enumerate(layers):
+                spec = WorkerSpec(
+                    parent=os.getpid(),
+                    stage=stage,
+                    stages=len(layers),
+                    layers=(part.start, part.stop),
+                    folder=str(folder),
+                    config=config,
+                    frontend=self.frontend,
+                    inboxes=self.inboxes,
+                    incoming=edges[stage - 1].descriptors if stage else [],
+                    outgoing=edges[stage].descriptors if stage < len(edges) else [],
+                    log_level=log_level,
+                )
+                self.processes.append(_spawn(spec))
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            for edge in edges:
+                edge.close()
+
+    def watch(self, died: Callable[[int, str], None]) -> None:
+        """Call `died` with the stage and how, once, when a worker is gone. Needs a running loop."""
+        loop = asyncio.get_running_loop()
+
+        def gone(stage: int) -> None:
+            self._unwatch(stage)
+            died(stage, self._ending(stage))
+
+        for stage, process in enumerate(self.processes):
+            self._watched[stage] = os.pidfd_open(process.pid)
+            loop.add_reader(self._watched[stage], gone, stage)
+
+    def hide(self) -> None:
+        """Remove the sockets' names once everybody is connected: nobody else can come in."""
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def stop(self) -> None:
+        """Wait until the workers, told to end, are gone; kill those that take too long."""
+        for stage in list(self._watched):
+            self._unwatch(stage)
+        deadline = asyncio.get_running_loop().time() + STOP_SECONDS
+        while any(process.poll() is None for process in self.processes):
+            if asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(0.01)
+        self.kill()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+        self.hide()
+
+    def _unwatch(self, stage: int) -> None:
+        descriptor = self._watched.pop(stage)
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+
+    def _ending(self, stage: int) -> str:
+        """How a worker that is gone ended, in words."""
+        process = self.processes[stage]
+        code = process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return f"the worker of stage {stage} (process {process.pid}) {how}"
+
+
+def _spawn(spec: WorkerSpec) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "gllm.runtime.worker", msgspec.json.encode(spec).decode()]
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, pass_fds=[*spec.incoming, *spec.outgoing]
+    )

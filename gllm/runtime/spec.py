@@ -1,0 +1,32 @@
+"""What a worker process is told at its birth.
+
+Owns the one message that goes by command line. Imports no torch: the parent writes it.
+"""
+
+import msgspec
+
+from gllm.config import EngineConfig
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """What the parent tells a worker at its birth."""
+
+    parent: int
+    """Process id of the parent."""
+    stage: int
+    stages: int
+    layers: tuple[int, int]
+    """First layer, and the one after the last."""
+    folder: str
+    """The model's."""
+    config: EngineConfig
+    """max_model_len resolved."""
+    frontend: str
+    """Address of the parent's inbox."""
+    inboxes: list[str]
+    """Address of each stage's inbox."""
+    incoming: list[int]
+    """Descriptors of the edge from the stage before; none on the first."""
+    outgoing: list[int]
+    """Descriptors of the edge to the next stage; none on the last."""
+    log_level: str

@@ -1,0 +1,226 @@
+"""A worker process: one pipeline stage, and on the first stage the driver.
+
+Owns the process's life: handshake with the parent, links to its neighbours, its end. Knows nothing
+of requests (driver.py) and arithmetic (executor.py). Run as `python -m gllm.runtime.worker SPEC`.
+"""
+
+import asyncio
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import msgspec
+import setproctitle
+import uvloop
+import zmq
+
+from gllm.messages import (
+    Abort,
+    AnyMessage,
+    Fatal,
+    Loaded,
+    Progress,
+    Ready,
+    Register,
+    Result,
+    Shutdown,
+    StageLoad,
+    Start,
+    Step,
+    Submit,
+)
+from gllm.models.config import read_config
+from gllm.models.errors import ModelError
+from gllm.runtime.bus import Inbox, Outbox
+from gllm.runtime.device import set_threads, threads
+from gllm.runtime.driver import Driver
+from gllm.runtime.executor import StageExecutor
+from gllm.runtime.spec import WorkerSpec
+from gllm.runtime.stage import Stage, describe
+from gllm.scheduler.plan import StepResult
+from gllm.transport.base import EdgeShape
+from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+PR_SET_PDEATHSIG = 1
+LOAD_REPORT_SECONDS = 0.5
+
+
+class Worker:
+    """The worker's state between messages."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.done = asyncio.Event()
+        self.failed = False
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = Inbox(self._context, spec.inboxes[spec.stage])
+        self._frontend = Outbox(self._context, spec.frontend, spec.stage)
+        self._stages = {
+            stage: Outbox(self._context, spec.inboxes[stage], spec.stage)
+            for stage in ([*range(1, spec.stages)] if spec.stage == 0 else [0])
+        }
+        self._driver: Driver | None = None
+        self._reporting = False
+
+    async def run(self) -> None:
+        """From loading to the parent's Shutdown, or a fault."""
+        self._inbox.start(self._handle, self._fail)
+        try:
+            await asyncio.to_thread(self._load)
+        except Exception as error:
+            self._fail(error)
+        await self.done.wait()
+        self._inbox.close()
+        for outbox in (self._frontend, *self._stages.values()):
+            outbox.close()
+        self._context.term()
+
+    def _load(self) -> None:
+        """Read the weights; on a thread, so that the process answers meanwhile."""
+        spec = self.spec
+        set_threads(threads(spec.config.threads, spec.stages))
+        model = read_config(Path(spec.folder))
+        executor = StageExecutor(model, spec.config, spec.stage, spec.stages, range(*spec.layers))
+        executor.load(Path(spec.folder), self._report_progress)
+        # What is loaded stays: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        self._executor = executor
+        loaded = Loaded(spec.stage, executor.weight_bytes, executor.block_bytes)
+        self._loop.call_soon_threadsafe(self._frontend.send, loaded)
+
+    def _report_progress(self, done: int, total: int) -> None:
+        progress = Progress(self.spec.stage, done, total)
+        self._loop.call_soon_threadsafe(self._frontend.send, progress)
+
+    def _handle(self, messages: list[AnyMessage]) -> None:
+        try:
+            for message in messages:
+                self._handle_one(message)
+            if self._driver is not None:
+                self._driver.turn()
+        except Exception as error:
+            self._fail(error)
+
+    def _handle_one(self, message: AnyMessage) -> None:
+        match message:
+            case Step(plan):
+                self._stage.plan(plan)
+                self._report_load_later()
+            case Register():
+                self._stage.register(message)
+            case Start(num_blocks):
+                self._start(num_blocks)
+            case Shutdown():
+                self.done.set()
+            case Submit() | Abort() | Result() if self._driver is not None:
+                self._drive(self._driver, message)
+            case _:
+                raise ValueError(f"stage {self.spec.stage} has no use for {type(message).__name__}")
+
+    def _drive(self, driver: Driver, message: Submit | Abort | Result) -> None:
+        match message:
+            case Submit():
+                driver.submit(message)
+            case Abort():
+                driver.abort(message)
+            case Result(result):
+                driver.commit(result)
+
+    def _start(self, num_blocks: int) -> None:
+        """All stages are loaded: make the cache, open the edges, begin to work."""
+        spec, executor = self.spec, self._executor
+        assert spec.config.max_model_len is not None
+        scheduler = spec.config.scheduler.resolve(
+            spec.stages, num_blocks, spec.config.max_model_len
+        )
+        assert scheduler.max_in_flight is not None
+        assert scheduler.max_num_batched_tokens is not None
+        executor.allocate(num_blocks, scheduler.block_size)
+        shape = EdgeShape(
+            scheduler.max_in_flight,
+            scheduler.max_num_batched_tokens,
+            executor.config.hidden_size,
+            executor.dtype.itemsize,
+        )
+        self._stage = Stage(
+            executor,
+            SharedMemoryReceiver(spec.incoming, shape, executor.dtype) if spec.incoming else None,
+            SharedMemorySender(spec.outgoing, shape, executor.dtype) if spec.outgoing else None,
+            self._deliver,
+            self._fail,
+        )
+        if spec.stage == 0:
+            others = list(self._stages.values())
+            self._driver = Driver(scheduler, self._to_own_stage, [*others], self._frontend)
+        self._frontend.send(Ready(spec.stage))
+
+    def _to_own_stage(self, message: Register | Step) -> None:
+        """What the driver sends to the stage of its own process."""
+        self._handle_one(message)
+
+    def _deliver(self, result: StepResult) -> None:
+        """A result of this process, the last stage's."""
+        if self._driver is None:
+            self._stages[0].send(Result(result))
+        else:
+            self._handle([Result(result)])
+
+    def _report_load_later(self) -> None:
+        """Tell the frontend what was computed, twice a second while there is something to do."""
+        if not self._reporting:
+            self._reporting = True
+            self._loop.call_later(LOAD_REPORT_SECONDS, self._report_load)
+
+    def _report_load(self) -> None:
+        self._reporting = False
+        stage = self._stage
+        self._frontend.send(
+            StageLoad(self.spec.stage, stage.steps, stage.busy_seconds, stage.idle_seconds)
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        """Say why, and end."""
+        if not isinstance(error, ModelError):
+            traceback.print_exception(error)
+        self._frontend.send(Fatal(self.spec.stage, describe(error)))
+        self.failed = True
+        self.done.set()
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the parent's thread that made it is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+async def serve(spec: WorkerSpec) -> bool:
+    """Work until told to end; whether all went well."""
+    worker = Worker(spec)
+    await worker.run()
+    return not worker.failed
+
+
+def main() -> None:
+    """Entry of the process."""
+    spec = msgspec.json.decode(sys.argv[1], type=WorkerSpec)
+    die_with_parent(spec.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act upon.
+    setproctitle.setproctitle(f"gllm-stage-{spec.stage}")
+    logging.basicConfig(
+        level=spec.log_level.upper(), format=f"%(levelname)s stage {spec.stage}: %(message)s"
+    )
+    well = uvloop.run(serve(spec))
+    # Threads that wait for steps are daemons; nothing is left to clean up.
+    os._exit(0 if well else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""Tiny tensors: threads would only wait for each other."""
+
+import pytest
+
+from gllm.runtime.device import set_threads
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    set_threads(1)

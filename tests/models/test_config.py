@@ -1,0 +1,130 @@
+"""Configuration files: what is read, and what is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gllm.models.config import Rope, read_config
+from gllm.models.errors import ModelError
+from gllm.models.registry import ARCHITECTURES, model_class
+from tests.tiny_models import FAMILIES, save
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 2,
+}
+
+
+def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A model folder with these keys changed; None removes one."""
+    keys = {key: value for key, value in (BASE | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(keys))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_defaults_follow_the_format(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path))
+    assert (config.num_kv_heads, config.head_dim) == (8, 8)
+    assert config.rope == Rope("default", 10_000.0, {})
+    assert (config.rms_norm_eps, config.dtype) == (1e-6, "float32")
+    assert not any((config.tie_word_embeddings, config.attention_bias, config.mlp_bias))
+    assert config.context_length == 2048
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reads_what_transformers_writes(family: str, tmp_path: Path) -> None:
+    options = FAMILIES[family][1]
+    config = read_config(save(family, tmp_path))
+    assert config.num_layers == 4
+    assert config.tie_word_embeddings == options.get("tie_word_embeddings", False)
+    assert config.rope.kind == options.get("rope_parameters", {}).get("rope_type", "default")
+
+
+def test_eos_ids_are_the_union(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"eos_token_id": [7, 5]}, eos_token_id=[2, 5])
+    assert read_config(folder).eos_ids == (2, 5, 7)
+    folder = write(tmp_path, {}, eos_token_id=None)
+    assert read_config(folder).eos_ids == ()
+
+
+def test_both_styles_of_rope_are_one(tmp_path: Path) -> None:
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 512}
+    wanted = Rope("yarn", 5000.0, scaling)
+    old = write(tmp_path, rope_theta=5000.0, rope_scaling={"type": "yarn", **scaling})
+    assert read_config(old).rope == wanted
+    new = write(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0, **scaling})
+    assert read_config(new).rope == wanted
+    assert read_config(new).context_length == 2048
+    scaling["factor"] = 8.0
+    assert (
+        read_config(write(tmp_path, rope_scaling={"type": "yarn", **scaling})).context_length
+        == 4096
+    )
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+    ({"architectures": None}, "architectures"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ({"sliding_window": 512}, "sliding_window 512"),
+    ({"use_sliding_window": True}, "use_sliding_window True"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "lacks.*factor"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "no numbers"),
+    ({"rope_parameters": {"rope_type": "default", "twist": 2}}, "unknown.*twist"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"vocab_size": None}, "vocab_size is None"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+    ({"head_dim": 7}, "head_dim 7"),
+    ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ({"eos_token_id": "</s>"}, "eos_token_id"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refuses_what_it_does_not_compute(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=named):
+        read_config(write(tmp_path, **changes))
+
+
+def test_qwen_has_a_switch_for_its_window(tmp_path: Path) -> None:
+    """Its files name a window that the switch leaves unused."""
+    for switch in (None, False):
+        window = {"sliding_window": 4096, "max_window_layers": 2, "use_sliding_window": switch}
+        assert read_config(write(tmp_path, architectures=["Qwen2ForCausalLM"], **window))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_broken_files_are_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        read_config(tmp_path)
+
+
+def test_every_architecture_has_its_class() -> None:
+    for name in ARCHITECTURES:
+        assert model_class(name).layer
+    with pytest.raises(ModelError, match="Llama"):
+        model_class("Unknown")

@@ -1,0 +1,128 @@
+"""Checkpoints: sharded ones, progress, and every way to be broken."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gllm.config import EngineConfig
+from gllm.models.config import read_config
+from gllm.models.errors import ModelError
+from gllm.runtime.executor import StageExecutor
+from tests.runtime.pipeline import Pipeline
+from tests.tiny_models import save
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save("qwen3", tmp_path)
+
+
+def load(folder: Path, stage: int = 0, stages: int = 1) -> list[tuple[int, int]]:
+    """Load a stage's even part; what its progress was."""
+    config = read_config(folder)
+    share = config.num_layers // stages
+    layers = range(stage * share, (stage + 1) * share)
+    seen: list[tuple[int, int]] = []
+    executor = StageExecutor(config, EngineConfig(dtype="float32"), stage, stages, layers)
+    executor.load(folder, lambda done, total: seen.append((done, total)))
+    assert executor.weight_bytes == seen[-1][1]
+    return seen
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove tensors; __ in a keyword stands for a dot."""
+    path = folder / "model.safetensors"
+    content = load_file(path)
+    for keyword, tensor in tensors.items():
+        name = keyword.replace("__", ".")
+        content.pop(name, None)
+        if tensor is not None:
+            content[name] = tensor
+    save_file(content, path)
+
+
+def test_progress_counts_the_stage_s_bytes(folder: Path) -> None:
+    whole = load(folder)
+    assert whole[0][0] == 0
+    assert [done for done, _ in whole] == sorted({done for done, _ in whole})
+    assert all(done <= total for done, total in whole)
+    parts = [load(folder, stage, 4) for stage in range(4)]
+    assert all(part[-1][0] == part[-1][1] for part in parts)
+    assert sum(part[-1][1] for part in parts) == whole[-1][1]
+
+
+def test_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    one, many = save("qwen2", tmp_path / "one"), save("qwen2", tmp_path / "many", shard="30KB")
+    assert len(list(many.glob("*.safetensors"))) > 3
+    logits = []
+    for folder in (one, many):
+        pipeline = Pipeline(folder, 2)
+        pipeline.add(1, [3, 4, 5])
+        logits.append(pipeline.logits(pipeline.plan([pipeline.row(1, 3)]))[1])
+    assert torch.equal(*logits)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = save("qwen2", tmp_path, shard="30KB")
+    gone = max(folder.glob("*.safetensors"))
+    gone.unlink()
+    with pytest.raises(ModelError, match=gone.name):
+        load(folder)
+
+
+def test_broken_index_and_file(tmp_path: Path) -> None:
+    folder = save("qwen2", tmp_path)
+    (folder / "model.safetensors").write_bytes(b"not a tensor")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weights": {}}))
+    with pytest.raises(ModelError, match="weight_map"):
+        load(folder)
+
+
+def test_missing_tensor_is_named(folder: Path) -> None:
+    change(folder, model__layers__2__mlp__up_proj__weight=None)
+    load(folder, 0, 2)
+    with pytest.raises(ModelError, match=r"lacks.*layers\.2\.mlp\.up_proj"):
+        load(folder, 1, 2)
+
+
+def test_wrong_shape_is_named(folder: Path) -> None:
+    change(folder, model__norm__weight=torch.ones(7))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight.*\(7,\).*\(48,\)"):
+        load(folder)
+
+
+def test_unread_tensor_is_refused(folder: Path) -> None:
+    """A bias that the family does not have would be left out of the sum."""
+    change(folder, model__layers__1__self_attn__q_proj__bias=torch.ones(96))
+    with pytest.raises(ModelError, match=r"no use for.*q_proj\.bias"):
+        load(folder)
+    load(folder, 1, 2)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(folder: Path) -> None:
+    change(folder, model__layers__1__self_attn__rotary_emb__inv_freq=torch.ones(8))
+    path = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    assert path in load_file(folder / "model.safetensors")
+    config = read_config(folder)
+    executor = StageExecutor(config, EngineConfig(), 0, 1, range(4))
+    executor.load(folder, lambda done, total: None)
+
+
+def test_quantized_tensor_is_refused(folder: Path) -> None:
+    change(folder, model__norm__weight=torch.ones(48, dtype=torch.int8))
+    with pytest.raises(ModelError, match="quantized"):
+        load(folder)
+
+
+def test_pickled_checkpoint_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="convert"):
+        load(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        load(folder)

@@ -1,0 +1,90 @@
+"""Limits of containers from made-up /proc and /sys/fs/cgroup trees."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from gllm.runtime import device
+
+MIB = 2**20
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """(/proc, /sys/fs/cgroup) of 8 cores and 1000 MiB, no limits."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    write(proc / "meminfo", f"MemTotal: 9 kB\nMemAvailable:   {1000 * 1024} kB\n")
+    write(proc / "cpuinfo", "processor : 0\nflags\t: fpu avx2\n")
+    cgroups.mkdir()
+    return proc, cgroups
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_no_cgroup_leaves_the_machine(machine: tuple[Path, Path]) -> None:
+    assert device.cores(*machine) == 8
+    assert device.memory_left(*machine) == 1000 * MIB
+
+
+def test_v2_limits_of_the_group_and_those_above(machine: tuple[Path, Path]) -> None:
+    proc, cgroups = machine
+    write(proc / "self/cgroup", "0::/a/b\n")
+    write(cgroups / "a/b/cpu.max", "max 100000\n")
+    write(cgroups / "a/cpu.max", "250000 100000\n")
+    write(cgroups / "a/b/memory.max", "max\n")
+    write(cgroups / "a/memory.max", str(500 * MIB))
+    write(cgroups / "a/memory.current", str(300 * MIB))
+    write(cgroups / "a/memory.stat", f"anon 5\ninactive_file {100 * MIB}\n")
+    assert device.cores(proc, cgroups) == 3
+    assert device.memory_left(proc, cgroups) == 300 * MIB
+
+
+def test_v1_limits_where_the_path_is_the_hosts(machine: tuple[Path, Path]) -> None:
+    proc, cgroups = machine
+    write(proc / "self/cgroup", "4:memory:/docker/1\n3:cpu,cpuacct:/docker/1\n0::/\n")
+    write(cgroups / "cpu,cpuacct/cpu.cfs_quota_us", "50000")
+    write(cgroups / "cpu,cpuacct/cpu.cfs_period_us", "100000")
+    write(cgroups / "memory/memory.limit_in_bytes", str(400 * MIB))
+    write(cgroups / "memory/memory.usage_in_bytes", str(450 * MIB))
+    assert device.cores(proc, cgroups) == 1
+    assert device.memory_left(proc, cgroups) == 0
+
+
+def test_v1_without_quota(machine: tuple[Path, Path]) -> None:
+    proc, cgroups = machine
+    write(proc / "self/cgroup", "3:cpu:/\n")
+    write(cgroups / "cpu/cpu.cfs_quota_us", "-1")
+    write(cgroups / "cpu/cpu.cfs_period_us", "100000")
+    assert device.cores(proc, cgroups) == 8
+
+
+def test_this_machine_has_cores_and_memory() -> None:
+    assert 1 <= device.cores() <= (os.cpu_count() or 1)
+    assert device.memory_left() > 0
+    assert device.kv_memory(None, 1.0) > 0
+
+
+def test_shares() -> None:
+    assert device.kv_memory(1000, 0.25) == 250
+    assert device.threads(3, 2) == 3
+    assert device.threads(None, 1000) == 1
+
+
+def test_bfloat16_needs_both_the_checkpoint_and_the_cpu(
+    machine: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proc, _ = machine
+    assert not device.native_bfloat16(proc)
+    write(proc / "cpuinfo", "flags\t: fpu avx512_bf16 avx2\n")
+    assert device.native_bfloat16(proc)
+    for native, wanted in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(device, "native_bfloat16", lambda native=native: native)
+        assert device.compute_dtype("auto", "bfloat16") == wanted
+        assert device.compute_dtype("auto", "float16") == torch.float32
+    assert device.compute_dtype("float16", "bfloat16") == torch.float16
