@@ -259,8 +259,8 @@ class Engine:
 
     def _show_progress(self) -> None:
         self._bar.total = sum(progress.total for progress in self._progress.values())
-        self._bar.n = sum(progress.done for progress in self._progress.values())
-        self._bar.refresh()
+        done = sum(progress.done for progress in self._progress.values())
+        self._bar.update(done - self._bar.n)
 
     def _on_fault(self, fault: BusFault) -> None:
         self._die(str(fault))
