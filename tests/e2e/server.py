@@ -1,0 +1,123 @@
+"""A server in processes of its own, as a user starts it, and what a test wants to know of it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+DEADLINE = 90.0
+"""Seconds for anything that should happen at once, on a machine however busy."""
+
+
+def wait_until(condition: Callable[[], object], seconds: float = DEADLINE) -> float:
+    """Wait for a condition; the seconds it took. Fails when it does not come true."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, "it did not come true"
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def pss_bytes(pid: int) -> int:
+    """Memory of a process, shared pages divided by their users."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("smaps_rollup has no Pss")
+
+
+class Server:
+    """`python -m gllm.serve MODEL FLAGS` on a free port."""
+
+    def __init__(self, model: str, *flags: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "gllm.serve", model, "--port", str(self.port), *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the frontend."""
+        return self.process.pid
+
+    def workers(self) -> list[int]:
+        """Process ids of the stages, in their order."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return sorted(map(int, children))
+
+    def status(self, path: str) -> int:
+        """Status code of a GET; 0 where nobody answers."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=DEADLINE) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def post(self, path: str, body: dict[str, Any] | bytes) -> tuple[int, Any]:
+        """Status code and JSON of a POST."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer, without [DONE]."""
+        data = json.dumps({**body, "stream": True}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the process to end; its status and what it wrote to stderr."""
+        _, errors = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, errors
+
+
+@contextmanager
+def serving(model: Path | str, *flags: str) -> Iterator[Server]:
+    """A server that is ready; killed at the end if it still runs."""
+    server = Server(str(model), *flags)
+    try:
+        wait_until(lambda: server.status("/ready") == 200 or server.process.poll() is not None)
+        assert server.process.poll() is None, server.end()[1]
+        yield server
+    finally:
+        if server.process.poll() is None:
+            for pid in server.workers():
+                os.kill(pid, signal.SIGCONT)
+            server.process.kill()
+        server.process.communicate()

@@ -1,0 +1,145 @@
+"""A server over real processes: answers, foreign client, malformed requests, an idle machine."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.e2e.server import Server, cpu_seconds, pss_bytes, serving, wait_until
+from tests.frontend.test_errors import TABLE
+
+TEXT = {"prompt": "The pipeline moves", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=["1", "2", "4"])
+def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Server]:
+    flags = ["--pp", request.param, "--served-model-name", "tiny", "--kv-cache-memory", "64MiB"]
+    with serving(tiny_model, *flags) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> list[int]:
+    """What transformers generates for TEXT."""
+    import torch
+    import transformers
+
+    model = transformers.Qwen3ForCausalLM.from_pretrained(tiny_model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    tokens = tokenizer(TEXT["prompt"])["input_ids"]
+    prompt_len = len(tokens)
+    with torch.inference_mode():
+        for _ in range(24):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[prompt_len:]
+
+
+def test_the_answer_is_that_of_transformers(server: Server, reference: list[int]) -> None:
+    status, answer = server.post("/v1/completions", {**TEXT, "return_token_ids": True})
+    assert status == 200
+    assert answer["choices"][0]["token_ids"] == reference
+    streamed = list(server.stream("/v1/completions", {**TEXT, "return_token_ids": True}))
+    assert [t for e in streamed for t in e["choices"][0]["token_ids"]] == reference
+    assert "".join(e["choices"][0]["text"] for e in streamed) == answer["choices"][0]["text"]
+
+
+def test_a_seed_decides_whatever_else_is_in_the_batch(server: Server) -> None:
+    body = {**TEXT, "temperature": 1.2, "seed": 11, "n": 3, "return_token_ids": True}
+    alone = server.post("/v1/completions", body)[1]["choices"]
+    crowd = {**body, "prompt": [TEXT["prompt"], "x", "y" * 50, [9, 8, 7]]}
+    together = server.post("/v1/completions", crowd)[1]["choices"]
+    ids = [choice["token_ids"] for choice in alone]
+    assert [choice["token_ids"] for choice in together[:3]] == ids
+    assert len({tuple(i) for i in ids}) == 3
+
+
+def test_the_openai_client(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    whole = client.chat.completions.create(**asked)
+    pieces = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    text = "".join(p.choices[0].delta.content or "" for p in pieces if p.choices)
+    assert text == whole.choices[0].message.content
+    assert pieces[-1].usage == whole.usage
+    assert whole.usage.completion_tokens == 16 or whole.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**{**asked, "model": "other"})
+    client.close()
+
+
+def test_stop_strings_and_ids(server: Server, reference: list[int]) -> None:
+    text = server.post("/v1/completions", TEXT)[1]["choices"][0]["text"]
+    stop = text[5:8]
+    cut = server.post("/v1/completions", {**TEXT, "stop": stop})[1]["choices"][0]
+    assert (cut["text"], cut["stop_reason"]) == (text[: text.index(stop)], stop)
+    by_id = {**TEXT, "stop_token_ids": [reference[9]], "return_token_ids": True}
+    choice = server.post("/v1/completions", by_id)[1]["choices"][0]
+    assert choice["token_ids"] == reference[: reference.index(reference[9]) + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reference[9])
+
+
+def test_many_at_once_and_a_disconnect(server: Server) -> None:
+    prompts = [[5 + i, 7] * (1 + i % 40) for i in range(60)]
+    body = {**TEXT, "prompt": prompts, "max_tokens": 8}
+    stream = server.stream("/v1/completions", {**TEXT, "max_tokens": 400})
+    next(stream)
+    stream.close()
+    status, answer = server.post("/v1/completions", body)
+    assert (status, len(answer["choices"])) == (200, 60)
+    wait_until(lambda: gauge(server, "num_requests_running") == 0)
+    assert gauge(server, "kv_cache_usage_perc") == 0
+
+
+def gauge(server: Server, name: str) -> float:
+    """A value from /metrics; the engine reports it with its next step."""
+    import urllib.request
+
+    server.post("/v1/completions", {"prompt": [9], "max_tokens": 1})
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return float(next(x for x in lines if x.startswith(f"gllm:{name}{{")).split()[-1])
+
+
+def test_malformed_requests_are_refused_and_leave_nothing(tiny_model: Path) -> None:
+    """200 of them named and refused; 2,000 more leave memory where it was."""
+    with serving(tiny_model, "--pp", "2", "--served-model-name", "tiny") as server:
+        paths = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
+        paths["/v1/completions"] = {"prompt": "x"}
+        bodies = [(p, n, json.dumps({**paths[p], n: v}).encode()) for p, n, v in TABLE]
+        too_long = json.dumps({"prompt": [5] * 513}).encode()
+        bodies += [("/v1/completions", "prompt", too_long)]
+        for path, name, body in bodies[:: max(1, len(bodies) // 200)]:
+            status, answer = server.post(path, body)
+            assert (status, answer["error"]["param"]) == (400, name)
+        pids = [server.pid, *server.workers()]
+        before = sum(map(pss_bytes, pids))
+        for i in range(2000):
+            path, _, body = bodies[i % len(bodies)]
+            assert 400 <= server.post(path, body)[0] < 500
+        assert sum(map(pss_bytes, pids)) - before <= 5 * 2**20
+        assert server.post("/v1/completions", TEXT)[0] == 200
+
+
+def test_an_idle_pipeline_uses_no_cpu(tiny_model: Path) -> None:
+    """After a burst, with a connection kept open: under 2 % of a core over all processes."""
+    with serving(tiny_model, "--pp", "4") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        for _ in range(3):
+            client.completions.create(model=str(tiny_model), prompt=["x"] * 20, max_tokens=20)
+        time.sleep(3)
+        pids = [server.pid, *server.workers()]
+        before = sum(map(cpu_seconds, pids))
+        time.sleep(5)
+        assert sum(map(cpu_seconds, pids)) - before < 0.02 * 5
+        client.close()

@@ -1,0 +1,168 @@
+"""Scheduler and stages together against transformers: the same greedy tokens in every setting.
+
+The processes are left out: plans are prepared by all stages when they are made and computed as late
+as the limit of micro-batches in flight allows.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gllm.config import EngineConfig
+from gllm.messages import Register, Sampling
+from gllm.models.config import read_config
+from gllm.models.split import split_layers
+from gllm.runtime.batch import Batch
+from gllm.runtime.executor import StageExecutor
+from gllm.scheduler.config import POLICY_NAMES
+from gllm.scheduler.plan import StepPlan, StepResult
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import Request
+from tests.tiny_models import FAMILIES, SMALL, reference, save
+
+GREEDY = Sampling(temperature=0.0)
+NEW_TOKENS = 12
+LENGTHS = (1, 7, 33, 64, 90)
+"""Of the prompts: within a block, at its end, over several chunks."""
+
+
+@dataclass
+class Scheduled:
+    """A scheduler over the stages of one model."""
+
+    folder: Path
+    stages: int
+    num_blocks: int = 200
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        model = read_config(self.folder)
+        engine = EngineConfig.of(str(self.folder), **{"block_size": 8} | self.options)
+        self.scheduler = Scheduler(engine.scheduler.resolve(self.stages, self.num_blocks, 128))
+        self.executors = [
+            StageExecutor(model, engine, stage, self.stages, layers)
+            for stage, layers in enumerate(split_layers(model, self.stages))
+        ]
+        for executor in self.executors:
+            executor.load(self.folder, lambda done, total: None)
+            executor.allocate(self.num_blocks, 8)
+        self.generated: dict[int, list[int]] = {}
+        self._plans: deque[tuple[StepPlan, list[Batch]]] = deque()
+
+    def add(self, seq: int, prompt: list[int], n: int = 1) -> None:
+        """Submit a request and register it everywhere."""
+        self.scheduler.add(Request(seq, prompt, NEW_TOKENS, n=n), 0.0)
+        for executor in self.executors:
+            executor.register(Register(seq, len(prompt), prompt, GREEDY, n))
+
+    def run(self) -> dict[int, list[int]]:
+        """All generated tokens, by sequence, once everything has ended."""
+        while self.scheduler.has_work:
+            while (plan := self.scheduler.schedule(0.0)) is not None:
+                self._plans.append((plan, [stage.prepare(plan) for stage in self.executors]))
+            self._commit()
+        return self.generated
+
+    def _commit(self) -> None:
+        plan, batches = self._plans.popleft()
+        hidden = None
+        for executor, batch in zip(self.executors, batches, strict=True):
+            hidden = executor.compute(batch, hidden)
+        assert hidden is not None
+        sampled = self.executors[-1].sample(batches[-1], hidden)
+        outcome = self.scheduler.commit(StepResult(plan.step, sampled))
+        for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
+            self.generated.setdefault(seq, []).append(token)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("qwen3", tmp_path_factory.mktemp("greedy"))
+
+
+def prompts() -> list[list[int]]:
+    """Two of each length, one of them beginning like all others."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for length in LENGTHS:
+        own = torch.randint(3, SMALL["vocab_size"], (length,), generator=generator).tolist()
+        made += [own, [5] * (length // 2) + own[length // 2 :]]
+    return made
+
+
+@cache
+def wanted(family: str) -> list[list[int]]:
+    """What transformers generates greedily, each prompt by itself."""
+    model = reference(family)
+    answers = []
+    for prompt in prompts():
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(NEW_TOKENS):
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
+
+
+def check(pipeline: Scheduled, family: str = "qwen3") -> None:
+    for seq, prompt in enumerate(prompts()):
+        pipeline.add(seq, prompt)
+    generated = pipeline.run()
+    assert [generated[seq] for seq in sorted(generated)] == wanted(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_family_and_cut(family: str, stages: int, tmp_path: Path) -> None:
+    check(Scheduled(save(family, tmp_path), stages), family)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_every_policy_chunked(folder: Path, policy: str, stages: int, prefix_cache: bool) -> None:
+    small = {"max_prefill_tokens": 16, "min_prefill_tokens": 4, "max_num_batched_tokens": 20}
+    options = {"policy": policy, "prefix_cache": prefix_cache, **small}
+    check(Scheduled(folder, stages, options=options))
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_under_forced_preemption(
+    folder: Path, policy: str, stages: int, prefix_cache: bool
+) -> None:
+    """16 blocks hold one sequence of full length, and the ten wait for each other."""
+    pipeline = Scheduled(folder, stages, 18, {"policy": policy, "prefix_cache": prefix_cache})
+    check(pipeline)
+    assert pipeline.scheduler.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+@pytest.mark.parametrize("phase_pure", [True, False])
+def test_with_and_without_lookahead_and_mixing(
+    folder: Path, lookahead: bool, phase_pure: bool
+) -> None:
+    check(Scheduled(folder, 1, options={"lookahead": lookahead, "phase_pure": phase_pure}))
+
+
+def test_a_second_round_from_a_warm_prefix_cache(folder: Path) -> None:
+    pipeline = Scheduled(folder, 2, 600)
+    check(pipeline)
+    for seq, prompt in enumerate(prompts(), start=100):
+        pipeline.add(seq, prompt)
+    generated = pipeline.run()
+    assert [generated[seq] for seq in sorted(generated) if seq >= 100] == wanted("qwen3")
+    assert pipeline.scheduler.stats().prefix_hits >= 2 * (24 + 56 + 88)
+
+
+def test_alone_and_as_several_choices(folder: Path) -> None:
+    for index, prompt in enumerate(prompts()):
+        pipeline = Scheduled(folder, 2, options={"prefix_cache": index % 2 == 0})
+        pipeline.add(0, prompt, n=3)
+        assert list(pipeline.run().values()) == [wanted("qwen3")[index]] * 3
