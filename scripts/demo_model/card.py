@@ -20,7 +20,7 @@ named animals and answers simple questions. It ships with gllm so that the serve
 cut into pipeline stages and tested without any download. It is a toy: it knows only the little
 world of its grammar, in English, and nothing else.
 
-- architecture: `LlamaForCausalLM`, hidden size {hidden_size}, grouped-query attention, tied
+- architecture: `Qwen3ForCausalLM`, hidden size {hidden_size}, grouped-query attention, tied
   embeddings, context length {context_length}, weights stored as bfloat16;
 - tokenizer: byte-level BPE of {vocab_size} tokens, trained on the same text, with ChatML markup;
 - licence: Apache-2.0, as the rest of the project.

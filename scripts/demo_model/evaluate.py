@@ -10,12 +10,13 @@ model was trained.
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 from transformers import PreTrainedTokenizerBase as HuggingFaceTokenizer
 
 from scripts.demo_model import grammar, metrics
@@ -61,7 +62,7 @@ class Generator:
         self.tokenizer: HuggingFaceTokenizer = AutoTokenizer.from_pretrained(
             folder, padding_side="left"
         )
-        self._model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def answer(self, messages: Sequence[str], limit: int, *, sample: bool) -> list[list[int]]:
         """The token ids of the answers, up to and with the one that ends the turn."""
@@ -132,11 +133,12 @@ def judge_stories(generator: Generator, copies: CopyIndex, *, sample: bool) -> S
     )
 
 
-def evaluate(folder: Path, documents: int = grammar.CORPUS_DOCUMENTS) -> Report:
-    """Measure the model in the folder, which was trained on that many documents."""
+def evaluate(folder: Path) -> Report:
+    """Measure the model in the folder."""
     generator = Generator(folder)
     backend = generator.tokenizer.backend_tokenizer
-    copies = CopyIndex(encode_all(backend, grammar.corpus(documents)))
+    corpus = chain(grammar.lessons(), grammar.conversations())
+    copies = CopyIndex(encode_all(backend, corpus))
     answers, by_kind = judge_questions(generator)
     return Report(
         answers=answers,
@@ -167,9 +169,8 @@ def main() -> None:
     """Print the rates of a saved model."""
     parser = argparse.ArgumentParser(description="Measure the demo model.")
     parser.add_argument("folder", type=Path, nargs="?", default=DEMO_FOLDER)
-    parser.add_argument("--documents", type=int, default=grammar.CORPUS_DOCUMENTS)
     options = parser.parse_args()
-    print(describe(evaluate(options.folder, options.documents)))
+    print(describe(evaluate(options.folder)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The demo model's corpus and its held-out questions, all derived from fixed seeds.
 
-Owns the mix of stories, questions and small talk, and the vocabulary they are made of. Training
-and evaluation both call `corpus`, which yields the very same texts each time; no text is stored.
-It knows nothing of tokens or of the model.
+Owns the mix of stories, questions and small talk, and the vocabulary they are made of. The corpus
+has two parts, short `lessons` and full `conversations`; both yield the very same texts each time
+they are called, so training and evaluation see one corpus although no text is stored. It knows
+nothing of tokens or of the model.
 """
 
 import json
@@ -16,18 +17,24 @@ from scripts.demo_model.questions import Question
 from scripts.demo_model.templates import template_words, words
 from scripts.demo_model.world import Hero, Split, draw_hero
 
-CORPUS_SEED = 1
+LESSON_SEED = 0
+CONVERSATION_SEED = 1
 QUESTION_SEED = 2
 HERO_SEED = 3
+LESSON_COUNT = 26_000
+CONVERSATION_COUNT = 36_000
 QUESTION_COUNT = 300
-CORPUS_DOCUMENTS = 60_000
 QUESTIONS_FILE = Path(__file__).parents[2] / "tests" / "data" / "demo_questions.jsonl"
 
-STORY_SHARE = 0.22
-PLAIN_TEXT_SHARE = 0.12
-TALK_SHARE = 0.06
-PLAIN_FACT_SHARE = 0.06
-REPETITION_SHARE = 0.10
+CONVERSATION_WEIGHTS = {
+    "story": 26,
+    "bare story": 4,
+    "talk": 6,
+    "plain fact": 6,
+    "repetition": 6,
+    "questions": 52,
+}
+LESSON_REPETITION_SHARE = 0.2
 SYSTEM_PROMPT_SHARE = 0.06
 MOST_QUESTIONS_PER_PASSAGE = 3
 
@@ -41,32 +48,40 @@ def _chat(turns: list[tuple[str, str]], rng: random.Random) -> str:
     return render(messages)
 
 
-def document(rng: random.Random) -> str:
-    """One training text: a chat in the model's markup, or now and then a bare story."""
-    kind = rng.random()
-    if kind < STORY_SHARE:
+def lesson(rng: random.Random) -> str:
+    """A chat of one short question: early practice at looking things up in the message."""
+    if rng.random() < LESSON_REPETITION_SHARE:
+        return _chat([questions.draw_repetition(rng)], rng)
+    return _chat(questions.draw_turns(rng, Split.TRAIN, 1), rng)
+
+
+def conversation(rng: random.Random) -> str:
+    """One text of the full mix: a chat in the model's markup, or now and then a bare story."""
+    (kind,) = rng.choices(list(CONVERSATION_WEIGHTS), list(CONVERSATION_WEIGHTS.values()))
+    if kind == "story":
         scene = stories.draw_scene(rng)
-        story = stories.tell(scene, rng)
-        if rng.random() < PLAIN_TEXT_SHARE:
-            return f"{story}{END_OF_TEXT}"
-        return _chat([(stories.request(scene, rng), story)], rng)
-    kind -= STORY_SHARE
-    if kind < TALK_SHARE:
+        return _chat([(stories.request(scene, rng), stories.tell(scene, rng))], rng)
+    if kind == "bare story":
+        return f"{stories.tell(stories.draw_scene(rng), rng)}{END_OF_TEXT}"
+    if kind == "talk":
         return _chat([smalltalk.draw_talk(rng, draw_hero(rng, Split.TRAIN).full_name)], rng)
-    kind -= TALK_SHARE
-    if kind < PLAIN_FACT_SHARE:
+    if kind == "plain fact":
         return _chat([questions.draw_plain_fact(rng)], rng)
-    kind -= PLAIN_FACT_SHARE
-    if kind < REPETITION_SHARE:
+    if kind == "repetition":
         return _chat([questions.draw_repetition(rng)], rng)
     return _chat(questions.draw_turns(rng, Split.TRAIN, MOST_QUESTIONS_PER_PASSAGE), rng)
 
 
-def corpus(count: int, seed: int = CORPUS_SEED) -> Iterator[str]:
-    """The first ``count`` training texts of a seed."""
+def lessons(count: int = LESSON_COUNT, seed: int = LESSON_SEED) -> Iterator[str]:
+    """The first ``count`` texts of the first part of the corpus."""
     rng = random.Random(seed)
-    for _ in range(count):
-        yield document(rng)
+    return (lesson(rng) for _ in range(count))
+
+
+def conversations(count: int = CONVERSATION_COUNT, seed: int = CONVERSATION_SEED) -> Iterator[str]:
+    """The first ``count`` texts of the second part of the corpus."""
+    rng = random.Random(seed)
+    return (conversation(rng) for _ in range(count))
 
 
 def held_out_questions(count: int = QUESTION_COUNT, seed: int = QUESTION_SEED) -> list[Question]:

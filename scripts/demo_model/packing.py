@@ -5,6 +5,7 @@ cannot be answered. It knows nothing of what the tokens mean.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,10 +13,21 @@ IGNORED_LABEL = -100
 _OPEN_WINDOWS = 16
 
 
-def pack(texts: Sequence[np.ndarray], length: int) -> list[list[np.ndarray]]:
+@dataclass(frozen=True)
+class TrainingText:
+    """The tokens of a text and which of them the model is to predict."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def pack(texts: Sequence[TrainingText], length: int) -> list[list[TrainingText]]:
     """Put each text into the fullest open window that still has room for it."""
-    done: list[list[np.ndarray]] = []
-    open_windows: list[tuple[int, list[np.ndarray]]] = []
+    done: list[list[TrainingText]] = []
+    open_windows: list[tuple[int, list[TrainingText]]] = []
     for text in texts:
         if len(text) > length:
             raise ValueError(f"a text of {len(text)} tokens does not fit a window of {length}")
@@ -33,14 +45,15 @@ def pack(texts: Sequence[np.ndarray], length: int) -> list[list[np.ndarray]]:
 
 
 def batches(
-    windows: Sequence[list[np.ndarray]], length: int, batch_size: int, pad_id: int
+    windows: Sequence[list[TrainingText]], length: int, batch_size: int, pad_id: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The windows as padded (token ids, labels) arrays; an incomplete last batch is dropped."""
     for start in range(0, len(windows) - batch_size + 1, batch_size):
         ids = np.full((batch_size, length), pad_id, dtype=np.int64)
         labels = np.full((batch_size, length), IGNORED_LABEL, dtype=np.int64)
         for row, window in enumerate(windows[start : start + batch_size]):
-            tokens = np.concatenate(window)
+            tokens = np.concatenate([text.tokens for text in window])
+            trained = np.concatenate([text.trained for text in window])
             ids[row, : len(tokens)] = tokens
-            labels[row, : len(tokens)] = tokens
+            labels[row, : len(tokens)] = np.where(trained, tokens, IGNORED_LABEL)
         yield ids, labels

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scripts.demo_model.chat import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TURN_END
+from scripts.demo_model.chat import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TURN_END, TURN_START
 
 _ENCODE_BATCH = 4096
 
@@ -39,6 +39,22 @@ def encode_all(tokenizer: Tokenizer, texts: Iterable[str]) -> list[np.ndarray]:
         batch = tokenizer.encode_batch(everything[start : start + _ENCODE_BATCH])
         encoded += (np.array(encoding.ids, dtype=np.int64) for encoding in batch)
     return encoded
+
+
+def trained_positions(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
+    """Which tokens of a text the model learns to say: a chat's answers, or all of a bare text.
+
+    What users ask is drawn at random; learning to predict it would only drown the rest in noise.
+    """
+    starts = np.flatnonzero(tokens == tokenizer.token_to_id(TURN_START))
+    if not len(starts):
+        return np.ones(len(tokens), dtype=bool)
+    trained = np.zeros(len(tokens), dtype=bool)
+    for start in starts[tokens[starts + 1] == tokenizer.token_to_id("assistant")]:
+        length = int(np.argmax(tokens[start:] == tokenizer.token_to_id(TURN_END)))
+        # The markup before the answer, "<|im_start|>assistant\n", is always given.
+        trained[start + 3 : start + length + 1] = True
+    return trained
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> None:

@@ -13,22 +13,30 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from scripts.demo_model import card, evaluate, grammar, packing
 from scripts.demo_model.chat import END_OF_TEXT, TURN_END
-from scripts.demo_model.tokenization import encode_all, save_tokenizer, train_tokenizer
+from scripts.demo_model.packing import TrainingText
+from scripts.demo_model.tokenization import (
+    encode_all,
+    save_tokenizer,
+    train_tokenizer,
+    trained_positions,
+)
+
+Batch = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what the trained weights are."""
+    """Everything that decides what the trained weights are, apart from the corpus."""
 
-    documents: int = grammar.CORPUS_DOCUMENTS
-    tokenizer_documents: int = 20_000
+    tokenizer_texts: int = 20_000
     vocab_size: int = 2048
     hidden_size: int = 192
     intermediate_size: int = 384
@@ -36,11 +44,13 @@ class Recipe:
     heads: int = 6
     kv_heads: int = 2
     context_length: int = 1024
-    window: int = 384
-    batch_size: int = 4
-    learning_rate: float = 3e-3
-    final_learning_rate: float = 1e-4
-    warmup_steps: int = 100
+    initializer_range: float = 0.06
+    lesson_window: int = 64
+    conversation_window: int = 256
+    batch_tokens: int = 2560
+    learning_rate: float = 2e-3
+    final_learning_rate: float = 5e-5
+    warmup_steps: int = 50
     weight_decay: float = 0.05
     gradient_clip: float = 1.0
     seed: int = 0
@@ -56,10 +66,10 @@ class TrainingResult:
     seconds: float
 
 
-def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
+def build_model(recipe: Recipe, tokenizer: Tokenizer) -> Qwen3ForCausalLM:
     """A freshly initialised model of the recipe's size."""
     torch.manual_seed(recipe.seed)
-    config = LlamaConfig(
+    config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.intermediate_size,
@@ -69,11 +79,12 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
         head_dim=recipe.hidden_size // recipe.heads,
         max_position_embeddings=recipe.context_length,
         tie_word_embeddings=True,
+        initializer_range=recipe.initializer_range,
         bos_token_id=None,
         eos_token_id=tokenizer.token_to_id(TURN_END),
         pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
     )
-    return LlamaForCausalLM(config)
+    return Qwen3ForCausalLM(config)
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
@@ -85,7 +96,7 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     return recipe.final_learning_rate + swing * (1 + math.cos(math.pi * progress)) / 2
 
 
-def make_optimizer(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
+def make_optimizer(model: Qwen3ForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
     """AdamW that decays matrices only: norms and embeddings keep their scale."""
     decayed: list[torch.nn.Parameter] = []
     kept: list[torch.nn.Parameter] = []
@@ -98,38 +109,50 @@ def make_optimizer(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.98), fused=True)
 
 
-def fit(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe) -> TrainingResult:
-    """One pass over the corpus."""
-    texts = encode_all(tokenizer, grammar.corpus(recipe.documents))
-    windows = packing.pack(texts, recipe.window)
-    steps = len(windows) // recipe.batch_size
-    optimizer = make_optimizer(model, recipe)
+def make_batches(tokenizer: Tokenizer, recipe: Recipe, share: float) -> list[Batch]:
+    """The corpus, lessons first, as (token ids, labels); less of it if ``share`` is below 1."""
     pad_id: int = tokenizer.token_to_id(END_OF_TEXT)  # type: ignore[assignment]
-    smooth_loss, tokens, started = 0.0, 0, time.monotonic()
-    model.train()
-    bar = tqdm(
-        packing.batches(windows, recipe.window, recipe.batch_size, pad_id),
-        total=steps,
-        desc="training",
-        mininterval=2,
+    parts = (
+        (grammar.lessons(int(share * grammar.LESSON_COUNT)), recipe.lesson_window),
+        (
+            grammar.conversations(int(share * grammar.CONVERSATION_COUNT)),
+            recipe.conversation_window,
+        ),
     )
+    result: list[Batch] = []
+    for texts, window in parts:
+        encoded = [
+            TrainingText(tokens, trained_positions(tokenizer, tokens))
+            for tokens in encode_all(tokenizer, texts)
+        ]
+        windows = packing.pack(encoded, window)
+        result += packing.batches(windows, window, recipe.batch_tokens // window, pad_id)
+    return result
+
+
+def fit(model: Qwen3ForCausalLM, batches: list[Batch], recipe: Recipe) -> TrainingResult:
+    """One pass over the batches."""
+    optimizer = make_optimizer(model, recipe)
+    smooth_loss, started = 0.0, time.monotonic()
+    model.train()
+    bar = tqdm(batches, desc="training", mininterval=2)
     for step, (ids, labels) in enumerate(bar):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, step, steps)
+            group["lr"] = learning_rate(recipe, step, len(batches))
         batch, targets = torch.from_numpy(ids), torch.from_numpy(labels)
         loss = model(input_ids=batch, labels=targets, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_clip)
         optimizer.step()
         optimizer.zero_grad()
-        tokens += int((targets != packing.IGNORED_LABEL).sum())
         weight = min(0.98, step / (step + 1))
         smooth_loss = weight * smooth_loss + (1 - weight) * float(loss.detach())
         bar.set_postfix(loss=f"{smooth_loss:.3f}", refresh=False)
-    return TrainingResult(smooth_loss, tokens, steps, time.monotonic() - started)
+    tokens = sum(ids.size for ids, _ in batches)
+    return TrainingResult(smooth_loss, tokens, len(batches), time.monotonic() - started)
 
 
-def save(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> None:
+def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> None:
     """Write the Hugging Face folder, the weights rounded to bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     model.bfloat16().save_pretrained(folder)
@@ -146,7 +169,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: 
 
 
 def card_facts(
-    model: LlamaForCausalLM, recipe: Recipe, result: TrainingResult, report: evaluate.Report
+    model: Qwen3ForCausalLM, recipe: Recipe, result: TrainingResult, report: evaluate.Report
 ) -> card.CardFacts:
     """What the README is to tell of this run."""
     return card.CardFacts(
@@ -155,7 +178,7 @@ def card_facts(
         hidden_size=recipe.hidden_size,
         context_length=recipe.context_length,
         vocab_size=recipe.vocab_size,
-        documents=recipe.documents,
+        documents=grammar.LESSON_COUNT + grammar.CONVERSATION_COUNT,
         tokens=result.tokens,
         steps=result.steps,
         minutes=result.seconds / 60,
@@ -170,15 +193,15 @@ def main() -> None:
     """Train, save, evaluate what was saved and write its README."""
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--output", type=Path, default=evaluate.DEMO_FOLDER)
-    parser.add_argument("--documents", type=int, default=Recipe.documents)
+    parser.add_argument("--share", type=float, default=1.0, help="how much of the corpus to use")
     options = parser.parse_args()
-    recipe = Recipe(documents=options.documents)
-    tokenizer = train_tokenizer(grammar.corpus(recipe.tokenizer_documents), recipe.vocab_size)
+    recipe = Recipe()
+    tokenizer = train_tokenizer(grammar.conversations(recipe.tokenizer_texts), recipe.vocab_size)
     model = build_model(recipe, tokenizer)
-    result = fit(model, tokenizer, recipe)
+    result = fit(model, make_batches(tokenizer, recipe, options.share), recipe)
     print(f"loss {result.loss:.4f} after {result.steps} steps, {result.tokens} tokens")
     save(model, tokenizer, recipe, options.output)
-    report = evaluate.evaluate(options.output, recipe.documents)
+    report = evaluate.evaluate(options.output)
     print(evaluate.describe(report))
     card.write(options.output, card_facts(model, recipe, result, report))
 
