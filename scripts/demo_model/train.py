@@ -112,13 +112,9 @@ def make_optimizer(model: Qwen3ForCausalLM, recipe: Recipe) -> torch.optim.AdamW
 def make_batches(tokenizer: Tokenizer, recipe: Recipe, share: float) -> list[Batch]:
     """The corpus, lessons first, as (token ids, labels); less of it if ``share`` is below 1."""
     pad_id: int = tokenizer.token_to_id(END_OF_TEXT)  # type: ignore[assignment]
-    parts = (
-        (grammar.lessons(int(share * grammar.LESSON_COUNT)), recipe.lesson_window),
-        (
-            grammar.conversations(int(share * grammar.CONVERSATION_COUNT)),
-            recipe.conversation_window,
-        ),
-    )
+    lessons = grammar.lessons(int(share * grammar.LESSON_COUNT))
+    conversations = grammar.conversations(int(share * grammar.CONVERSATION_COUNT))
+    parts = ((lessons, recipe.lesson_window), (conversations, recipe.conversation_window))
     result: list[Batch] = []
     for texts, window in parts:
         encoded = [

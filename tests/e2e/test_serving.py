@@ -113,8 +113,8 @@ def gauge(server: Server, name: str) -> float:
 
 def test_malformed_requests_are_refused_and_leave_nothing(tiny_model: Path) -> None:
     """200 of them named and refused; 2,000 more leave memory where it was."""
-    flags = ["--pp", "2", "--max-choices", "8", "--max-model-len", "256"]
-    with serving(tiny_model, *flags) as server:
+    limits = ["--max-choices", "8", "--max-model-len", "256", "--max-num-queued-requests", "64"]
+    with serving(tiny_model, "--pp", "2", *limits) as server:
         paths = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
         paths["/v1/completions"] = {"prompt": "x"}
         bodies = [(p, n, json.dumps({**paths[p], n: v}).encode()) for p, n, v in TABLE]
