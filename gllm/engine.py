@@ -9,6 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,8 +179,9 @@ class Engine:
         check_request(prompt, params, self.model)
         if self.state != "ready":
             raise EngineUnavailable(self.state, self.cause or f"the engine is {self.state}")
-        async for delta in self._run(prompt, params, priority, cache_salt):
-            yield delta
+        async with aclosing(self._run(prompt, params, priority, cache_salt)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def _run(
         self, prompt: list[int], params: SamplingParams, priority: int, cache_salt: str

@@ -8,9 +8,11 @@ import random
 import re
 from collections.abc import Callable, Iterator
 
+import jinja2
 import pytest
 
 from scripts.demo_model import grammar, metrics, questions, stories
+from scripts.demo_model.chat import CHAT_TEMPLATE, Message, render, render_prompt
 from scripts.demo_model.templates import expand, template_words, words
 from scripts.demo_model.world import HEROES, Split, Statement, all_heroes, is_held_out
 
@@ -107,6 +109,14 @@ def test_story_heroes_are_half_known_half_held_out() -> None:
     heroes = grammar.story_heroes(20)
     known = [hero in HEROES[Split.TRAIN] for hero in heroes]
     assert known == [True] * 10 + [False] * 10
+
+
+def test_shipped_chat_template_renders_what_was_trained_on() -> None:
+    template = jinja2.Template(CHAT_TEMPLATE)
+    messages = [Message("user", "Hi!"), Message("assistant", "Hello!"), Message("user", "Bye.")]
+    rows = [{"role": message.role, "content": message.content} for message in messages]
+    assert template.render(messages=rows) == render(messages)
+    assert template.render(messages=rows, add_generation_prompt=True) == render_prompt(messages)
 
 
 def test_expansion_makes_choices_and_fills_slots() -> None:

@@ -167,6 +167,8 @@ class Worker:
 
     def _deliver(self, result: StepResult) -> None:
         """A result of this process, the last stage's."""
+        if self.done.is_set():
+            return  # The links are closed; nobody waits for what was still on its way.
         if self._driver is None:
             self._stages[0].send(Result(result))
         else:
@@ -180,6 +182,8 @@ class Worker:
 
     def _report_load(self) -> None:
         self._reporting = False
+        if self.done.is_set():
+            return
         stage = self._stage
         self._frontend.send(
             StageLoad(self.spec.stage, stage.steps, stage.busy_seconds, stage.idle_seconds)

@@ -32,7 +32,9 @@ HEADERS = """{%- set loop_messages = messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{% endif %}
+    {%- if enable_thinking is defined and not enable_thinking %}
+        {{- '<think></think>' }}
+    {%- endif %}
 {%- endif %}"""
 
 JSON = """{% for m in messages %}

@@ -1,5 +1,7 @@
 """Nothing of a stop string leaks, and nothing else is lost."""
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +28,7 @@ def test_against_the_plain_rule(text, stops, cuts):
     matcher = StopMatcher(stops)
     shown, found = "", None
     edges = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         piece, found = matcher.push(text[start:end])
         shown += piece
         if found is not None:

@@ -1,0 +1,128 @@
+"""The embeddable engine: blocking and asynchronous, with real workers."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gllm.config import EngineConfig, FieldError, SamplingParams
+from gllm.engine import Engine, EngineError
+from gllm.engine_api import Delta, EngineUnavailable
+from gllm.llm import LLM
+
+POISON = 300
+"""A token whose embedding is not a number."""
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def poisoned(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with one token that computes to nothing."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("poisoned")
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def llm(request: pytest.FixtureRequest, poisoned: Path) -> Iterator[LLM]:
+    with LLM(
+        str(poisoned),
+        progress=False,
+        pipeline_parallel_size=request.param,
+        kv_cache_memory=2**24,
+    ) as made:
+        yield made
+
+
+def test_prompts_come_back_in_order_with_all_choices(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, n=2, max_tokens=6, seed=1, ignore_eos=True)
+    outputs = llm.generate([[7, 8], "Hello", "Hello"], params)
+    assert [output.prompt for output in outputs] == [[7, 8], "Hello", "Hello"]
+    assert all(len(output.outputs) == 2 for output in outputs)
+    assert outputs[1].outputs == outputs[2].outputs
+    assert {c.finish_reason for output in outputs for c in output.outputs} == {"length"}
+    assert outputs[1].outputs[0].token_ids != outputs[1].outputs[1].token_ids
+
+
+def test_a_chat(llm: LLM) -> None:
+    answer = llm.chat([{"role": "user", "content": "Hi"}], GREEDY)
+    assert len(answer.outputs[0].token_ids) == 10
+
+
+def test_a_request_that_cannot_be_computed_ends_alone(llm: LLM) -> None:
+    alone = llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
+
+    async def both() -> tuple[list[Delta], list[Delta]]:
+        good = collect(llm._engine, [5, 6, 7])
+        bad = collect(llm._engine, [5, POISON, 7])
+        return await asyncio.gather(good, bad)
+
+    good, bad = asyncio.run_coroutine_threadsafe(both(), llm._loop).result()
+    assert [t for delta in good for t in delta.token_ids] == alone
+    assert bad[-1].finish_reason == "error"
+    assert "not finite" in bad[-1].error
+    with pytest.raises(EngineError, match="not finite"):
+        llm.generate([[POISON]], GREEDY)
+    assert llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids == alone
+
+
+async def collect(engine: Engine, prompt: list[int]) -> list[Delta]:
+    return [delta async for delta in engine.generate(prompt, GREEDY)]
+
+
+def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
+    for prompt in ([], [402], [-1], [5] * 512):
+        with pytest.raises(FieldError):
+            llm.generate([[5], prompt], GREEDY)
+
+
+async def test_the_asynchronous_engine(tiny_model: Path) -> None:
+    config = EngineConfig.of(str(tiny_model), pipeline_parallel_size=2, kv_cache_memory=2**24)
+    async with Engine(config) as engine:
+        await abandon(engine)
+        streams = [collect(engine, [5, i]) for i in range(20)]
+        answers = await asyncio.gather(*streams)
+        assert all(deltas[-1].finish_reason == "length" for deltas in answers)
+        assert engine.num_requests == 0
+        assert engine.healthy()
+        waiting = asyncio.ensure_future(collect(engine, [5] * 300))
+        await asyncio.sleep(0)
+        os.kill(engine._workers.processes[1].pid, signal.SIGKILL)
+        last = (await waiting)[-1]
+        assert (last.finish_reason, "SIGKILL" in last.error) == ("error", True)
+        assert not engine.healthy()
+        with pytest.raises(EngineUnavailable, match="SIGKILL"):
+            await collect(engine, [5])
+
+
+async def abandon(engine: Engine) -> None:
+    """Leave a long request after its first token: it has to end by itself."""
+    stream = engine.generate([9, 9], SamplingParams(max_tokens=400, ignore_eos=True))
+    await anext(stream)
+    await stream.aclose()
+    assert engine.num_requests == 0
+    await collect(engine, [8])
+    assert engine.stats.running <= 1
+
+
+async def test_priority_runs_first_when_seats_are_few(tiny_model: Path) -> None:
+    config = EngineConfig.of(str(tiny_model), max_num_seqs=1, kv_cache_memory=2**24)
+    async with Engine(config) as engine:
+        done: list[int] = []
+
+        async def run(mark: int, priority: int) -> None:
+            async for _ in engine.generate([mark], GREEDY, priority=priority):
+                pass
+            done.append(mark)
+
+        await asyncio.gather(run(1, 0), run(2, 5), run(3, 5), run(4, -1))
+        assert done.index(4) < done.index(2) < done.index(3)

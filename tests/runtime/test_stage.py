@@ -1,0 +1,143 @@
+"""A stage's threads: order, failures that stay within their step, waiting for sampled tokens."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from gllm.runtime.stage import Stage
+from gllm.scheduler.plan import Row, Sampled, StepPlan, StepResult
+
+
+def plan(step: int, tokens: int = 1) -> StepPlan:
+    return StepPlan(step, [Row(step, 0, 0, tokens, [0], [], True)], [])
+
+
+class FakeExecutor:
+    """Fails in the place that a step's number asks for; records what runs when."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.sampling = threading.Event()
+        self.sampling.set()
+        self.placeholders: set[int] = set()
+
+    def prepare(self, step: StepPlan) -> Any:
+        if step.step == 1:
+            raise KeyError("prepare")
+        return SimpleNamespace(step=step.step, has_placeholders=step.step in self.placeholders)
+
+    def compute(self, batch: Any, hidden: torch.Tensor | None) -> torch.Tensor:
+        self.log.append(f"compute {batch.step}")
+        if batch.step == 2:
+            raise RuntimeError("compute")
+        return torch.zeros(1, 3)
+
+    def sample(self, batch: Any, logits: torch.Tensor) -> list[Sampled]:
+        assert self.sampling.wait(60)
+        self.log.append(f"sample {batch.step}")
+        if batch.step == 3:
+            raise ValueError("sample")
+        return [Sampled(batch.step, 0, 9)]
+
+
+class Results:
+    """What a stage delivered."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[StepResult] = asyncio.Queue()
+        self.faults: list[BaseException] = []
+
+    async def take(self, count: int) -> list[StepResult]:
+        return [await asyncio.wait_for(self.queue.get(), 60) for _ in range(count)]
+
+
+def make_stage(executor: FakeExecutor, **ends: Any) -> tuple[Stage, Results]:
+    results = Results()
+    receiver, sender = ends.get("receiver"), ends.get("sender")
+    deliver, fault = results.queue.put_nowait, results.faults.append
+    return Stage(executor, receiver, sender, deliver, fault), results  # type: ignore[arg-type]
+
+
+async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None:
+    stage, results = make_stage(FakeExecutor())
+    for step in range(6):
+        stage.plan(plan(step))
+    got = await results.take(6)
+    assert [result.step for result in got] == list(range(6))
+    errors = {result.step: result.error for result in got if result.error}
+    assert errors == {
+        1: "KeyError: 'prepare'",
+        2: "RuntimeError: compute",
+        3: "ValueError: sample",
+    }
+    assert stage.steps == 4
+    assert stage.busy_seconds > 0
+
+
+async def test_sampling_runs_beside_the_next_step() -> None:
+    executor = FakeExecutor()
+    executor.sampling.clear()
+    stage, results = make_stage(executor)
+    stage.plan(plan(4))
+    stage.plan(plan(5))
+    while executor.log != ["compute 4", "compute 5"]:
+        await asyncio.sleep(0.01)
+    executor.sampling.set()
+    assert [result.step for result in await results.take(2)] == [4, 5]
+
+
+async def test_a_placeholder_waits_for_the_step_before() -> None:
+    executor = FakeExecutor()
+    executor.sampling.clear()
+    executor.placeholders = {5}
+    stage, results = make_stage(executor)
+    stage.plan(plan(4))
+    stage.plan(plan(5))
+    await asyncio.sleep(0.1)
+    assert executor.log == ["compute 4"]
+    executor.sampling.set()
+    await results.take(2)
+    assert executor.log == ["compute 4", "sample 4", "compute 5", "sample 5"]
+
+
+class FakeSender:
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, str]] = []
+        self.done = threading.Event()
+
+    def send(self, step: int, hidden: torch.Tensor) -> None:
+        self._add(step, "")
+
+    def fail(self, step: int, error: str) -> None:
+        self._add(step, error)
+
+    def _add(self, step: int, error: str) -> None:
+        self.sent.append((step, error))
+        if len(self.sent) == 4:
+            self.done.set()
+
+
+async def test_a_stage_in_the_middle_hands_failures_on() -> None:
+    sender = FakeSender()
+    stage, _ = make_stage(FakeExecutor(), sender=sender)
+    for step in (0, 1, 2, 4):
+        stage.plan(plan(step))
+    assert await asyncio.to_thread(sender.done.wait, 60)
+    expected = [(0, ""), (1, "KeyError: 'prepare'"), (2, "RuntimeError: compute"), (4, "")]
+    assert sender.sent == expected
+
+
+class BrokenReceiver:
+    def receive(self, step: int, tokens: int) -> torch.Tensor:
+        raise OSError("the edge is gone")
+
+
+async def test_a_broken_edge_is_a_fault() -> None:
+    stage, results = make_stage(FakeExecutor(), receiver=BrokenReceiver())
+    stage.plan(plan(0))
+    while not results.faults:
+        await asyncio.sleep(0.01)
+    assert str(results.faults[0]) == "the edge is gone"
