@@ -8,7 +8,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
 from gllm.runtime.client import EngineClient, Piece
 from gllm.runtime.device import kv_memory
 from gllm.runtime.launch import Workers
-from gllm.scheduler.plan import Stats
+from gllm.scheduler.plan import First, Stats
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 
@@ -106,6 +106,11 @@ class Engine:
     def stats(self) -> Stats:
         """The scheduler's state after the last step."""
         return self._client.stats if self.state != "loading" else Stats()
+
+    @property
+    def step_sizes(self) -> Mapping[int, int]:
+        """Micro-batches so far, by their tokens rounded up to a power of two."""
+        return self._client.step_sizes if self.state != "loading" else {}
 
     @property
     def stage_loads(self) -> dict[int, StageLoad]:
@@ -321,10 +326,18 @@ def _delta(choice: int, piece: Piece, text: TextStream, params: SamplingParams) 
     end, tokens = piece.end, piece.tokens
     stopped_by_token = end is not None and end.stop_token is not None
     shown, used, stop = text.push(tokens[:-1] if stopped_by_token else tokens)
-    cached = piece.first.cached_tokens if piece.first else 0
+    first = piece.first or First(0, 0, 0.0)
+    made = Delta(
+        choice, shown, tokens, cached_tokens=first.cached_tokens, queue_seconds=first.queue_seconds
+    )
     if stop is not None:
-        return Delta(choice, shown, tokens[:used], "stop", stop, cached_tokens=cached)
+        return replace(made, token_ids=tokens[:used], finish_reason="stop", stop_reason=stop)
     if end is None:
-        return Delta(choice, shown, tokens, cached_tokens=cached)
-    asked_for = end.stop_token if end.stop_token in params.stop_token_ids else None
-    return Delta(choice, shown + text.finish(), tokens, end.reason, asked_for, end.error, cached)
+        return made
+    return replace(
+        made,
+        text=shown + text.finish(),
+        finish_reason=end.reason,
+        stop_reason=end.stop_token if end.stop_token in params.stop_token_ids else None,
+        error=end.error,
+    )

@@ -29,6 +29,8 @@ class Delta:
     """What went wrong, with finish_reason `error`."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set on a choice's first delta."""
+    queue_seconds: float = 0.0
+    """From arrival to the first micro-batch; set on a choice's first delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class EngineLike(Protocol):
 
     @property
     def stats(self) -> Stats: ...
+
+    @property
+    def step_sizes(self) -> Mapping[int, int]:
+        """Micro-batches so far, by their tokens rounded up to a power of two."""
 
     @property
     def stage_loads(self) -> Mapping[int, StageLoad]:

@@ -8,7 +8,12 @@ import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from gllm.engine_api import Delta, EngineLike
@@ -58,7 +63,21 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
             counter.add_metric(model, stats[key])
             yield counter
+        yield self._step_sizes(model)
         yield from self._stages(model)
+
+    def _step_sizes(self, model: list[str]) -> Metric:
+        """Tokens per micro-batch as a histogram over powers of two."""
+        text = "Tokens of a micro-batch, prefill and decode together"
+        histogram = HistogramMetricFamily(PREFIX + "iteration_tokens_total", text, labels=LABELS)
+        buckets, count = [], 0
+        for bound, steps in sorted(self._engine.step_sizes.items()):
+            count += steps
+            buckets.append((str(float(bound)), float(count)))
+        stats = self._engine.stats
+        total = stats.prefill_tokens + stats.decode_tokens
+        histogram.add_metric(model, [*buckets, ("+Inf", float(count))], total)
+        return histogram
 
     def _stages(self, model: list[str]) -> Iterator[Metric]:
         loads = {
@@ -110,6 +129,8 @@ class Metrics:
         self.itl = histogram("inter_token_latency_seconds", "Time between tokens", FAST)
         self.tpot = histogram("time_per_output_token_seconds", "Mean time per output token", FAST)
         self.e2el = histogram("e2e_request_latency_seconds", "Arrival to the last token", SLOW)
+        self.queue = histogram("request_queue_time_seconds", "Arrival to first step", SLOW)
+        self.prefill = histogram("request_prefill_time_seconds", "First step to token", SLOW)
         self.decode = histogram("request_decode_time_seconds", "First token to the last", SLOW)
 
     def ended(self, reason: str) -> None:
@@ -143,6 +164,8 @@ class RequestRecord:
             elif not self._answered and line.ttft is not None:
                 self._answered = True
                 self._metrics.ttft.observe(line.ttft)
+                self._metrics.queue.observe(delta.queue_seconds)
+                self._metrics.prefill.observe(max(0.0, line.ttft - delta.queue_seconds))
         if delta.finish_reason is not None:
             self._end(delta.index, delta.finish_reason)
 

@@ -5,6 +5,7 @@ Owns sequence ids and the streams of requests in the engine. Knows nothing of te
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from gllm.messages import Abort, Sampling, StageLoad, Submit, Tokens
@@ -56,6 +57,8 @@ class EngineClient:
     def __init__(self, driver: Outbox) -> None:
         self.stats = Stats()
         self.stage_loads: dict[int, StageLoad] = {}
+        self.step_sizes: Counter[int] = Counter()
+        """Micro-batches by their tokens, rounded up to a power of two."""
         self._driver = driver
         self._next_seq = 0
         self._streams: dict[int, Stream] = {}
@@ -112,6 +115,8 @@ class EngineClient:
         """A step has finished."""
         self._progress = time.monotonic()
         self.stats = message.stats
+        if tokens := message.outcome.step_tokens:
+            self.step_sizes[1 << (tokens - 1).bit_length()] += 1
         self._deliver(message.outcome)
 
     def on_stage_load(self, message: StageLoad) -> None:

@@ -108,3 +108,5 @@ class Outcome(NamedTuple):
     tokens: list[int]
     firsts: list[First]
     ends: list[End]
+    step_tokens: int = 0
+    """Tokens that the micro-batch computed, prefill and decode together."""

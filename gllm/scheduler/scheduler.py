@@ -112,7 +112,8 @@ class Scheduler:
             raise ValueError(f"result of step {result.step} came, but step {step} is next")
         plan = self._in_flight.pop(result.step)
         sampled = {entry.seq: entry for entry in result.sampled}
-        outcome = Outcome([], [], [], [])
+        step_tokens = sum(row.num_tokens for row in plan.rows)
+        outcome = Outcome([], [], [], [], step_tokens)
         for row in plan.rows:
             sequence = self._sequences[row.seq]
             sequence.in_flight -= 1

@@ -45,6 +45,7 @@ class FakeEngine:
     cause: str = ""
     well: bool = True
     stats: Stats = field(default_factory=lambda: Stats(running=2, waiting=1, kv_usage=0.25))
+    step_sizes: Mapping[int, int] = field(default_factory=lambda: {1: 4, 8: 2})
     stage_loads: Mapping[int, StageLoad] = field(
         default_factory=lambda: {0: StageLoad(0, 10, 3.0, 1.0), 1: StageLoad(1, 10, 2.0, 2.0)}
     )

@@ -69,6 +69,10 @@ async def test_metrics(server):
     assert found[f"gllm:inter_token_latency_seconds_count{{{model}}}"] >= 8
     assert found[f'gllm:stage_busy_share{{{model},stage="0"}}'] == 0.75
     assert found[f'gllm:stage_idle_seconds_total{{{model},stage="1"}}'] == 2.0
+    steps = f'gllm:iteration_tokens_total_bucket{{le="8.0",{model}}}'
+    assert found[steps] == 6
+    assert found[f"gllm:request_queue_time_seconds_count{{{model}}}"] == 2
+    assert found[f"gllm:request_prefill_time_seconds_count{{{model}}}"] == 2
     for name in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"):
         assert f"gllm:{name}_total{{{model}}}" in found
 

@@ -33,6 +33,19 @@ def generate(request: Request) -> list[int]:
 
 
 @dataclass
+class Text:
+    """A sequence's tokens as the device knows them, each with a digest of all up to it."""
+
+    tokens: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+
+    def append(self, token: int) -> None:
+        """One more token."""
+        self.tokens.append(token)
+        self.digests.append(hash((self.digests[-1] if self.digests else 0, token)))
+
+
+@dataclass
 class Stage:
     """One follower: mirror and cache."""
 
@@ -40,19 +53,19 @@ class Stage:
     mirror: Mirror = field(default_factory=Mirror)
     cache: dict[int, int] = field(default_factory=dict)
 
-    def run(self, plan: StepPlan, texts: dict[int, list[int]]) -> None:
-        """Compute a plan. texts[seq] are the sequence's tokens as the device knows them."""
+    def run(self, plan: StepPlan, texts: dict[int, Text]) -> None:
+        """Compute a plan."""
         for row, followed in zip(plan.rows, self.mirror.apply(plan), strict=True):
-            self._run_row(row, followed, texts[row.seq])
+            self._run_row(row, followed, texts[row.seq].digests)
 
-    def _run_row(self, row: Row, followed: Followed, tokens: list[int]) -> None:
+    def _run_row(self, row: Row, followed: Followed, digests: list[int]) -> None:
         end = row.start + row.num_tokens
-        assert end <= len(tokens)
+        assert end <= len(digests)
         assert len(followed.blocks) == -(-end // self.block_size)
         for position in range(row.start):
-            assert self.cache[self._slot(followed, position)] == hash(tuple(tokens[: position + 1]))
+            assert self.cache[self._slot(followed, position)] == digests[position]
         for position in range(row.start, end):
-            self.cache[self._slot(followed, position)] = hash(tuple(tokens[: position + 1]))
+            self.cache[self._slot(followed, position)] = digests[position]
 
     def _slot(self, followed: Followed, position: int) -> int:
         return followed.blocks[position // self.block_size] * self.block_size + (
@@ -68,7 +81,7 @@ class Pipeline:
         self.scheduler = Scheduler(config)
         self.stages = [Stage(config.block_size) for _ in range(config.stages)]
         self.plans: deque[StepPlan] = deque()
-        self.texts: dict[int, list[int]] = {}
+        self.texts: dict[int, Text] = {}
         self.generated: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
         self.alive: set[int] = set()
@@ -81,7 +94,9 @@ class Pipeline:
         for seq in range(request.seq, request.seq + request.n):
             for stage in self.stages:
                 stage.mirror.register(seq, len(request.prompt), request.prompt)
-            self.texts[seq] = list(request.prompt)
+            self.texts[seq] = Text()
+            for token in request.prompt:
+                self.texts[seq].append(token)
             self.generated[seq] = []
             self.alive.add(seq)
             self.requests[seq] = request
@@ -171,12 +186,13 @@ class Pipeline:
     def _sample_ahead(self, plan: StepPlan) -> None:
         """The device knows a sampled token at once; the driver hears of it at the commit."""
         for row in plan.rows:
-            tokens = self.texts[row.seq]
+            text = self.texts[row.seq]
+            tokens = text.tokens
             known = [t for t in row.token_ids if t != ON_DEVICE]
             start = max(row.start, len(self.requests[row.seq].prompt))
             assert tokens[start : start + len(known)] == known
             if row.samples and row.start + row.num_tokens == len(tokens):
-                tokens.append(next_token(tokens))
+                text.append(next_token(tokens))
 
     def _token(self, row: Row) -> int:
-        return self.texts[row.seq][row.start + row.num_tokens]
+        return self.texts[row.seq].tokens[row.start + row.num_tokens]

@@ -1,0 +1,42 @@
+"""`gllm chat` and the console script, as a person at a terminal meets them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.server import serving
+
+
+def gllm(*arguments: str, typed: str = "") -> "subprocess.CompletedProcess[str]":
+    """Run the console script with something typed into it."""
+    command = [sys.executable, "-c", "import sys; from gllm.cli import main; sys.exit(main())"]
+    return subprocess.run(
+        [*command, *arguments], input=typed, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_conversation(tiny_model: Path) -> None:
+    with serving(tiny_model) as server:
+        options = ["--url", server.url, "--max-tokens", "9", "--temperature", "0"]
+        run = gllm("chat", *options, typed="Hello\n/clear\n/help\nAgain\n/quit\nnever said\n")
+        refused = gllm("chat", "--url", server.url, "--temperature", "9", typed="Hello\n")
+    assert run.returncode == 0, run.stderr
+    assert str(tiny_model) in run.stdout
+    assert run.stdout.count("tokens/s]") == 2
+    assert refused.returncode == 0
+    assert "temperature" in refused.stderr
+
+
+def test_no_server() -> None:
+    run = gllm("chat", "--url", "http://127.0.0.1:9")
+    assert run.returncode == 1
+    assert "http://127.0.0.1:9" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_commands() -> None:
+    assert "serve" in gllm("--help").stdout
+    assert gllm("--version").stdout.strip() == "0.1.0"
+    unknown = gllm("nothing")
+    assert (unknown.returncode, "no command 'nothing'" in unknown.stderr) == (2, True)
+    assert "--pipeline-parallel-size" in gllm("serve", "--help").stdout
