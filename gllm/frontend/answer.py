@@ -119,13 +119,16 @@ async def _stream(
     try:
         await stream.send(chunk(c) for i in range(job.choices) for c in shape.opening(i))
         while deltas:
-            events = []
-            for delta in deltas:
-                _check(delta)
-                tally.add(delta)
-                pieces = shape.pieces(delta, bool(job.fields.return_token_ids))
-                events += [chunk(piece) for piece in pieces]
-            await stream.send(events)
+            events: list[Json] = []
+            try:
+                for delta in deltas:
+                    _check(delta)
+                    tally.add(delta)
+                    pieces = shape.pieces(delta, bool(job.fields.return_token_ids))
+                    events += [chunk(piece) for piece in pieces]
+            finally:
+                # What came before a failed choice is shown before its error.
+                await stream.send(events)
             deltas = await merged.take()
         if options is not None and options.include_usage:
             await stream.send([{**head, "choices": [], "usage": tally.usage()}])

@@ -60,7 +60,7 @@ class Merged:
             self._wake.clear()
             await self._wake.wait()
         pending, self._pending = self._pending, {}
-        return [_joined(deltas) for deltas in pending.values()]
+        return [delta for deltas in pending.values() for delta in _coalesced(deltas)]
 
     async def _pump(
         self, base: int, deltas: AsyncGenerator[Delta, None], record: RequestRecord
@@ -127,6 +127,13 @@ class Choice:
         self.token_ids += delta.token_ids
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+
+
+def _coalesced(deltas: list[Delta]) -> list[Delta]:
+    """Consecutive deltas of one choice as one; a failure stays apart from what came before it."""
+    if len(deltas) > 1 and deltas[-1].finish_reason == "error":
+        return [_joined(deltas[:-1]), deltas[-1]]
+    return [_joined(deltas)]
 
 
 def _joined(deltas: list[Delta]) -> Delta:
