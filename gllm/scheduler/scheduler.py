@@ -362,6 +362,8 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.computed // self.config.block_size
+        if full == sequence.published:
+            return
         chain = sequence.hash_chain(full, self.config.block_size)
         for index in range(sequence.published, full):
             self.pool.publish(sequence.blocks[index], chain[index])

@@ -1,0 +1,63 @@
+"""The shipped model, served by gllm's own engine: it answers, and it tells stories."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gllm.config import SamplingParams
+from gllm.llm import LLM
+from gllm.models.hub import DEMO
+from scripts.demo_model import grammar, metrics
+from scripts.demo_model.chat import Message, render_prompt
+from tests.e2e.server import serving
+
+QUESTIONS = Path(__file__).parents[1] / "data" / "demo_questions.jsonl"
+SHIPPED_BYTES = 8_000_000
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", progress=False, pipeline_parallel_size=2, kv_cache_memory=2**26) as made:
+        yield made
+
+
+def ask(llm: LLM, messages: list[str], params: SamplingParams) -> list[str]:
+    prompts = [render_prompt([Message("user", message)]) for message in messages]
+    return [output.outputs[0].text for output in llm.generate(prompts, params)]
+
+
+def test_it_is_small() -> None:
+    assert sum(os.path.getsize(file) for file in DEMO.iterdir()) <= SHIPPED_BYTES
+
+
+def test_held_out_questions_are_answered(llm: LLM) -> None:
+    rows = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
+    assert len(rows) == 300
+    questions = [row["question"] for row in rows]
+    given = ask(llm, questions, SamplingParams(temperature=0, max_tokens=40))
+    assert metrics.exact_answer_rate(given, [row["answer"] for row in rows]) >= 0.8
+
+
+def test_stories_are_in_the_language_and_about_their_hero(llm: LLM) -> None:
+    heroes = grammar.story_heroes(40)
+    requests = [f"Tell me a story about {hero.full_name}." for hero in heroes]
+    for temperature in (0.0, 0.7):
+        params = SamplingParams(temperature=temperature, top_p=0.95, seed=1, max_tokens=300)
+        stories = ask(llm, requests, params)
+        assert metrics.known_word_rate(stories, grammar.vocabulary()) >= 0.95
+        assert not any(metrics.repeats_itself(story) for story in stories)
+        pairs = zip(stories, heroes, strict=True)
+        told = [metrics.tells_about(story, hero.name, hero.animal.noun) for story, hero in pairs]
+        assert metrics.share(told) >= 0.9
+
+
+def test_the_name_demo_is_served() -> None:
+    with serving("demo", "--pp", "4") as server:
+        question = {"role": "user", "content": "Hello!"}
+        events = list(server.stream("/v1/chat/completions", {"messages": [question]}))
+        text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+        assert len(text.split()) >= 2
+        assert {event["model"] for event in events} == {"demo"}
