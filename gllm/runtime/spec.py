@@ -30,3 +30,5 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     outgoing: list[int]
     """Descriptors of the edge to the next stage; none on the last."""
     log_level: str
+    transport: str = "shared-memory"
+    """How activations travel; a name of gllm.transport.registry."""

@@ -44,7 +44,7 @@ from gllm.runtime.spec import WorkerSpec
 from gllm.runtime.stage import Stage, describe
 from gllm.scheduler.plan import StepResult
 from gllm.transport.base import EdgeShape
-from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from gllm.transport.registry import open_edges
 
 PR_SET_PDEATHSIG = 1
 LOAD_REPORT_SECONDS = 0.5
@@ -149,13 +149,9 @@ class Worker:
             executor.config.hidden_size,
             executor.dtype.itemsize,
         )
-        self._stage = Stage(
-            executor,
-            SharedMemoryReceiver(spec.incoming, shape, executor.dtype) if spec.incoming else None,
-            SharedMemorySender(spec.outgoing, shape, executor.dtype) if spec.outgoing else None,
-            self._deliver,
-            self._fail,
-        )
+        edges = (spec.incoming, spec.outgoing)
+        receiver, sender = open_edges(spec.transport, *edges, shape, executor.dtype)
+        self._stage = Stage(executor, receiver, sender, self._deliver, self._fail)
         if spec.stage == 0:
             others = list(self._stages.values())
             self._driver = Driver(scheduler, self._to_own_stage, [*others], self._frontend)
