@@ -13,8 +13,8 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from operator import attrgetter
 
-from gllm.scheduler.blocks import BlockPool
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.memory import Memory
 from gllm.scheduler.plan import End, First, Outcome, Row, Sampled, Stats, StepPlan, StepResult
 from gllm.scheduler.policy import POLICIES, Load, Policy
 from gllm.scheduler.sequence import Request, Sequence
@@ -41,7 +41,7 @@ class Scheduler:
         assert config.max_in_flight is not None
         assert config.max_num_batched_tokens is not None
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
+        self.memory = Memory(config)
         self._policy = policy or POLICIES[config.policy](config)
         self._limit = config.max_in_flight
         self._cap = config.max_num_batched_tokens
@@ -53,7 +53,6 @@ class Scheduler:
         self._ready: dict[int, Sequence] = {}
         """Decodes that can run, oldest-ready first."""
         self._decoding: set[int] = set()
-        self._holders: dict[int, Sequence] = {}
         self._in_flight: dict[int, StepPlan] = {}
         self._released: list[int] = []
         self._waiting_tokens = 0
@@ -127,11 +126,11 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Where things stand."""
-        running = len(self._holders)
+        running = len(self.memory.holders)
         return Stats(
             running=running,
             waiting=len(self._sequences) - running + len(self._unborn),
-            kv_usage=1 - self.pool.available / self.pool.num_blocks,
+            kv_usage=1 - self.memory.free_share,
             in_flight=len(self._in_flight),
             **vars(self._counts),
         )
@@ -143,7 +142,7 @@ class Scheduler:
             waiting_tokens=self._waiting_tokens,
             decoding=len(self._decoding),
             ready=len(self._ready),
-            kv_free=self.pool.available / self.pool.num_blocks,
+            kv_free=self.memory.free_share,
             decode_plans=self._decode_plans,
         )
 
@@ -171,8 +170,7 @@ class Scheduler:
                 break
             if sequence.seq not in self._ready:
                 continue  # It fell victim to one before it in this loop.
-            missing = sequence.blocks_missing(sequence.scheduled + 1, self.config.block_size)
-            if self._make_room(sequence, missing):
+            if self._make_room(sequence):
                 rows.append(self._feed(sequence, 1))
             else:
                 self._stalled = True
@@ -197,7 +195,7 @@ class Scheduler:
         if self._in_flight:
             return []
         best = min(self._sequences.values(), key=_rank)
-        others = sorted(self._holders.values(), key=_rank)
+        others = sorted(self.memory.holders.values(), key=_rank)
         while not (rows := self._run_alone(best, now)):
             victim = others.pop()
             assert victim is not best, "the whole cache holds one sequence"
@@ -209,8 +207,8 @@ class Scheduler:
             budget = max(self._policy.prefill(self._load()), self.config.min_prefill_tokens)
             count = min(self._fitting_tokens(sequence, now), budget, self._cap)
             return [self._feed_prefill(sequence, count)] if count else []
-        missing = sequence.blocks_missing(sequence.scheduled + 1, self.config.block_size)
-        return [self._feed(sequence, 1)] if missing <= self.pool.available else []
+        fits = self.memory.capacity(sequence) > sequence.scheduled
+        return [self._feed(sequence, 1)] if fits else []
 
     def _feed_prefill(self, sequence: Sequence, count: int) -> Row:
         self._waiting_tokens -= sequence.waiting_tokens
@@ -221,9 +219,7 @@ class Scheduler:
         return row
 
     def _feed(self, sequence: Sequence, count: int) -> Row:
-        tokens = sequence.scheduled + count
-        missing = sequence.blocks_missing(tokens, self.config.block_size)
-        sequence.blocks += self.pool.allocate(missing)
+        self.memory.grow(sequence, count)
         self._ready.pop(sequence.seq, None)
         if sequence.prefilling:
             self._counts.prefill_tokens += count
@@ -244,59 +240,41 @@ class Scheduler:
 
     def _fitting_tokens(self, sequence: Sequence, now: float) -> int:
         """Prefill tokens for which there is room; admits a waiting sequence where there is any."""
-        if sequence.seq not in self._holders and not self._admit(sequence, now):
+        if sequence.seq not in self.memory.holders and not self._admit(sequence, now):
             return 0
-        capacity = (len(sequence.blocks) + self.pool.available) * self.config.block_size
-        return min(sequence.target, capacity) - sequence.scheduled
+        return min(sequence.target, self.memory.capacity(sequence)) - sequence.scheduled
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Give a waiting sequence the blocks that others computed for it, if it can go on."""
-        shared = self._shareable(sequence)
-        if len(self._holders) >= self.config.max_num_seqs:
+        """Give a waiting sequence a place in the cache, if there is one."""
+        before = sequence.waiting_tokens
+        if not self.memory.admit(sequence):
             return False
-        if self.pool.available - self.pool.idle(shared) < 1:
-            return False
-        self.pool.share(shared)
-        cached = len(shared) * self.config.block_size
-        self._waiting_tokens -= sequence.waiting_tokens
-        sequence.admit(shared, cached)
-        self._waiting_tokens += sequence.waiting_tokens
-        self._holders[sequence.seq] = sequence
+        self._waiting_tokens += sequence.waiting_tokens - before
         if sequence.epoch == 0:
-            sequence.cached = cached
+            sequence.cached = sequence.scheduled
             sequence.queue_seconds = now - sequence.arrival
             self._counts.prefix_queries += sequence.prompt_len
-            self._counts.prefix_hits += cached
+            self._counts.prefix_hits += sequence.cached
         return True
 
-    def _shareable(self, sequence: Sequence) -> list[int]:
-        """Computed blocks of the sequence's beginning; its last token is always computed anew."""
-        size = self.config.block_size
-        full = (sequence.target - 1) // size
-        donor = sequence.donor
-        if donor is not None and donor.blocks and donor.computed >= full * size:
-            return donor.blocks[:full]
-        if not self.config.prefix_cache:
-            return []
-        return self.pool.lookup(sequence.hash_chain(full, size))
-
-    def _make_room(self, needy: Sequence, missing: int) -> bool:
-        """Whether `missing` blocks are there, preempting sequences of worse rank if need be.
+    def _make_room(self, needy: Sequence) -> bool:
+        """Whether a decode can have its block, sequences of worse rank preempted if need be.
 
         Blocks of a victim with rows in flight come later, at its last commit: False until then.
         """
-        if missing <= self.pool.available:
+        pool = self.memory.pool
+        missing = self.memory.missing(needy, 1)
+        if missing <= pool.available:
             return True
-        leaving = [s for s in self._holders.values() if s.evicting or s.ended]
-        coming = self.pool.available + sum(self.pool.sole(s.blocks) for s in leaving)
-        victims = [s for s in self._holders.values() if s.rank > needy.rank]
+        coming = self.memory.returning()
+        victims = [s for s in self.memory.holders.values() if s.rank > needy.rank]
         for victim in sorted(victims, key=_rank, reverse=True):
             if coming >= missing:
                 break
             if not (victim.evicting or victim.ended):
-                coming += self.pool.sole(victim.blocks)
+                coming += pool.sole(victim.blocks)
                 self._preempt(victim)
-        return missing <= self.pool.available
+        return missing <= pool.available
 
     def _preempt(self, victim: Sequence) -> None:
         """Take a sequence's blocks, at its last commit if it has rows in flight."""
@@ -304,8 +282,7 @@ class Scheduler:
         if victim.in_flight:
             victim.evicting = True
             return
-        self._holders.pop(victim.seq)
-        self.pool.release(victim.drop())
+        self.memory.release(victim)
         self._counts.preemptions += 1
         self._enqueue(victim)
 
@@ -328,7 +305,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         """Let it wait for prefill; what is cached for it now is not counted as waiting."""
-        sequence.expected = len(self._shareable(sequence)) * self.config.block_size
+        sequence.expected = self.memory.cached_tokens(sequence)
         self._waiting_tokens += sequence.waiting_tokens
         insort(self._queue, sequence, key=_rank)
 
@@ -349,8 +326,7 @@ class Scheduler:
     ) -> None:
         """Count a row as computed and take its token."""
         sequence.computed = row.start + row.num_tokens
-        if self.config.prefix_cache:
-            self._publish(sequence)
+        self.memory.publish(sequence)
         if sequence.ended or not row.samples:
             return
         if sampled is None or sampled.epoch != row.epoch:
@@ -359,15 +335,6 @@ class Scheduler:
             self._fail(sequence, sampled.error, outcome)
         else:
             self._append(sequence, sampled.token, outcome)
-
-    def _publish(self, sequence: Sequence) -> None:
-        full = sequence.computed // self.config.block_size
-        if full == sequence.published:
-            return
-        chain = sequence.hash_chain(full, self.config.block_size)
-        for index in range(sequence.published, full):
-            self.pool.publish(sequence.blocks[index], chain[index])
-        sequence.published = full
 
     def _append(self, sequence: Sequence, token: int, outcome: Outcome) -> None:
         sequence.tokens.append(token)
@@ -402,8 +369,7 @@ class Scheduler:
         if sequence.ended:
             if not sequence.in_flight and sequence.seq in self._sequences:
                 del self._sequences[sequence.seq]
-                self._holders.pop(sequence.seq, None)
-                self.pool.release(sequence.drop())
+                self.memory.release(sequence)
                 self._released.append(sequence.seq)
         elif sequence.evicting:
             if not sequence.in_flight:

@@ -155,8 +155,8 @@ class Pipeline:
 
     def check(self) -> None:
         """The invariants that hold after every step."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        held = Counter(b for s in scheduler._holders.values() for b in s.blocks)
+        scheduler, pool = self.scheduler, self.scheduler.memory.pool
+        held = Counter(b for s in scheduler.memory.holders.values() for b in s.blocks)
         references = {b: n for b, n in enumerate(pool._references) if n}
         assert references == held
         cached = set(pool._evictable)
@@ -165,9 +165,9 @@ class Pipeline:
         assert not held.keys() & (cached | set(pool._free))
         assert len(held) + len(cached) + len(pool._free) == pool.num_blocks
         assert len(self.plans) <= self.config.max_in_flight
-        assert len(scheduler._holders) <= self.config.max_num_seqs
+        assert len(scheduler.memory.holders) <= self.config.max_num_seqs
         assert scheduler._waiting_tokens == sum(s.waiting_tokens for s in scheduler._queue)
-        for sequence in scheduler._holders.values():
+        for sequence in scheduler.memory.holders.values():
             if sequence.sent:
                 for stage in self.stages:
                     followed = stage.mirror.sequences[sequence.seq]

@@ -37,7 +37,7 @@ def test_a_warm_prefix_cache_that_fills_all_blocks_counts_as_free(policy: str) -
     pipe = pipeline(2, 20, 320, policy)
     pipe.add(Request(0, prompt(300), 4))
     pipe.drain(5000)
-    assert len(pipe.scheduler.pool._evictable) >= 18
+    assert len(pipe.scheduler.memory.pool._evictable) >= 18
     pipe.add(Request(1, prompt(310, mark=2), 4))
     pipe.drain(5000)
     assert pipe.ended[1] == "length"
@@ -114,9 +114,9 @@ def test_an_aborted_sequence_in_flight_keeps_its_blocks_until_its_commit() -> No
     pipe = pipeline(2, 20, 200)
     pipe.add(Request(0, prompt(60), 10))
     pipe.schedule()
-    before = pipe.scheduler.pool.available
+    before = pipe.scheduler.memory.pool.available
     pipe.abort([0])
-    assert pipe.scheduler.pool.available == before
+    assert pipe.scheduler.memory.pool.available == before
     pipe.commit()
     assert pipe.scheduler.stats().kv_usage == 0
 
@@ -141,7 +141,7 @@ def test_a_failed_step_ends_its_sequences_and_publishes_nothing() -> None:
     assert plan is not None
     outcome = pipe.scheduler.commit(StepResult(plan.step, [], "broken"))
     assert [end.error for end in outcome.ends] == ["broken"]
-    assert not pipe.scheduler.pool._by_hash
+    assert not pipe.scheduler.memory.pool._by_hash
 
 
 def test_results_out_of_order_are_refused() -> None:
