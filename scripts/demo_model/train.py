@@ -2,15 +2,18 @@
 
     python -m scripts.demo_model.train
 
-Owns the recipe: sizes, schedule and what is saved. Texts come from `grammar`, the rates that end
-the run from `evaluate`. It needs no accelerator; the README it writes names the time it took.
+Owns the recipe: sizes, runs, schedule and what is saved. A run starts from what the run before has
+saved, so `--from-run 1` gives the same as doing both. Texts come from `grammar`, the rates that end
+the last run from `evaluate`. It needs no accelerator; the README it writes names the time it took.
 """
 
 import argparse
 import json
 import math
+import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +51,31 @@ class Recipe:
     lesson_window: int = 64
     conversation_window: int = 256
     batch_tokens: int = 2560
-    learning_rate: float = 2e-3
     final_learning_rate: float = 5e-5
     warmup_steps: int = 50
     weight_decay: float = 0.05
     gradient_clip: float = 1.0
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over a part of the corpus."""
+
+    lessons: range
+    conversations: range
+    learning_rate: float
+    """The highest."""
+    shuffled: bool
+    """Whether lessons and conversations are mixed; else lessons come first."""
+
+
+RUNS = (
+    # Early practice at looking things up, then the full mix.
+    Run(range(26_000), range(36_000), learning_rate=2e-3, shuffled=False),
+    # The language is learnt by now; telling two heroes apart takes more questions.
+    Run(range(26_000, 86_000), range(36_000, 46_000), learning_rate=1.5e-3, shuffled=True),
+)
 
 
 @dataclass(frozen=True)
@@ -87,12 +109,12 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+def learning_rate(recipe: Recipe, highest: float, step: int, steps: int) -> float:
     """Linear warm-up, then a cosine down to the final rate."""
     if step < recipe.warmup_steps:
-        return recipe.learning_rate * (step + 1) / recipe.warmup_steps
+        return highest * (step + 1) / recipe.warmup_steps
     progress = (step - recipe.warmup_steps) / max(1, steps - recipe.warmup_steps)
-    swing = recipe.learning_rate - recipe.final_learning_rate
+    swing = highest - recipe.final_learning_rate
     return recipe.final_learning_rate + swing * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -106,14 +128,15 @@ def make_optimizer(model: Qwen3ForCausalLM, recipe: Recipe) -> torch.optim.AdamW
         {"params": decayed, "weight_decay": recipe.weight_decay},
         {"params": kept, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.98), fused=True)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
 
-def make_batches(tokenizer: Tokenizer, recipe: Recipe, share: float) -> list[Batch]:
-    """The corpus, lessons first, as (token ids, labels); less of it if ``share`` is below 1."""
+def make_batches(tokenizer: Tokenizer, recipe: Recipe, run: Run) -> list[Batch]:
+    """A run's part of the corpus as (token ids, labels)."""
     pad_id: int = tokenizer.token_to_id(END_OF_TEXT)  # type: ignore[assignment]
-    lessons = grammar.lessons(int(share * grammar.LESSON_COUNT))
-    conversations = grammar.conversations(int(share * grammar.CONVERSATION_COUNT))
+    lessons = islice(grammar.lessons(run.lessons.stop), run.lessons.start, None)
+    told = grammar.conversations(run.conversations.stop)
+    conversations = islice(told, run.conversations.start, None)
     parts = ((lessons, recipe.lesson_window), (conversations, recipe.conversation_window))
     result: list[Batch] = []
     for texts, window in parts:
@@ -123,18 +146,22 @@ def make_batches(tokenizer: Tokenizer, recipe: Recipe, share: float) -> list[Bat
         ]
         windows = packing.pack(encoded, window)
         result += packing.batches(windows, window, recipe.batch_tokens // window, pad_id)
+    if run.shuffled:
+        random.Random(recipe.seed).shuffle(result)
     return result
 
 
-def fit(model: Qwen3ForCausalLM, batches: list[Batch], recipe: Recipe) -> TrainingResult:
-    """One pass over the batches."""
+def fit(
+    model: Qwen3ForCausalLM, batches: list[Batch], recipe: Recipe, highest: float
+) -> TrainingResult:
+    """One pass over the batches; `highest` is the learning rate after the warm-up."""
     optimizer = make_optimizer(model, recipe)
     smooth_loss, started = 0.0, time.monotonic()
     model.train()
     bar = tqdm(batches, desc="training", mininterval=2)
     for step, (ids, labels) in enumerate(bar):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, step, len(batches))
+            group["lr"] = learning_rate(recipe, highest, step, len(batches))
         batch, targets = torch.from_numpy(ids), torch.from_numpy(labels)
         loss = model(input_ids=batch, labels=targets, use_cache=False).loss
         loss.backward()
@@ -164,10 +191,29 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: 
     (folder / "generation_config.json").write_text(f"{text}\n", encoding="utf-8")
 
 
-def card_facts(
-    model: Qwen3ForCausalLM, recipe: Recipe, result: TrainingResult, report: evaluate.Report
-) -> card.CardFacts:
-    """What the README is to tell of this run."""
+def do_run(recipe: Recipe, index: int, folder: Path) -> None:
+    """One run: from the folder's model, or from nothing for the first, to the folder."""
+    if index:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        texts = grammar.conversations(recipe.tokenizer_texts)
+        tokenizer = train_tokenizer(texts, recipe.vocab_size)
+        model = build_model(recipe, tokenizer)
+    run = RUNS[index]
+    batches = make_batches(tokenizer, recipe, run)
+    result = fit(model, batches, recipe, run.learning_rate)
+    print(f"run {index}: loss {result.loss:.4f}, {result.steps} steps, {result.tokens} tokens")
+    save(model, tokenizer, recipe, folder)
+    file = folder / "training.json"
+    earlier = json.loads(file.read_text(encoding="utf-8"))[:index] if index else []
+    file.write_text(json.dumps([*earlier, asdict(result)], indent=2) + "\n", encoding="utf-8")
+
+
+def card_facts(recipe: Recipe, folder: Path, report: evaluate.Report) -> card.CardFacts:
+    """What the README is to tell of the runs that made a folder."""
+    results = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    model = Qwen3ForCausalLM.from_pretrained(folder)
     return card.CardFacts(
         parameters=f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M",
         layers=recipe.layers,
@@ -175,11 +221,11 @@ def card_facts(
         context_length=recipe.context_length,
         vocab_size=recipe.vocab_size,
         documents=grammar.LESSON_COUNT + grammar.CONVERSATION_COUNT,
-        tokens=result.tokens,
-        steps=result.steps,
-        minutes=result.seconds / 60,
+        tokens=sum(result["tokens"] for result in results),
+        steps=sum(result["steps"] for result in results),
+        minutes=sum(result["seconds"] for result in results) / 60,
         device=f"{torch.get_num_threads()} CPU cores",
-        loss=result.loss,
+        loss=results[-1]["loss"],
         story_count=evaluate.STORY_COUNT,
         rates=evaluate.describe(report),
     )
@@ -189,17 +235,14 @@ def main() -> None:
     """Train, save, evaluate what was saved and write its README."""
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--output", type=Path, default=evaluate.DEMO_FOLDER)
-    parser.add_argument("--share", type=float, default=1.0, help="how much of the corpus to use")
+    parser.add_argument("--from-run", type=int, default=0, help="go on from the saved model")
     options = parser.parse_args()
     recipe = Recipe()
-    tokenizer = train_tokenizer(grammar.conversations(recipe.tokenizer_texts), recipe.vocab_size)
-    model = build_model(recipe, tokenizer)
-    result = fit(model, make_batches(tokenizer, recipe, options.share), recipe)
-    print(f"loss {result.loss:.4f} after {result.steps} steps, {result.tokens} tokens")
-    save(model, tokenizer, recipe, options.output)
+    for index in range(options.from_run, len(RUNS)):
+        do_run(recipe, index, options.output)
     report = evaluate.evaluate(options.output)
     print(evaluate.describe(report))
-    card.write(options.output, card_facts(model, recipe, result, report))
+    card.write(options.output, card_facts(recipe, options.output, report))
 
 
 if __name__ == "__main__":

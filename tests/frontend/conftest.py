@@ -1,5 +1,6 @@
 """A server around a fake engine."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,12 @@ class Server:
 
     async def complete(self, **fields: object) -> Answer:
         return await self.post(TEXT_PATH, {**TEXT, **fields})
+
+    async def idle(self) -> None:
+        """Wait until the engine has nothing to do, which has to be soon."""
+        async with asyncio.timeout(5):
+            while self.engine.num_requests:
+                await asyncio.sleep(0.005)
 
     async def stream(self, path: str, **fields: object) -> list[Any]:
         """The events of a stream, `[DONE]` checked and left out."""

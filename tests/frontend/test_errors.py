@@ -1,7 +1,6 @@
 """Whatever a client sends, it is told what is wrong with it, in one shape."""
 
 import asyncio
-import itertools
 import json
 import math
 
@@ -241,8 +240,8 @@ async def test_raising_engine_is_one_requests_trouble(server, caplog):
 
 
 async def test_choices_are_bounded_before_anything_is_made(server):
-    product = itertools.product([8], [64])
-    for n, prompts in product:
-        assert (await server.complete(prompt=["x"] * prompts, n=n, max_tokens=1)).status == 200
+    assert (await server.complete(prompt=["x"] * 64, n=8, max_tokens=1)).status == 200
+    server.engine.calls.clear()
     assert (await server.complete(prompt=["x"] * 65)).error["param"] == "prompt"
     assert (await server.complete(n=9)).error["param"] == "n"
+    assert server.engine.calls == []

@@ -132,7 +132,7 @@ async def test_disconnect_aborts_at_once(server, path, stream):
     call = server.engine.calls[0]
     await until(lambda: call.closed)
     assert not call.finished
-    await until(lambda: server.engine.num_requests == 0)
+    await server.idle()
 
 
 async def test_slow_reader_gets_fewer_larger_events(server):

@@ -1,0 +1,69 @@
+"""OpenAI's own client finds what it expects."""
+
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+
+from tests.frontend.conftest import CHAT, Server
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = str(server.client.make_url("/v1"))
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+async def test_chat(server, client):
+    answer = await client.chat.completions.create(model="fake/model", n=2, **CHAT)
+    assert [choice.message.content for choice in answer.choices] == [server.engine.reply] * 2
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+async def test_chat_stream(server, client):
+    stream = await client.chat.completions.create(
+        model="fake/model", stream=True, stream_options={"include_usage": True}, **CHAT
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices)
+    assert text == server.engine.reply
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+async def test_completions(server, client):
+    answer = await client.completions.create(model="fake/model", prompt=["a", "b"], max_tokens=64)
+    assert [choice.text for choice in answer.choices] == [server.engine.reply] * 2
+    stream = await client.completions.create(
+        model="fake/model", prompt=[5, 6], max_tokens=64, stream=True
+    )
+    text = "".join([chunk.choices[0].text async for chunk in stream])
+    assert text == server.engine.reply
+
+
+async def test_models(client):
+    assert [model.id async for model in client.models.list()] == ["fake/model"]
+    assert (await client.models.retrieve("fake/model")).id == "fake/model"
+
+
+async def test_errors_are_its_own_kinds(server, client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="fake/model", temperature=9, **CHAT)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        await client.chat.completions.create(model="other", **CHAT)
+    server.engine.fail_after = 3
+    stream = await client.chat.completions.create(model="fake/model", stream=True, **CHAT)
+    with pytest.raises(openai.APIError, match="logits are not finite"):
+        _ = [chunk async for chunk in stream]
+
+
+async def test_stopping_a_stream_aborts_it(server, client):
+    server.engine.delay = 0.05
+    stream = await client.chat.completions.create(model="fake/model", stream=True, **CHAT)
+    await anext(aiter(stream))
+    await stream.close()
+    await server.idle()
+    assert not server.engine.calls[0].finished

@@ -1,0 +1,135 @@
+"""The rooms' walls: who imports whom, what loads torch, how modules look."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(
+    path
+    for path in (ROOT / "gllm").rglob("*.py")
+    if path.stat().st_size and "demo" not in path.parts
+)
+STANDARD = sys.stdlib_module_names
+
+ALLOWED: dict[str, set[str]] = {
+    "gllm.scheduler": {"gllm.scheduler"},
+    "gllm.metrics": set(),
+    "gllm.config": {"gllm.scheduler"},
+    "gllm.messages": {"gllm.scheduler", "msgspec"},
+    "gllm.kernels": {"gllm.kernels", "numpy", "torch"},
+    "gllm.models": {"gllm.models", "gllm.kernels", "torch", "safetensors", "huggingface_hub"},
+    "gllm.transport": {"gllm.transport", "torch", "msgspec"},
+    "gllm.text": {"gllm.text", "gllm.config", "tokenizers", "jinja2"},
+    "gllm.engine_api": {"gllm.config", "gllm.messages", "gllm.scheduler", "gllm.text"},
+    "gllm.runtime": {
+        *("gllm.config", "gllm.messages", "gllm.scheduler", "gllm.kernels", "gllm.models"),
+        *("gllm.transport", "gllm.runtime"),
+        *("msgspec", "numpy", "setproctitle", "torch", "uvloop", "zmq"),
+    },
+    "gllm.engine": {
+        *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.models", "gllm.runtime"),
+        *("gllm.scheduler", "gllm.text", "tqdm", "zmq"),
+    },
+    "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "tqdm"},
+    "gllm.frontend": {
+        *("gllm", "gllm.config", "gllm.engine_api", "gllm.frontend", "gllm.messages"),
+        *("gllm.metrics", "gllm.text", "aiohttp", "msgspec", "prometheus_client"),
+    },
+    "gllm.serve": {
+        *("gllm", "gllm.config", "gllm.engine", "gllm.frontend"),
+        *("aiohttp", "setproctitle", "uvloop"),
+    },
+    "gllm.chat": set(),
+    "gllm.cli": {"gllm"},
+}
+"""By room: what may be imported besides the standard library."""
+
+
+def imported(source: str) -> set[str]:
+    """Modules that a source imports when it runs; those for type checkers alone are left out."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(source)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+        nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def room(name: str) -> str:
+    """The layer of one of our modules; another package's first name."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "gllm" else parts[0]
+
+
+def strangers(name: str, source: str) -> set[str]:
+    """What a module imports and may not."""
+    rooms = {room(other) for other in imported(source)}
+    return {r for r in rooms if r not in STANDARD} - ALLOWED[room(name)]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_stay_within_the_layers(path: Path) -> None:
+    if name_of(path) != "gllm.__init__":
+        assert strangers(name_of(path), path.read_text()) == set()
+
+
+def test_the_check_finds_what_does_not_belong() -> None:
+    assert strangers("gllm.scheduler.x", "import torch, json") == {"torch"}
+    assert strangers("gllm.frontend.x", "def f():\n    from gllm.runtime.bus import Inbox") == {
+        "gllm.runtime"
+    }
+    hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"
+    assert strangers("gllm.transport.x", hidden) == set()
+
+
+LIGHT = ("gllm.scheduler.scheduler", "gllm.frontend.app", "gllm.engine", "gllm.serve", "gllm.chat")
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_no_torch_is_loaded(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"
+
+
+def test_modules_import_without_cycles() -> None:
+    graph = {
+        name_of(path): {i for i in imported(path.read_text()) if i.startswith("gllm.")}
+        for path in MODULES
+    }
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join([*above, name])
+        if name not in done:
+            for other in graph.get(name, ()):
+                visit(other, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        if name not in ("gllm.__init__", "gllm.cli"):
+            visit(name, ())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_modules_say_what_they_own_and_stay_short(path: Path) -> None:
+    source = path.read_text()
+    assert ast.get_docstring(ast.parse(source))
+    assert len(source.splitlines()) <= 400
+    assert not imported(source) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}

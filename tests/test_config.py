@@ -1,0 +1,105 @@
+"""Configurations: from flags, from keywords, and what cannot be."""
+
+import argparse
+import math
+from typing import Any
+
+import pytest
+
+from gllm.config import (
+    EngineConfig,
+    FieldError,
+    SamplingParams,
+    ServerConfig,
+    add_flags,
+    from_flags,
+    parse_bytes,
+)
+
+
+def parse(line: str) -> tuple[EngineConfig, ServerConfig]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig)
+    add_flags(parser, ServerConfig)
+    values = parser.parse_args(line.split())
+    return from_flags(EngineConfig, values), from_flags(ServerConfig, values)
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert parse("") == (EngineConfig(), ServerConfig())
+
+
+def test_every_flag_reaches_its_field() -> None:
+    engine, server = parse(
+        "--pp 2 --layers 10,14 --kv-cache-memory 1.5GiB --max-model-len 99 --policy throttle "
+        "--kv-threshold 0.25 --no-prefix-cache --phase-pure --max-in-flight 3 --port 1 --host ::1"
+    )
+    assert (engine.pipeline_parallel_size, engine.layers) == (2, (10, 14))
+    assert (engine.kv_cache_memory, engine.max_model_len) == (3 * 2**29, 99)
+    assert (engine.scheduler.policy, engine.scheduler.kv_threshold) == ("throttle", 0.25)
+    assert not engine.scheduler.prefix_cache
+    assert engine.scheduler.phase_pure
+    assert engine.scheduler.max_in_flight == 3
+    assert (server.port, server.host) == (1, "::1")
+
+
+def test_flat_keywords_find_their_place() -> None:
+    config = EngineConfig.of("m", pipeline_parallel_size=2, policy="sarathi", max_model_len=7)
+    assert config.scheduler.policy == "sarathi"
+    assert (config.model, config.pipeline_parallel_size, config.max_model_len) == ("m", 2, 7)
+    with pytest.raises(TypeError, match="polici"):
+        EngineConfig.of("m", polici="sarathi")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("7", 7), ("512MiB", 2**29), ("2GiB", 2**31), ("1.5GB", 15 * 10**8), ("3 kb", 3000)],
+)
+def test_bytes(text: str, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_parallel_size": 0},
+        {"layers": (1, 2)},
+        {"layers": (0,)},
+        {"max_model_len": 0},
+        {"kv_cache_memory": -1},
+        {"threads": 0},
+        {"health_timeout": 0.0},
+        {"health_timeout": math.nan},
+        {"block_size": 0},
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        EngineConfig.of("m", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": 2.1},
+        {"top_p": 0.0},
+        {"top_k": -2},
+        {"min_p": 1.1},
+        {"seed": 2**63},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"max_tokens": 2**31},
+        {"min_tokens": -1},
+        {"stop": ("",)},
+        {"stop": ("x",) * 33},
+        {"stop_token_ids": (-1,)},
+    ],
+    ids=str,
+)
+def test_sampling_out_of_range_names_the_field(options: dict[str, Any]) -> None:
+    with pytest.raises(FieldError) as caught:
+        SamplingParams(**options)
+    assert caught.value.param == next(iter(options))
