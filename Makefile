@@ -3,11 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve test check format
+.PHONY: setup serve lint test check format
 
 setup: $(STAMP)
 
 $(STAMP): requirements.txt requirements-dev.txt setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "gllm needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q -r requirements.txt -r requirements-dev.txt
@@ -17,14 +19,15 @@ $(STAMP): requirements.txt requirements-dev.txt setup.py
 serve: $(STAMP)
 	$(BIN)/python -m gllm.serve demo $(ARGS)
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -q $(ARGS)
-
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q
+
+test: lint
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: test
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -24,7 +24,7 @@ def measure(policy: str, running: int, stages: int, steps: int) -> list[float]:
     config = SchedulerConfig(policy=policy, max_num_seqs=running)
     scheduler = Scheduler(config.resolve(stages, 20_000, 4096))
     in_flight: list[StepPlan] = []
-    times = []
+    times: list[float] = []
     seq = 0
     while len(times) < steps + 200:
         while len(scheduler._sequences) < running + 8:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import zmq
 from tqdm import tqdm
@@ -296,7 +297,7 @@ def _context(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
-def _sampling_defaults(folder: Path) -> dict[str, float]:
+def _sampling_defaults(folder: Path) -> dict[str, Any]:
     """Sampling defaults of a model folder's generation_config.json, if it has one."""
     file = folder / "generation_config.json"
     if not file.is_file():

@@ -6,7 +6,7 @@ of processes: a test's fake engine satisfies the protocol as the real one does.
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gllm.config import FieldError, SamplingParams
 from gllm.messages import StageLoad
@@ -43,7 +43,7 @@ class ModelInfo:
     """Tokens of prompt and output together, at most."""
     vocab_size: int
     eos_ids: tuple[int, ...]
-    defaults: Mapping[str, float]
+    defaults: Mapping[str, Any]
     """Sampling defaults of the model's generation_config, by field name."""
     created: int
     """Unix seconds."""

@@ -76,11 +76,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """The completions of each prompt (text or token ids), in their order.
 
-        All prompts are in the engine at once. Raises FieldError for a prompt that cannot be, before
+        Without parameters the model's own sampling defaults hold, and texts of any length. All
+        prompts are in the engine at once. Raises FieldError for a prompt that cannot be, before
         anything runs, and EngineError where a request fails.
         """
         several: Sequence[str | list[int]] = [prompts] if isinstance(prompts, str) else prompts
-        return self._wait(self._generate_all(several, sampling_params or SamplingParams()))
+        params = sampling_params or SamplingParams(**self._engine.model.defaults)
+        return self._wait(self._generate_all(several, params))
 
     def chat(
         self, messages: list[dict[str, str]], sampling_params: SamplingParams | None = None

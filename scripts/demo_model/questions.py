@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scripts.demo_model import lexicon
-from scripts.demo_model.lexicon import Place
 from scripts.demo_model.stories import article
 from scripts.demo_model.world import Hero, Split, Statement, draw_hero, draw_place, is_held_out
 
@@ -24,6 +23,8 @@ WORDING = (
     "What does like to eat? likes to eat. What is the opposite of? What is plus?",
     "Say this: Please repeat: You said:",
 )
+
+ONE_FACT_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,15 @@ def _draw_heroes(rng: random.Random, split: Split) -> tuple[Hero, Hero]:
     return first, draw_hero(rng, sides[1], unlike=first)
 
 
+def _shown(rng: random.Random, heroes: tuple[Hero, Hero]) -> tuple[Hero, ...]:
+    """The heroes of a context: mostly one, else the model must find the one that is asked about."""
+    return heroes[:1] if rng.random() < ONE_FACT_SHARE else heroes
+
+
 def _owning(rng: random.Random, split: Split) -> Passage:
-    heroes = _draw_heroes(rng, split)
-    things, colours = rng.sample(lexicon.THINGS, 2), rng.sample(lexicon.COLOURS, 2)
+    heroes = _shown(rng, _draw_heroes(rng, split))
+    things = rng.sample(lexicon.THINGS, len(heroes))
+    colours = rng.sample(lexicon.COLOURS, len(heroes))
     context: list[str] = []
     pairs: list[tuple[str, str]] = []
     for hero, thing, colour in zip(heroes, things, colours, strict=True):
@@ -69,9 +76,9 @@ def _owning(rng: random.Random, split: Split) -> Passage:
 
 
 def _being_somewhere(rng: random.Random, split: Split) -> Passage:
-    heroes = _draw_heroes(rng, split)
+    heroes = _shown(rng, _draw_heroes(rng, split))
     first = draw_place(rng)
-    places: tuple[Place, Place] = (first, draw_place(rng, unlike=first))
+    places = (first, draw_place(rng, unlike=first))[: len(heroes)]
     context: list[str] = []
     pairs: list[tuple[str, str]] = []
     for hero, place in zip(heroes, places, strict=True):
@@ -98,10 +105,7 @@ def _opposite(rng: random.Random, split: Split) -> Passage:
     first, second = _draw_heroes(rng, split)
     quality, opposite = rng.sample(rng.choice(lexicon.OPPOSITES), 2)
     context = f"{first.full_name} is {quality}. {second.full_name} is the opposite."
-    pairs = (
-        (f"What is {second.name} like?", f"{second.pronoun} is {opposite}."),
-        (f"What is {first.name} like?", f"{first.pronoun} is {quality}."),
-    )
+    pairs = ((f"What is {second.name} like?", f"{second.pronoun} is {opposite}."),)
     statements = (Statement(first, quality), Statement(second, opposite))
     return Passage("opposite", context, pairs, statements)
 
@@ -109,7 +113,7 @@ def _opposite(rng: random.Random, split: Split) -> Passage:
 def _kinds(rng: random.Random, split: Split) -> Passage:
     # The heroes themselves are what is held out here, so both come from the split itself.
     first = draw_hero(rng, split)
-    heroes = (first, draw_hero(rng, split, unlike=first))
+    heroes = _shown(rng, (first, draw_hero(rng, split, unlike=first)))
     context = " ".join(f"{hero.name} is {article(hero.animal.noun)}." for hero in heroes)
     pairs: list[tuple[str, str]] = []
     for hero in heroes:

@@ -29,6 +29,7 @@ def poisoned(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][POISON] = float("nan")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "eos_token_id": 2}')
     return folder
 
 
@@ -51,6 +52,12 @@ def test_prompts_come_back_in_order_with_all_choices(llm: LLM) -> None:
     assert outputs[1].outputs == outputs[2].outputs
     assert {c.finish_reason for output in outputs for c in output.outputs} == {"length"}
     assert outputs[1].outputs[0].token_ids != outputs[1].outputs[1].token_ids
+
+
+def test_without_parameters_the_models_defaults_hold(llm: LLM) -> None:
+    assert llm._engine.model.defaults == {"temperature": 0.0}
+    one, two = llm.generate([[5] * 500, [5] * 500])
+    assert one.outputs == two.outputs
 
 
 def test_a_chat(llm: LLM) -> None:
