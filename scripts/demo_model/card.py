@@ -39,8 +39,11 @@ the training texts. The test questions in `tests/data/demo_questions.jsonl` rest
 
     python -m scripts.demo_model.train
 
-trained this model in {minutes:.0f} minutes ({steps} steps) on {device}, in float32; the final
-training loss was {loss:.3f} per token.
+trained this model in two runs of {minutes:.0f} minutes together ({steps} steps) on {device}, in
+float32; the final training loss was {loss:.3f} per token (`training.json` has both runs). Between
+the runs of these weights the questions were made simpler: in the first run every reading question
+had two facts before it, from the second on two of three have one. A new training from nothing uses
+the simpler ones throughout.
 
 ## Evaluation
 
