@@ -184,8 +184,8 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: 
         "eos_token_id": [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)],
         "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
         "do_sample": True,
-        "temperature": 0.5,
-        "top_p": 0.9,
+        "temperature": 0.4,
+        "top_p": 0.85,
     }
     text = json.dumps(generation, indent=2)
     (folder / "generation_config.json").write_text(f"{text}\n", encoding="utf-8")
