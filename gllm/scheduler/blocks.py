@@ -87,13 +87,6 @@ class BlockPool:
         """How many of these would become available if their one holder let go."""
         return sum(self._references[block] == 1 for block in blocks)
 
-    def forget(self) -> None:
-        """Empty the prefix cache; held blocks stay with their holders but are offered no more."""
-        self._free.extend(self._evictable)
-        self._evictable.clear()
-        self._by_hash.clear()
-        self._hashes = [None] * self.num_blocks
-
     def _take(self) -> int:
         if self._free:
             block = self._free.pop()

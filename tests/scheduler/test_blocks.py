@@ -77,19 +77,6 @@ def test_a_twin_stays_private_and_is_free_at_once() -> None:
     assert pool.lookup(digest) == first
 
 
-def test_forget_offers_nothing_and_loses_nothing() -> None:
-    pool = BlockPool(3)
-    digests = chain([1, 2, 3, 4])
-    table = pool.allocate(2)
-    for block, digest in zip(table, digests, strict=True):
-        pool.publish(block, digest)
-    pool.release(table[1:])
-    pool.forget()
-    assert pool.lookup(digests) == []
-    pool.release(table[:1])
-    assert sorted(pool.allocate(3)) == [0, 1, 2]
-
-
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=2), st.text(max_size=5))
 def test_hashes_depend_on_tokens_parent_and_salt(tokens: list[int], salt: str) -> None:
     digest = chain_hash(root_hash(salt), tokens)
