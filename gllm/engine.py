@@ -232,7 +232,7 @@ class Engine:
         block_bytes = sum(loaded.block_bytes for loaded in self._loaded.values())
         scheduler, length = self.config.scheduler, self.model.max_model_len
         most = scheduler.max_num_seqs * -(-length // scheduler.block_size)
-        memory = kv_memory(self.config.kv_cache_memory, 1.0)
+        memory = kv_memory(self.config.kv_cache_memory)
         self.num_blocks = min(memory // block_bytes, most)
         self.kv_bytes = self.num_blocks * block_bytes
         scheduler.resolve(len(self._layers), self.num_blocks, length)

@@ -43,14 +43,12 @@ def memory_left(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     return max(left, 0)
 
 
-def kv_memory(requested: int | None, share: float) -> int:
-    """Bytes for the KV cache of a stage with this share of the model's layers.
+def kv_memory(requested: int | None) -> int:
+    """Bytes for the KV cache of all stages.
 
-    `requested`: bytes over all stages; None for a quarter of the memory left, so ask when the
-    weights are loaded.
+    `requested`: None for a quarter of the memory left, so ask when the weights are loaded.
     """
-    total = memory_left() * KV_SHARE if requested is None else requested
-    return int(total * share)
+    return int(memory_left() * KV_SHARE) if requested is None else requested
 
 
 def threads(requested: int | None, stages: int) -> int:

@@ -61,9 +61,11 @@ class Worker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = Inbox(self._context, spec.inboxes[spec.stage])
         self._frontend = Outbox(self._context, spec.frontend, spec.stage)
+        # The driver sends to all other stages, the last stage to the driver.
+        last = spec.stage == spec.stages - 1
+        receivers = range(1, spec.stages) if spec.stage == 0 else range(int(last))
         self._stages = {
-            stage: Outbox(self._context, spec.inboxes[stage], spec.stage)
-            for stage in ([*range(1, spec.stages)] if spec.stage == 0 else [0])
+            stage: Outbox(self._context, spec.inboxes[stage], spec.stage) for stage in receivers
         }
         self._driver: Driver | None = None
         self._reporting = False

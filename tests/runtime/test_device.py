@@ -67,11 +67,11 @@ def test_v1_without_quota(machine: tuple[Path, Path]) -> None:
 def test_this_machine_has_cores_and_memory() -> None:
     assert 1 <= device.cores() <= (os.cpu_count() or 1)
     assert device.memory_left() > 0
-    assert device.kv_memory(None, 1.0) > 0
+    assert device.kv_memory(None) > 0
 
 
 def test_shares() -> None:
-    assert device.kv_memory(1000, 0.25) == 250
+    assert device.kv_memory(1000) == 1000
     assert device.threads(3, 2) == 3
     assert device.threads(None, 1000) == 1
 
