@@ -67,6 +67,9 @@ class EngineConfig:
     health_timeout: float = option(
         30.0, "seconds without a finished step, work pending, until /health says 503"
     )
+    step_log: str | None = option(
+        None, "file that gets every plan, step time and result as JSON lines; default: none"
+    )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ Knows nothing of sockets (runtime/bus.py) and of what the messages cause.
 
 import msgspec
 
-from gllm.scheduler.plan import Outcome, Stats, StepPlan, StepResult
+from gllm.scheduler.plan import Outcome, Stats, StepPlan, StepResult, StepTime
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -86,6 +86,16 @@ class Result(Message, frozen=True):
     result: StepResult
 
 
+# Stages to driver.
+
+
+class StageTimes(Message, frozen=True):
+    """When a stage computed the steps since its last message."""
+
+    stage: int
+    steps: list[StepTime]
+
+
 # Driver to frontend.
 
 
@@ -156,6 +166,7 @@ AnyMessage = (
     | Register
     | Step
     | Result
+    | StageTimes
     | Tokens
     | Progress
     | Loaded

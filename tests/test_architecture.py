@@ -20,6 +20,11 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.metrics": set(),
     "gllm.config": {"gllm.scheduler"},
     "gllm.messages": {"gllm.scheduler", "msgspec"},
+    "gllm.step_log": {"gllm.scheduler", "msgspec"},
+    "gllm.sim": {
+        *("gllm.config", "gllm.metrics", "gllm.scheduler", "gllm.sim", "gllm.step_log"),
+        *("matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
+    },
     "gllm.kernels": {"gllm.kernels", "numpy", "torch"},
     "gllm.models": {"gllm.models", "gllm.kernels", "torch", "safetensors", "huggingface_hub"},
     "gllm.transport": {"gllm.transport", "torch", "msgspec"},
@@ -27,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.engine_api": {"gllm.config", "gllm.messages", "gllm.scheduler", "gllm.text"},
     "gllm.runtime": {
         *("gllm.config", "gllm.messages", "gllm.scheduler", "gllm.kernels", "gllm.models"),
-        *("gllm.transport", "gllm.runtime"),
+        *("gllm.transport", "gllm.runtime", "gllm.step_log"),
         *("msgspec", "numpy", "setproctitle", "torch", "uvloop", "zmq"),
     },
     "gllm.engine": {

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from gllm.messages import Abort, Message, Register, Step, Submit, Tokens, encode
-from gllm.scheduler.config import SchedulerConfig
+from gllm.messages import Abort, Message, Register, StageTimes, Step, Submit, Tokens, encode
 from gllm.scheduler.plan import End, Outcome, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
@@ -30,12 +29,12 @@ class Driver:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        scheduler: Scheduler,
         local: Callable[[Register | Step], None],
         others: list[Link],
         frontend: Link,
     ) -> None:
-        self.scheduler = Scheduler(config)
+        self.scheduler = scheduler
         self._local = local
         self._others = others
         self._frontend = frontend
@@ -68,6 +67,10 @@ class Driver:
     def commit(self, result: StepResult) -> None:
         """Take a step's result in. Raises ValueError where it is not the next one's."""
         self._outcomes.append(self.scheduler.commit(result))
+
+    def observe(self, message: StageTimes) -> None:
+        """Hear how long a stage took."""
+        self.scheduler.observe(message.stage, message.steps)
 
     def turn(self) -> None:
         """After a batch of messages: fill the pipeline first, then tell the frontend."""

@@ -58,6 +58,7 @@ class Workers:
                     stage=stage,
                     stages=len(layers),
                     layers=(part.start, part.stop),
+                    layer_counts=[len(each) for each in layers],
                     folder=str(folder),
                     config=config,
                     frontend=self.frontend,

@@ -17,6 +17,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     stages: int
     layers: tuple[int, int]
     """First layer, and the one after the last."""
+    layer_counts: list[int]
+    """Layers of every stage."""
     folder: str
     """The model's."""
     config: EngineConfig

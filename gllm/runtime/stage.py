@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from gllm.messages import Register
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import StageExecutor
-from gllm.scheduler.plan import StepPlan, StepResult
+from gllm.scheduler.plan import StepPlan, StepResult, StepTime
 from gllm.transport.base import Receiver, Sender, StepFailed
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Stage:
         self.steps = 0
         self.busy_seconds = 0.0
         self.idle_seconds = 0.0
+        self._times: deque[StepTime] = deque()
         self._executor = executor
         self._receiver = receiver
         self._sender = sender
@@ -71,6 +73,10 @@ class Stage:
             batch = describe(error)
         self._planned.put((plan, batch))
 
+    def take_times(self) -> list[StepTime]:
+        """When the steps since the last call were computed."""
+        return [self._times.popleft() for _ in range(len(self._times))]
+
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
@@ -87,7 +93,7 @@ class Stage:
 
     def _compute(self, plan: StepPlan, batch: Batch | str) -> None:
         """One step. Raises StepFailed where it brought nothing, here or on a stage before."""
-        begin = time.perf_counter()
+        begin = time.monotonic()
         hidden = None
         if self._receiver is not None:
             tokens = sum(row.num_tokens for row in plan.rows)
@@ -97,7 +103,7 @@ class Stage:
         if batch.has_placeholders:
             with self._sampled:
                 self._sampled.wait_for(lambda: self._unsampled == 0)
-        ready = time.perf_counter()
+        ready = time.monotonic()
         try:
             output = self._executor.compute(batch, hidden)
         except Exception as error:
@@ -109,9 +115,11 @@ class Stage:
             with self._sampled:
                 self._unsampled += 1
             self._computed.put((plan, batch, output))
+        end = time.monotonic()
         self.steps += 1
         self.idle_seconds += ready - begin
-        self.busy_seconds += time.perf_counter() - ready
+        self.busy_seconds += end - ready
+        self._times.append(StepTime(plan.step, ready, end))
 
     def _fail(self, plan: StepPlan, error: str) -> None:
         """The step's sequences end; those of other steps go on."""

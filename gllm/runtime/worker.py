@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from gllm.messages import (
     Result,
     Shutdown,
     StageLoad,
+    StageTimes,
     Start,
     Step,
     Submit,
@@ -42,7 +44,11 @@ from gllm.runtime.driver import Driver
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.spec import WorkerSpec
 from gllm.runtime.stage import Stage, describe
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepResult
+from gllm.scheduler.scheduler import Scheduler
+from gllm.step_log import LoggedScheduler, StepLog
+from gllm.step_log import Start as LogStart
 from gllm.transport.base import EdgeShape
 from gllm.transport.registry import open_edges
 
@@ -61,14 +67,14 @@ class Worker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = Inbox(self._context, spec.inboxes[spec.stage])
         self._frontend = Outbox(self._context, spec.frontend, spec.stage)
-        # The driver sends to all other stages, the last stage to the driver.
-        last = spec.stage == spec.stages - 1
-        receivers = range(1, spec.stages) if spec.stage == 0 else range(int(last))
+        # The driver sends to all other stages, and they to the driver.
+        receivers = range(1, spec.stages) if spec.stage == 0 else range(1)
         self._stages = {
             stage: Outbox(self._context, spec.inboxes[stage], spec.stage) for stage in receivers
         }
         self._driver: Driver | None = None
         self._reporting = False
+        self._log: StepLog | None = None
 
     async def run(self) -> None:
         """From loading to the parent's Shutdown, or a fault."""
@@ -79,6 +85,8 @@ class Worker:
             self._fail(error)
         await self.done.wait()
         self._inbox.close()
+        if self._log is not None:
+            self._log.close()
         for outbox in (self._frontend, *self._stages.values()):
             outbox.close()
         self._context.term()
@@ -121,12 +129,12 @@ class Worker:
                 self._start(num_blocks)
             case Shutdown():
                 self.done.set()
-            case Submit() | Abort() | Result() if self._driver is not None:
+            case Submit() | Abort() | Result() | StageTimes() if self._driver is not None:
                 self._drive(self._driver, message)
             case _:
                 raise ValueError(f"stage {self.spec.stage} has no use for {type(message).__name__}")
 
-    def _drive(self, driver: Driver, message: Submit | Abort | Result) -> None:
+    def _drive(self, driver: Driver, message: Submit | Abort | Result | StageTimes) -> None:
         match message:
             case Submit():
                 driver.submit(message)
@@ -134,6 +142,8 @@ class Worker:
                 driver.abort(message)
             case Result(result):
                 driver.commit(result)
+            case StageTimes():
+                driver.observe(message)
 
     def _start(self, num_blocks: int) -> None:
         """All stages are loaded: make the cache, open the edges, begin to work."""
@@ -156,8 +166,22 @@ class Worker:
         self._stage = Stage(executor, receiver, sender, self._deliver, self._fail)
         if spec.stage == 0:
             others = list(self._stages.values())
-            self._driver = Driver(scheduler, self._to_own_stage, [*others], self._frontend)
+            self._driver = Driver(
+                self._scheduler(scheduler), self._to_own_stage, [*others], self._frontend
+            )
         self._frontend.send(Ready(spec.stage))
+
+    def _scheduler(self, config: SchedulerConfig) -> Scheduler:
+        """The pipeline's scheduler, one that writes all down where a step log is asked for."""
+        engine = self.spec.config
+        if engine.step_log is None:
+            return Scheduler(config)
+        self._log = StepLog(engine.step_log)
+        now = time.monotonic()
+        self._log.write(
+            LogStart(now, engine.model, self.spec.layer_counts, config, "driver", warm_ups=1)
+        )
+        return LoggedScheduler(config, self._log.write, time.monotonic)
 
     def _to_own_stage(self, message: Register | Step) -> None:
         """What the driver sends to the stage of its own process."""
@@ -173,12 +197,13 @@ class Worker:
             self._handle([Result(result)])
 
     def _report_load_later(self) -> None:
-        """Tell the frontend what was computed, twice a second while there is something to do."""
+        """Tell what was computed, twice a second while there is something to do."""
         if not self._reporting:
             self._reporting = True
             self._loop.call_later(LOAD_REPORT_SECONDS, self._report_load)
 
     def _report_load(self) -> None:
+        """What this stage computed: totals to the frontend, times to the driver."""
         self._reporting = False
         if self.done.is_set():
             return
@@ -186,6 +211,13 @@ class Worker:
         self._frontend.send(
             StageLoad(self.spec.stage, stage.steps, stage.busy_seconds, stage.idle_seconds)
         )
+        times = StageTimes(self.spec.stage, stage.take_times())
+        if self._driver is None:
+            self._stages[0].send(times)
+        else:
+            self._handle([times])
+        if self._log is not None:
+            self._log.flush()
 
     def _fail(self, error: BaseException) -> None:
         """Say why, and end."""

@@ -41,6 +41,12 @@ class Memory:
         self.holders[sequence.seq] = sequence
         return True
 
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether a sequence with prefill to schedule could have a chunk of it now."""
+        if sequence.seq not in self.holders:
+            return len(self.holders) < self._seats and self.pool.available > 0
+        return self.capacity(sequence) > sequence.scheduled
+
     def capacity(self, sequence: Sequence) -> int:
         """Tokens that fit its blocks and all that are available."""
         return (len(sequence.blocks) + self.pool.available) * self._size

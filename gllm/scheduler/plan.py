@@ -59,6 +59,14 @@ class StepResult(NamedTuple):
     """Why the whole step failed; every sequence in it ends with this error."""
 
 
+class StepTime(NamedTuple):
+    """When a stage computed a step, seconds; waiting for its activations is not part of it."""
+
+    step: int
+    start: float
+    end: float
+
+
 class End(NamedTuple):
     """The end of a sequence."""
 

@@ -15,7 +15,17 @@ from operator import attrgetter
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.memory import Memory
-from gllm.scheduler.plan import End, First, Outcome, Row, Sampled, Stats, StepPlan, StepResult
+from gllm.scheduler.plan import (
+    End,
+    First,
+    Outcome,
+    Row,
+    Sampled,
+    Stats,
+    StepPlan,
+    StepResult,
+    StepTime,
+)
 from gllm.scheduler.policy import POLICIES, Load, Policy
 from gllm.scheduler.sequence import Request, Sequence
 
@@ -123,6 +133,21 @@ class Scheduler:
                 self._advance(sequence, row, sampled.get(row.seq), outcome)
             self._settle(sequence)
         return outcome
+
+    def observe(self, stage: int, times: list[StepTime]) -> None:
+        """Hear when a stage computed steps that were planned; any time after their schedule."""
+
+    def parallelism(self) -> int:
+        """How many stages the work at hand could keep busy now, however it is cut: a sequence in
+        decode one, a prompt one for each chunk in flight and each #MinP tokens there is room for."""
+        enough = self.config.stages
+        count = len(self._decoding)
+        if count < enough:
+            rows = (row for plan in self._in_flight.values() for row in plan.rows)
+            count += sum(row.seq not in self._decoding for row in rows)
+        if count < enough and self._queue and self.memory.has_room(self._queue[0]):
+            count += -(-self._waiting_tokens // self.config.min_prefill_tokens)
+        return min(count, enough)
 
     def stats(self) -> Stats:
         """Where things stand."""

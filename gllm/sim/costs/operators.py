@@ -1,0 +1,269 @@
+"""Operator profiles: what was measured, and the forests that are fitted to it.
+
+Owns the reading of Vidur's tables in `gllm/sim/data`, the features of each operator and the range
+in which a forest may be asked. Knows no micro-batch, no layer and no pipeline: how operators add up
+to a step is `forest.py`'s business.
+
+Source of the method: "Vidur", MLSys'24, arXiv 2405.05465.
+"""
+
+import csv
+import gzip
+import importlib
+import io
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Row = Mapping[str, str]
+
+TREES = 100
+DEPTH = 16
+
+NORM = "input_layernorm"
+TOKEN_OPS = (
+    *("emb", NORM, "attn_pre_proj", "attn_rope", "attn_post_proj"),
+    *("post_attention_layernorm", "mlp_up_proj", "mlp_act", "mlp_down_proj", "add"),
+)
+"""Operators whose time depends on the number of token rows alone."""
+
+ATTENTION = ("a100", "meta-llama/Llama-2-70b-hf", 2)
+"""Device, model and tensor parallel size of the only attention profile there is."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Measurements of one operator, one per distinct key."""
+
+    operator: str
+    features: Array
+    """[samples, features], what the forest sees."""
+    milliseconds: Array
+    """[samples]; the mean over repeats of a key, each of them a median of the source's."""
+    measures: Mapping[str, Callable[[Array], Array]]
+    """What has to lie within the measured range, by name: from [rows, features] to [rows]."""
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Least and greatest measured value of each measure, both inclusive."""
+        values = {name: of(self.features) for name, of in self.measures.items()}
+        return {name: (float(v.min()), float(v.max())) for name, v in values.items()}
+
+
+class Forest:
+    """A random forest for one operator, which refuses what lies outside of its measurements."""
+
+    def __init__(self, samples: Samples) -> None:
+        """Fit. Raises ModuleNotFoundError, saying what to install, without scikit-learn."""
+        self.operator = samples.operator
+        self.ranges = samples.ranges
+        self._measures = samples.measures
+        self._model = _regressor()
+        self._model.fit(samples.features, samples.milliseconds)
+
+    def predict(self, features: Array) -> Array:
+        """Milliseconds, [rows], for features [rows, features].
+
+        Raises ValueError for a key out of the measured range: a tree would answer with its
+        outermost leaf.
+        """
+        for name, of in self._measures.items():
+            low, high = self.ranges[name]
+            values = of(features)
+            wrong = values[(values < low) | (values > high)]
+            if wrong.size:
+                raise out_of_range(self.operator, name, float(wrong[0]), low, high)
+        return np.asarray(self._model.predict(features), np.float64)
+
+
+def out_of_range(operator: str, name: str, value: float, low: float, high: float) -> ValueError:
+    """The error for a key beyond what was measured; both ends of the range belong to it."""
+    return ValueError(
+        f"{operator}: {name} is {value:g}, but was measured from {low:g} to {high:g}, and "
+        "this cost model does not extrapolate: keep micro-batches within, or use another one"
+    )
+
+
+def cross_validated_mape(samples: Samples, folds: int = 5, seed: int = 0) -> float:
+    """Mean absolute percentage error, in percent, of forests on samples they were not fitted to.
+
+    The samples are shuffled once and dealt into folds. Each is held out in turn, and the errors of
+    all samples weigh the same. Repeats of a key are one sample, so none is on both sides.
+    """
+    order = np.random.default_rng(seed).permutation(len(samples.milliseconds))
+    errors = []
+    for held in np.array_split(order, folds):
+        rest = np.setdiff1d(order, held)
+        model = _regressor()
+        model.fit(samples.features[rest], samples.milliseconds[rest])
+        truth = samples.milliseconds[held]
+        errors.append(np.abs(model.predict(samples.features[held]) - truth) / truth)
+    return float(np.concatenate(errors).mean() * 100)
+
+
+def token_samples(device: str, model: str, tp: int) -> dict[str, Samples]:
+    """Every token-level operator of one layer's shard, features [num_tokens], by operator.
+
+    `emb` is the embedding, `attn_pre_proj` and `attn_post_proj` are the QKV and O projections,
+    `add` is one residual. An operator that the model lacks is left out. Raises ValueError for a
+    device, model or tensor parallel size that was not profiled.
+    """
+    rows = _selected("vidur_token_ops.csv.gz", device=device, model=model, tp=tp)
+    found = {}
+    for operator in TOKEN_OPS:
+        measured = [
+            ((float(row["num_tokens"]),), float(row[f"{operator}_ms"]))
+            for row in rows
+            if row[f"{operator}_ms"]
+        ]
+        if measured:
+            found[operator] = _samples(operator, measured, _by_tokens)
+    return found
+
+
+def prefill_samples() -> Samples:
+    """Attention of one prefill chunk, features [kv, chunk^2].
+
+    kv: tokens cached before the chunk. No sequence was longer than 4,096 tokens.
+    """
+    measured = [
+        ((float(row["kv_cache"]), float(row["prefill_chunk"]) ** 2), float(row["attn_prefill_ms"]))
+        for row in _table("vidur_attention_a100_llama2-70b_tp2.csv.gz")
+        if row["attn_prefill_ms"]
+    ]
+    measures: dict[str, Callable[[Array], Array]] = {
+        "kv": lambda features: features[:, 0],
+        "chunk": lambda features: np.sqrt(features[:, 1]),
+        "kv + chunk": lambda features: features[:, 0] + np.sqrt(features[:, 1]),
+    }
+    return _samples("attn_prefill", measured, measures)
+
+
+def decode_samples() -> Samples:
+    """Attention of a batch of decodes, features [batch, mean kv]; kv: tokens cached before."""
+    measured = [
+        ((float(row["batch_size"]), float(row["kv_cache"])), float(row["attn_decode_ms"]))
+        for row in _table("vidur_attention_a100_llama2-70b_tp2.csv.gz")
+        if row["attn_decode_ms"]
+    ]
+    measures: dict[str, Callable[[Array], Array]] = {
+        "batch": lambda features: features[:, 0],
+        "mean kv": lambda features: features[:, 1],
+    }
+    return _samples("attn_decode", measured, measures)
+
+
+def reshape_samples() -> Samples:
+    """Reshapes around attention, features [num_tokens]: the stand-in for saving keys and values.
+
+    They do not depend on kv, so all kv of a chunk length or batch are averaged.
+    """
+    measured = []
+    for row in _table("vidur_attention_a100_llama2-70b_tp2.csv.gz"):
+        tokens = row["prefill_chunk"] if row["attn_prefill_ms"] else row["batch_size"]
+        time = float(row["attn_input_reshape_ms"]) + float(row["attn_output_reshape_ms"])
+        measured.append(((float(tokens),), time))
+    return _samples("attn_reshape", measured, _by_tokens)
+
+
+def collective_samples(
+    node: str, collective: str, num_workers: int, devices_per_node: int
+) -> Samples:
+    """One collective ("all_reduce" or "send_recv"), features [bytes].
+
+    Raises ValueError for a combination that was not profiled.
+    """
+    rows = _selected(
+        "vidur_collectives.csv.gz",
+        node=node,
+        collective=collective,
+        num_workers=num_workers,
+        devices_per_node=devices_per_node,
+    )
+    measured = [((float(row["bytes"]),), float(row["median_ms"])) for row in rows]
+    return _samples(collective, measured, {"bytes": lambda features: features[:, 0]})
+
+
+def host_rows(device: str, model: str) -> list[dict[str, float]]:
+    """Host times of an engine by `tp` and `batch_size`, all columns as numbers, in milliseconds.
+
+    Raises ValueError for a device and model without any.
+    """
+    rows = _selected("vidur_cpu_overheads.csv.gz", device=device, model=model)
+    return [{k: float(v) for k, v in row.items() if k not in ("device", "model")} for row in rows]
+
+
+def model_shape(model: str) -> dict[str, int]:
+    """Shape of a profiled model: `num_layers`, `embedding_dim` and so on; flags are 0 or 1.
+
+    Raises ValueError for a model that was not profiled.
+    """
+    (row,) = _selected("vidur_model_shapes.csv", model=model)
+    flags = {"true": 1, "false": 0}
+    return {k: flags[v] if v in flags else int(v) for k, v in row.items() if k != "model"}
+
+
+def profiled() -> list[tuple[str, str, int]]:
+    """Every device, model and tensor parallel size whose token-level operators were profiled."""
+    rows = _table("vidur_token_ops.csv.gz")
+    return sorted({(row["device"], row["model"], int(row["tp"])) for row in rows})
+
+
+_by_tokens: dict[str, Callable[[Array], Array]] = {"num_tokens": lambda features: features[:, 0]}
+
+
+def _samples(
+    operator: str,
+    measured: Iterable[tuple[tuple[float, ...], float]],
+    measures: Mapping[str, Callable[[Array], Array]],
+) -> Samples:
+    """Repeats of a key averaged, keys in order."""
+    by_key: dict[tuple[float, ...], list[float]] = defaultdict(list)
+    for key, time in measured:
+        by_key[key].append(time)
+    keys = sorted(by_key)
+    times = np.array([np.mean(by_key[key]) for key in keys])
+    return Samples(operator, np.array(keys), times, measures)
+
+
+def _table(name: str) -> list[Row]:
+    """The rows of a shipped table."""
+    data = (files("gllm.sim") / "data" / name).read_bytes()
+    text = gzip.decompress(data) if name.endswith(".gz") else data
+    return list(csv.DictReader(io.StringIO(text.decode())))
+
+
+def _selected(name: str, **wanted: str | int) -> list[Row]:
+    """The rows with these values; ValueError, naming what there is, for none."""
+    table = _table(name)
+    rows = [row for row in table if all(row[k] == str(v) for k, v in wanted.items())]
+    if not rows:
+        known = sorted({tuple(row[k] for k in wanted) for row in table})
+        raise ValueError(
+            f"{name} has no rows for {_listed(list(map(str, wanted.values())))} "
+            f"({_listed(list(wanted))}): choose from {'; '.join(map(_listed, known))}"
+        )
+    return rows
+
+
+def _listed(values: Sequence[str]) -> str:
+    return ", ".join(values)
+
+
+def _regressor() -> Any:
+    """An unfitted forest. Lazy, since all other cost models do without scikit-learn."""
+    try:
+        ensemble = importlib.import_module("sklearn.ensemble")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the forest cost model needs scikit-learn: pip install gllm[sim]", name=error.name
+        ) from error
+    return ensemble.RandomForestRegressor(
+        n_estimators=TREES, max_depth=DEPTH, random_state=0, n_jobs=1
+    )

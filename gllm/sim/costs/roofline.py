@@ -1,0 +1,85 @@
+"""A step's time from first principles: what has to be computed, what has to be read.
+
+Owns the roofline: each operator takes the longer of its arithmetic and its memory traffic. Knows
+nothing of kernels beyond two efficiencies, stated once and the same for every policy.
+
+Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
+"""
+
+from dataclasses import dataclass
+
+from gllm.scheduler.work import Work
+from gllm.sim.shapes import BYTES, Device, Link, ModelShape
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's peak rates that kernels reach, and the host's seconds around them."""
+
+    compute: float = 0.6
+    memory: float = 0.8
+    stage_overhead: float = 0.5e-3
+    """Seconds of launches and inputs in each step on each stage."""
+    plan_overhead: float = 0.2e-3
+    """Seconds from a schedule until the first stage has its inputs."""
+    return_overhead: float = 0.3e-3
+    """Seconds from the last stage's end to the commit: sampling and the way back."""
+
+
+class RooflineCost:
+    """A model in `layer_counts` stages, each on one device, neighbours joined by equal links."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        device: Device,
+        link: Link,
+        layer_counts: list[int],
+        efficiency: Efficiency | None = None,
+    ) -> None:
+        self._model = model
+        self._link = link
+        self._layers = layer_counts
+        self._efficiency = efficiency or Efficiency()
+        self._flops = device.flops * self._efficiency.compute
+        self._bandwidth = device.bandwidth * self._efficiency.memory
+
+    def stage_seconds(self, stage: int, work: Work) -> float:
+        """Layers one after the other; on the last stage the LM head over the sampled rows."""
+        seconds = self._layers[stage] * self._layer_seconds(work)
+        if stage == len(self._layers) - 1 and work.samples:
+            seconds += self._matrix_seconds(self._model.head_weights, work.samples)
+        return seconds + self._efficiency.stage_overhead
+
+    def link_seconds(self, stage: int, work: Work) -> float:
+        """One tensor [tokens, hidden] of bf16."""
+        size = work.tokens * self._model.hidden * BYTES
+        return self._link.latency + size / self._link.bandwidth
+
+    def plan_seconds(self, work: Work) -> float:
+        """Constant."""
+        return self._efficiency.plan_overhead
+
+    def sample_seconds(self, work: Work) -> float:
+        """Within `return_seconds`."""
+        return 0.0
+
+    def return_seconds(self, work: Work) -> float:
+        """Constant."""
+        return self._efficiency.return_overhead
+
+    def _layer_seconds(self, work: Work) -> float:
+        model = self._model
+        seconds = self._matrix_seconds(model.layer_weights, work.tokens)
+        # Two products of 2 FLOP for each query-key pair, head and head dimension.
+        per_pair = 4 * model.heads * model.head_dim
+        if work.chunks:
+            read = sum(start + tokens for start, tokens in work.chunks) * model.kv_bytes
+            seconds += max(work.pairs * per_pair / self._flops, read / self._bandwidth)
+        if work.decodes:
+            compute = work.decode_context * per_pair / self._flops
+            seconds += max(compute, work.decode_context * model.kv_bytes / self._bandwidth)
+        return seconds
+
+    def _matrix_seconds(self, weights: int, rows: int) -> float:
+        return max(2 * rows * weights / self._flops, weights * BYTES / self._bandwidth)

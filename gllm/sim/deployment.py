@@ -1,0 +1,89 @@
+"""What is simulated: a model cut into stages, a cost for each, a scheduler's configuration.
+
+Owns the way from names (device, model, profile) to a resolved pipeline, and its run. Knows nothing
+of how results are shown.
+"""
+
+from dataclasses import dataclass
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.costs.base import Cost
+from gllm.sim.costs.roofline import Efficiency, RooflineCost
+from gllm.sim.events import run as run_events
+from gllm.sim.pipeline import Pipeline
+from gllm.sim.run import Run, run_of
+from gllm.sim.shapes import DEVICES, LINKS, MODELS, even_layers
+from gllm.sim.workload import Job, requests_of
+from gllm.step_log import Event, Start
+
+MEMORY_SHARE = 0.9
+"""Of a device's memory for weights and KV cache; the rest is for activations and the system."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One replica. `scheduler` is resolved."""
+
+    model: str
+    layers: list[int]
+    """Of each stage."""
+    cost: Cost
+    scheduler: SchedulerConfig
+
+
+def simulate(deployment: Deployment, jobs: list[Job]) -> tuple[Run, list[Event]]:
+    """Serve the jobs; the run and its log.
+
+    Raises ValueError for a job that is longer than the deployment's context.
+    """
+    config = deployment.scheduler
+    longest = max((job.prompt + job.output for job in jobs), default=0)
+    if longest > config.max_model_len:
+        raise ValueError(
+            f"the workload has a request of {longest} tokens, but max_model_len is "
+            f"{config.max_model_len}: raise it or choose another workload"
+        )
+    events: list[Event] = [
+        Start(0.0, deployment.model, deployment.layers, config, source="simulator")
+    ]
+    pipeline = Pipeline(config, deployment.cost, events.append)
+    run_events(pipeline.arrivals(requests_of(jobs)))
+    return run_of(events), events
+
+
+def roofline(
+    model: str,
+    device: str,
+    stages: int,
+    max_model_len: int,
+    link: str = "pcie",
+    scheduler: SchedulerConfig | None = None,
+    efficiency: Efficiency | None = None,
+) -> Deployment:
+    """A model on `stages` devices of one kind, its KV cache all that their memory leaves.
+
+    Raises ValueError for an unknown name or a model that does not fit.
+    """
+    for kind, name, table in (
+        ("model", model, MODELS), ("device", device, DEVICES), ("link", link, LINKS),
+    ):  # fmt: skip
+        if name not in table:
+            raise ValueError(f"{kind} {name!r} is none of {', '.join(table)}")
+    shape, hardware = MODELS[model], DEVICES[device]
+    layers = even_layers(shape.layers, stages)
+    config = scheduler or SchedulerConfig()
+    blocks = []
+    for stage, count in enumerate(layers):
+        room = hardware.memory * MEMORY_SHARE - shape.stage_bytes(stage, layers)
+        blocks.append(int(room // (count * shape.kv_bytes * config.block_size)))
+    if min(blocks) < 1:
+        raise ValueError(
+            f"model {model} does not fit {stages} x {device}: "
+            f"its weights are {shape.parameters * 2 / 1e9:.0f} GB; raise --pp"
+        )
+    return Deployment(
+        model,
+        layers,
+        RooflineCost(shape, hardware, LINKS[link], layers, efficiency),
+        config.resolve(stages, min(blocks), max_model_len),
+    )

@@ -1,0 +1,130 @@
+"""One pipeline in simulated time: the driver's scheduler between made-up stages.
+
+Owns what happens when: arrivals, schedules, stages that run one micro-batch at a time in order,
+links that carry one at a time, commits. Decides nothing: the scheduler is the production object.
+Knows nothing of devices, only of a cost model.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import Sampled, StepPlan, StepResult, StepTime
+from gllm.scheduler.sequence import Request
+from gllm.scheduler.work import Work, work_of
+from gllm.sim.costs.base import Cost
+from gllm.sim.events import Event
+from gllm.step_log import Event as Logged
+from gllm.step_log import LoggedScheduler
+
+COMMIT, ARRIVAL, PIPELINE = range(3)
+"""Ranks of events at one time: the driver hears of results and requests before stages go on."""
+
+TOKEN = 1
+"""What every made-up output token is."""
+
+MicroBatch = tuple[StepPlan, Work]
+
+
+class _Lane:
+    """A stage, or the link after it: one micro-batch at a time, in order."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[MicroBatch] = deque()
+        self.busy = False
+
+
+class Pipeline:
+    """A replica. `config` is resolved; `write` takes each logged event of the run."""
+
+    def __init__(
+        self, config: SchedulerConfig, cost: Cost, write: Callable[[Logged], None]
+    ) -> None:
+        self._now = 0.0
+        self.scheduler = LoggedScheduler(config, write, lambda: self._now)
+        self._cost = cost
+        self._stages = [_Lane() for _ in range(config.stages)]
+        self._links = [_Lane() for _ in range(config.stages - 1)]
+        self._planned = self._sampled = self._returned = 0.0
+        """When the newest plan's inputs, the newest step's tokens and its result are there."""
+
+    def arrivals(self, requests: Iterable[tuple[float, Request]]) -> list[Event]:
+        """Events that bring the requests at their times, in seconds."""
+        return [Event(time, ARRIVAL, partial(self._arrive, request)) for time, request in requests]
+
+    def abortion(self, time: float, seqs: list[int]) -> Event:
+        """An event that ends sequences."""
+        return Event(time, ARRIVAL, partial(self._abort, seqs))
+
+    # Handlers: each takes the time and returns what follows.
+
+    def _arrive(self, request: Request, now: float) -> list[Event]:
+        self._now = now
+        self.scheduler.add(request, now)
+        return self._turn(now)
+
+    def _abort(self, seqs: list[int], now: float) -> list[Event]:
+        self._now = now
+        self.scheduler.abort(seqs)
+        return self._turn(now)
+
+    def _turn(self, now: float) -> list[Event]:
+        """What the driver does after news: fill the pipeline."""
+        follows = []
+        while (plan := self.scheduler.schedule(now)) is not None:
+            batch = plan, work_of(plan.step, plan.rows)
+            self._planned = max(self._planned, now + self._cost.plan_seconds(batch[1]))
+            follows.append(Event(self._planned, PIPELINE, partial(self._reach_stage, 0, batch)))
+        return follows
+
+    def _reach_stage(self, stage: int, batch: MicroBatch, now: float) -> list[Event]:
+        lane = self._stages[stage]
+        lane.waiting.append(batch)
+        return [] if lane.busy else self._start_stage(stage, now)
+
+    def _start_stage(self, stage: int, now: float) -> list[Event]:
+        lane = self._stages[stage]
+        batch = lane.waiting.popleft()
+        lane.busy = True
+        # A row whose input token the step before samples waits for it (one stage only).
+        start = max(now, self._sampled) if batch[1].placeholders else now
+        end = start + self._cost.stage_seconds(stage, batch[1])
+        return [Event(end, PIPELINE, partial(self._end_stage, stage, batch, start))]
+
+    def _end_stage(self, stage: int, batch: MicroBatch, start: float, now: float) -> list[Event]:
+        self._now = now
+        self._stages[stage].busy = False
+        self.scheduler.observe(stage, [StepTime(batch[0].step, start, now)])
+        if stage == len(self._links):
+            self._sampled = now + self._cost.sample_seconds(batch[1])
+            done = self._sampled + self._cost.return_seconds(batch[1])
+            self._returned = max(self._returned, done)
+            commit = Event(self._returned, COMMIT, partial(self._commit, batch[0]))
+            return [*self._next(stage, now), commit]
+        link = self._links[stage]
+        link.waiting.append(batch)
+        sent = [] if link.busy else [self._start_link(stage, now)]
+        return [*self._next(stage, now), *sent]
+
+    def _next(self, stage: int, now: float) -> list[Event]:
+        return self._start_stage(stage, now) if self._stages[stage].waiting else []
+
+    def _start_link(self, stage: int, now: float) -> Event:
+        link = self._links[stage]
+        batch = link.waiting.popleft()
+        link.busy = True
+        end = now + self._cost.link_seconds(stage, batch[1])
+        return Event(end, PIPELINE, partial(self._end_link, stage, batch))
+
+    def _end_link(self, stage: int, batch: MicroBatch, now: float) -> list[Event]:
+        link = self._links[stage]
+        link.busy = False
+        follows = [self._start_link(stage, now)] if link.waiting else []
+        return [*follows, *self._reach_stage(stage + 1, batch, now)]
+
+    def _commit(self, plan: StepPlan, now: float) -> list[Event]:
+        self._now = now
+        sampled = [Sampled(row.seq, row.epoch, TOKEN) for row in plan.rows if row.samples]
+        self.scheduler.commit(StepResult(plan.step, sampled))
+        return self._turn(now)

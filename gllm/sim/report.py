@@ -1,0 +1,121 @@
+"""A run in numbers: the metrics table and its JSON.
+
+Owns which figures describe a run and how they are printed. Knows nothing of plots and files.
+"""
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from gllm.metrics import percentile, slo_attainment
+from gllm.sim.run import Run
+
+PERCENTS = (50, 90, 99)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles; nothing of no values."""
+    if not values:
+        return {}
+    return {"mean": fmean(values), **{f"p{p}": percentile(values, p) for p in PERCENTS}}
+
+
+def variation(values: Sequence[float]) -> float:
+    """Coefficient of variation: standard deviation over mean; 0 of no values."""
+    mean = fmean(values) if values else 0.0
+    return pstdev(values) / mean if mean else 0.0
+
+
+def summarize(
+    run: Run, slo_ttft: float | None = None, slo_tpot: float | None = None
+) -> dict[str, Any]:
+    """A run's figures; seconds, tokens, shares in 0..1. SLO limits in seconds."""
+    lines = [served.line for served in run.requests.values()]
+    span = (run.end - run.begin) or float("nan")
+    prompt = sum(served.prompt_tokens for served in run.requests.values() if served.line.tokens)
+    output = sum(line.tokens for line in lines)
+    uses = run.stage_uses()
+    latencies = {
+        "ttft": [line.ttft for line in lines if line.ttft is not None],
+        "tpot": [line.tpot for line in lines if line.tpot is not None],
+        "itl": [gap for line in lines for gap in line.itl],
+        "e2el": [line.e2el for line in lines if line.e2el is not None],
+    }
+    figures: dict[str, Any] = {
+        "requests": len(lines),
+        "finished": sum(line.tokens > 0 for line in lines),
+        "seconds": span,
+        "requests_per_second": len(lines) / span,
+        "output_tokens_per_second": output / span,
+        "total_tokens_per_second": (prompt + output) / span,
+        **{name: spread(values) for name, values in latencies.items()},
+        "steps": len(run.steps),
+        "tokens_per_step": spread([float(step.work.tokens) for step in run.steps]),
+        "tokens_per_step_variation": variation([step.work.tokens for step in run.steps]),
+        "preemptions": sum(served.preempted for served in run.requests.values()),
+        "busy_share": [use.busy_share for use in uses],
+        "bubble_share": [use.bubble_share for use in uses],
+    }
+    if slo_ttft is not None or slo_tpot is not None:
+        figures["slo_attainment"] = slo_attainment(lines, slo_ttft, slo_tpot)
+    return figures
+
+
+ROWS: list[tuple[str, str, float]] = [
+    ("requests", "requests", 1),
+    ("requests_per_second", "requests/s", 1),
+    ("output_tokens_per_second", "output tokens/s", 1),
+    ("total_tokens_per_second", "total tokens/s", 1),
+    *((f"ttft.{p}", f"TTFT {p}, ms", 1e3) for p in ("mean", "p50", "p90", "p99")),
+    *((f"tpot.{p}", f"TPOT {p}, ms", 1e3) for p in ("mean", "p50", "p90", "p99")),
+    *((f"itl.{p}", f"ITL {p}, ms", 1e3) for p in ("p50", "p99")),
+    *((f"e2el.{p}", f"E2EL {p}, s", 1) for p in ("mean", "p50", "p90", "p99")),
+    ("steps", "micro-batches", 1),
+    ("tokens_per_step.mean", "tokens per micro-batch", 1),
+    ("tokens_per_step_variation", "their coefficient of variation", 1),
+    ("preemptions", "preemptions", 1),
+    ("slo_attainment", "SLO attainment, %", 100),
+    ("busy_share", "stages busy, %", 100),
+    ("bubble_share", "bubbles, %", 100),
+]
+"""(path in the summary, label, factor)."""
+
+
+def look_up(summary: dict[str, Any], path: str) -> Any:
+    """A figure by its dotted path; None where there is none."""
+    value: Any = summary
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns side by side, as Markdown shows them."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def show(value: Any, factor: float = 1) -> str:
+    """A figure in four significant digits; several, one for each stage."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return " ".join(show(each, factor) for each in value)
+    scaled = value * factor
+    if isinstance(value, int) or abs(scaled) >= 1000:
+        return f"{scaled:.0f}"
+    return f"{scaled:.4g}"
+
+
+def metrics_table(summaries: dict[str, dict[str, Any]]) -> str:
+    """Runs side by side, by name."""
+    rows = []
+    for path, label, factor in ROWS:
+        cells = [show(look_up(summary, path), factor) for summary in summaries.values()]
+        if any(cells):
+            rows.append([label, *cells])
+    return text_table(["", *summaries], rows)

@@ -1,0 +1,108 @@
+"""Models and devices as numbers: shapes, peak rates, links.
+
+Owns the tables that a name on the command line stands for. Knows nothing of time: that is a cost
+model's business.
+"""
+
+from dataclasses import dataclass
+
+BYTES = 2
+"""Of a weight, an activation or a KV entry: bfloat16."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder with gated MLP and grouped queries."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocabulary: int
+    head_dim: int = 128
+    tied: bool = False
+    """The LM head is the embedding's matrix."""
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one layer's matrices."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.mlp
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the LM head; the embedding has as many."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        return self.layers * self.layer_weights + self.head_weights * (1 if self.tied else 2)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token in one layer's KV cache."""
+        return 2 * self.kv_heads * self.head_dim * BYTES
+
+    def stage_bytes(self, stage: int, layer_counts: list[int]) -> int:
+        """Bytes of the weights that a stage holds."""
+        ends = (stage == 0) + (stage == len(layer_counts) - 1)
+        return BYTES * (layer_counts[stage] * self.layer_weights + ends * self.head_weights)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak rates from its data sheet: dense bf16 FLOP/s, bytes/s, bytes."""
+
+    flops: float
+    bandwidth: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between neighbouring stages: bytes/s, seconds."""
+
+    bandwidth: float
+    latency: float
+
+
+MODELS = {
+    "qwen2.5-0.5b": ModelShape(24, 896, 14, 2, 4864, 151936, head_dim=64, tied=True),
+    "qwen2.5-7b": ModelShape(28, 3584, 28, 4, 18944, 152064),
+    "qwen2.5-14b": ModelShape(48, 5120, 40, 8, 13824, 152064),
+    "qwen2.5-32b": ModelShape(64, 5120, 40, 8, 27648, 152064),
+    "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 14336, 128256),
+    "llama-3.1-70b": ModelShape(80, 8192, 64, 8, 28672, 128256),
+    # The paper cuts layers off Llama-3.1-405B's shape until 100B parameters are left.
+    "llama-100b": ModelShape(30, 16384, 128, 8, 53248, 128256),
+}
+
+DEVICES = {
+    "L20": Device(119.5e12, 864e9, 48e9),
+    "A100-40G": Device(312e12, 1555e9, 40e9),
+    "A100-80G": Device(312e12, 2039e9, 80e9),
+    "A800-80G": Device(312e12, 2039e9, 80e9),
+    "RTX4090": Device(165e12, 1008e9, 24e9),
+    "H200": Device(989e12, 4800e9, 141e9),
+}
+"""Data sheets; of the RTX 4090 the fp16 rate with fp32 accumulation."""
+
+LINKS = {
+    "pcie": Link(20.79e9, 10e-6),
+    "network": Link(73.28e9 / 8, 50e-6),
+    "nvlink": Link(250e9, 5e-6),
+}
+"""Bandwidths of PCIe and the simulated network as measured by arXiv 2504.14775; the latencies and
+NVLink's usable rate are assumptions."""
+
+
+def even_layers(layers: int, stages: int) -> list[int]:
+    """Layers of each stage; what does not divide goes to the stages in the middle, which have
+    neither embedding nor LM head. Raises ValueError for more stages than layers."""
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be cut into {stages} stages")
+    share, rest = divmod(layers, stages)
+    order = sorted(range(stages), key=lambda stage: (stage == stages - 1, stage == 0, stage))
+    return [share + (stage in order[:rest]) for stage in range(stages)]

@@ -1,0 +1,202 @@
+"""What is asked of a deployment: requests with lengths and times of arrival.
+
+Owns traces and generators, by name. Knows nothing of tokens' content. Every generator takes a seed;
+the same seed gives the same workload.
+"""
+
+import csv
+import gzip
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from itertools import accumulate
+from typing import NamedTuple
+
+from gllm.scheduler.sequence import Request
+
+SHAREGPT_RATIOS = (5.21, 1.66)
+"""Prompt and output lengths of the Azure trace over ShareGPT's, as reported in arXiv 2504.14775."""
+
+Lengths = list[tuple[int, int]]
+"""(prompt tokens, output tokens), each at least 1."""
+
+
+class Job(NamedTuple):
+    """A request to come."""
+
+    arrival: float
+    """Seconds from the beginning."""
+    prompt: int
+    output: int
+
+
+class Trace(NamedTuple):
+    """A recorded workload; `arrivals` is empty where only lengths were recorded."""
+
+    arrivals: list[float]
+    lengths: Lengths
+
+
+@cache
+def load_trace(file: str) -> Trace:
+    """A trace that ships with gllm; data/README.md names sources and licences."""
+    with gzip.open(str(files("gllm.sim") / "data" / f"{file}.csv.gz"), "rt") as lines:
+        rows = list(csv.DictReader(lines))
+    arrivals = [float(row["arrival_s"]) for row in rows if "arrival_s" in row]
+    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
+    return Trace(arrivals, lengths)
+
+
+TRACES = {
+    "azure-conv": "azure_llm_2023_conv",
+    "azure-code": "azure_llm_2023_code",
+    "arxiv-4k": "vidur_arxiv4k_lengths",
+}
+
+
+def _sampled(name: str) -> Callable[[random.Random, int], Lengths]:
+    """Lengths of a trace, drawn without replacement as long as there are enough."""
+
+    def draw(rng: random.Random, count: int) -> Lengths:
+        lengths = load_trace(TRACES[name]).lengths
+        full, rest = divmod(count, len(lengths))
+        return [pair for _ in range(full) for pair in lengths] + rng.sample(lengths, rest)
+
+    return draw
+
+
+def _sharegpt(rng: random.Random, count: int) -> Lengths:
+    prompt_ratio, output_ratio = SHAREGPT_RATIOS
+    return [
+        (max(1, round(prompt / prompt_ratio)), max(1, round(output / output_ratio)))
+        for prompt, output in _sampled("azure-conv")(rng, count)
+    ]
+
+
+def _mixed(rng: random.Random, count: int) -> Lengths:
+    """Half conversations, a quarter code, a quarter long documents."""
+    quarter = count // 4
+    pairs = _sampled("azure-conv")(rng, count - 2 * quarter)
+    pairs += _sampled("azure-code")(rng, quarter) + _sampled("arxiv-4k")(rng, quarter)
+    rng.shuffle(pairs)
+    return pairs
+
+
+NAMED: dict[str, Callable[[random.Random, int], Lengths]] = {
+    **{name: _sampled(name) for name in TRACES},
+    "sharegpt-like": _sharegpt,
+    "mixed": _mixed,
+}
+
+
+def _fixed(rng: random.Random, values: list[float]) -> int:
+    return round(values[0])
+
+
+def _uniform(rng: random.Random, values: list[float]) -> int:
+    return rng.randint(round(values[0]), round(values[1]))
+
+
+def _lognormal(rng: random.Random, values: list[float]) -> int:
+    """By median and 90th percentile, cut off at the third value."""
+    median, p90, most = values
+    sigma = math.log(p90 / median) / 1.2816
+    while (draw := rng.lognormvariate(math.log(median), sigma)) > most:
+        pass
+    return max(1, round(draw))
+
+
+@cache
+def _zipf_weights(exponent: float, most: int) -> list[float]:
+    return list(accumulate(rank**-exponent for rank in range(1, most + 1)))
+
+
+def _zipf(rng: random.Random, values: list[float]) -> int:
+    """Lengths 1 .. second value, the k-th with weight k ** -first value."""
+    weights = _zipf_weights(values[0], round(values[1]))
+    return bisect_left(weights, rng.random() * weights[-1]) + 1
+
+
+GENERATORS: dict[str, tuple[int, Callable[[random.Random, list[float]], int]]] = {
+    "fixed": (1, _fixed),
+    "uniform": (2, _uniform),
+    "lognormal": (3, _lognormal),
+    "zipf": (2, _zipf),
+}
+"""By name: values that describe one length, and the draw; `fixed:512,128` describes two lengths."""
+
+
+def draw_lengths(workload: str, count: int, seed: int) -> Lengths:
+    """Lengths of `count` requests: a name of NAMED, or a generator as `uniform:16,512,16,64`, the
+    prompt's values before the output's. Raises ValueError where there is no such workload."""
+    rng = random.Random(seed)
+    if workload in NAMED:
+        return NAMED[workload](rng, count)
+    kind, _, text = workload.partition(":")
+    if kind not in GENERATORS:
+        names = ", ".join([*NAMED, *(f"{name}:..." for name in GENERATORS)])
+        raise ValueError(f"workload {workload!r} is none of {names}")
+    width, draw = GENERATORS[kind]
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) != 2 * width or min(values) <= 0:
+        raise ValueError(f"workload {workload!r}: {kind} takes {2 * width} numbers above 0")
+    return [(draw(rng, values[:width]), draw(rng, values[width:])) for _ in range(count)]
+
+
+def draw_arrivals(kind: str, count: int, rate: float, seed: int) -> list[float]:
+    """Times of `count` arrivals at `rate` a second.
+
+    kind: poisson; gamma:CV, gaps with that coefficient of variation; static, all at once. Raises
+    ValueError for another.
+    """
+    rng = random.Random(seed + 1)
+    name, _, value = kind.partition(":")
+    if name == "static":
+        return [0.0] * count
+    if name not in ("poisson", "gamma"):
+        raise ValueError(f"arrivals {kind!r} is none of poisson, gamma:CV, static, replay")
+    shape = 1.0 if name == "poisson" else 1 / float(value or 1) ** 2
+    gaps = [rng.gammavariate(shape, 1 / (rate * shape)) for _ in range(count)]
+    return list(accumulate(gaps))
+
+
+def make_jobs(
+    workload: str,
+    count: int,
+    rate: float = 1.0,
+    arrivals: str = "poisson",
+    seed: int = 0,
+    time_scale: float = 1.0,
+) -> list[Job]:
+    """Requests to come, by name of workload and arrivals.
+
+    `replay` takes the first `count` rows of a trace with their times, stretched by `time_scale`;
+    everything else draws lengths, and times at `rate` a second. Raises ValueError as they do.
+    """
+    if arrivals == "replay":
+        trace = load_trace(TRACES[workload]) if workload in TRACES else Trace([], [])
+        if not trace.arrivals:
+            raise ValueError(f"workload {workload!r} has no arrivals to replay: azure-conv has")
+        rows = zip(trace.arrivals[:count], trace.lengths[:count], strict=True)
+        return [Job(arrival * time_scale, *lengths) for arrival, lengths in rows]
+    if not rate > 0:
+        raise ValueError(f"rate is {rate}, but has to be above 0 requests a second")
+    lengths = draw_lengths(workload, count, seed)
+    times = draw_arrivals(arrivals, count, rate, seed)
+    return [Job(time, *pair) for time, pair in zip(times, lengths, strict=True)]
+
+
+def requests_of(jobs: list[Job]) -> list[tuple[float, Request]]:
+    """Requests of the scheduler, no two prompts with a block in common."""
+    requests, base = [], 0
+    for seq, job in enumerate(jobs):
+        prompt = list(range(base, base + job.prompt))
+        base += job.prompt
+        requests.append((job.arrival, Request(seq, prompt, job.output)))
+    return requests
