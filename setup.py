@@ -22,9 +22,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["gllm", "gllm.*"]),
-    package_data={"gllm": ["demo/*", "py.typed"]},
+    package_data={"gllm": ["demo/*", "sim/data/*", "py.typed"]},
     install_requires=["torch>=2.11", *names("requirements.txt")],
     extras_require={
+        "sim": names("requirements-sim.txt"),
         "dev": names("requirements-dev.txt"),
         "gpu": ["triton>=3.6", "flash-attn"],
     },

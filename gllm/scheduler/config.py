@@ -10,7 +10,10 @@ Serving with Token Throttling" (SC'25, arXiv 2504.14775), section on token throt
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-POLICY_NAMES = ("auto", "throttle", "throttle-no-wt", "throttle-no-ut", "sarathi", "prefill-first")
+POLICY_NAMES = (
+    *("auto", "throttle", "throttle-paper", "throttle-no-wt", "throttle-no-ut"),
+    *("balance", "sarathi", "prefill-first"),
+)
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
@@ -30,6 +33,9 @@ class SchedulerConfig:
     max_prefill_tokens: int = option(2048, "#MaxP: most prefill tokens in a micro-batch")
     min_prefill_tokens: int = option(32, "#MinP: least prefill tokens in a micro-batch")
     prefill_iterations: int = option(8, "#T: micro-batches over which waiting prefill is spread")
+    ridge_tokens: int = option(
+        150, "tokens of a micro-batch whose arithmetic takes as long as reading the weights"
+    )
     kv_threshold: float = option(0.05, "KV_thresh: prefill pauses at this free share of the cache")
     max_num_batched_tokens: int | None = option(
         None, "most tokens in a micro-batch; default 2048 under sarathi, else #MaxP + 512"
@@ -52,6 +58,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
         positive = ["max_prefill_tokens", "min_prefill_tokens", "prefill_iterations"]
+        positive += ["ridge_tokens"]
         positive += ["max_num_batched_tokens", "max_num_seqs", "max_in_flight", "block_size"]
         for name in positive:
             value = getattr(self, name)

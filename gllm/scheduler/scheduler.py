@@ -10,11 +10,11 @@ by preempting others. So it ends, and another one is the best-ranked.
 """
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 from operator import attrgetter
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.memory import Memory
+from gllm.scheduler.observations import Observations
 from gllm.scheduler.plan import (
     End,
     First,
@@ -26,22 +26,12 @@ from gllm.scheduler.plan import (
     StepResult,
     StepTime,
 )
-from gllm.scheduler.policy import POLICIES, Load, Policy
+from gllm.scheduler.policies import POLICIES
+from gllm.scheduler.policy import Load, Policy
 from gllm.scheduler.sequence import Request, Sequence
+from gllm.scheduler.tally import Counts, Tally
 
 _rank = attrgetter("rank")
-
-
-@dataclass
-class Counts:
-    """The counters of Stats."""
-
-    steps: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
 
 
 class Scheduler:
@@ -62,11 +52,10 @@ class Scheduler:
         """Sequences with prefill to schedule, best rank first."""
         self._ready: dict[int, Sequence] = {}
         """Decodes that can run, oldest-ready first."""
-        self._decoding: set[int] = set()
         self._in_flight: dict[int, StepPlan] = {}
         self._released: list[int] = []
-        self._waiting_tokens = 0
-        self._decode_plans = 0
+        self._tally = Tally()
+        self._observed = Observations(self._policy, config.stages)
         self._decodes_last = False
         self._stalled = False
         """A decode could not get a block."""
@@ -111,7 +100,8 @@ class Scheduler:
         self._in_flight[plan.step] = plan
         self._counts.steps += 1
         self._decodes_last = self._counts.decode_tokens > decodes_before
-        self._decode_plans += self._decodes_last
+        self._tally.decode_plans += self._decodes_last
+        self._observed.expect(plan)
         return plan
 
     def commit(self, result: StepResult) -> Outcome:
@@ -136,17 +126,19 @@ class Scheduler:
 
     def observe(self, stage: int, times: list[StepTime]) -> None:
         """Hear when a stage computed steps that were planned; any time after their schedule."""
+        for time in times:
+            self._observed.hear(time)
 
     def parallelism(self) -> int:
-        """How many stages the work at hand could keep busy now, however it is cut: a sequence in
-        decode one, a prompt one for each chunk in flight and each #MinP tokens there is room for."""
-        enough = self.config.stages
-        count = len(self._decoding)
+        """How many stages the work at hand could keep busy now, however it is cut: one for a
+        sequence in decode, for a chunk in flight, for each #MinP tokens there is room for."""
+        decoding, enough = self._tally.decoding, self.config.stages
+        count = len(decoding)
         if count < enough:
             rows = (row for plan in self._in_flight.values() for row in plan.rows)
-            count += sum(row.seq not in self._decoding for row in rows)
+            count += sum(row.seq not in decoding for row in rows)
         if count < enough and self._queue and self.memory.has_room(self._queue[0]):
-            count += -(-self._waiting_tokens // self.config.min_prefill_tokens)
+            count += -(-self._tally.waiting_tokens // self.config.min_prefill_tokens)
         return min(count, enough)
 
     def stats(self) -> Stats:
@@ -162,14 +154,9 @@ class Scheduler:
 
     # Filling a micro-batch.
 
-    def _load(self) -> Load:
-        return Load(
-            waiting_tokens=self._waiting_tokens,
-            decoding=len(self._decoding),
-            ready=len(self._ready),
-            kv_free=self.memory.free_share,
-            decode_plans=self._decode_plans,
-        )
+    def _load(self, decodes: int = 0, cost: float = 0.0) -> Load:
+        ready, first = len(self._ready), self._queue[0] if self._queue else None
+        return self._tally.load(ready, first, self.memory.free_share, decodes, cost)
 
     def _fill(self, now: float) -> list[Row]:
         """Rows by the policy's budgets.
@@ -180,37 +167,43 @@ class Scheduler:
         prefill_leads = self._policy.prefill_leads
         pure = prefill_leads or self.config.phase_pure
         if (prefill_leads or (pure and self._decodes_last)) and not self._stalled:
-            return self._prefill_rows(self._cap, now) or self._decode_rows()
-        rows = self._decode_rows()
+            return self._prefill_rows(0, 0.0, now) or self._decode_rows()[0]
+        rows, cost = self._decode_rows()
         if rows and pure:
             return rows
-        return rows + self._prefill_rows(self._cap - len(rows), now)
+        return rows + self._prefill_rows(len(rows), cost, now)
 
-    def _decode_rows(self) -> list[Row]:
-        budget = min(self._policy.decodes(self._load()), self._cap)
+    def _decode_rows(self) -> tuple[list[Row], float]:
+        """Decodes, and what they cost of the policy's budget."""
+        budget, cost = self._policy.decodes(self._load()), 0.0
         rows: list[Row] = []
         self._stalled = False
         for sequence in list(self._ready.values()):
-            if len(rows) >= budget:
+            if cost >= budget or len(rows) >= self._cap:
                 break
             if sequence.seq not in self._ready:
                 continue  # It fell victim to one before it in this loop.
             if self._make_room(sequence):
+                cost += self._policy.decode_cost(sequence.scheduled)
                 rows.append(self._feed(sequence, 1))
             else:
                 self._stalled = True
-        return rows
+        return rows, cost
 
-    def _prefill_rows(self, cap: int, now: float) -> list[Row]:
-        budget = min(self._policy.prefill(self._load()), cap)
+    def _prefill_rows(self, decodes: int, decode_cost: float, now: float) -> list[Row]:
+        """Chunks beside that many decodes."""
+        budget = self._policy.prefill(self._load(decodes, decode_cost))
+        room = self._cap - decodes
         rows: list[Row] = []
-        while self._queue and budget > 0:
+        while self._queue and budget > 0 and room:
             sequence = self._queue[0]
-            count = min(self._fitting_tokens(sequence, now), budget)
-            if not count:
+            most = min(self._fitting_tokens(sequence, now), room)
+            if not most:
                 break
+            count, cost = self._policy.chunk(sequence.scheduled, most, budget)
             rows.append(self._feed_prefill(sequence, count))
-            budget -= count
+            budget -= cost
+            room -= count
             if sequence.prefilling:
                 break
         return rows
@@ -229,16 +222,18 @@ class Scheduler:
 
     def _run_alone(self, sequence: Sequence, now: float) -> list[Row]:
         if sequence.prefilling:
-            budget = max(self._policy.prefill(self._load()), self.config.min_prefill_tokens)
-            count = min(self._fitting_tokens(sequence, now), budget, self._cap)
-            return [self._feed_prefill(sequence, count)] if count else []
+            if not (most := min(self._fitting_tokens(sequence, now), self._cap)):
+                return []
+            budget = self._policy.prefill(self._load())
+            count, _ = self._policy.chunk(sequence.scheduled, most, budget)
+            return [self._feed_prefill(sequence, count)]
         fits = self.memory.capacity(sequence) > sequence.scheduled
         return [self._feed(sequence, 1)] if fits else []
 
     def _feed_prefill(self, sequence: Sequence, count: int) -> Row:
-        self._waiting_tokens -= sequence.waiting_tokens
+        self._tally.wait(sequence, -1)
         row = self._feed(sequence, count)
-        self._waiting_tokens += sequence.waiting_tokens
+        self._tally.wait(sequence)
         if not sequence.prefilling:
             self._dequeue(sequence)
         return row
@@ -251,6 +246,7 @@ class Scheduler:
         else:
             self._counts.decode_tokens += count
         row = sequence.feed(count)
+        self._tally.decoded(sequence)
         if self.config.lookahead:
             self._make_ready(sequence)
         return row
@@ -259,7 +255,7 @@ class Scheduler:
         """To the end of the decodes that can run, if it is one."""
         if not sequence.prefilling and sequence.can_decode(self.config.lookahead):
             self._ready.setdefault(sequence.seq, sequence)
-            self._decoding.add(sequence.seq)
+            self._tally.decode(sequence)
 
     # Blocks.
 
@@ -271,10 +267,11 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give a waiting sequence a place in the cache, if there is one."""
-        before = sequence.waiting_tokens
-        if not self.memory.admit(sequence):
+        self._tally.wait(sequence, -1)
+        admitted = self.memory.admit(sequence)
+        self._tally.wait(sequence)
+        if not admitted:
             return False
-        self._waiting_tokens += sequence.waiting_tokens - before
         if sequence.epoch == 0:
             sequence.cached = sequence.scheduled
             sequence.queue_seconds = now - sequence.arrival
@@ -331,20 +328,20 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         """Let it wait for prefill; what is cached for it now is not counted as waiting."""
         sequence.expected = self.memory.cached_tokens(sequence)
-        self._waiting_tokens += sequence.waiting_tokens
+        self._tally.wait(sequence)
         insort(self._queue, sequence, key=_rank)
 
     def _dequeue(self, sequence: Sequence) -> None:
         index = bisect_left(self._queue, sequence.rank, key=_rank)
         if index < len(self._queue) and self._queue[index] is sequence:
-            self._waiting_tokens -= sequence.waiting_tokens
+            self._tally.wait(sequence, -1)
             del self._queue[index]
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Schedule it no more."""
         self._dequeue(sequence)
         self._ready.pop(sequence.seq, None)
-        self._decoding.discard(sequence.seq)
+        self._tally.leave(sequence)
 
     def _advance(
         self, sequence: Sequence, row: Row, sampled: Sampled | None, outcome: Outcome

@@ -55,6 +55,8 @@ class Sequence:
     """Hash chain of the leading full blocks, computed on demand."""
     cached: int = 0
     """Prompt tokens that the prefix cache had at the first admission."""
+    reused: int = 0
+    """Tokens that it had from the prefix cache when it was last admitted."""
     expected: int = 0
     """Tokens that the prefix cache had when it began to wait: not counted as waiting."""
     evicting: bool = False
@@ -125,7 +127,7 @@ class Sequence:
     def admit(self, shared: list[int], cached: int) -> None:
         """Begin with blocks that hold its first `cached` tokens."""
         self.blocks = list(shared)
-        self.scheduled = self.computed = cached
+        self.scheduled = self.computed = self.reused = cached
         self.published = len(shared)
         self.expected = 0
         self.donor = None
@@ -134,7 +136,8 @@ class Sequence:
         """Forget the cache's content and return the blocks to give back."""
         blocks, self.blocks = self.blocks, []
         self.epoch += 1
-        self.sent = self.published = self.scheduled = self.computed = self.expected = 0
+        self.sent = self.published = self.scheduled = self.computed = 0
+        self.reused = self.expected = 0
         self.target = len(self.tokens)
         self.evicting = False
         return blocks

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.mirror import Followed, Mirror
-from gllm.scheduler.plan import ON_DEVICE, Outcome, Row, Sampled, StepPlan, StepResult
+from gllm.scheduler.plan import ON_DEVICE, Outcome, Row, Sampled, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
+from gllm.scheduler.work import pairs
 
 VOCABULARY = 50
 
@@ -131,6 +132,10 @@ class Pipeline:
             if row.samples
         ]
         outcome = self.scheduler.commit(StepResult(plan.step, sampled))
+        for stage in range(self.scheduler.config.stages):
+            # Any times will do for a policy that learns: the more they vary, the harder.
+            seconds = 1 + plan.step * 7919 % 13 + stage
+            self.scheduler.observe(stage, [StepTime(plan.step, 0.0, seconds)])
         for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
             self.generated[seq].append(token)
         for end in outcome.ends:
@@ -166,13 +171,22 @@ class Pipeline:
         assert len(held) + len(cached) + len(pool._free) == pool.num_blocks
         assert len(self.plans) <= self.config.max_in_flight
         assert len(scheduler.memory.holders) <= self.config.max_num_seqs
-        assert scheduler._waiting_tokens == sum(s.waiting_tokens for s in scheduler._queue)
+        self._check_tally()
         for sequence in scheduler.memory.holders.values():
             if sequence.sent:
                 for stage in self.stages:
                     followed = stage.mirror.sequences[sequence.seq]
                     assert followed.epoch == sequence.epoch
                     assert followed.blocks == sequence.blocks[: sequence.sent]
+
+    def _check_tally(self) -> None:
+        """The running sums are the sums."""
+        tally, queue = self.scheduler._tally, self.scheduler._queue
+        assert tally.waiting_tokens == sum(s.waiting_tokens for s in queue)
+        expected = sum(pairs(s.target - s.waiting_tokens, s.waiting_tokens) for s in queue)
+        assert tally._waiting_pairs == expected
+        decoding = [self.scheduler._sequences[seq] for seq in tally.decoding]
+        assert tally._decode_context == sum(sequence.scheduled for sequence in decoding)
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.rows

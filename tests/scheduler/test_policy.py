@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
-from gllm.scheduler.policy import POLICIES, Load
+from gllm.scheduler.policies import POLICIES
+from gllm.scheduler.policy import Load
+from gllm.scheduler.work import pairs
 
 
 def resolved(stages: int = 4, **options: float) -> SchedulerConfig:
@@ -15,9 +17,27 @@ def resolved(stages: int = 4, **options: float) -> SchedulerConfig:
 
 
 def load(
-    waiting: int = 0, decoding: int = 0, ready: int | None = None, free: float = 1.0, plans: int = 0
+    waiting: int = 0,
+    decoding: int = 0,
+    ready: int | None = None,
+    free: float = 1.0,
+    plans: int = 0,
+    scheduled: int = 0,
+    begun: int = 0,
 ) -> Load:
-    return Load(waiting, decoding, decoding if ready is None else ready, free, plans)
+    return Load(
+        waiting_tokens=waiting,
+        waiting_pairs=pairs(begun, waiting),
+        begun_tokens=begun,
+        begun_pairs=pairs(0, begun),
+        decoding=decoding,
+        decode_context=100 * decoding,
+        ready=decoding if ready is None else ready,
+        scheduled=scheduled,
+        scheduled_cost=scheduled,
+        kv_free=free,
+        decode_plans=plans,
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,19 +66,31 @@ def test_decodes_never_exceed_what_is_ready() -> None:
     ("name", "given_load", "tokens"),
     [
         # Nothing decodes: waiting tokens alone, the cache's fill does not matter.
-        ("throttle", load(waiting=4000, free=0.01), 500),
-        ("throttle", load(waiting=4001), 501),
-        ("throttle", load(waiting=100), 32),
-        ("throttle", load(waiting=100_000), 2048),
+        ("throttle-paper", load(waiting=4000, free=0.01), 500),
+        ("throttle-paper", load(waiting=4001), 501),
+        ("throttle-paper", load(waiting=100), 32),
+        ("throttle-paper", load(waiting=100_000), 2048),
         # Decodes run: suspended at and below the threshold, scaled above it.
+        ("throttle-paper", load(waiting=100_000, decoding=9, free=0.05), 0),
+        ("throttle-paper", load(waiting=100_000, decoding=9, free=0.24), 410),
+        ("throttle-paper", load(waiting=800, decoding=9, free=0.24), 100),
+        ("throttle-paper", load(waiting=8, decoding=9, free=0.06), 32),
+        # Ours. Alone: equal chunks near cbrt(4000 * 150 ** 2 / 3) = 311, whatever is begun.
+        ("throttle", load(waiting=4000, free=0.01), 308),
+        ("throttle", load(waiting=1000, begun=3000), 308),
+        # Four tokens off that for each decode in the micro-batch, down to #WP / #T ...
+        ("throttle", load(waiting=800, decoding=9, scheduled=2), 152),
+        ("throttle", load(waiting=800, decoding=90, scheduled=22), 100),
+        # ... which counts for no more than eight tokens a decode.
+        ("throttle", load(waiting=16_000, decoding=99, scheduled=25), 385),
+        ("throttle", load(waiting=16_000, decoding=400, scheduled=100), 800),
+        ("throttle", load(waiting=160_000, decoding=400, scheduled=300), 2048),
+        ("throttle", load(waiting=16_000, decoding=400, scheduled=100, free=0.24), 410),
         ("throttle", load(waiting=100_000, decoding=9, free=0.05), 0),
-        ("throttle", load(waiting=100_000, decoding=9, free=0.24), 410),
-        ("throttle", load(waiting=800, decoding=9, free=0.24), 100),
-        ("throttle", load(waiting=8, decoding=9, free=0.06), 32),
         ("throttle-no-wt", load(waiting=800, decoding=9, free=0.24), 410),
         ("throttle-no-wt", load(waiting=800, decoding=9, free=0.05), 0),
         ("throttle-no-wt", load(waiting=800), 2048),
-        ("throttle-no-ut", load(waiting=8000, decoding=9, free=0.1), 1000),
+        ("throttle-no-ut", load(waiting=8000, decoding=900, scheduled=225, free=0.1), 1000),
         ("throttle-no-ut", load(waiting=8000, decoding=9, free=0.05), 0),
         ("sarathi", load(waiting=8000, decoding=9, free=0.01), 2048),
         ("prefill-first", load(waiting=8000, decoding=9, free=0.01), 2560),
@@ -75,11 +107,11 @@ def test_prefill_budget(name: str, given_load: Load, tokens: int) -> None:
     free=st.floats(0, 1),
     threshold=st.floats(0, 0.99),
 )
-def test_throttle_follows_equation_3(
+def test_the_papers_throttle_follows_equation_3(
     waiting: int, decoding: int, free: float, threshold: float
 ) -> None:
     config = resolved(kv_threshold=threshold)
-    budget = POLICIES["throttle"](config).prefill(load(waiting, decoding, free=free))
+    budget = POLICIES["throttle-paper"](config).prefill(load(waiting, decoding, free=free))
     spare = 2048 * (free - threshold) / (1 - threshold)
     expected = 0 if free <= threshold else math.ceil(max(min(waiting / 8, spare), 32))
     assert abs(budget - expected) <= 1  # Rounding of the product may differ by one token.

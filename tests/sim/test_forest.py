@@ -39,22 +39,177 @@ def pipeline() -> ForestCost:
     "profile",
     [
         LLAMA_70B,
-        ("h100", "meta-llama/Meta-Llama-3-8B", 1),
+        ("h100", "internlm/internlm-20b", 1),
         ("a100", "meta-llama/Meta-Llama-3-8B", 1),
-        ("a40", "internlm/internlm-20b", 4),
-        ("h100", "Qwen/Qwen-72B", 8),
         ("a40", "microsoft/phi-2", 1),
     ],
     ids=lambda profile: "-".join(map(str, profile)),
 )
 def test_token_operators_are_predicted(profile: tuple[str, str, int]) -> None:
-    """The mean over operators, each the mean over its held-out samples, is within 4 %."""
-    if profile not in operators.profiled():
-        pytest.skip("not profiled")
+    """The mean over operators, each the mean over its held-out samples, is within 4 %.
+
+    Single operators of H100 profiles are not; `scripts/operator_mape.py` prints all of them.
+    """
     samples = operators.token_samples(*profile)
+    assert len(samples) == (9 if "phi-2" in profile[1] else 10)
     errors = {name: operators.cross_validated_mape(s) for name, s in samples.items()}
-    print(profile, {name: round(error, 2) for name, error in errors.items()})
-    assert len(errors) == 10 - ("phi-2" in profile[1])
-    assert np.mean(list(errors.values())) <= 4
+    assert sum(errors.values()) / len(errors) <= 4, errors
     if profile == LLAMA_70B:
-        assert max(errors.values()) <= 4
+        assert max(errors.values()) <= 4, errors
+
+
+def test_prefill_attention_is_predicted() -> None:
+    assert operators.cross_validated_mape(operators.prefill_samples()) <= 4
+
+
+def test_decode_attention_is_predicted() -> None:
+    assert operators.cross_validated_mape(operators.decode_samples()) <= 3
+
+
+def test_a_repeated_key_is_one_sample() -> None:
+    samples = operators.token_samples(*LLAMA_70B)["mlp_up_proj"]
+    assert len(np.unique(samples.features)) == len(samples.features) == 259
+    last = samples.milliseconds[samples.features[:, 0] == 4096]
+    np.testing.assert_allclose(last, [(7.97 + 7.9835) / 2])
+
+
+def test_llama_70b_on_two_a100_takes_what_it_should(cost: ForestCost) -> None:
+    assert 1.350 <= cost.stage_seconds(0, prefill((0, 4096))) <= 1.650
+    assert 0.052 <= cost.stage_seconds(0, decode(1, 512)) <= 0.064
+
+
+def test_more_work_takes_longer(cost: ForestCost) -> None:
+    sizes = [cost.stage_seconds(0, prefill((0, tokens))) for tokens in (64, 512, 2048, 4096)]
+    contexts = [cost.stage_seconds(0, decode(64, context)) for context in (64, 512, 4000)]
+    later = [cost.stage_seconds(0, prefill((kv, 512))) for kv in (0, 1024, 3584)]
+    for times in (sizes, contexts, later):
+        assert times == sorted(times)
+
+
+def test_a_mixed_micro_batch_costs_both_attentions(cost: ForestCost) -> None:
+    both = cost.stage_seconds(0, Work(0, 544, ((0, 512),), 32, 32 * 2048, 33))
+    assert both > cost.stage_seconds(0, prefill((0, 544)))
+
+
+def test_stages_share_the_layers(cost: ForestCost, pipeline: ForestCost) -> None:
+    """Each stage prepares its inputs anew; embedding and final norm are there once."""
+    assert pipeline.layers == [27, 27, 26]
+    work = prefill((0, 2048))
+    stages = [pipeline.stage_seconds(stage, work) for stage in range(3)]
+    assert stages[0] > stages[1] > stages[2]
+    whole = cost.stage_seconds(0, work)
+    assert whole < sum(stages) < whole + 2 * 0.002
+
+
+def test_links_and_commits(pipeline: ForestCost) -> None:
+    small, large = decode(8, 512), prefill((0, 4096))
+    assert 0 < pipeline.link_seconds(0, small) < pipeline.link_seconds(0, large) < 0.002
+    assert 0 < pipeline.return_seconds(small) < pipeline.return_seconds(decode(128, 512)) < 0.01
+    assert pipeline.plan_seconds(large) == 0
+
+
+def test_several_chunks_count_as_one_with_the_same_pairs() -> None:
+    assert aggregate([(96, 512)]) == (96, 512)
+    chunks = [(0, 300), (1024, 400), (64, 100)]
+    kv, length = aggregate(chunks)
+    assert length == pytest.approx(sum(n * n for _, n in chunks) ** 0.5)
+    assert length * (kv + length / 2) == pytest.approx(sum(n * (k + n / 2) for k, n in chunks))
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (prefill((0, 4097)), "num_tokens is 4097, but was measured from 1 to 4096"),
+        (prefill((0, 63)), "attn_prefill: chunk is 63, but was measured from 64 to 4096"),
+        (prefill(*[(2000, 500)] * 4), r"attn_prefill: kv \+ chunk is 5000"),
+        (prefill((3500, 640)), r"attn_prefill: kv \+ chunk is 4140"),
+        (prefill((4040, 64)), "attn_prefill: kv is 4040, but was measured from 0 to 4032"),
+        (decode(129, 512), "batch is 129, but was measured from 1 to 128"),
+        (decode(1, 32), "attn_decode: mean kv is 31, but was measured from 32 to 4032"),
+        (decode(4, 4034), "attn_decode: mean kv is 4033"),
+    ],
+)
+def test_what_was_not_measured_is_refused(cost: ForestCost, work: Work, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cost.stage_seconds(0, work)
+
+
+def test_every_corner_of_the_range_is_answered(cost: ForestCost) -> None:
+    for work in (
+        *(prefill((0, 64)), prefill((4032, 64)), prefill((0, 4096)), prefill((8, 4088))),
+        *(prefill((7, 4073)), decode(1, 33), decode(128, 33), decode(1, 4033), decode(128, 4033)),
+    ):
+        assert cost.stage_seconds(0, work) > 0
+
+
+def test_the_grid_says_what_the_forest_says(cost: ForestCost) -> None:
+    """At measured keys; between them the two may differ by a step."""
+    for samples, table in (
+        (operators.decode_samples(), lambda key: cost._decode.at(int(key[0]), key[1])),
+        (operators.prefill_samples(), lambda key: cost._prefill.at(key[0], key[1] ** 0.5)),
+    ):
+        keys = samples.features[::97]
+        expected = operators.Forest(samples).predict(keys)
+        np.testing.assert_allclose([table(key) for key in keys], expected)
+
+
+def test_a_forest_refuses_what_it_was_not_fitted_to() -> None:
+    forest = operators.Forest(operators.token_samples(*LLAMA_70B)["add"])
+    assert forest.predict(np.array([[1.0], [4096.0]])).shape == (2,)
+    for tokens in (0.0, 4097.0):
+        with pytest.raises(ValueError, match="add: num_tokens is"):
+            forest.predict(np.array([[1.0], [tokens]]))
+
+
+def test_what_was_not_profiled_is_named() -> None:
+    with pytest.raises(ValueError, match=r"attention was not profiled for .'h100'"):
+        ForestCost(device="h100")
+    with pytest.raises(ValueError, match=r"choose from .*a100, meta-llama/Llama-2-70b-hf, 2"):
+        operators.token_samples("a100", "gpt-5", 2)
+    with pytest.raises(ValueError, match=r"choose from .*a40_pairwise_nvlink, send_recv"):
+        operators.collective_samples("a40_pairwise_nvlink", "all_reduce", 2, 2)
+
+
+@pytest.mark.parametrize(("stages", "layers"), [(0, None), (81, None), (2, (40, 41)), (2, (80,))])
+def test_layers_have_to_add_up(stages: int, layers: tuple[int, ...] | None) -> None:
+    with pytest.raises(ValueError, match="every stage needs a layer"):
+        ForestCost(stages, layers=layers)
+
+
+def test_without_scikit_learn_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install gllm\[sim\]"):
+        operators.Forest(operators.decode_samples())
+
+
+def test_nothing_heavy_is_loaded_with_the_module() -> None:
+    code = (
+        "import sys, gllm.sim.costs.forest;"
+        "print(sorted({'torch', 'sklearn', 'scipy'} & set(sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"
+
+
+def test_fitting_loads_no_torch() -> None:
+    code = (
+        "import sys; from gllm.sim.costs import operators as o;"
+        "o.Forest(o.reshape_samples()); print('sklearn' in sys.modules, 'torch' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["True", "False"]
+
+
+def test_the_readme_names_every_data_file() -> None:
+    folder = files("gllm.sim") / "data"
+    readme = (folder / "README.md").read_text()
+    for entry in folder.iterdir():
+        assert entry.name in readme or entry.name == "README.md"
+        if entry.name.endswith(".gz"):
+            assert gzip.decompress(entry.read_bytes()).count(b"\n") > 100

@@ -65,8 +65,8 @@ class ForestCost:
         """
         if (device, model, tp) != ATTENTION:
             raise ValueError(
-                f"attention was not profiled for device={device!r}, model={model!r}, tp={tp}: "
-                "there is only device={!r}, model={!r}, tp={}".format(*ATTENTION)
+                f"attention was not profiled for {(device, model, tp)} (device, model, tp): "
+                f"choose {ATTENTION}, the only one that was"
             )
         shape = model_shape(model)
         self.layers = _split(shape["num_layers"], stages, layers)
@@ -80,7 +80,8 @@ class ForestCost:
         self._prefill = _PrefillTable(Forest(prefill_samples()))
         self._decode = _DecodeTable(Forest(decode_samples()))
         self._prepare = _HostLine(device, model, tp, ("prepare_inputs_ms",))
-        self._finish = _HostLine(device, model, tp, ("sampler_ms", "process_outputs_ms"))
+        self._sample = _HostLine(device, model, tp, ("sampler_ms",))
+        self._finish = _HostLine(device, model, tp, ("process_outputs_ms",))
 
     def stage_seconds(self, stage: int, work: Work) -> float:
         """Layers of the stage, its inputs' preparation on the host, embedding and final norm."""
@@ -106,8 +107,12 @@ class ForestCost:
         """Nothing: the driver plans while earlier micro-batches compute."""
         return 0.0
 
-    def commit_seconds(self, work: Work) -> float:
-        """Sampling, and the engine's handling of what came out.
+    def sample_seconds(self, work: Work) -> float:
+        """Sampling."""
+        return self._sample.at(work) * MS
+
+    def return_seconds(self, work: Work) -> float:
+        """The engine's handling of what came out.
 
         The way back is left out: the profile has that of a Ray call (6 ms and more), which is not
         how tokens travel here.

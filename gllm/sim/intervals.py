@@ -1,0 +1,195 @@
+"""A run cut into intervals of time, ready to be drawn.
+
+Owns which bars a stage's micro-batches are, where the bubbles lie that `Run.stage_uses` adds up,
+and how many tokens were under way when. Knows nothing of drawing.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
+from math import inf
+from statistics import fmean
+from typing import NamedTuple
+
+from gllm.sim.run import Run, StageUse
+
+WINDOW_STEPS = 40
+"""Micro-batches in a window nobody chose: more cannot be told apart at 800 pixels."""
+
+
+class Bar(NamedTuple):
+    """A micro-batch on a stage. Times are seconds of the run's clock."""
+
+    stage: int
+    step: int
+    start: float
+    end: float
+    prefill_share: float
+    """0..1, of the micro-batch's tokens."""
+
+
+class Bubble(NamedTuple):
+    """Time in which a stage was idle though work was at hand."""
+
+    stage: int
+    start: float
+    end: float
+    share: float
+    """0..1: stages that the work was enough for over those idle; above 0."""
+
+    @property
+    def seconds(self) -> float:
+        """What the stage lost."""
+        return (self.end - self.start) * self.share
+
+
+class Stretch(NamedTuple):
+    """Tokens of a micro-batch while it was the newest, or their means over several."""
+
+    start: float
+    """Seconds since the first request."""
+    end: float
+    prefill: float = 0.0
+    decode: float = 0.0
+    most: float = 0.0
+    """Of one micro-batch, prefill and decode together."""
+
+
+def window_of(
+    run: Run, begin: float | None = None, seconds: float | None = None
+) -> tuple[float, float]:
+    """(begin, end) of a part of the run, in its clock's seconds.
+
+    begin: seconds since the first request. What is None is taken from about 40 micro-batches in the
+    middle of its work. Raises ValueError for a run without times, or `seconds` not above 0.
+    """
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"seconds is {seconds}, but has to be above 0")
+    timed = [step for step in run.steps if any(step.stages)]
+    if not timed:
+        raise ValueError("the run has no micro-batch with a stage's time: was it cut off early?")
+    # The middle by tokens: by time or by count it often lies in the last requests' long decode.
+    tokens = list(accumulate(step.work.tokens for step in timed))
+    middle = bisect_left(tokens, tokens[-1] / 2)
+    first = max(0, min(middle - WINDOW_STEPS // 2, len(timed) - WINDOW_STEPS))
+    times = [time for step in timed[first : first + WINDOW_STEPS] for time in step.stages if time]
+    start = min(time.start for time in times)
+    length = max(time.end for time in times) - start
+    if begin is not None:
+        start = run.begin + begin
+    return start, start + (length if seconds is None else seconds)
+
+
+def bars_of(run: Run, begin: float = -inf, end: float = inf) -> list[Bar]:
+    """Bars that reach into begin..end, uncut, in the order of micro-batches."""
+    return [
+        Bar(stage, step.work.step, time.start, time.end, step.prefill_tokens / step.work.tokens)
+        for step in run.steps
+        for stage, time in enumerate(step.stages)
+        if time is not None and time.start < end and time.end > begin
+    ]
+
+
+def bubbles_of(run: Run, begin: float = -inf, end: float = inf) -> list[Bubble]:
+    """Bubbles in begin..end, cut to it; over all of a run they add up to `Run.stage_uses`."""
+    begin, end = max(begin, run.begin), min(end, run.end)
+    stages = range(len(run.start.layers))
+    found: list[Bubble] = []
+    latest: dict[int, int] = {}
+    """By stage, where in `found` its newest bubble is."""
+    for start, stop, busy, wanted in _spells(run):
+        start, stop = max(start, begin), min(stop, end)
+        if start >= stop or wanted <= len(busy):
+            continue
+        share = (wanted - len(busy)) / (len(stages) - len(busy))
+        for stage in stages:
+            if stage in busy:
+                continue
+            last = found[latest[stage]] if stage in latest else None
+            if last and last.end == start and last.share == share:
+                found[latest[stage]] = last._replace(end=stop)
+            else:
+                latest[stage] = len(found)
+                found.append(Bubble(stage, start, stop, share))
+    return found
+
+
+def uses_of(
+    run: Run, bars: Iterable[Bar], bubbles: Iterable[Bubble], begin: float, end: float
+) -> list[StageUse]:
+    """What each stage did between begin and end, as `Run.stage_uses` says it of the whole run."""
+    uses = [StageUse(span=end - begin) for _ in run.start.layers]
+    for bar in bars:
+        uses[bar.stage].busy += max(0.0, min(bar.end, end) - max(bar.start, begin))
+    for bubble in bubbles:
+        uses[bubble.stage].bubble += bubble.seconds
+    return uses
+
+
+def _spells(run: Run) -> Iterator[tuple[float, float, set[int], int]]:
+    """Stretches of time without a change: (start, end, busy stages, stages wanted)."""
+    changes: list[tuple[float, int, int]] = [(time, -1, wanted) for time, wanted in run.parallelism]
+    for bar in bars_of(run):
+        # A bar that begins as another ends must not be ended by it: count, in any order.
+        changes += [(bar.start, bar.stage, 1), (bar.end, bar.stage, -1)]
+    changes.sort(key=lambda change: change[0])
+    running = [0] * len(run.start.layers)
+    wanted, before = 0, -inf
+    for time, stage, value in changes:
+        if time > before:
+            yield before, time, {stage for stage, count in enumerate(running) if count}, wanted
+            before = time
+        if stage < 0:
+            wanted = value
+        else:
+            running[stage] += value
+
+
+def stretches_of(run: Run) -> list[Stretch]:
+    """Each micro-batch from its entry into the pipeline until the next one's, or its own commit."""
+    # Several may be planned at one moment, but the first stage takes one after another.
+    entries = [step.stages[0].start if step.stages[0] else step.planned for step in run.steps]
+    # A log cut off has plans at its end that the first stage never came to.
+    entries = list(accumulate((max(entry - run.begin, 0.0) for entry in entries), max))
+    spans = pairwise([*entries, max([*entries[-1:], run.end - run.begin])])
+    found = []
+    for step, (start, end) in zip(run.steps, spans, strict=True):
+        if step.committed is not None:
+            end = max(start, min(end, step.committed - run.begin))
+        prefill, decode = step.prefill_tokens, step.decode_tokens
+        found.append(Stretch(start, end, prefill, decode, prefill + decode))
+    return found
+
+
+def joined(stretches: list[Stretch]) -> list[Stretch]:
+    """The same from 0 on without gaps: empty ones are put where nothing ran."""
+    found = [Stretch(0.0, 0.0)]
+    for stretch in stretches:
+        if stretch.start > found[-1].end:
+            found.append(Stretch(found[-1].end, stretch.start))
+        found.append(stretch)
+    return found
+
+
+def binned(stretches: list[Stretch], count: int) -> list[Stretch]:
+    """`count` bins of equal length from 0 on: the mean of what reaches into each, and the most.
+
+    Raises ValueError without stretches.
+    """
+    width = (max(stretch.end for stretch in stretches) or 1.0) / count
+    bins: list[list[Stretch]] = [[] for _ in range(count)]
+    for stretch in stretches:
+        first = min(int(stretch.start / width), count - 1)
+        last = min(int(stretch.end / width), count - 1)
+        for place in range(first, last + 1):
+            bins[place].append(stretch)
+    return [
+        Stretch(
+            place * width,
+            (place + 1) * width,
+            fmean([stretch.prefill for stretch in inside] or [0.0]),
+            fmean([stretch.decode for stretch in inside] or [0.0]),
+            max((stretch.most for stretch in inside), default=0.0),
+        )
+        for place, inside in enumerate(bins)
+    ]

@@ -1,0 +1,398 @@
+"""Pictures of runs and experiments: SVG, or PNG by the file's suffix.
+
+Owns how figures look on paper. Knows nothing of where they come from. matplotlib is loaded when a
+picture is drawn, its global state is left as it was, and the same figures give the same bytes.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gllm.metrics import percentile
+from gllm.sim.intervals import (
+    Bar,
+    Bubble,
+    bars_of,
+    binned,
+    bubbles_of,
+    joined,
+    stretches_of,
+    uses_of,
+    window_of,
+)
+from gllm.sim.report import variation
+from gllm.sim.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+Series = dict[str, list[tuple[float, float]]]
+"""Points (x, y) by the name of their line."""
+
+BLUE, SKY, VERMILION, GREY = "#0072B2", "#56B4E9", "#D55E00", "#666666"
+COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", SKY, "#000000")
+"""Okabe and Ito's, which colour-blind eyes tell apart; their yellow is too pale for a line."""
+MARKERS = "osD^vPX"
+DECODE = "#CBE6F7"
+"""A pale SKY: micro-batches without prefill, the other end of the scale from BLUE."""
+
+STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": GREY,
+    "axes.grid": True,
+    "axes.labelsize": 9,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.06,
+    "font.size": 9,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "gllm",
+    "text.parse_math": False,
+    "xtick.color": GREY,
+    "xtick.labelcolor": "black",
+    "ytick.color": GREY,
+    "ytick.labelcolor": "black",
+}
+WIDTH = 8.0
+"""Inches."""
+DPI = 150
+CURVE_POINTS = 400
+"""A distribution of more values is drawn through this many of them."""
+MOST_STEPS = 800
+"""More micro-batches, about one a pixel, are drawn as means over bins of time."""
+BINS = 400
+MOST_SHAPES = 1200
+"""More rectangles are drawn as pixels: each costs an SVG some 150 bytes."""
+CROWD = 110
+"""Bars in a row from which on they are drawn without edges."""
+ROW = 0.76
+"""Height of a stage's bars; rows are 1 apart."""
+
+
+class Panel(NamedTuple):
+    """One of several charts side by side."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Series
+    log_y: bool = False
+
+
+@contextmanager
+def _picture(path: str | Path, height: float) -> Iterator["Figure"]:
+    """A figure to draw on, `height` inches; written when the block ends without an error."""
+    path = Path(path)
+    path = path if path.suffix else path.with_suffix(".svg")
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"{path}: pictures are .svg or .png: end the name in one of them")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install gllm[sim]") from error
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a user's matplotlibrc must not change the picture
+        matplotlib.rcParams.update(STYLE)
+        figure = Figure(figsize=(WIDTH, height), dpi=DPI)
+        yield figure
+        undated = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+        figure.savefig(path, metadata=undated, facecolor="white")
+
+
+def _caption(run: Run) -> str:
+    """What was run; a model in a folder goes by the folder's name."""
+    model = run.start.model.rstrip("/").rpartition("/")[2]
+    return f"{model}, {run.start.scheduler.policy}, {len(run.start.layers)} stages"
+
+
+def plot_latencies(run: Run, path: str | Path) -> None:
+    """Distributions of TTFT, TPOT, ITL and E2EL, with p50 and p99; percentiles over ms or s.
+
+    Raises ImportError without matplotlib, ValueError for another suffix, OSError as open does.
+    """
+    lines = [served.line for served in run.requests.values()]
+    panels: dict[str, list[float | None]] = {
+        "time to first token (TTFT)": [line.ttft for line in lines],
+        "time per output token (TPOT)": [line.tpot for line in lines],
+        "inter-token latency (ITL)": [gap for line in lines for gap in line.itl],
+        "end-to-end latency (E2EL)": [line.e2el for line in lines],
+    }
+    with _picture(path, 5.4) as figure:
+        figure.suptitle(f"{_caption(run)}: {len(lines)} requests", fontsize=10)
+        places = figure.subplots(2, 2, squeeze=False).flat
+        for axes, (title, values) in zip(places, panels.items(), strict=True):
+            axes.set_title(title)
+            _draw_distribution(axes, sorted(value for value in values if value is not None))
+
+
+def _draw_distribution(axes: "Axes", seconds: list[float]) -> None:
+    """Percentile over value. `seconds` is sorted."""
+    axes.set(ylim=(0, 116), yticks=range(0, 101, 25), ylabel="percentile")
+    if not seconds:
+        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=GREY)
+        return
+    unit, factor = ("s", 1.0) if percentile(seconds, 99) >= 1 else ("ms", 1e3)
+    last = max(len(seconds) - 1, 1)
+    points = min(CURVE_POINTS, last)
+    places = [round(i * last / points) for i in range(points + 1)]
+    values = [seconds[min(place, len(seconds) - 1)] * factor for place in places]
+    axes.plot(values, [100 * place / last for place in places], color=BLUE)
+    axes.set(xlim=(0, values[-1] * 1.05 or 1), xlabel=unit)
+    for percent in (50, 99):
+        value = percentile(seconds, percent) * factor
+        axes.plot(value, percent, "o", color=VERMILION)
+        # The curve rises: beside p50 there is room below it to the right and above it to the left.
+        left = value > 0.6 * axes.get_xlim()[1]
+        above = left or percent == 99
+        axes.annotate(
+            f"p{percent}  {value:.3g} {unit}",
+            (value, percent),
+            xytext=(-4 if left else 6, 5 if above else -3),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            va="bottom" if above else "top",
+        )
+
+
+def plot_tokens(run: Run, path: str | Path) -> None:
+    """Tokens of each micro-batch over time, decode below prefill; means over bins of many.
+
+    Raises ValueError for a run without micro-batches, and as plot_latencies does.
+    """
+    if not run.steps:
+        raise ValueError("the run has no micro-batches to draw")
+    tokens = [step.work.tokens for step in run.steps]
+    many = len(tokens) > MOST_STEPS
+    stretches = binned(stretches_of(run), BINS) if many else joined(stretches_of(run))
+    edges = [stretch.start for stretch in stretches] + [stretches[-1].end]
+    with _picture(path, 3.6) as figure:
+        axes = figure.subplots()
+        layers = {"prefill": (BLUE, [s.prefill + s.decode for s in stretches])}
+        layers["decode"] = (SKY, [s.decode for s in stretches])
+        if many:
+            label = f"largest in {edges[1] - edges[0]:.2g} s"
+            layers = {label: ("#D0D0D0", [s.most for s in stretches])} | layers
+        for label, (colour, heights) in layers.items():
+            axes.stairs(heights, edges, fill=True, color=colour, label=label)
+        dashes = (0, (4, 2))
+        axes.axhline(fmean(tokens), color="black", lw=1, ls=dashes, label="mean over micro-batches")
+        axes.set_title(
+            f"{_caption(run)}: {len(tokens)} micro-batches\n{fmean(tokens):.0f} tokens on average, "
+            f"coefficient of variation {variation(tokens):.2f}"
+        )
+        axes.set(xlabel="seconds since the first request", ylabel="tokens in a micro-batch")
+        axes.set(xlim=(0, edges[-1] or 1), ylim=(0, None))
+        figure.legend(loc="outside lower center", ncols=4)
+
+
+def plot_gantt(
+    run: Run, path: str | Path, begin: float | None = None, seconds: float | None = None
+) -> None:
+    """The stages over time: micro-batches by their share of prefill, bubbles hatched, else white.
+
+    begin: seconds since the first request; seconds: length. By default, about 40 micro-batches from
+    the middle of the run. A bubble is the paler the less work was at hand for the idle stages.
+    Raises as `window_of` and plot_latencies do.
+    """
+    start, end = window_of(run, begin, seconds)
+    bars, bubbles = bars_of(run, start, end), bubbles_of(run, start, end)
+    uses = uses_of(run, bars, bubbles, start, end)
+    stages = range(len(uses))
+    with _picture(path, 1.5 + 0.5 * len(uses)) as figure:
+        axes = figure.subplots()
+        _draw_shapes(axes, bars, bubbles, run.begin)
+        count = len({bar.step for bar in bars})
+        axes.set_title(f"{_caption(run)}: {count} micro-batches")
+        axes.set(xlim=(start - run.begin, end - run.begin), ylim=(len(uses) - 0.5, -0.5))
+        axes.set(xlabel="seconds since the first request", yticks=stages)
+        axes.set_yticklabels([f"stage {stage}" for stage in stages])
+        axes.grid(visible=False, axis="y")
+        axes.tick_params(axis="y", length=0)
+        sides = axes.secondary_yaxis("right")
+        notes = [f"{use.busy_share:.0%} busy\n{use.bubble_share:.0%} bubbles" for use in uses]
+        sides.set_yticks(stages, notes)
+        sides.tick_params(length=0)
+        sides.spines["right"].set_visible(False)
+        figure.legend(handles=_gantt_legend(), loc="outside lower center", ncols=5)
+
+
+def _mix(colour: str, other: str, share: float) -> tuple[float, ...]:
+    """`share` of a colour in another."""
+    from matplotlib.colors import to_rgb
+
+    pairs = zip(to_rgb(colour), to_rgb(other), strict=True)
+    return tuple(share * one + (1 - share) * two for one, two in pairs)
+
+
+def _draw_shapes(axes: "Axes", bars: list[Bar], bubbles: list[Bubble], origin: float) -> None:
+    """Bubbles, and bars over them. `origin`: the run's second that x begins to count at."""
+    pixels = len(bars) + len(bubbles) > MOST_SHAPES
+    # Edges and hatches of shapes under some five pixels would hide what they surround, and shapes
+    # moved to whole pixels would make stages look busy or idle that are neither.
+    crowded = len(bars) > CROWD * len({bar.stage for bar in bars})
+    plain = {"linewidth": 0, "hatch": None, "snap": False} if crowded else {}
+    kinds: dict[tuple[bool, float], list[Bar | Bubble]] = {}
+    for bubble in bubbles:
+        kinds.setdefault((False, bubble.share), []).append(bubble)
+    for bar in bars:
+        kinds.setdefault((True, round(bar.prefill_share, 1)), []).append(bar)
+    for (is_bar, share), shapes in sorted(kinds.items()):
+        look = (_bar_look if is_bar else _bubble_look)(share) | plain
+        for stage in sorted({shape.stage for shape in shapes}):
+            row = [shape for shape in shapes if shape.stage == stage]
+            spans = [(shape.start - origin, shape.end - shape.start) for shape in row]
+            axes.broken_barh(spans, (stage - ROW / 2, ROW), rasterized=pixels, **look)
+
+
+def _bar_look(prefill_share: float) -> dict[str, Any]:
+    face = _mix(BLUE, DECODE, prefill_share)
+    return {"facecolor": face, "edgecolor": "#222222", "linewidth": 0.4}
+
+
+def _bubble_look(share: float) -> dict[str, Any]:
+    face = _mix(VERMILION, "white", 0.1 + 0.3 * share)
+    hatch = _mix(VERMILION, "white", 0.3 + 0.7 * share)
+    return {"facecolor": face, "edgecolor": hatch, "hatch": "//////", "linewidth": 0}
+
+
+def _gantt_legend() -> "list[Patch]":
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(label="decode only", **_bar_look(0)),
+        Patch(label="half prefill", **_bar_look(0.5)),
+        Patch(label="prefill only", **_bar_look(1)),
+        Patch(label="bubble", **_bubble_look(1)),
+        Patch(label="idle without work", facecolor="white", edgecolor="#AAAAAA", linewidth=0.4),
+    ]
+
+
+def plot_lines(
+    series: Series,
+    path: str | Path,
+    x_label: str,
+    y_label: str,
+    title: str,
+    log_y: bool = False,
+) -> None:
+    """One chart of several lines, in whatever units the labels name. Raises as plot_grid does."""
+    plot_grid([Panel(title, x_label, y_label, series, log_y)], path, columns=1)
+
+
+def plot_grid(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> None:
+    """Charts side by side under one legend; a line's name has one colour in all of them.
+
+    Raises ValueError without panels, and as plot_latencies does.
+    """
+    if not panels:
+        raise ValueError("there are no panels to draw")
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.series))
+    with _picture(path, 0.4 + rows * (2.6 if columns > 1 else 3.8)) as figure:
+        places = list(figure.subplots(rows, columns, squeeze=False).flat)
+        handles: dict[str, Line2D] = {}
+        for axes, panel in zip(places, panels, strict=False):
+            axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+            for name, points in panel.series.items():
+                look = _line_look(names.index(name))
+                x, y = zip(*sorted(points), strict=True) if points else ((), ())
+                (handles[name],) = axes.plot(x, y, label=name, **look)
+            if panel.log_y:
+                _scale_log(axes)
+            else:
+                axes.set_ylim(bottom=0)
+        for axes in places[len(panels) :]:
+            axes.set_visible(False)
+        ordered = [handles[name] for name in names]
+        figure.legend(handles=ordered, loc="outside lower center", ncols=min(len(names), 5) or 1)
+
+
+def _scale_log(axes: "Axes") -> None:
+    """A logarithmic y with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _line_look(place: int) -> dict[str, Any]:
+    """Colours, and after all of them dashes too."""
+    turn, place = divmod(place, len(COLOURS))
+    return {"color": COLOURS[place], "marker": MARKERS[place], "linestyle": "--" if turn else "-"}
+
+
+def plot_bars(
+    groups: dict[str, dict[str, float]],
+    path: str | Path,
+    y_label: str,
+    title: str,
+    reference: dict[str, dict[str, float]] | None = None,
+) -> None:
+    """Bars by group and name; the paper's figure, where there is one, outlined beside ours.
+
+    Raises ValueError without groups, and as plot_latencies does.
+    """
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    if not names:
+        raise ValueError("there are no bars to draw")
+    kinds = [groups] if reference is None else [groups, reference]
+    width = 0.8 / (len(names) * len(kinds))
+    room_for_figures = width / len(groups) > 0.03  # of the chart: four small digits
+    with _picture(path, 3.6) as figure:
+        axes = figure.subplots()
+        axes.set(title=title, ylabel=y_label, xticks=range(len(groups)), xticklabels=list(groups))
+        axes.grid(visible=False, axis="x")
+        axes.tick_params(axis="x", length=0)
+        axes.set_xlim(-0.5, len(groups) - 0.5)
+        axes.margins(y=0.1)
+        for index, name in enumerate(names):
+            for kind, values in enumerate(kinds):
+                offset = (index * len(kinds) + kind + 0.5) * width - 0.4
+                heights = {
+                    place + offset: values[group][name]
+                    for place, group in enumerate(groups)
+                    if name in values.get(group, {})
+                }
+                look = _column_look(COLOURS[index % len(COLOURS)], outlined=kind == 1)
+                bars = axes.bar(list(heights), list(heights.values()), width * 0.88, **look)
+                if room_for_figures:
+                    axes.bar_label(bars, fmt="{:.3g}", fontsize=7, padding=1.5)
+        handles = _bars_legend(names, reference is not None)
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6))
+
+
+def _column_look(colour: str, outlined: bool) -> dict[str, Any]:
+    face, line = ("white", "--") if outlined else (colour, "-")
+    return {"facecolor": face, "edgecolor": colour, "linestyle": line, "linewidth": 1}
+
+
+def _bars_legend(names: list[str], with_paper: bool) -> "list[Patch]":
+    from matplotlib.patches import Patch
+
+    patches = [
+        Patch(label=name, **_column_look(COLOURS[index % len(COLOURS)], outlined=False))
+        for index, name in enumerate(names)
+    ]
+    if with_paper:
+        patches.append(Patch(label="ours", **_column_look(GREY, outlined=False)))
+        patches.append(Patch(label="paper", **_column_look(GREY, outlined=True)))
+    return patches

@@ -1,0 +1,257 @@
+"""Pictures: written, readable, the same each time; and the intervals they are drawn from."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from gllm.metrics import Timeline
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import StepTime
+from gllm.scheduler.work import Work
+from gllm.sim.deployment import roofline, simulate
+from gllm.sim.intervals import (
+    Bubble,
+    Stretch,
+    bars_of,
+    binned,
+    bubbles_of,
+    joined,
+    stretches_of,
+    uses_of,
+    window_of,
+)
+from gllm.sim.plots import (
+    Panel,
+    plot_bars,
+    plot_gantt,
+    plot_grid,
+    plot_latencies,
+    plot_lines,
+    plot_tokens,
+)
+from gllm.sim.run import Run, Served, Step
+from gllm.sim.workload import make_jobs
+from gllm.step_log import Start
+
+matplotlib = pytest.importorskip("matplotlib")
+
+STAGES = 4
+SERIES = {"throttle": [(1.0, 2.0), (2.0, 3.0)], "sarathi": [(2.0, 9.0), (1.0, 4.0)]}
+BARS = {"14B": {"throttle": 3.0, "sarathi": 2.0}, "32B": {"throttle": 1.5}}
+PANELS = [Panel(title, "rate", "s", SERIES, title == "TTFT") for title in ("TTFT", "TPOT", "E2EL")]
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    deployment = roofline("qwen2.5-14b", "L20", STAGES, 8192)
+    return simulate(deployment, make_jobs("azure-conv", 30, 4.0))[0]
+
+
+def step(
+    number: int, *times: tuple[float, float] | None, decodes: int = 1, prefill: int = 0
+) -> Step:
+    work = Work(number, decodes + prefill, (), decodes, 0, 0)
+    stages = [StepTime(number, *pair) if pair else None for pair in times]
+    ends = [pair[1] for pair in times if pair]
+    return Step(0.0, work, prefill, decodes, stages, max(ends, default=None))
+
+
+def made(*steps: Step, parallelism: list[tuple[float, int]], end: float) -> Run:
+    """Two stages, one request that is there from 10 to `end`."""
+    run = Run(Start(0.0, "m", [1, 1], SchedulerConfig(), "driver"), parallelism=parallelism)
+    run.requests[0] = Served(1, 1, Timeline(10.0, [end], 1))
+    run.steps += steps
+    return run
+
+
+PLOTS: dict[str, tuple[Callable[[Run, Path], None], list[str]]] = {
+    "latencies": (
+        plot_latencies,
+        ["time to first token (TTFT)", "p50", "p99", "percentile", "end-to-end latency (E2EL)"],
+    ),
+    "tokens": (plot_tokens, ["coefficient of variation", "prefill", "decode", "seconds since"]),
+    "gantt": (plot_gantt, ["stage 0", "stage 3", "bubble", "% busy", "idle without work"]),
+    "lines": (
+        lambda _, path: plot_lines(SERIES, path, "rate, 1/s", "ms", "costs in $ and $"),
+        ["throttle", "sarathi", "rate, 1/s", "ms", "costs in $ and $"],
+    ),
+    "grid": (lambda _, path: plot_grid(PANELS, path), ["TTFT", "TPOT", "E2EL", "throttle"]),
+    "bars": (
+        lambda _, path: plot_bars(BARS, path, "tokens/s", "Throughput", {"14B": {"sarathi": 2.2}}),
+        ["14B", "32B", "tokens/s", "Throughput", "ours", "paper"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_a_picture_has_its_labels_and_the_same_bytes_each_time(
+    name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, labels = PLOTS[name]
+    first, again = tmp_path / "first", tmp_path / "again.svg"
+    draw(run, first)
+    monkeypatch.setitem(matplotlib.rcParams, "font.size", 30)
+    settings = dict(matplotlib.rcParams)
+    draw(run, again)
+    picture = first.with_suffix(".svg").read_bytes()
+    text = " ".join(ElementTree.fromstring(picture).itertext())
+    assert [label for label in labels if label not in text] == []
+    assert picture == again.read_bytes()
+    assert dict(matplotlib.rcParams) == settings
+    assert len(picture) < 300_000
+
+
+def test_png_by_suffix(run: Run, tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        plot_gantt(run, tmp_path / name)
+    picture = (tmp_path / "a.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert picture == (tmp_path / "b.png").read_bytes()
+
+
+def test_long_runs_stay_small(run: Run, tmp_path: Path) -> None:
+    assert len(run.steps) > 1000
+    plot_gantt(run, tmp_path / "gantt.svg", 0.0, run.end)
+    plot_tokens(run, tmp_path / "tokens.svg")
+    for path in tmp_path.iterdir():
+        assert path.stat().st_size < 300_000
+
+
+def test_more_lines_than_colours(tmp_path: Path) -> None:
+    many = {f"policy {i}": [(0.0, float(i))] for i in range(12)}
+    plot_lines(many | {"none yet": []}, tmp_path / "many.svg", "x", "y", "", log_y=True)
+    text = (tmp_path / "many.svg").read_text()
+    assert "policy 11" in text
+    assert "none yet" in text
+
+
+def test_what_cannot_be_drawn_says_why(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "x.svg"
+    empty = Run(run.start)
+    with pytest.raises(ValueError, match=r"\.svg or \.png"):
+        plot_latencies(run, tmp_path / "x.pdf")
+    with pytest.raises(ValueError, match="no micro-batch"):
+        plot_tokens(empty, path)
+    with pytest.raises(ValueError, match="no micro-batch"):
+        plot_gantt(empty, path)
+    with pytest.raises(ValueError, match="above 0"):
+        plot_gantt(run, path, seconds=0)
+    with pytest.raises(ValueError, match="no panels"):
+        plot_grid([], path)
+    with pytest.raises(ValueError, match="no bars"):
+        plot_bars({}, path, "", "")
+    assert not path.exists()
+    plot_latencies(empty, path)
+    assert "no values" in path.read_text()
+
+
+def test_without_matplotlib_the_error_names_the_fix(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from gllm.sim.plots import plot_lines\n"
+        f"plot_lines({{}}, {str(tmp_path / 'x.svg')!r}, '', '', '')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install gllm[sim]" in done.stderr.splitlines()[-1]
+
+
+def test_a_run_has_a_bar_for_each_stage_of_a_micro_batch(run: Run) -> None:
+    assert len(bars_of(run)) == len(run.steps) * STAGES
+    start, end = window_of(run)
+    inside = [
+        s for s in run.steps if s.stages[0] and s.stages[0].start >= start
+        and s.stages[-1] and s.stages[-1].end <= end
+    ]  # fmt: skip
+    assert len(inside) == 40
+    bars = bars_of(run, start, end)
+    steps = {s.work.step for s in inside}
+    assert sum(bar.step in steps for bar in bars) == 40 * STAGES
+    assert all(bar.end > start and bar.start < end for bar in bars)
+    assert len(bars) < 60 * STAGES
+
+
+def test_a_window_as_asked(run: Run) -> None:
+    start, end = window_of(run)
+    assert window_of(run, seconds=2.0) == (start, start + 2)
+    assert window_of(run, begin=3.0) == (run.begin + 3, run.begin + 3 + (end - start))
+
+
+def test_bubbles_add_up_to_the_stages_use(run: Run) -> None:
+    bubbles = bubbles_of(run)
+    whole = uses_of(run, bars_of(run), bubbles, run.begin, run.end)
+    for use, expected in zip(whole, run.stage_uses(), strict=True):
+        assert use.bubble == pytest.approx(expected.bubble)
+        assert use.busy == pytest.approx(expected.busy)
+        assert use.span == expected.span
+    halves = [*bubbles_of(run, end=run.end / 2), *bubbles_of(run, run.end / 2)]
+    assert sum(b.seconds for b in halves) == pytest.approx(sum(b.seconds for b in bubbles))
+    for stage in range(STAGES):
+        bars = [bar for bar in bars_of(run) if bar.stage == stage]
+        for bubble in [bubble for bubble in bubbles if bubble.stage == stage][::20]:
+            assert all(bar.end <= bubble.start or bar.start >= bubble.end for bar in bars)
+
+
+def test_bubbles_of_a_run_by_hand() -> None:
+    run = made(
+        step(0, (10, 12), (12, 14)),
+        step(1, (13, 14), (14, 15)),
+        parallelism=[(10.0, 2), (14.0, 1), (15.0, 1)],
+        end=17.0,
+    )
+    # From 14 on the work is enough for one stage; after 15 both are idle and share the loss, but
+    # nothing was heard of the work since.
+    run.parallelism.append((16.0, 0))
+    assert bubbles_of(run) == [
+        Bubble(1, 10, 12, 1.0),
+        Bubble(0, 12, 13, 1.0),
+        Bubble(0, 15, 16, 0.5),
+        Bubble(1, 15, 16, 0.5),
+    ]
+    assert bubbles_of(run, 11.0, 12.5) == [Bubble(1, 11, 12, 1.0), Bubble(0, 12, 12.5, 1.0)]
+    assert [use.bubble for use in run.stage_uses()] == [1.5, 2.5]
+
+
+def test_neighbouring_bubbles_of_one_share_are_one() -> None:
+    run = made(step(0, (10, 14), None), parallelism=[(10, 2), (11, 2), (12, 2)], end=14.0)
+    assert bubbles_of(run) == [Bubble(1, 10, 14, 1.0)]
+
+
+def test_a_bar_of_no_length_ends() -> None:
+    run = made(step(0, (10, 10), (10, 12)), parallelism=[(10, 1)], end=12.0)
+    assert [use.busy for use in uses_of(run, bars_of(run), [], 10.0, 12.0)] == [0.0, 2.0]
+    assert bubbles_of(run) == []
+
+
+def test_tokens_lie_between_entries() -> None:
+    run = made(
+        step(0, (10, 11), (11, 12), prefill=3),
+        step(1, (15, 16), (16, 18)),
+        step(2, (16, 17), None, decodes=2),
+        step(3, None, None),
+        parallelism=[],
+        end=20.0,
+    )
+    run.steps[2].committed = None
+    assert stretches_of(run) == [
+        Stretch(0, 2, 3, 1, 4),  # until its commit
+        Stretch(5, 6, 0, 1, 1),  # until the next one's entry
+        Stretch(6, 6, 0, 2, 2),  # planned before, never entered: no time goes backward
+        Stretch(6, 10, 0, 1, 1),
+    ]
+    assert [(s.start, s.end, s.most) for s in joined(stretches_of(run))[:4]] == [
+        (0, 0, 0), (0, 2, 4), (2, 5, 0), (5, 6, 1),
+    ]  # fmt: skip
+
+
+def test_bins_hold_what_reaches_into_them() -> None:
+    stretches = [Stretch(0, 1, 3, 1, 4), Stretch(1, 5, 0, 2, 2), Stretch(7, 8, 8, 0, 8)]
+    assert binned(stretches, 4) == [
+        Stretch(0, 2, 1.5, 1.5, 4),
+        Stretch(2, 4, 0, 2, 2),
+        Stretch(4, 6, 0, 2, 2),
+        Stretch(6, 8, 8, 0, 8),
+    ]
