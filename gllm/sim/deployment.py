@@ -4,9 +4,11 @@ Owns the way from names (device, model, profile) to a resolved pipeline, and its
 of how results are shown.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.sequence import Request
 from gllm.sim.costs.base import Cost
 from gllm.sim.costs.roofline import Efficiency, RooflineCost
 from gllm.sim.events import run as run_events
@@ -32,22 +34,33 @@ class Deployment:
 
 
 def simulate(deployment: Deployment, jobs: list[Job]) -> tuple[Run, list[Event]]:
-    """Serve the jobs; the run and its log.
+    """Serve the jobs; the run and its log. Raises ValueError as `serve_requests`."""
+    return serve_requests(deployment, requests_of(jobs))
 
-    Raises ValueError for a job that is longer than the deployment's context.
+
+def serve_requests(
+    deployment: Deployment,
+    requests: list[tuple[float, Request]],
+    aborts: Iterable[tuple[float, list[int]]] = (),
+) -> tuple[Run, list[Event]]:
+    """Serve requests that come, and end sequences that are aborted, at their times.
+
+    Raises ValueError for a request that is longer than the deployment's context.
     """
     config = deployment.scheduler
-    longest = max((job.prompt + job.output for job in jobs), default=0)
+    longest = max((len(each.prompt) + each.max_tokens for _, each in requests), default=0)
     if longest > config.max_model_len:
         raise ValueError(
             f"the workload has a request of {longest} tokens, but max_model_len is "
             f"{config.max_model_len}: raise it or choose another workload"
         )
+    begin = requests[0][0] if requests else 0.0
     events: list[Event] = [
-        Start(0.0, deployment.model, deployment.layers, config, source="simulator")
+        Start(begin, deployment.model, deployment.layers, config, source="simulator")
     ]
     pipeline = Pipeline(config, deployment.cost, events.append)
-    run_events(pipeline.arrivals(requests_of(jobs)))
+    aborted = [pipeline.abortion(time, seqs) for time, seqs in aborts]
+    run_events([*pipeline.arrivals(requests), *aborted])
     return run_of(events), events
 
 

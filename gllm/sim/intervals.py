@@ -5,7 +5,7 @@ and how many tokens were under way when. Knows nothing of drawing.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import fmean
@@ -92,25 +92,18 @@ def bars_of(run: Run, begin: float = -inf, end: float = inf) -> list[Bar]:
 
 def bubbles_of(run: Run, begin: float = -inf, end: float = inf) -> list[Bubble]:
     """Bubbles in begin..end, cut to it; over all of a run they add up to `Run.stage_uses`."""
-    begin, end = max(begin, run.begin), min(end, run.end)
-    stages = range(len(run.start.layers))
     found: list[Bubble] = []
     latest: dict[int, int] = {}
     """By stage, where in `found` its newest bubble is."""
-    for start, stop, busy, wanted in _spells(run):
-        start, stop = max(start, begin), min(stop, end)
-        if start >= stop or wanted <= len(busy):
-            continue
-        share = (wanted - len(busy)) / (len(stages) - len(busy))
-        for stage in stages:
-            if stage in busy:
-                continue
+    for spell in run.spells(begin, end):
+        share = spell.bubble_share
+        for stage in spell.idle if share else ():
             last = found[latest[stage]] if stage in latest else None
-            if last and last.end == start and last.share == share:
-                found[latest[stage]] = last._replace(end=stop)
+            if last and last.end == spell.begin and last.share == share:
+                found[latest[stage]] = last._replace(end=spell.end)
             else:
                 latest[stage] = len(found)
-                found.append(Bubble(stage, start, stop, share))
+                found.append(Bubble(stage, spell.begin, spell.end, share))
     return found
 
 
@@ -124,25 +117,6 @@ def uses_of(
     for bubble in bubbles:
         uses[bubble.stage].bubble += bubble.seconds
     return uses
-
-
-def _spells(run: Run) -> Iterator[tuple[float, float, set[int], int]]:
-    """Stretches of time without a change: (start, end, busy stages, stages wanted)."""
-    changes: list[tuple[float, int, int]] = [(time, -1, wanted) for time, wanted in run.parallelism]
-    for bar in bars_of(run):
-        # A bar that begins as another ends must not be ended by it: count, in any order.
-        changes += [(bar.start, bar.stage, 1), (bar.end, bar.stage, -1)]
-    changes.sort(key=lambda change: change[0])
-    running = [0] * len(run.start.layers)
-    wanted, before = 0, -inf
-    for time, stage, value in changes:
-        if time > before:
-            yield before, time, {stage for stage, count in enumerate(running) if count}, wanted
-            before = time
-        if stage < 0:
-            wanted = value
-        else:
-            running[stage] += value
 
 
 def stretches_of(run: Run) -> list[Stretch]:

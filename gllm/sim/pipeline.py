@@ -18,8 +18,11 @@ from gllm.sim.events import Event
 from gllm.step_log import Event as Logged
 from gllm.step_log import LoggedScheduler
 
-COMMIT, ARRIVAL, PIPELINE = range(3)
-"""Ranks of events at one time: the driver hears of results and requests before stages go on."""
+COMMIT, ARRIVAL, TURN, PIPELINE = range(4)
+"""Ranks of events at one time: the driver hears all that is new before it schedules."""
+
+NANOSECONDS = 9
+"""Decimals of an event's time: finer differences are errors of rounding."""
 
 TOKEN = 1
 """What every made-up output token is."""
@@ -46,35 +49,48 @@ class Pipeline:
         self._cost = cost
         self._stages = [_Lane() for _ in range(config.stages)]
         self._links = [_Lane() for _ in range(config.stages - 1)]
+        self._turning = False
         self._planned = self._sampled = self._returned = 0.0
         """When the newest plan's inputs, the newest step's tokens and its result are there."""
 
     def arrivals(self, requests: Iterable[tuple[float, Request]]) -> list[Event]:
         """Events that bring the requests at their times, in seconds."""
-        return [Event(time, ARRIVAL, partial(self._arrive, request)) for time, request in requests]
+        return [
+            Event(round(time, NANOSECONDS), ARRIVAL, partial(self._arrive, request))
+            for time, request in requests
+        ]
 
     def abortion(self, time: float, seqs: list[int]) -> Event:
         """An event that ends sequences."""
-        return Event(time, ARRIVAL, partial(self._abort, seqs))
+        return Event(round(time, NANOSECONDS), ARRIVAL, partial(self._abort, seqs))
 
     # Handlers: each takes the time and returns what follows.
 
     def _arrive(self, request: Request, now: float) -> list[Event]:
         self._now = now
         self.scheduler.add(request, now)
-        return self._turn(now)
+        return self._news(now)
 
     def _abort(self, seqs: list[int], now: float) -> list[Event]:
         self._now = now
         self.scheduler.abort(seqs)
-        return self._turn(now)
+        return self._news(now)
+
+    def _news(self, now: float) -> list[Event]:
+        """Have the driver take its turn once it has heard everything of this moment."""
+        if self._turning:
+            return []
+        self._turning = True
+        return [Event(now, TURN, self._turn)]
 
     def _turn(self, now: float) -> list[Event]:
         """What the driver does after news: fill the pipeline."""
+        self._turning = False
         follows = []
         while (plan := self.scheduler.schedule(now)) is not None:
             batch = plan, work_of(plan.step, plan.rows)
-            self._planned = max(self._planned, now + self._cost.plan_seconds(batch[1]))
+            ready = round(now + self._cost.plan_seconds(batch[1]), NANOSECONDS)
+            self._planned = max(self._planned, ready)
             follows.append(Event(self._planned, PIPELINE, partial(self._reach_stage, 0, batch)))
         return follows
 
@@ -89,7 +105,7 @@ class Pipeline:
         lane.busy = True
         # A row whose input token the step before samples waits for it (one stage only).
         start = max(now, self._sampled) if batch[1].placeholders else now
-        end = start + self._cost.stage_seconds(stage, batch[1])
+        end = round(start + self._cost.stage_seconds(stage, batch[1]), NANOSECONDS)
         return [Event(end, PIPELINE, partial(self._end_stage, stage, batch, start))]
 
     def _end_stage(self, stage: int, batch: MicroBatch, start: float, now: float) -> list[Event]:
@@ -98,7 +114,7 @@ class Pipeline:
         self.scheduler.observe(stage, [StepTime(batch[0].step, start, now)])
         if stage == len(self._links):
             self._sampled = now + self._cost.sample_seconds(batch[1])
-            done = self._sampled + self._cost.return_seconds(batch[1])
+            done = round(self._sampled + self._cost.return_seconds(batch[1]), NANOSECONDS)
             self._returned = max(self._returned, done)
             commit = Event(self._returned, COMMIT, partial(self._commit, batch[0]))
             return [*self._next(stage, now), commit]
@@ -114,7 +130,7 @@ class Pipeline:
         link = self._links[stage]
         batch = link.waiting.popleft()
         link.busy = True
-        end = now + self._cost.link_seconds(stage, batch[1])
+        end = round(now + self._cost.link_seconds(stage, batch[1]), NANOSECONDS)
         return Event(end, PIPELINE, partial(self._end_link, stage, batch))
 
     def _end_link(self, stage: int, batch: MicroBatch, now: float) -> list[Event]:
@@ -127,4 +143,4 @@ class Pipeline:
         self._now = now
         sampled = [Sampled(row.seq, row.epoch, TOKEN) for row in plan.rows if row.samples]
         self.scheduler.commit(StepResult(plan.step, sampled))
-        return self._turn(now)
+        return self._news(now)

@@ -6,9 +6,11 @@ stage was and what it lost to bubbles. Knows nothing of where the log came from.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
 
 from gllm.metrics import Timeline
-from gllm.scheduler.plan import StepTime
+from gllm.scheduler.plan import Row, Sampled, StepTime
 from gllm.scheduler.work import Work, work_of
 from gllm.step_log import Abort, Add, Commit, Event, Schedule, Start, Times
 
@@ -20,6 +22,8 @@ class Served:
     prompt_tokens: int
     max_tokens: int
     line: Timeline
+    heard: float = 0.0
+    """When the driver had heard all that came with the request."""
     preempted: int = 0
     """Times it lost its blocks."""
 
@@ -36,6 +40,10 @@ class Step:
     stages: list[StepTime | None]
     """None where the log ends before the stage's time came."""
     committed: float | None = None
+    prompted: float = 0.0
+    """When the driver had heard the news after which it planned."""
+    heard: float = 0.0
+    """When the driver had heard all that came with the result."""
 
 
 @dataclass
@@ -59,6 +67,28 @@ class StageUse:
         return self.bubble / self.span if self.span else 0.0
 
 
+class Spell(NamedTuple):
+    """A stretch of time in which nothing changed.
+
+    The work at hand could keep `wanted` stages busy, whatever the plans were; what is missing to
+    that number is bubble, shared by the stages that are idle.
+    """
+
+    begin: float
+    end: float
+    busy: tuple[int, ...]
+    """Stages that computed."""
+    idle: tuple[int, ...]
+    """The others."""
+    wanted: int
+
+    @property
+    def bubble_share(self) -> float:
+        """Of an idle stage's time, 0..1."""
+        missing = max(0, self.wanted - len(self.busy))
+        return missing / len(self.idle) if self.idle else 0.0
+
+
 @dataclass
 class Run:
     """A whole run."""
@@ -76,48 +106,49 @@ class Run:
 
     @property
     def end(self) -> float:
-        """When the last token came."""
-        return max((s.line.times[-1] for s in self.requests.values() if s.line.times), default=0.0)
+        """When the last token came; the beginning, where none did."""
+        lines = [served.line for served in self.requests.values()]
+        return max((line.times[-1] for line in lines if line.times), default=self.begin)
 
     def stage_uses(self) -> list[StageUse]:
-        """What each stage did between the run's begin and end.
-
-        At every moment the work at hand could keep `parallelism` stages busy, whatever the plans
-        were; what is missing to that number is bubble, shared by the stages that are idle.
-        """
-        count = len(self.start.layers)
-        uses = [StageUse(span=self.end - self.begin) for _ in range(count)]
-        busy: set[int] = set()
-        wanted, before = 0, self.begin
-        for time, stage, value in self._changes():
-            now = min(max(time, self.begin), self.end)
-            elapsed, before = now - before, now
-            for each in busy:
-                uses[each].busy += elapsed
-            idle = count - len(busy)
-            if wanted > len(busy):
-                share = elapsed * (wanted - len(busy)) / idle
-                for each in set(range(count)) - busy:
-                    uses[each].bubble += share
-            if stage is None:
-                wanted = value
-            elif value:
-                busy.add(stage)
-            else:
-                busy.discard(stage)
+        """What each stage did between the run's begin and end."""
+        uses = [StageUse(span=self.end - self.begin) for _ in self.start.layers]
+        for spell in self.spells():
+            seconds = spell.end - spell.begin
+            for stage in spell.busy:
+                uses[stage].busy += seconds
+            for stage in spell.idle:
+                uses[stage].bubble += seconds * spell.bubble_share
         return uses
 
-    def _changes(self) -> Iterator[tuple[float, int | None, int]]:
-        """In order of time: (time, stage, 1 begins or 0 ends), or (time, None, parallelism)."""
-        changes: list[tuple[float, int, int | None, int]] = []
+    def spells(self, begin: float = -inf, end: float = inf) -> Iterator[Spell]:
+        """What the stages did from `begin` to `end`, cut to the run, in order of time and without
+        gaps until the log's last word on stages and work."""
+        begin, end = max(begin, self.begin), min(end, self.end)
+        running = [0] * len(self.start.layers)
+        wanted, before = 0, begin
+        for time, stage, value in self._changes():
+            now = min(time, end)
+            if now > before:
+                busy = tuple(stage for stage, count in enumerate(running) if count)
+                idle = tuple(stage for stage, count in enumerate(running) if not count)
+                yield Spell(before, now, busy, idle, wanted)
+                before = now
+            if stage is None:
+                wanted = value
+            else:
+                running[stage] += value
+
+    def _changes(self) -> list[tuple[float, int | None, int]]:
+        """By time: (time, stage, steps it computes more), or (time, None, parallelism)."""
+        changes: list[tuple[float, int | None, int]] = []
+        for time, wanted in self.parallelism:
+            changes.append((time, None, wanted))
         for step in self.steps:
             for stage, times in enumerate(step.stages):
                 if times is not None:
-                    changes.append((times.end, 0, stage, 0))
-                    changes.append((times.start, 2, stage, 1))
-        changes += [(time, 1, None, value) for time, value in self.parallelism]
-        changes.sort(key=lambda change: change[:2])
-        return ((time, stage, value) for time, _, stage, value in changes)
+                    changes += [(times.start, stage, 1), (times.end, stage, -1)]
+        return sorted(changes, key=lambda change: change[0])
 
 
 def run_of(events: Iterable[Event]) -> Run:
@@ -145,12 +176,21 @@ class _Reader:
         """Steps of warm-up requests."""
         self._warm_ups = run.start.warm_ups
         self._steps: dict[int, Step] = {}
-        self._decoding: set[int] = set()
-        self._sampling: dict[int, list[int]] = {}
-        """Sequences that a step in flight samples for."""
+        self._heard: list[Served | Step] = []
+        """What came since the last schedule."""
+        self._news = run.start.time
+        """When the last of it came."""
+        self._rows: dict[int, list[Row]] = {}
+        """Of the steps in flight."""
+        self._prefilled: dict[int, int] = {}
+        """By sequence, the newest epoch whose prefill was planned to its end."""
+        self._stop_ids: dict[int, list[int]] = {}
+        """Of the sequences that nothing has ended early: what is in flight of others is void."""
 
     def read(self, event: Event) -> None:
         """Take one event in."""
+        if isinstance(event, Add | Abort | Commit):
+            self._news = event.time
         match event:
             case Add():
                 self._add(event)
@@ -161,7 +201,10 @@ class _Reader:
                     self._steps[times.step].stages[stage] = times
             case Commit():
                 self._commit(event)
-            case Abort() | Start():
+            case Abort(seqs=seqs):
+                for seq in seqs:
+                    self._stop_ids.pop(seq, None)
+            case Start():
                 pass
 
     def _add(self, add: Add) -> None:
@@ -170,30 +213,52 @@ class _Reader:
             return
         for seq in range(add.seq, add.seq + add.n):
             self.run.requests[seq] = Served(len(add.prompt), add.max_tokens, Timeline(add.time))
+            self._stop_ids[seq] = add.stop_ids
+            self._heard.append(self.run.requests[seq])
 
     def _schedule(self, event: Schedule) -> None:
         run, plan = self.run, event.plan
         run.parallelism.append((event.time, event.parallelism))
+        for each in self._heard:
+            each.heard = self._news
+        self._heard = []
         if plan is None:
             return
-        decodes = sum(row.seq in self._decoding for row in plan.rows)
+        decodes = sum(self._prefilled.get(row.seq) == row.epoch for row in plan.rows)
         work = work_of(plan.step, plan.rows)
         stages: list[StepTime | None] = [None] * len(run.start.layers)
         step = Step(event.time, work, work.tokens - decodes, decodes, stages)
+        step.prompted = self._news
         self._steps[plan.step] = step
         run.steps.append(step)
         if not any(row.seq in run.requests for row in plan.rows):
             self.ignored.add(plan.step)
+        self._rows[plan.step] = plan.rows
         for row in plan.rows:
+            if row.samples:
+                self._prefilled[row.seq] = row.epoch
             served = run.requests.get(row.seq)
-            if served is not None and row.epoch > served.preempted:
+            if served is not None:
                 served.preempted = row.epoch
-                self._decoding.discard(row.seq)
 
     def _commit(self, event: Commit) -> None:
-        self._steps[event.result.step].committed = event.time
-        for sampled in event.result.sampled:
-            served = self.run.requests.get(sampled.seq)
-            if served is not None and not sampled.error:
-                served.line.mark(event.time)
-                self._decoding.add(sampled.seq)
+        result = event.result
+        step = self._steps[result.step]
+        step.committed = event.time
+        self._heard.append(step)
+        rows = self._rows.pop(result.step)
+        if result.error:
+            for row in rows:
+                self._stop_ids.pop(row.seq, None)
+        for sampled in result.sampled:
+            self._sample(sampled, event.time)
+
+    def _sample(self, sampled: Sampled, now: float) -> None:
+        stop_ids = self._stop_ids.get(sampled.seq)
+        if stop_ids is None:
+            return
+        served = self.run.requests[sampled.seq]
+        if not sampled.error:
+            served.line.mark(now)
+        if sampled.error or sampled.token in stop_ids:
+            del self._stop_ids[sampled.seq]

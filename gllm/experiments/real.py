@@ -1,0 +1,57 @@
+"""Jobs for a real engine on this machine.
+
+Owns the way from a workload to requests of made-up tokens, sent on time. Knows nothing of what is
+measured: that is in the engine's step log.
+"""
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+from gllm.config import EngineConfig, SamplingParams
+from gllm.engine import Engine
+from gllm.sim.workload import Job
+from gllm.step_log import Event, read_step_log
+
+LOG_SECONDS = 1.2
+"""How long stages may take to report their last times."""
+
+
+async def serve_jobs(
+    engine: Engine, jobs: list[Job], seed: int = 0, served: Callable[[], None] = lambda: None
+) -> None:
+    """Send every job at its time and wait for all; `served` is called after each.
+
+    Prompts are random tokens, outputs have exactly the job's length.
+    """
+    rng = random.Random(seed)
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+
+    async def serve(job: Job, prompt: list[int]) -> None:
+        await asyncio.sleep(begin + job.arrival - loop.time())
+        params = SamplingParams(temperature=0, max_tokens=job.output, ignore_eos=True)
+        async with aclosing(engine.generate(prompt, params)) as deltas:
+            async for delta in deltas:
+                if delta.error:
+                    raise RuntimeError(f"a request failed: {delta.error}")
+        served()
+
+    prompts = [rng.choices(range(engine.model.vocab_size), k=job.prompt) for job in jobs]
+    await asyncio.gather(*(serve(job, tokens) for job, tokens in zip(jobs, prompts, strict=True)))
+
+
+async def logged_run(
+    config: EngineConfig, work: Callable[[Engine], Awaitable[None]]
+) -> list[Event]:
+    """Start an engine, let `work` use it (a coroutine function), and return the step log."""
+    with tempfile.TemporaryDirectory(prefix="gllm-") as folder:
+        log = Path(folder) / "steps.jsonl"
+        async with Engine(replace(config, step_log=str(log))) as engine:
+            await work(engine)
+            await asyncio.sleep(LOG_SECONDS)
+        return list(read_step_log(log))

@@ -1,0 +1,122 @@
+"""A step's time from a profile: a curve over tokens, and attention on top.
+
+Owns the fit of `gllm profile`'s measurements. Knows nothing of how they were taken.
+
+A stage takes  curve(tokens) + c * pairs + d * decodes + e * decode context + f * samples  seconds:
+the linear model of "Vidur" (arXiv 2405.05465) and others, with a rising piecewise linear curve for
+its tokens, because small micro-batches read the weights and large ones compute. No coefficient is
+negative, so nothing gets faster by more work, beyond the measured range neither.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gllm.scheduler.step_cost import solve_nonnegative
+from gllm.scheduler.work import Work
+from gllm.sim.profile import Profile, StepSample
+
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Where the curve may bend, in tokens; the last piece goes on for ever."""
+ROUNDS = 6
+SWEEPS = 3000
+
+Array = NDArray[np.float64]
+
+
+def fit_nonnegative(features: Array, seconds: Array) -> list[float]:
+    """Coefficients >= 0 that tell `seconds` [rows] from `features` [rows, columns].
+
+    Errors count in relation to what is predicted, so that their sum comes out near zero for short
+    steps and long ones alike; relations to what was measured would favour the fast ones.
+    """
+    scale = np.maximum(features.max(axis=0), 1e-12)
+    scaled = features / scale
+    guess = np.full_like(seconds, seconds.mean())
+    solution = [0.0] * features.shape[1]
+    for _ in range(ROUNDS):
+        weighted = scaled / guess[:, None]
+        matrix = (weighted.T @ weighted).tolist()
+        right = (weighted.T @ (seconds / guess)).tolist()
+        solution = solve_nonnegative(matrix, right, solution, SWEEPS // ROUNDS)
+        guess = np.maximum(scaled @ np.array(solution), seconds.min() / 10)
+    return (np.array(solution) / scale).tolist()
+
+
+def _pieces(tokens: int) -> list[float]:
+    """How much of each piece of the curve lies below `tokens`."""
+    ends = [*KNOTS[1:], tokens]
+    return [float(max(0, min(tokens, end) - begin)) for begin, end in zip(KNOTS, ends, strict=True)]
+
+
+def _features(sample: StepSample) -> list[float]:
+    attention = [sample.pairs, sample.decodes, sample.decode_context]
+    return [1.0, *_pieces(sample.tokens), *attention, sample.samples]
+
+
+class _StageFit:
+    """One stage's coefficients."""
+
+    def __init__(self, samples: Sequence[StepSample], stage: int) -> None:
+        rows = np.array([_features(sample) for sample in samples])
+        seconds = np.array([max(sample.stages[stage], 1e-7) for sample in samples])
+        fitted = fit_nonnegative(rows, seconds)
+        self._curve = fitted[: len(KNOTS) + 1]
+        self._pair, self._decode, self._context, self._sample = fitted[len(KNOTS) + 1 :]
+        self._known: dict[int, float] = {}
+
+    def seconds(self, work: Work) -> float:
+        if work.tokens not in self._known:
+            pieces = [1.0, *_pieces(work.tokens)]
+            self._known[work.tokens] = sum(a * b for a, b in zip(self._curve, pieces, strict=True))
+        return (
+            self._known[work.tokens]
+            + self._pair * work.pairs
+            + self._decode * work.decodes
+            + self._context * work.decode_context
+            + self._sample * work.samples
+        )
+
+
+class FittedCost:
+    """The pipeline of a profile."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._stages = [_StageFit(profile.steps, stage) for stage in range(len(profile.layers))]
+        self._link = _line(profile.links)
+        self._plan = median(profile.plans) if profile.plans else 0.0
+        self._sampling = median(profile.sampling) if profile.sampling else 0.0
+        after = [(count, max(0.0, value - self._sampling)) for count, value in profile.returns]
+        self._return = _line(after)
+
+    def stage_seconds(self, stage: int, work: Work) -> float:
+        """As fitted."""
+        return self._stages[stage].seconds(work)
+
+    def link_seconds(self, stage: int, work: Work) -> float:
+        """A latency and so much for each token; all links are alike."""
+        return self._link[0] + self._link[1] * work.tokens
+
+    def plan_seconds(self, work: Work) -> float:
+        """The median."""
+        return self._plan
+
+    def sample_seconds(self, work: Work) -> float:
+        """The median; it shows at one stage only, and is within `return_seconds` at more."""
+        return self._sampling
+
+    def return_seconds(self, work: Work) -> float:
+        """A constant and so much for each drawn token."""
+        return self._return[0] + self._return[1] * work.samples
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds at zero, seconds for one more), neither negative; zeros of no points."""
+    if not points:
+        return 0.0, 0.0
+    rows = np.array([[1.0, count] for count, _ in points])
+    seconds = np.array([max(value, 1e-7) for _, value in points])
+    constant, slope = fit_nonnegative(rows, seconds)
+    return constant, slope

@@ -1,0 +1,44 @@
+"""The step times of a real run, played back.
+
+Owns the recorded times by step. Knows nothing of work: a step takes what it took.
+"""
+
+from gllm.scheduler.work import Work
+from gllm.sim.run import Run
+from gllm.sim.step_costs import StepCosts, step_costs
+
+
+class RecordedCost:
+    """Costs of a run whose steps come again in the same order, counted from 0.
+
+    A step beyond the recording takes as long as its last one.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Raises ValueError for a run without complete steps."""
+        self._costs = list(step_costs(run))
+        if not self._costs:
+            raise ValueError("the run has no step whose times are all there")
+
+    def stage_seconds(self, stage: int, work: Work) -> float:
+        """As recorded."""
+        return self._at(work).stages[stage]
+
+    def link_seconds(self, stage: int, work: Work) -> float:
+        """As recorded; nothing where the next stage was busy, for it did not matter."""
+        return self._at(work).links[stage] or 0.0
+
+    def plan_seconds(self, work: Work) -> float:
+        """As recorded; nothing where the first stage was busy."""
+        return self._at(work).plan or 0.0
+
+    def sample_seconds(self, work: Work) -> float:
+        """Within the next step's time."""
+        return 0.0
+
+    def return_seconds(self, work: Work) -> float:
+        """As recorded."""
+        return self._at(work).back
+
+    def _at(self, work: Work) -> StepCosts:
+        return self._costs[min(work.step, len(self._costs) - 1)]

@@ -1,0 +1,97 @@
+"""What `gllm simulate` can be told, as fields with flags.
+
+Owns the way from options to a deployment and its jobs. Knows nothing of output.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from gllm.scheduler.config import SchedulerConfig, option
+from gllm.sim.costs.fitted import FittedCost
+from gllm.sim.deployment import Deployment, roofline
+from gllm.sim.profile import read_profile
+from gllm.sim.shapes import DEVICES, LINKS, MODELS
+from gllm.sim.workload import Job, make_jobs
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """A deployment, and what is asked of it."""
+
+    profile: str | None = option(None, "file of `gllm profile`; default: a device of the table")
+    device: str = option("L20", "device of each stage", choices=tuple(DEVICES))
+    model: str = option("qwen2.5-32b", "model by its shape", choices=tuple(MODELS))
+    pipeline_parallel_size: int | None = option(
+        None,
+        "pipeline stages; default 4, or the profile's",
+        flags=("--pipeline-parallel-size", "--pp"),
+    )
+    link: str = option("pcie", "between neighbouring stages", choices=tuple(LINKS))
+    max_model_len: int | None = option(
+        None, "longest prompt + output; default: the workload's longest, or the profile's"
+    )
+    workload: str = option(
+        "azure-conv",
+        "azure-conv, azure-code, sharegpt-like, arxiv-4k, mixed; or numbers for the prompt's "
+        "length, then the output's: fixed:512,128, uniform:LOW,HIGH,LOW,HIGH, "
+        "lognormal:MEDIAN,P90,MOST,MEDIAN,P90,MOST, zipf:EXPONENT,MOST,EXPONENT,MOST",
+    )
+    requests: int = option(1000, "how many")
+    rate: float = option(4.0, "requests a second")
+    arrivals: str = option("poisson", "poisson, gamma:CV, static, or replay of a trace's own times")
+    time_scale: float = option(1.0, "stretches the times of a replay")
+    length_scale: float = option(1.0, "multiplies prompt and output lengths")
+    seed: int = option(0, "of lengths and arrivals")
+    slo_ttft: float | None = option(None, "TTFT limit for the SLO, seconds")
+    slo_tpot: float | None = option(None, "TPOT limit for the SLO, seconds")
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field and the fix."""
+        for name in ("requests", "rate", "time_scale", "length_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but has to be above 0")
+
+
+def jobs_of(config: SimulationConfig) -> list[Job]:
+    """The workload. Raises ValueError as make_jobs does."""
+    jobs = make_jobs(
+        *(config.workload, config.requests, config.rate, config.arrivals),
+        *(config.seed, config.time_scale),
+    )
+    scale = config.length_scale
+    return [
+        Job(job.arrival, max(1, round(job.prompt * scale)), max(1, round(job.output * scale)))
+        for job in jobs
+    ]
+
+
+def deployment_of(config: SimulationConfig, longest: int) -> Deployment:
+    """The deployment; `longest` is the workload's longest request in tokens.
+
+    Raises ValueError for what cannot be, OSError for a profile that cannot be read.
+    """
+    stages = config.pipeline_parallel_size
+    if config.profile is None:
+        length = config.max_model_len or longest
+        return roofline(
+            *(config.model, config.device, stages or 4, length, config.link, config.scheduler)
+        )
+    profile = read_profile(config.profile)
+    if stages not in (None, len(profile.layers)):
+        raise ValueError(
+            f"{config.profile} was measured at --pp {len(profile.layers)}: "
+            f"measure it at --pp {stages}, or leave --pp out"
+        )
+    measured = profile.scheduler
+    resolved = config.scheduler.resolve(
+        len(profile.layers), measured.num_blocks, config.max_model_len or measured.max_model_len
+    )
+    return Deployment(profile.model, profile.layers, FittedCost(profile), resolved)
+
+
+def with_policy(deployment: Deployment, policy: str) -> Deployment:
+    """The same deployment under another policy, whose own defaults apply."""
+    old = deployment.scheduler
+    bare = replace(old, policy=policy, max_num_batched_tokens=None, max_in_flight=None)
+    scheduler = bare.resolve(old.stages, old.num_blocks, old.max_model_len)
+    return replace(deployment, scheduler=scheduler)

@@ -1,0 +1,101 @@
+"""A real run again, to see that its decisions come again.
+
+Owns two checks of the claim that the simulator holds the production scheduler: the recorded calls
+give the recorded plans, bit by bit; and the event loop, given recorded arrivals and step times,
+makes the same plans. `python -m gllm.sim.replay LOG` prints both.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from gllm.scheduler.plan import StepPlan
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import Request
+from gllm.sim.compare import aborts_of_log
+from gllm.sim.costs.recorded import RecordedCost
+from gllm.sim.deployment import Deployment, serve_requests
+from gllm.sim.run import run_of
+from gllm.step_log import Abort, Add, Commit, Event, Schedule, Start, Times, read_step_log
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How many plans came again."""
+
+    equal: int
+    plans: int
+
+    @property
+    def share(self) -> float:
+        """0..1."""
+        return self.equal / self.plans if self.plans else 1.0
+
+
+def replay_calls(events: list[Event]) -> Agreement:
+    """Call a new scheduler as the log says, and compare all of each plan."""
+    start = events[0]
+    assert isinstance(start, Start), "read_step_log has checked it"
+    scheduler = Scheduler(start.scheduler)
+    equal = plans = 0
+    for event in events[1:]:
+        match event:
+            case Schedule(time=time, plan=recorded):
+                plans += recorded is not None
+                equal += recorded is not None and scheduler.schedule(time) == recorded
+                if recorded is None and scheduler.schedule(time) is not None:
+                    plans += 1
+            case Add():
+                scheduler.add(_request(event), event.time)
+            case Abort(seqs=seqs):
+                scheduler.abort(seqs)
+            case Commit(result=result):
+                scheduler.commit(result)
+            case Times(stage=stage, steps=steps):
+                scheduler.observe(stage, steps)
+    return Agreement(equal, plans)
+
+
+def replay_times(events: list[Event]) -> Agreement:
+    """Simulate with the log's arrivals and step times, and compare what each plan runs."""
+    run = run_of(events)
+    requests = [
+        (run.requests[event.seq].heard, _request(event))
+        for event in events
+        if isinstance(event, Add) and event.seq in run.requests
+    ]
+    start = run.start
+    deployment = Deployment(start.model, start.layers, RecordedCost(run), start.scheduler)
+    _, simulated = serve_requests(deployment, requests, aborts_of_log(events))
+    warm = {step.work.step for step in run.steps}
+    real = [_content(plan) for plan in _plans(events) if plan.step in warm]
+    again = [_content(plan) for plan in _plans(simulated)]
+    equal = sum(one == other for one, other in zip(real, again, strict=False))
+    return Agreement(equal, max(len(real), len(again)))
+
+
+def _request(event: Add) -> Request:
+    return Request(
+        *(event.seq, event.prompt, event.max_tokens, frozenset(event.stop_ids)),
+        *(event.priority, event.cache_salt, event.n),
+    )
+
+
+def _plans(events: list[Event]) -> list[StepPlan]:
+    return [e.plan for e in events if isinstance(e, Schedule) and e.plan is not None]
+
+
+def _content(plan: StepPlan) -> list[tuple[int, int, int, int]]:
+    return [(row.seq, row.epoch, row.start, row.num_tokens) for row in plan.rows]
+
+
+def main(argv: list[str]) -> int:
+    """Print both agreements for a step log."""
+    events = list(read_step_log(argv[0]))
+    calls, times = replay_calls(events), replay_times(events)
+    print(f"recorded calls: {calls.equal} of {calls.plans} plans bit-identical")
+    print(f"recorded times: {times.equal} of {times.plans} plans equal ({times.share:.1%})")
+    return 0 if calls.equal == calls.plans and times.share >= 0.95 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

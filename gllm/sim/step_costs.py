@@ -1,0 +1,47 @@
+"""What each step of a run cost, and where: the run's times taken apart.
+
+Owns the rule by which a wait is put down to a stage, a link or the driver. Knows nothing of what is
+done with it: played back (costs/recorded.py) or fitted (profile.py).
+"""
+
+from collections.abc import Iterator
+from math import inf
+from typing import NamedTuple
+
+from gllm.sim.run import Run, Step
+
+
+class StepCosts(NamedTuple):
+    """Seconds of one step."""
+
+    step: Step
+    plan: float | None
+    """From the driver's news to the first stage's start; None where that stage was busy."""
+    stages: list[float]
+    """From its start, or where it was busy from the end of the step before, to its end: a stage
+    that has work costs time between steps as well."""
+    links: list[float | None]
+    """From a stage's end to the next one's start; None where that was busy."""
+    back: float
+    """From the last stage's end until the driver had heard of it."""
+
+
+def step_costs(run: Run) -> Iterator[StepCosts]:
+    """The costs of all steps whose times are all there, in order."""
+    earlier = [0.0] * len(run.start.layers)
+    for step in run.steps:
+        times = [time for time in step.stages if time is not None]
+        if len(times) < len(step.stages) or step.committed is None:
+            continue
+        waits: list[float | None] = []
+        stages = []
+        reached = step.prompted
+        # A stage may note its end when the next one has begun already: it had handed over by then.
+        starts = [time.start for time in times[1:]] + [inf]
+        ends = [min(time.end, start) for time, start in zip(times, starts, strict=True)]
+        for stage, (start, end) in enumerate(zip((t.start for t in times), ends, strict=True)):
+            busy = earlier[stage] > reached
+            waits.append(None if busy else max(0.0, start - reached))
+            stages.append(end - (earlier[stage] if busy else start))
+            reached = earlier[stage] = end
+        yield StepCosts(step, waits[0], stages, waits[1:], max(0.0, step.heard - times[-1].end))

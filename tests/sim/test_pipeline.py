@@ -1,0 +1,393 @@
+"""The pipeline in simulated time: nothing is lost, nothing overlaps, times to the exact number."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.plan import End, Outcome, StepPlan, StepResult, StepTime
+from gllm.scheduler.work import Work
+from gllm.sim.costs.constant import ConstantCost
+from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.events import Event, run
+from gllm.sim.pipeline import Pipeline
+from gllm.sim.run import Run, Served, run_of
+from gllm.sim.workload import Job, make_jobs, requests_of
+from gllm.step_log import Commit, Schedule, Start, Times
+from gllm.step_log import Event as Logged
+
+ROOT = Path(__file__).parents[2]
+ROUNDING = 2e-9
+"""Seconds: events happen at whole nanoseconds."""
+LONGEST = 64
+"""Tokens of a sequence at most, where nothing else is said."""
+
+
+class HostCost(ConstantCost):
+    """A constant pipeline with a host around it."""
+
+    def __init__(self, stage: float, plan: float, sample: float, back: float) -> None:
+        super().__init__(stage)
+        self._host = plan, sample, back
+
+    def plan_seconds(self, work: Work) -> float:
+        """The constant."""
+        return self._host[0]
+
+    def sample_seconds(self, work: Work) -> float:
+        """The constant."""
+        return self._host[1]
+
+    def return_seconds(self, work: Work) -> float:
+        """The constant."""
+        return self._host[2]
+
+
+def config(stages: int = 1, blocks: int = 1000, **options: object) -> SchedulerConfig:
+    return SchedulerConfig(**options).resolve(stages, blocks, LONGEST)
+
+
+def served(cost: ConstantCost, resolved: SchedulerConfig, jobs: list[Job]) -> Run:
+    return simulate(Deployment("made up", [1] * resolved.stages, cost, resolved), jobs)[0]
+
+
+def only(run: Run) -> Served:
+    """The one request of a run."""
+    (request,) = run.requests.values()
+    return request
+
+
+# Conservation.
+
+
+@dataclass
+class Played:
+    """A run with everything that was said in it."""
+
+    config: SchedulerConfig
+    pipeline: Pipeline
+    log: list[Logged]
+    plans: dict[int, tuple[float, StepPlan]] = field(default_factory=dict)
+    times: list[list[StepTime]] = field(default_factory=list)
+    """By stage, in the order in which they came up."""
+    commits: list[tuple[float, int]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """The sequence of each token that the scheduler let out."""
+    ends: list[End] = field(default_factory=list)
+
+
+def play(
+    resolved: SchedulerConfig, cost: ConstantCost, jobs: list[Job], aborts: list[tuple[float, int]]
+) -> Played:
+    log: list[Logged] = [Start(0.0, "made up", [1] * resolved.stages, resolved, "simulator")]
+    pipeline = Pipeline(resolved, cost, log.append)
+    played = Played(resolved, pipeline, log, times=[[] for _ in range(resolved.stages)])
+    commit = pipeline.scheduler.commit
+
+    def listened(result: StepResult) -> Outcome:
+        outcome = commit(result)
+        played.tokens += outcome.seqs
+        played.ends += outcome.ends
+        return outcome
+
+    pipeline.scheduler.commit = listened
+    events = pipeline.arrivals(requests_of(jobs))
+    run([*events, *(pipeline.abortion(time, [seq]) for time, seq in aborts)])
+    for event in log:
+        match event:
+            case Schedule(time=time, plan=StepPlan() as plan):
+                played.plans[plan.step] = time, plan
+            case Times(stage=stage, steps=steps):
+                played.times[stage] += steps
+            case Commit(time=time, result=result):
+                played.commits.append((time, result.step))
+    return played
+
+
+def check_requests(played: Played, jobs: list[Job], aborts: list[tuple[float, int]]) -> None:
+    """Every request that was not aborted finished once, with the trace's tokens."""
+    aborted = {
+        seq for time, seq in aborts if seq < len(jobs) and time >= jobs[seq].arrival - ROUNDING
+    }
+    told = run_of(played.log).requests
+    ended = [end.seq for end in played.ends]
+    assert len(set(ended)) == len(ended)
+    assert {end.reason for end in played.ends} <= {"length"}
+    for seq, job in enumerate(jobs):
+        emitted = played.tokens.count(seq)
+        assert told[seq].line.tokens == emitted
+        assert (seq in ended) == (emitted == job.output)
+        assert emitted == job.output or (seq in aborted and emitted < job.output)
+
+
+def check_order(played: Played, link: float) -> None:
+    """Plans reach and leave every stage in order, one at a time, and their commits as well."""
+    steps = list(range(len(played.plans)))
+    assert list(played.plans) == steps
+    assert [step for _, step in played.commits] == steps
+    for times in played.times:
+        assert [time.step for time in times] == steps
+        assert all(before.end <= after.start for before, after in pairwise(times))
+    for (planned, _), time in zip(played.plans.values(), played.times[0], strict=True):
+        assert planned <= time.start
+    for before, after in pairwise(played.times):
+        for left, came in zip(before, after, strict=True):
+            assert left.end + link <= came.start + ROUNDING
+    for (committed, _), time in zip(played.commits, played.times[-1], strict=True):
+        assert time.end <= committed
+    limit = played.config.max_in_flight
+    late = zip(list(played.plans.values())[limit:], played.commits, strict=False)
+    assert all(commit <= planned for (planned, _), (commit, _) in late)
+
+
+JOBS = st.lists(
+    st.builds(Job, st.floats(0, 8), st.integers(1, 48), st.integers(1, LONGEST - 48)),
+    min_size=1,
+    max_size=14,
+)
+ABORTS = st.lists(st.tuples(st.floats(0, 20), st.integers(0, 15)), max_size=4)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    """Any policy; caches that hold from one full-length sequence up to all that come."""
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    blocks = -(-LONGEST // block_size) * draw(st.sampled_from([4, 5, 8, 64])) // 4
+    return SchedulerConfig(
+        policy=draw(st.sampled_from(POLICY_NAMES)),
+        max_prefill_tokens=draw(st.sampled_from([8, 40, 2048])),
+        min_prefill_tokens=draw(st.sampled_from([1, 8])),
+        max_num_seqs=draw(st.sampled_from([1, 3, 256])),
+        max_in_flight=draw(st.sampled_from([None, 1, 2, 5])),
+        phase_pure=draw(st.booleans()),
+        lookahead=draw(st.booleans()),
+        block_size=block_size,
+        prefix_cache=draw(st.booleans()),
+    ).resolve(draw(st.integers(1, 4)), blocks, LONGEST)
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+)
+@given(
+    resolved=configs(),
+    jobs=JOBS,
+    aborts=ABORTS,
+    stage=st.sampled_from([0.0, 0.05, 0.7]),
+    link=st.sampled_from([0.0, 0.03, 1.1]),
+)
+def test_nothing_is_lost_and_nothing_overlaps(
+    resolved: SchedulerConfig,
+    jobs: list[Job],
+    aborts: list[tuple[float, int]],
+    stage: float,
+    link: float,
+) -> None:
+    played = play(resolved, ConstantCost(stage, link), jobs, aborts)
+    check_requests(played, jobs, aborts)
+    check_order(played, link)
+    scheduler = played.pipeline.scheduler
+    assert not scheduler.has_work
+    assert not scheduler.memory.holders
+    assert scheduler.memory.pool.available == resolved.num_blocks
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_cache_too_small_for_all_preempts_and_loses_nothing(policy: str, stages: int) -> None:
+    jobs = [Job(0.0, 20, 40)] * 8
+    options = {"policy": policy, "block_size": 4, "kv_threshold": 0.0}
+    played = play(config(stages, 24, **options), ConstantCost(0.1, 0.01), jobs, [(3.0, 2)])
+    check_requests(played, jobs, [(3.0, 2)])
+    check_order(played, 0.01)
+    assert played.pipeline.scheduler.stats().preemptions > 0
+    assert played.pipeline.scheduler.memory.pool.available == 24
+
+
+# Theory.
+
+
+def test_waits_are_those_of_a_queue_with_constant_service() -> None:
+    """M/D/1 at load 0.7, first come first served."""
+    load, seconds = 0.7, 0.5
+    resolved = config(max_num_seqs=1, prefix_cache=False, lookahead=False)
+    jobs = make_jobs("fixed:1,1", 60_000, load / seconds, seed=1)
+    run = served(ConstantCost(seconds), resolved, jobs)
+    waits = [request.line.ttft - seconds for request in run.requests.values()]
+    assert fmean(waits) == pytest.approx(load * seconds / (2 * (1 - load)), rel=0.05)
+    # Lindley's recursion: each waits for what is left of the one before it.
+    wait = 0.0
+    for (before, after), simulated in zip(pairwise(jobs), waits[1:], strict=True):
+        wait = max(0.0, wait + seconds - (after.arrival - before.arrival))
+        assert simulated == pytest.approx(wait, abs=1e-6)
+    assert run.stage_uses()[0].busy_share == pytest.approx(load, rel=0.02)
+
+
+# Timing by hand. All times are sums of powers of two, so they are exact.
+
+STAGE, LINK = 0.25, 0.0625
+
+
+def test_a_request_alone_crosses_the_pipeline_once_for_each_token() -> None:
+    request = only(served(ConstantCost(STAGE, LINK), config(2), [Job(1.0, 10, 5)]))
+    crossing = 2 * STAGE + LINK
+    assert request.line.ttft == request.line.tpot == crossing
+    assert request.line.itl == [crossing] * 4
+    assert request.line.times[0] == 1.0 + crossing
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "seconds"),
+    [
+        # One after another.
+        (1, 3 * (2 * STAGE + LINK)),
+        # The third is planned when the first has left, and crosses alone.
+        (2, 2 * (2 * STAGE + LINK)),
+        # The first stage takes one after another, the last crosses after its three.
+        (3, 3 * STAGE + LINK + STAGE),
+    ],
+)
+def test_chunks_of_a_prompt_follow_each_other(in_flight: int, seconds: float) -> None:
+    resolved = config(2, policy="sarathi", max_num_batched_tokens=16, max_in_flight=in_flight)
+    run = served(ConstantCost(STAGE, LINK), resolved, [Job(0.0, 40, 1)])
+    assert [step.work.tokens for step in run.steps] == [16, 16, 8]
+    assert only(run).line.ttft == seconds
+
+
+def test_a_link_carries_one_at_a_time() -> None:
+    resolved = config(2, policy="sarathi", max_num_batched_tokens=16, max_in_flight=9)
+    run = served(ConstantCost(STAGE, 4 * STAGE), resolved, [Job(0.0, 48, 1)])
+    assert only(run).line.ttft == STAGE + 3 * 4 * STAGE + STAGE
+    assert [step.stages[1].start for step in run.steps] == [1.25, 2.25, 3.25]
+
+
+def test_the_host_is_part_of_every_token_without_lookahead() -> None:
+    cost = HostCost(STAGE, plan=1 / 32, sample=1 / 64, back=1 / 16)
+    request = only(served(cost, config(lookahead=False), [Job(0.0, 10, 5)]))
+    assert request.line.ttft == request.line.tpot == STAGE + 1 / 32 + 1 / 64 + 1 / 16
+
+
+def gaps(run: Run) -> list[float]:
+    """Seconds between steps on the first stage."""
+    times = [step.stages[0] for step in run.steps]
+    return [after.start - before.end for before, after in pairwise(times)]
+
+
+def test_lookahead_keeps_a_stage_busy() -> None:
+    """The host works beside the stage; without lookahead the stage waits for it."""
+    cost = HostCost(STAGE, plan=1 / 32, sample=0.0, back=1 / 16)
+    jobs = [Job(0.0, 10, 9), Job(0.0, 10, 5)]
+    ahead = served(cost, config(lookahead=True), jobs)
+    assert gaps(ahead) == [0.0] * 8
+    assert ahead.requests[0].line.tpot == STAGE
+    behind = served(cost, config(lookahead=False), jobs)
+    assert gaps(behind) == [1 / 32 + 1 / 16] * 8
+
+
+def test_lookahead_waits_for_the_token_that_it_feeds() -> None:
+    cost = HostCost(STAGE, plan=1 / 32, sample=1 / 64, back=1 / 16)
+    run = served(cost, config(), [Job(0.0, 10, 9)])
+    assert gaps(run) == [1 / 64] * 8
+    assert only(run).line.tpot == STAGE + 1 / 64
+
+
+def test_the_driver_hears_all_of_one_moment_before_it_schedules() -> None:
+    """Two requests at once share a micro-batch, and so do a decode and a request that comes with
+    the result before it."""
+    turn = STAGE + 1 / 16
+    cost = HostCost(STAGE, plan=0.0, sample=0.0, back=1 / 16)
+    jobs = [Job(0.0, 10, 3), Job(0.0, 5, 1), Job(turn, 12, 1)]
+    run = served(cost, config(lookahead=False), jobs)
+    assert [step.work.tokens for step in run.steps] == [15, 13, 1]
+    assert [request.line.ttft for request in run.requests.values()] == [turn] * 3
+
+
+def test_commits_keep_their_order_though_results_overtake() -> None:
+    class Uneven(ConstantCost):
+        def return_seconds(self, work: Work) -> float:
+            return 1.0 if work.step == 0 else 0.0
+
+        def plan_seconds(self, work: Work) -> float:
+            return 1.0 if work.step == 0 else 0.0
+
+    jobs = [Job(time, 10, 2) for time in (0.0, 0.125, 0.25)]
+    played = play(config(3), Uneven(STAGE, LINK), jobs, [])
+    starts = [time.start for time in played.times[0]]
+    assert starts[:3] == [1.0, 1.25, 1.5]
+    assert [time for time, _ in played.commits][:3] == [1 + 3 * STAGE + 2 * LINK + 1] * 3
+    check_order(played, LINK)
+
+
+def test_a_job_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="65 tokens, but max_model_len is 64: raise it"):
+        served(ConstantCost(STAGE), config(), [Job(0.0, 60, 5)])
+
+
+# Time.
+
+
+def test_events_of_one_time_go_by_rank_then_in_order() -> None:
+    said: list[str] = []
+
+    def say(word: str, *follows: Event) -> object:
+        return lambda now: said.append(f"{word} {now:g}") or list(follows)
+
+    late = Event(2.0, 0, say("never"))
+    follow = Event(1.0, 0, say("follows"))
+    events = [
+        *(Event(1.0, 1, say("second", follow)), Event(1.0, 1, say("third"))),
+        *(Event(1.0, 0, say("first")), late),
+    ]
+    assert run(events, until=1.5) == 1.0
+    assert said == ["first 1", "second 1", "follows 1", "third 1"]
+    with pytest.raises(ValueError, match=r"at 0\.5 s came up at 1\.0 s"):
+        run([Event(1.0, 0, say("early", Event(0.5, 0, say("before"))))])
+
+
+# The same again.
+
+
+def bytes_of(seed: int, policy: str = "balance") -> bytes:
+    jobs = make_jobs("uniform:4,40,2,24", 60, 6.0, seed=seed)
+    resolved = config(3, 20, policy=policy, block_size=8)
+    deployment = Deployment("made up", [1, 1, 1], ConstantCost(0.05, 0.01), resolved)
+    return b"\n".join(map(msgspec.json.encode, simulate(deployment, jobs)[1]))
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "auto"])
+def test_a_seed_and_a_configuration_give_the_same_bytes(policy: str) -> None:
+    first = bytes_of(3, policy)
+    assert first == bytes_of(3, policy)
+    assert first != bytes_of(4, policy)
+    resolved = replace(config(3, 20, policy=policy, block_size=8), max_num_seqs=2)
+    deployment = Deployment("made up", [1, 1, 1], ConstantCost(0.05, 0.01), resolved)
+    jobs = make_jobs("uniform:4,40,2,24", 60, 6.0, seed=3)
+    assert first != b"\n".join(map(msgspec.json.encode, simulate(deployment, jobs)[1]))
+
+
+def test_another_process_with_other_hashes_gives_the_same_bytes() -> None:
+    code = (
+        "import sys; from tests.sim.test_pipeline import bytes_of;"
+        "sys.stdout.buffer.write(bytes_of(3))"
+    )
+    for hash_seed in ("1", "2"):
+        other = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+        )
+        assert other.stdout == bytes_of(3)
