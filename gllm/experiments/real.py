@@ -32,7 +32,7 @@ async def serve_jobs(
     loop = asyncio.get_running_loop()
     begin = loop.time()
 
-    async def serve(job: Job, prompt: list[int]) -> None:
+    async def serve_one(job: Job, prompt: list[int]) -> None:
         await asyncio.sleep(begin + job.arrival - loop.time())
         params = SamplingParams(temperature=0, max_tokens=job.output, ignore_eos=True)
         async with aclosing(engine.generate(prompt, params)) as deltas:
@@ -42,7 +42,9 @@ async def serve_jobs(
         served()
 
     prompts = [rng.choices(range(engine.model.vocab_size), k=job.prompt) for job in jobs]
-    await asyncio.gather(*(serve(job, tokens) for job, tokens in zip(jobs, prompts, strict=True)))
+    await asyncio.gather(
+        *(serve_one(job, tokens) for job, tokens in zip(jobs, prompts, strict=True))
+    )
 
 
 async def logged_run(
@@ -55,3 +57,12 @@ async def logged_run(
             await work(engine)
             await asyncio.sleep(LOG_SECONDS)
         return list(read_step_log(log))
+
+
+def serve(config: EngineConfig, jobs: list[Job]) -> list[Event]:
+    """Serve jobs with an engine of their own; the step log. For callers without an event loop."""
+
+    async def work(engine: Engine) -> None:
+        await serve_jobs(engine, jobs)
+
+    return asyncio.run(logged_run(config, work))

@@ -12,7 +12,7 @@ from gllm.metrics import percentile
 from gllm.scheduler.sequence import Request
 from gllm.sim.costs.fitted import FittedCost
 from gllm.sim.deployment import Deployment, serve_requests
-from gllm.sim.profile import read_profile
+from gllm.sim.profile import Profile, read_profile
 from gllm.sim.report import show, text_table
 from gllm.sim.run import Run, run_of
 from gllm.step_log import Abort, Add, Event, read_step_log
@@ -29,18 +29,21 @@ class Comparison:
 
 
 def compare(log: str | Path, profile: str | Path) -> Comparison:
-    """Predict the run of a step log. Raises ValueError and OSError as the files' readers do, and
-    where the profile is of another pipeline."""
-    events = list(read_step_log(log))
-    real, measured = run_of(events), read_profile(profile)
-    if measured.layers != real.start.layers:
+    """Predict the run of a step log from a profile's file. Raises ValueError and OSError as the
+    files' readers do, and as `compare_runs`."""
+    return compare_runs(list(read_step_log(log)), read_profile(profile))
+
+
+def compare_runs(events: list[Event], profile: Profile) -> Comparison:
+    """Predict a run. Raises ValueError where the profile is of another pipeline."""
+    real = run_of(events)
+    if profile.layers != real.start.layers:
         raise ValueError(
-            f"{log} ran on stages of {real.start.layers} layers, {profile} on {measured.layers}: "
+            f"the run had stages of {real.start.layers} layers, the profile of {profile.layers}: "
             "measure the profile at the same --pp"
         )
-    deployment = Deployment(
-        real.start.model, real.start.layers, FittedCost(measured), real.start.scheduler
-    )
+    start = real.start
+    deployment = Deployment(start.model, start.layers, FittedCost(profile), start.scheduler)
     predicted, _ = serve_requests(deployment, requests_of_log(events, real))
     return Comparison(real, predicted)
 

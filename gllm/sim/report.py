@@ -26,6 +26,23 @@ def variation(values: Sequence[float]) -> float:
     return pstdev(values) / mean if mean else 0.0
 
 
+STEADY = 0.8
+"""Share of a run's tokens that counts as its steady part: what comes after is a tail of few long
+requests, during which no system is at its best."""
+
+
+def steady_rate(run: Run) -> tuple[float, float]:
+    """(tokens, requests) a second while the first STEADY of all tokens were computed."""
+    tokens = sum(step.work.tokens for step in run.steps)
+    done = 0
+    for step in run.steps:
+        done += step.work.tokens
+        if done >= STEADY * tokens and step.committed is not None:
+            seconds = step.committed - run.begin
+            return done / seconds, done / tokens * len(run.requests) / seconds
+    return 0.0, 0.0
+
+
 def summarize(
     run: Run, slo_ttft: float | None = None, slo_tpot: float | None = None
 ) -> dict[str, Any]:
@@ -48,6 +65,7 @@ def summarize(
         "requests_per_second": len(lines) / span,
         "output_tokens_per_second": output / span,
         "total_tokens_per_second": (prompt + output) / span,
+        "steady_tokens_per_second": steady_rate(run)[0],
         **{name: spread(values) for name, values in latencies.items()},
         "steps": len(run.steps),
         "tokens_per_step": spread([float(step.work.tokens) for step in run.steps]),
@@ -66,6 +84,7 @@ ROWS: list[tuple[str, str, float]] = [
     ("requests_per_second", "requests/s", 1),
     ("output_tokens_per_second", "output tokens/s", 1),
     ("total_tokens_per_second", "total tokens/s", 1),
+    ("steady_tokens_per_second", "total tokens/s, first 80 %", 1),
     *((f"ttft.{p}", f"TTFT {p}, ms", 1e3) for p in ("mean", "p50", "p90", "p99")),
     *((f"tpot.{p}", f"TPOT {p}, ms", 1e3) for p in ("mean", "p50", "p90", "p99")),
     *((f"itl.{p}", f"ITL {p}, ms", 1e3) for p in ("p50", "p99")),

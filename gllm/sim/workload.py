@@ -104,9 +104,9 @@ def _lognormal(rng: random.Random, values: list[float]) -> int:
     """By median and 90th percentile, cut off at the third value."""
     median, p90, most = values
     sigma = math.log(p90 / median) / 1.2816
-    while (draw := rng.lognormvariate(math.log(median), sigma)) > most:
+    while (draw := round(rng.lognormvariate(math.log(median), sigma))) > round(most):
         pass
-    return max(1, round(draw))
+    return max(1, draw)
 
 
 @cache
@@ -120,13 +120,25 @@ def _zipf(rng: random.Random, values: list[float]) -> int:
     return bisect_left(weights, rng.random() * weights[-1]) + 1
 
 
-GENERATORS: dict[str, tuple[int, Callable[[random.Random, list[float]], int]]] = {
-    "fixed": (1, _fixed),
-    "uniform": (2, _uniform),
-    "lognormal": (3, _lognormal),
-    "zipf": (2, _zipf),
+class Generator(NamedTuple):
+    """A distribution of one length."""
+
+    values: tuple[str, ...]
+    """Names of the numbers that describe it."""
+    sound: Callable[[list[float]], bool]
+    """Whether lengths of at least 1 can be drawn by these numbers."""
+    draw: Callable[[random.Random, list[float]], int]
+
+
+GENERATORS = {
+    "fixed": Generator(("LENGTH",), lambda v: v[0] >= 1, _fixed),
+    "uniform": Generator(("LOW", "HIGH"), lambda v: 1 <= v[0] <= v[1], _uniform),
+    "lognormal": Generator(
+        ("MEDIAN", "P90", "MOST"), lambda v: 1 <= v[0] <= min(v[1:]), _lognormal
+    ),
+    "zipf": Generator(("EXPONENT", "MOST"), lambda v: v[0] > 0 and v[1] >= 1, _zipf),
 }
-"""By name: values that describe one length, and the draw; `fixed:512,128` describes two lengths."""
+"""By name; `fixed:512,128` describes two lengths."""
 
 
 def draw_lengths(workload: str, count: int, seed: int) -> Lengths:
@@ -139,14 +151,26 @@ def draw_lengths(workload: str, count: int, seed: int) -> Lengths:
     if kind not in GENERATORS:
         names = ", ".join([*NAMED, *(f"{name}:..." for name in GENERATORS)])
         raise ValueError(f"workload {workload!r} is none of {names}")
-    width, draw = GENERATORS[kind]
+    names_of_values, sound, draw = GENERATORS[kind]
+    width = len(names_of_values)
+    values = _numbers(text)
+    prompt, output = values[:width], values[width:]
+    if not (len(output) == width and sound(prompt) and sound(output)):
+        example = ",".join(names_of_values)
+        raise ValueError(
+            f"workload {workload!r}: {kind} takes {example} of the prompt, then the same of the "
+            f"output: {2 * width} numbers, lengths at least 1 and in this order"
+        )
+    return [(draw(rng, prompt), draw(rng, output)) for _ in range(count)]
+
+
+def _numbers(text: str) -> list[float]:
+    """Finite numbers between commas; none where one is not."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
-        values = []
-    if len(values) != 2 * width or min(values) <= 0:
-        raise ValueError(f"workload {workload!r}: {kind} takes {2 * width} numbers above 0")
-    return [(draw(rng, values[:width]), draw(rng, values[width:])) for _ in range(count)]
+        return []
+    return values if all(map(math.isfinite, values)) else []
 
 
 def draw_arrivals(kind: str, count: int, rate: float, seed: int) -> list[float]:
@@ -155,13 +179,18 @@ def draw_arrivals(kind: str, count: int, rate: float, seed: int) -> list[float]:
     kind: poisson; gamma:CV, gaps with that coefficient of variation; static, all at once. Raises
     ValueError for another.
     """
+    if not 0 < rate < math.inf:
+        raise ValueError(f"rate is {rate}, but has to be above 0 requests a second")
     rng = random.Random(seed + 1)
     name, _, value = kind.partition(":")
-    if name == "static":
+    if kind == "static":
         return [0.0] * count
-    if name not in ("poisson", "gamma"):
+    if kind != "poisson" and name != "gamma":
         raise ValueError(f"arrivals {kind!r} is none of poisson, gamma:CV, static, replay")
-    shape = 1.0 if name == "poisson" else 1 / float(value or 1) ** 2
+    variation = [1.0] if kind == "poisson" else _numbers(value)
+    if len(variation) != 1 or variation[0] <= 0:
+        raise ValueError(f"arrivals {kind!r}: gamma takes a CV above 0, as in gamma:2")
+    shape = variation[0] ** -2
     gaps = [rng.gammavariate(shape, 1 / (rate * shape)) for _ in range(count)]
     return list(accumulate(gaps))
 
@@ -180,13 +209,13 @@ def make_jobs(
     everything else draws lengths, and times at `rate` a second. Raises ValueError as they do.
     """
     if arrivals == "replay":
+        if not 0 < time_scale < math.inf:
+            raise ValueError(f"time_scale is {time_scale}, but has to be above 0")
         trace = load_trace(TRACES[workload]) if workload in TRACES else Trace([], [])
         if not trace.arrivals:
             raise ValueError(f"workload {workload!r} has no arrivals to replay: azure-conv has")
         rows = zip(trace.arrivals[:count], trace.lengths[:count], strict=True)
         return [Job(arrival * time_scale, *lengths) for arrival, lengths in rows]
-    if not rate > 0:
-        raise ValueError(f"rate is {rate}, but has to be above 0 requests a second")
     lengths = draw_lengths(workload, count, seed)
     times = draw_arrivals(arrivals, count, rate, seed)
     return [Job(time, *pair) for time, pair in zip(times, lengths, strict=True)]

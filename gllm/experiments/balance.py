@@ -1,0 +1,99 @@
+"""Throttling by predicted time (`balance`) against throttling by tokens (`throttle`).
+
+Owns the loads on which a token's time differs most: code, long documents, a mixture, long prompts.
+"""
+
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from gllm.experiments.base import Claim, Options, Result, change
+from gllm.experiments.trials import L20_32B, SETTINGS, Trial, at_rates, run_trials
+from gllm.sim.plots import Panel, plot_grid
+from gllm.sim.report import show, text_table
+
+POLICIES = ("throttle", "balance")
+WORKLOADS = (
+    *("azure-code", "arxiv-4k", "mixed", "azure-conv", "sharegpt-like"),
+    "uniform:2048,15000,16,400",
+)
+SHARES = (0.5, 0.8, 1.0)
+METRICS: dict[str, tuple[str, ...]] = {
+    "bubbles": ("bubble_share",),
+    "throughput": ("steady_tokens_per_second",),
+    "TTFT": ("ttft", "mean"),
+    "TPOT": ("tpot", "mean"),
+    "ITL p99": ("itl", "p99"),
+}
+NOISE = 0.01
+"""Differences below this are none."""
+
+
+def value_of(figures: dict[str, Any], metric: str) -> float:
+    """A metric of METRICS; bubbles as the stages' mean."""
+    value: Any = figures
+    for part in METRICS[metric]:
+        value = value[part]
+    return fmean(value) if isinstance(value, list) else float(value)
+
+
+def run(options: Options) -> Result:
+    """All workloads at rising rates."""
+    settings = (L20_32B,) if options.quick else (L20_32B, SETTINGS[-1])
+    workloads = WORKLOADS[:2] if options.quick else WORKLOADS
+    trials: list[Trial] = []
+    for setting in settings:
+        for workload in workloads:
+            base = Trial(setting, workload, "throttle", 1.0, options.requests)
+            for trial in at_rates(base, SHARES[:1] if options.quick else SHARES):
+                trials += [replace(trial, policy=policy) for policy in POLICIES]
+    results = run_trials(trials, options.progress)
+    rows = []
+    changes: dict[str, list[float]] = {metric: [] for metric in METRICS}
+    for trial, old, new in zip(trials[::2], results[::2], results[1::2], strict=True):
+        cells = []
+        for metric in METRICS:
+            before, after = value_of(old, metric), value_of(new, metric)
+            factor = {"bubbles": 100.0, "throughput": 1.0}.get(metric, 1e3)
+            changes[metric].append(after / before - 1)
+            cells.append(
+                f"{show(before, factor)} / {show(after, factor)} ({change(after, before)})"
+            )
+        rows.append([str(trial.setting), trial.workload, show(trial.rate), *cells])
+    header = ["setting", "workload", "rate, 1/s", "bubbles, %", "tokens/s", "TTFT, ms", "TPOT, ms"]
+    text = (
+        f"Simulated, {options.requests} requests with Poisson arrivals each, at "
+        f"{', '.join(map(str, SHARES))} of capacity. Each cell: throttle / balance (change).\n\n"
+        + text_table([*header, "ITL p99, ms"], rows)
+    )
+    points = {
+        metric: [(float(i), 100 * each) for i, each in enumerate(values)]
+        for metric, values in changes.items()
+    }
+    return Result(
+        "Throttling by predicted time",
+        text,
+        _claims(changes),
+        {
+            "balance.svg": lambda path: plot_grid(
+                [Panel("balance against throttle", "row of the table", "change, %", points)],
+                path,
+                columns=1,
+            )
+        },
+    )
+
+
+def _claims(changes: dict[str, list[float]]) -> list[Claim]:
+    """It would have to win everywhere to be the default."""
+    claims = []
+    for metric, values in changes.items():
+        gains = [value if metric == "throughput" else -value for value in values]
+        wins = sum(gain > NOISE for gain in gains)
+        losses = sum(gain < -NOISE for gain in gains)
+        shown = f"better in {wins}, worse in {losses} of {len(gains)}"
+        shown += f"; mean {100 * fmean(values):+.1f} %"
+        claims.append(
+            Claim(metric, "ours alone: to win everywhere", shown, losses == 0 and wins > 0)
+        )
+    return claims

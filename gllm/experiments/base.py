@@ -1,0 +1,76 @@
+"""What an experiment gives: a page of Markdown and its plots.
+
+Owns the form of results and how ours stand beside the paper's. Knows no experiment.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from gllm.sim.report import text_table
+
+PAPER = 'arXiv 2504.14775 ("gLLM", SC\'25)'
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an experiment is run."""
+
+    requests: int = 800
+    """Requests of each simulation."""
+    quick: bool = False
+    """Few points, to see that it works."""
+    real: bool = False
+    """On this machine's real engine instead of the simulator, where the experiment can."""
+    progress: bool = True
+
+
+class Claim(NamedTuple):
+    """A figure of the paper, and ours."""
+
+    what: str
+    paper: str
+    ours: str
+    met: bool | None
+    """None: there is nothing to hold it against."""
+
+
+@dataclass
+class Result:
+    """What came out."""
+
+    title: str
+    text: str
+    """Markdown: setting, tables."""
+    claims: list[Claim] = field(default_factory=list)
+    plots: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+    """File name and how to draw it."""
+
+
+def claims_table(claims: list[Claim]) -> str:
+    """Ours beside the paper's."""
+    verdict = {True: "yes", False: "**miss**", None: "-"}
+    rows = [[c.what, c.paper, c.ours, verdict[c.met]] for c in claims]
+    return text_table(["", "paper", "ours", "met"], rows)
+
+
+def change(value: float, base: float) -> str:
+    """How far a value is from a base, in per cent."""
+    return f"{100 * (value / base - 1):+.0f} %"
+
+
+def write_result(result: Result, name: str, command: str, folder: Path) -> Path:
+    """Write the page and its plots into a folder; the page's path. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, draw in result.plots.items():
+        draw(folder / file)
+    pictures = "".join(f"\n![{file}]({file})\n" for file in result.plots)
+    claims = f"\n## Beside the paper\n\n{claims_table(result.claims)}\n" if result.claims else ""
+    page = folder / f"{name}.md"
+    page.write_text(
+        f"# {result.title}\n\nMade by `{command}`; overwritten by it.\n\n"
+        f"{result.text.strip()}\n{claims}{pictures}",
+        encoding="utf-8",
+    )
+    return page

@@ -1,0 +1,88 @@
+"""The ablation on this machine's engine.
+
+Owns the load: the demo model at two and four stages, short conversations at a saturated rate.
+"""
+
+from statistics import median
+from typing import Any
+
+from gllm.config import EngineConfig
+from gllm.experiments.ablation import ablation_claims, ablation_plots, ablation_table
+from gllm.experiments.base import Options, Result
+from gllm.experiments.real import serve
+from gllm.sim.report import summarize
+from gllm.sim.run import run_of
+from gllm.sim.workload import Job, make_jobs
+
+POLICIES = ("throttle", "throttle-no-wt", "throttle-no-ut", "sarathi")
+STAGES = (2, 4)
+REQUESTS = 120
+ROUNDS = 3
+LENGTH_SCALE = 0.2
+"""Of the trace's lengths: the demo model's context is 1,024 tokens."""
+SATURATED = 1.0
+"""Share of capacity; fixed before the first run."""
+
+
+def run_real(options: Options) -> Result:
+    """Every policy on the same jobs, round by round, medians over the rounds."""
+    stages, count, rounds = (STAGES[:1], 12, 1) if options.quick else (STAGES, REQUESTS, ROUNDS)
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for number in stages:
+        most = len(_jobs(count, 1.0)) / _seconds(_figures(number, "throttle", _static(count)))
+        jobs = _jobs(count, SATURATED * most)
+        found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
+        for turn in range(rounds):
+            for policy in POLICIES if turn % 2 == 0 else reversed(POLICIES):
+                found[policy].append(_figures(number, policy, jobs))
+        name = f"demo at --pp {number}, {SATURATED * most:.1f}/s"
+        groups[name] = {policy: middle(figures) for policy, figures in found.items()}
+    text = (
+        f"The demo model on this machine, {count} requests of azure-conv's lengths x "
+        f"{LENGTH_SCALE}, Poisson arrivals at what throttle serves with all requests there at "
+        f"once; medians of {rounds} rounds in alternating order. Stages share the cores.\n\n"
+        + ablation_table(groups)
+    )
+    plots = {
+        name.replace("ablation", "ablation-real"): draw
+        for name, draw in ablation_plots(groups).items()
+    }
+    return Result("Ablation of token throttling, real engine", text, ablation_claims(groups), plots)
+
+
+def middle(figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over rounds, figure by figure."""
+    first = figures[0]
+    made: dict[str, Any] = {}
+    for name, value in first.items():
+        values = [each[name] for each in figures]
+        if isinstance(value, dict):
+            made[name] = middle(values) if value else {}
+        elif isinstance(value, list):
+            made[name] = [median(column) for column in zip(*values, strict=True)]
+        else:
+            made[name] = median(values)
+    return made
+
+
+def _jobs(count: int, rate: float) -> list[Job]:
+    return [_shorter(job) for job in make_jobs("azure-conv", count, rate, seed=11)]
+
+
+def _static(count: int) -> list[Job]:
+    return [job._replace(arrival=0.0) for job in _jobs(count, 1.0)]
+
+
+def _shorter(job: Job) -> Job:
+    """Within the model's context."""
+    prompt = min(800, max(1, round(job.prompt * LENGTH_SCALE)))
+    return Job(job.arrival, prompt, min(200, max(1, round(job.output * LENGTH_SCALE))))
+
+
+def _figures(stages: int, policy: str, jobs: list[Job]) -> dict[str, Any]:
+    config = EngineConfig.of("demo", pipeline_parallel_size=stages, policy=policy)
+    return summarize(run_of(serve(config, jobs)))
+
+
+def _seconds(figures: dict[str, Any]) -> float:
+    return float(figures["seconds"])

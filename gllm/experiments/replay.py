@@ -1,0 +1,50 @@
+"""Real runs again in the simulator: do its decisions come again?
+
+Owns the runs that are replayed.
+"""
+
+from gllm.config import EngineConfig
+from gllm.experiments.base import Claim, Options, Result
+from gllm.experiments.real import serve
+from gllm.sim.replay import replay_calls, replay_times
+from gllm.sim.report import text_table
+from gllm.sim.workload import make_jobs
+
+RUNS = (
+    *((1, "sarathi"), (1, "throttle"), (2, "throttle"), (2, "balance"), (2, "sarathi")),
+    *((4, "throttle"), (4, "prefill-first")),
+)
+"""(stages, policy)."""
+WORKLOAD = "lognormal:120,400,900,20,50,100"
+RATE = 12.0
+REQUESTS = 120
+
+
+def run(options: Options) -> Result:
+    """Serve the load on this machine's engine, once for each run, and replay the log."""
+    count = 12 if options.quick else REQUESTS
+    rows, calls_equal, least = [], True, 1.0
+    for stages, policy in RUNS[2:3] if options.quick else RUNS:
+        config = EngineConfig.of("demo", pipeline_parallel_size=stages, policy=policy)
+        events = serve(config, make_jobs(WORKLOAD, count, RATE, "gamma:2", seed=5))
+        calls, times = replay_calls(events), replay_times(events)
+        calls_equal = calls_equal and calls.equal == calls.plans
+        least = min(least, times.share)
+        shown = [f"{each.equal} of {each.plans}" for each in (calls, times)]
+        rows.append([str(stages), policy, *shown, f"{100 * times.share:.1f} %"])
+    text = (
+        f"The demo model on this machine, {count} requests of {WORKLOAD} at {RATE:g}/s (gamma "
+        "gaps, CV 2). Recorded calls: a new scheduler is called as the driver was. Recorded times: "
+        "the event loop gets the arrivals and each step's times.\n\n"
+        + text_table(
+            ["stages", "policy", "recorded calls: plans equal", "recorded times: plans equal", ""],
+            rows,
+        )
+    )
+    claims = [
+        Claim("recorded calls give the same plans", "asked for: bit-identical",
+              "all" if calls_equal else "not all", calls_equal),
+        Claim("recorded times give the same plans", "asked for: >= 95 %",
+              f"{100 * least:.1f} % at least", least >= 0.95),
+    ]  # fmt: skip
+    return Result("Replay of real runs", text, claims)

@@ -1,0 +1,118 @@
+"""#T, #MaxP, KV_thresh and #MinP one by one: the paper's Figure 16.
+
+Owns the values that are tried. Runs the paper's rule and ours.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from gllm.experiments.base import PAPER, Claim, Options, Result, change
+from gllm.experiments.trials import L20_32B, Trial, at_rates, run_trials
+from gllm.sim.plots import Panel, plot_grid
+from gllm.sim.report import show, text_table
+
+VALUES: dict[str, tuple[float, ...]] = {
+    "prefill_iterations": (1, 2, 4, 8, 16, 32),
+    "max_prefill_tokens": (512, 1024, 2048, 4096),
+    "kv_threshold": (0.0, 0.05, 0.1, 0.2),
+    "min_prefill_tokens": (8, 32, 64, 128),
+    "ridge_tokens": (50, 100, 150, 225, 450),
+}
+SYMBOLS = {
+    "prefill_iterations": "#T",
+    "max_prefill_tokens": "#MaxP",
+    "kv_threshold": "KV_thresh",
+    "min_prefill_tokens": "#MinP",
+    "ridge_tokens": "ridge tokens",
+}
+POLICIES = ("throttle-paper", "throttle")
+SHARE = 0.9
+WORKLOAD = "azure-conv"
+
+Results = dict[tuple[str, str, float], dict[str, Any]]
+"""By policy, field and value."""
+
+
+def run(options: Options) -> Result:
+    """One field at a time, the others at their defaults."""
+    base = Trial(L20_32B, WORKLOAD, "throttle", 1.0, options.requests)
+    (base,) = at_rates(base, [SHARE])
+    keys = [
+        (policy, field, value)
+        for policy in POLICIES
+        for field, values in VALUES.items()
+        for value in (values[::2] if options.quick else values)
+        if field != "ridge_tokens" or policy == "throttle"
+    ]
+    trials = [replace(base, policy=p, options=((field, value),)) for p, field, value in keys]
+    results = dict(zip(keys, run_trials(trials, options.progress), strict=True))
+    rows = [
+        [
+            *(policy, SYMBOLS[field], f"{value:g}"),
+            *(show(figures[name]["mean"], 1e3) for name in ("ttft", "tpot")),
+            *(show(figures["itl"]["p99"], 1e3), show(figures["steady_tokens_per_second"])),
+            *(str(figures["preemptions"]), show(figures["bubble_share"], 100)),
+        ]
+        for (policy, field, value), figures in results.items()
+    ]
+    header = ["policy", "field", "value", "TTFT, ms", "TPOT, ms", "ITL p99, ms", "tokens/s"]
+    text = (
+        f"Simulated: {L20_32B}, {WORKLOAD}, {options.requests} requests with Poisson arrivals at "
+        f"{show(base.rate)}/s, {SHARE} of capacity.\n\n"
+        + text_table([*header, "preemptions", "bubbles, %"], rows)
+    )
+    claims = [] if options.quick else _claims(results)
+    return Result(
+        "Sensitivity to the hyper-parameters",
+        text,
+        claims,
+        {"sensitivity.svg": lambda path: plot_grid(_panels(results), path)},
+    )
+
+
+def _claims(results: Results) -> list[Claim]:
+    """The paper's four sentences, for its own rule and for ours."""
+    claims = []
+    for policy in POLICIES:
+
+        def mean(field: str, value: float, metric: str, policy: str = policy) -> float:
+            return float(results[policy, field, value][metric]["mean"])
+
+        rise = mean("prefill_iterations", 4, "ttft"), mean("prefill_iterations", 1, "ttft")
+        fall = mean("prefill_iterations", 4, "tpot"), mean("prefill_iterations", 1, "tpot")
+        late = mean("prefill_iterations", 32, "ttft"), mean("prefill_iterations", 4, "ttft")
+        small, usual = (
+            results[policy, "max_prefill_tokens", value]["steady_tokens_per_second"]
+            for value in (512, 2048)
+        )
+        none, some = (results[policy, "kv_threshold", v]["preemptions"] for v in (0.0, 0.05))
+        ends = [mean("min_prefill_tokens", value, "e2el") for value in VALUES["min_prefill_tokens"]]
+        spread = max(ends) / min(ends) - 1
+        iterations, steady = f"{policy}: #T", rise[0] < 1.1 * rise[1]
+        claims += [
+            Claim(f"{iterations} 1 to 4, TTFT", f"kept, {PAPER}", change(*rise), steady),
+            Claim(f"{iterations} 1 to 4, TPOT", "lower", change(*fall), fall[0] < fall[1]),
+            Claim(f"{iterations} 4 to 32, TTFT", "higher", change(*late), late[0] > late[1]),
+            Claim(f"{policy}: #MaxP 512, throughput", "lower", change(small, usual), small < usual),
+            Claim(f"{policy}: KV_thresh 0", "more preemptions", f"{none} to {some}", none > some),
+            Claim(f"{policy}: #MinP, E2EL", "< 2 %", f"{100 * spread:.1f} %", spread < 0.02),
+        ]
+    return claims
+
+
+def _panels(results: Results) -> list[Panel]:
+    panels = []
+    for field in VALUES:
+        series = {}
+        for name, label in (("ttft", "TTFT"), ("tpot", "TPOT")):
+            for policy in POLICIES:
+                points = {
+                    value: figures[name]["mean"]
+                    for (p, f, value), figures in results.items()
+                    if (p, f) == (policy, field)
+                }
+                if points:
+                    first = next(iter(points.values()))
+                    series[f"{label}, {policy}"] = [(v, each / first) for v, each in points.items()]
+        panels.append(Panel(SYMBOLS[field], SYMBOLS[field], "against the first value", series))
+    return panels

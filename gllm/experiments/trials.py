@@ -1,0 +1,101 @@
+"""Simulations side by side: what experiments are made of.
+
+Owns a trial's description and the running of many. Knows nothing of what is to be shown. Every
+policy of one comparison gets the same cost model, jobs and cache.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from tqdm import tqdm
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.deployment import roofline, simulate
+from gllm.sim.report import steady_rate, summarize
+from gllm.sim.run import Run
+from gllm.sim.workload import make_jobs
+
+CONTEXT = 16384
+"""Holds every request of the traces."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hardware and model."""
+
+    model: str
+    device: str
+    stages: int = 4
+    link: str = "pcie"
+
+    def __str__(self) -> str:
+        over = " over the network" if self.link == "network" else ""
+        return f"{self.model} on {self.stages} x {self.device}{over}"
+
+
+L20_32B = Setting("qwen2.5-32b", "L20")
+SETTINGS = (
+    Setting("qwen2.5-14b", "L20"),
+    L20_32B,
+    Setting("qwen2.5-14b", "A100-40G"),
+    Setting("qwen2.5-32b", "A100-40G"),
+    Setting("llama-100b", "A800-80G", link="network"),
+)
+"""The paper's: 4 GPUs joined by PCIe, and a model that needs 80 GB each, over a network."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One simulation. `options` are fields of SchedulerConfig."""
+
+    setting: Setting
+    workload: str
+    policy: str
+    rate: float
+    requests: int
+    arrivals: str = "poisson"
+    seed: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
+    slo: tuple[float, float] | None = field(default=None)
+    """TTFT and TPOT limits, seconds."""
+
+
+def simulate_trial(trial: Trial) -> Run:
+    """The trial's run."""
+    jobs = make_jobs(trial.workload, trial.requests, trial.rate, trial.arrivals, trial.seed)
+    scheduler = SchedulerConfig(policy=trial.policy, **dict(trial.options))
+    setting = trial.setting
+    deployment = roofline(
+        *(setting.model, setting.device, setting.stages, CONTEXT, setting.link, scheduler)
+    )
+    return simulate(deployment, jobs)[0]
+
+
+def summary_of(trial: Trial) -> dict[str, Any]:
+    """The trial's figures (sim.report.summarize)."""
+    return summarize(simulate_trial(trial), *(trial.slo or (None, None)))
+
+
+def run_trials(trials: Sequence[Trial], progress: bool = True) -> list[dict[str, Any]]:
+    """The figures of all trials, computed by as many processes as there are cores."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        results = pool.map(summary_of, trials)
+        return list(tqdm(results, total=len(trials), unit="run", disable=not progress))
+
+
+@cache
+def capacity(setting: Setting, workload: str, requests: int) -> float:
+    """Requests a second that `throttle` serves when all of them are there from the beginning,
+    without the tail of the last: the yardstick for rates, the same for every policy."""
+    trial = Trial(setting, workload, "throttle", 1.0, requests, arrivals="static")
+    return steady_rate(simulate_trial(trial))[1]
+
+
+def at_rates(trial: Trial, shares: Sequence[float]) -> list[Trial]:
+    """The trial at these shares of its capacity."""
+    most = capacity(trial.setting, trial.workload, trial.requests)
+    return [replace(trial, rate=share * most) for share in shares]

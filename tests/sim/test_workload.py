@@ -1,0 +1,275 @@
+"""Workloads: traces as they are known, generators as their parameters say, errors that help."""
+
+from collections import Counter
+from itertools import accumulate, pairwise
+from math import inf, nan
+from statistics import fmean, median, pstdev
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gllm.metrics import percentile
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.costs.constant import ConstantCost
+from gllm.sim.events import run
+from gllm.sim.pipeline import Pipeline
+from gllm.sim.workload import (
+    NAMED,
+    TRACES,
+    Job,
+    draw_arrivals,
+    draw_lengths,
+    load_trace,
+    make_jobs,
+    requests_of,
+)
+
+MANY = 20_000
+
+
+def prompts(workload: str, count: int = MANY, seed: int = 0) -> list[int]:
+    return [prompt for prompt, _ in draw_lengths(workload, count, seed)]
+
+
+def gaps(kind: str, rate: float, count: int = 50_000) -> list[float]:
+    return [after - before for before, after in pairwise(draw_arrivals(kind, count, rate, 0))]
+
+
+# Traces.
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "prompt", "output", "minutes"),
+    [
+        ("azure-conv", 19_366, 1154.7, 211.1, 58),
+        ("azure-code", 8_819, 2047.8, 27.9, 57),
+        ("arxiv-4k", 28_257, None, None, None),
+    ],
+)
+def test_traces_are_the_known_ones(
+    name: str, rows: int, prompt: float | None, output: float | None, minutes: int | None
+) -> None:
+    trace = load_trace(TRACES[name])
+    assert len(trace.lengths) == rows
+    assert min(min(pair) for pair in trace.lengths) >= 1
+    if minutes is None:
+        assert trace.arrivals == []
+        assert max(sum(pair) for pair in trace.lengths) <= 4096
+        return
+    assert fmean(p for p, _ in trace.lengths) == pytest.approx(prompt, abs=0.05)
+    assert fmean(o for _, o in trace.lengths) == pytest.approx(output, abs=0.05)
+    assert len(trace.arrivals) == rows
+    assert trace.arrivals == sorted(trace.arrivals)
+    assert trace.arrivals[0] == 0.0
+    assert round(trace.arrivals[-1] / 60) == minutes
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_lengths_of_a_trace_are_drawn_without_replacement(name: str) -> None:
+    lengths = load_trace(TRACES[name]).lengths
+    few = Counter(draw_lengths(name, 1000, 0))
+    assert few <= Counter(lengths)
+    assert few != Counter(lengths[:1000])
+    assert Counter(draw_lengths(name, len(lengths), 0)) == Counter(lengths)
+    more = Counter(draw_lengths(name, len(lengths) + 5, 0))
+    assert (more - Counter(lengths)).total() == 5
+
+
+def test_sharegpt_like_is_the_trace_divided() -> None:
+    lengths = draw_lengths("sharegpt-like", 19_366, 0)
+    assert fmean(p for p, _ in lengths) == pytest.approx(1154.7 / 5.21, rel=0.01)
+    assert fmean(o for _, o in lengths) == pytest.approx(211.1 / 1.66, rel=0.01)
+    assert min(min(pair) for pair in lengths) == 1
+
+
+def test_mixed_is_half_chats_and_a_quarter_each_of_code_and_papers() -> None:
+    count = 8000
+    lengths = draw_lengths("mixed", count, 0)
+    known = {name: set(load_trace(TRACES[name]).lengths) for name in TRACES}
+    alone = {
+        name: known[name].difference(*(known[other] for other in TRACES if other != name))
+        for name in TRACES
+    }
+    for name, share in (("azure-conv", 0.5), ("azure-code", 0.25), ("arxiv-4k", 0.25)):
+        # Pairs that other traces have as well cannot be told apart: count the others' share.
+        trace = load_trace(TRACES[name]).lengths
+        telling = sum(pair in alone[name] for pair in trace) / len(trace)
+        assert telling > 0.4
+        found = sum(pair in alone[name] for pair in lengths)
+        assert found == pytest.approx(count * share * telling, rel=0.05)
+    halves = [fmean(p for p, _ in half) for half in (lengths[:4000], lengths[4000:])]
+    assert halves[0] == pytest.approx(halves[1], rel=0.05)
+    assert len(draw_lengths("mixed", 7, 0)) == 7
+
+
+# Generators.
+
+
+def test_fixed_lengths() -> None:
+    assert draw_lengths("fixed:512,128", 3, 0) == [(512, 128)] * 3
+
+
+def test_uniform_lengths_reach_their_bounds() -> None:
+    lengths = draw_lengths("uniform:16,64,1,4", MANY, 0)
+    assert {p for p, _ in lengths} == set(range(16, 65))
+    assert {o for _, o in lengths} == {1, 2, 3, 4}
+    assert fmean(p for p, _ in lengths) == pytest.approx(40, rel=0.01)
+    assert Counter(o for _, o in lengths)[1] == pytest.approx(MANY / 4, rel=0.05)
+
+
+def test_lognormal_has_its_median_and_90th_percentile() -> None:
+    drawn = prompts("lognormal:400,1600,1000000,10,20,100")
+    assert median(drawn) == pytest.approx(400, rel=0.03)
+    assert percentile(drawn, 90) == pytest.approx(1600, rel=0.04)
+    assert percentile(drawn, 10) == pytest.approx(100, rel=0.04)
+
+
+def test_lognormal_is_cut_off() -> None:
+    drawn = prompts("lognormal:400,1600,1600,10,20,100")
+    assert max(drawn) <= 1600
+    # What is cut off is drawn again, so the median is that of the lower nine tenths.
+    uncut = sorted(prompts("lognormal:400,1600,1000000,10,20,100"))
+    assert median(drawn) == pytest.approx(uncut[round(MANY * 0.45)], rel=0.03)
+    assert draw_lengths("lognormal:100,100,100,1,9,1", 2, 0) == [(100, 1)] * 2
+
+
+def test_zipf_weights_fall_with_the_rank() -> None:
+    exponent, most = 0.8, 200
+    found = Counter(prompts(f"zipf:{exponent},{most},1,1"))
+    total = sum(rank**-exponent for rank in range(1, most + 1))
+    for rank in (1, 2, 3, 4, 5):
+        share = rank**-exponent / total
+        deviation = (share * (1 - share) / MANY) ** 0.5
+        assert found[rank] / MANY == pytest.approx(share, abs=4 * deviation)
+    assert min(found) == 1
+    assert most * 0.97 < max(found) <= most
+
+
+# Arrivals.
+
+
+@pytest.mark.parametrize("rate", [0.5, 20.0])
+def test_poisson_arrivals(rate: float) -> None:
+    found = gaps("poisson", rate)
+    assert 1 / fmean(found) == pytest.approx(rate, rel=0.02)
+    assert pstdev(found) / fmean(found) == pytest.approx(1, rel=0.02)
+    # Counts in windows of fixed length have their mean for variance.
+    counts = Counter(int(time * rate / 10) for time in accumulate(found))
+    windows = [counts[i] for i in range(max(counts))]
+    assert pstdev(windows) ** 2 / fmean(windows) == pytest.approx(1, rel=0.08)
+
+
+@pytest.mark.parametrize("variation", [0.5, 1.0, 3.0])
+def test_gamma_arrivals(variation: float) -> None:
+    found = gaps(f"gamma:{variation}", 4.0)
+    assert 1 / fmean(found) == pytest.approx(4.0, rel=0.05)
+    assert pstdev(found) / fmean(found) == pytest.approx(variation, rel=0.05)
+
+
+def test_static_arrivals_come_at_once() -> None:
+    assert [job.arrival for job in make_jobs("fixed:1,1", 4, arrivals="static")] == [0.0] * 4
+
+
+def test_replay_keeps_lengths_and_stretches_times() -> None:
+    trace = load_trace(TRACES["azure-code"])
+    plain = make_jobs("azure-code", 100, arrivals="replay")
+    assert plain == [
+        Job(time, *pair) for time, pair in zip(trace.arrivals, trace.lengths, strict=True)
+    ][:100]  # fmt: skip
+    slow = make_jobs("azure-code", 100, arrivals="replay", time_scale=2.5, seed=9)
+    assert [job[1:] for job in slow] == [job[1:] for job in plain]
+    assert [job.arrival for job in slow] == [2.5 * job.arrival for job in plain]
+
+
+# Seeds.
+
+KINDS = [*NAMED, "uniform:1,99,1,99", "lognormal:9,99,999,9,99,999", "zipf:0.5,99,1.5,99"]
+
+
+@pytest.mark.parametrize("workload", KINDS)
+def test_a_seed_gives_the_same_jobs(workload: str) -> None:
+    for arrivals in ("poisson", "gamma:2"):
+        first = make_jobs(workload, 50, 3.0, arrivals, seed=7)
+        assert len(first) == 50
+        assert first == make_jobs(workload, 50, 3.0, arrivals, seed=7)
+        other = make_jobs(workload, 50, 3.0, arrivals, seed=8)
+        assert [job.arrival for job in first] != [job.arrival for job in other]
+        assert [job[1:] for job in first] != [job[1:] for job in other]
+
+
+def test_the_rate_changes_when_but_not_what() -> None:
+    slow, fast = (make_jobs("azure-conv", 50, rate, seed=7) for rate in (1.0, 4.0))
+    assert [job[1:] for job in slow] == [job[1:] for job in fast]
+    assert [job.arrival / 4 for job in slow] == pytest.approx([job.arrival for job in fast])
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workload": "azure"}, r"'azure' is none of azure-conv, .*mixed, .*uniform:\.\.\."),
+        ({"workload": ""}, "'' is none of azure-conv"),
+        ({"workload": "fixed"}, "fixed takes LENGTH of the prompt, .* output: 2 numbers"),
+        ({"workload": "fixed:512"}, "fixed takes LENGTH .* 2 numbers"),
+        ({"workload": "fixed:512,1,1"}, "2 numbers"),
+        ({"workload": "fixed:0.4,1"}, "lengths at least 1"),
+        ({"workload": "fixed:8,-1"}, "lengths at least 1"),
+        ({"workload": "fixed:nan,1"}, "fixed takes LENGTH"),
+        ({"workload": "fixed:inf,1"}, "fixed takes LENGTH"),
+        ({"workload": "uniform:1,2,3"}, "uniform takes LOW,HIGH .* 4 numbers"),
+        ({"workload": "uniform:a,b,c,d"}, "uniform takes LOW,HIGH .* 4 numbers"),
+        ({"workload": "uniform:16,8,1,2"}, "in this order"),
+        (
+            {"workload": "lognormal:9,8,99,1,2,3"},
+            "lognormal takes MEDIAN,P90,MOST .* in this order",
+        ),
+        ({"workload": "lognormal:9,19,5,1,2,3"}, "6 numbers"),
+        ({"workload": "zipf:0,9,1,9"}, "zipf takes EXPONENT,MOST"),
+        ({"workload": "zipf:1,0,1,9"}, "zipf takes EXPONENT,MOST"),
+        ({"rate": 0.0}, r"rate is 0\.0, but has to be above 0"),
+        ({"rate": -1.0}, r"rate is -1\.0, but has to be above 0"),
+        ({"rate": nan}, "rate is nan, but has to be above 0"),
+        ({"rate": inf}, "rate is inf"),
+        ({"arrivals": "burst"}, "'burst' is none of poisson, gamma:CV, static, replay"),
+        ({"arrivals": "poisson:3"}, "'poisson:3' is none of poisson"),
+        ({"arrivals": "static:3"}, "'static:3' is none of poisson"),
+        ({"arrivals": "gamma"}, "'gamma': gamma takes a CV above 0, as in gamma:2"),
+        ({"arrivals": "gamma:"}, "gamma takes a CV above 0"),
+        ({"arrivals": "gamma:x"}, "'gamma:x': gamma takes a CV above 0"),
+        ({"arrivals": "gamma:0"}, "'gamma:0': gamma takes a CV above 0"),
+        ({"arrivals": "gamma:-2"}, "gamma takes a CV above 0"),
+        ({"arrivals": "gamma:1,2"}, "gamma takes a CV above 0"),
+        ({"arrivals": "gamma:inf"}, "gamma takes a CV above 0"),
+        ({"arrivals": "replay"}, "'fixed:8,8' has no arrivals to replay: azure-conv has"),
+        ({"arrivals": "replay", "workload": "arxiv-4k"}, "no arrivals to replay: azure-conv has"),
+        ({"arrivals": "replay", "workload": "azure-code", "time_scale": 0}, "time_scale is 0"),
+        ({"arrivals": "replay", "workload": "azure-code", "time_scale": -1}, "time_scale is -1"),
+    ],
+)
+def test_bad_input_is_refused_with_the_fix(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_jobs(**{"workload": "fixed:8,8", "count": 5, **options})
+
+
+# Requests.
+
+
+@given(st.lists(st.builds(Job, st.floats(0, 9), st.integers(1, 70), st.integers(1, 9))))
+def test_requests_are_the_jobs_and_their_prompts_share_no_token(jobs: list[Job]) -> None:
+    requests = requests_of(jobs)
+    assert [Job(time, len(r.prompt), r.max_tokens) for time, r in requests] == jobs
+    assert [request.seq for _, request in requests] == list(range(len(jobs)))
+    tokens = [token for _, request in requests for token in request.prompt]
+    assert len(set(tokens)) == len(tokens)
+
+
+def test_the_prefix_cache_finds_nothing_in_common() -> None:
+    resolved = SchedulerConfig(block_size=1).resolve(1, 500, 100)
+    pipeline = Pipeline(resolved, ConstantCost(0.1), lambda event: None)
+    run(pipeline.arrivals(requests_of(make_jobs("uniform:1,40,1,9", 50, 2.0))))
+    stats = pipeline.scheduler.stats()
+    assert stats.prefix_queries > 0
+    assert stats.prefix_hits == 0
