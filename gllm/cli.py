@@ -10,13 +10,16 @@ from gllm import __version__
 
 COMMANDS = {
     "serve": ("gllm.serve:main", "serve a model over HTTP"),
+    "profile": ("gllm.experiments.profile:main", "measure a model on this machine"),
+    "simulate": ("gllm.sim.command:main", "predict a deployment from a profile or a data sheet"),
+    "experiment": ("gllm.experiments.command:main", "run a named experiment and write its page"),
     "chat": ("gllm.chat:main", "talk to a running server in the terminal"),
 }
 
 
 def usage() -> str:
     """The help text."""
-    lines = [f"  {name:8}{text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: gllm COMMAND [ARGUMENTS]", "", *lines])
 
 

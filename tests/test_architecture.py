@@ -48,6 +48,10 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm", "gllm.config", "gllm.engine", "gllm.frontend"),
         *("aiohttp", "setproctitle", "uvloop"),
     },
+    "gllm.experiments": {
+        *("gllm.config", "gllm.engine", "gllm.experiments", "gllm.models", "gllm.scheduler"),
+        *("gllm.sim", "gllm.step_log", "tqdm"),
+    },
     "gllm.chat": set(),
     "gllm.cli": {"gllm"},
 }

@@ -1,7 +1,7 @@
 """Throttling without its parts: the paper's Figure 15.
 
-Owns the four policies of the ablation, the rate that was fixed beforehand, and the comparison. With
---real it runs on this machine's engine.
+Owns the four policies of the ablation, the rate that was fixed beforehand, the comparison;
+real_ablation.py shares them.
 """
 
 from collections.abc import Callable
@@ -10,16 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gllm.experiments.base import PAPER, Claim, Options, Result, change
+from gllm.experiments.base import Claim, Options, Result, change
 from gllm.experiments.trials import L20_32B, Setting, Trial, at_rates, run_trials
 from gllm.sim.plots import plot_bars
 from gllm.sim.report import show, text_table
 
-POLICIES = ("throttle", "throttle-paper", "throttle-no-wt", "throttle-no-ut", "sarathi")
+BASE = "throttle-paper"
+"""What the changes are measured against: the paper ablates its own rule."""
+POLICIES = (BASE, "throttle-no-wt", "throttle-no-ut", "sarathi", "throttle")
 SATURATED = 1.0
-"""Share of capacity; fixed before the first run."""
+"""Share of capacity; fixed before the first run. The others show what the changes depend on."""
+SHARES = (SATURATED, 0.8, 0.5)
 SETTINGS = (L20_32B, Setting("qwen2.5-14b", "L20"))
 WORKLOADS = ("sharegpt-like", "azure-conv")
+SEATS = (("max_num_seqs", 1024),)
+"""So many sequences that the KV cache is what fills up first."""
 
 Changes = dict[str, float]
 CLAIMED: dict[str, Changes] = {
@@ -28,41 +33,47 @@ CLAIMED: dict[str, Changes] = {
 }
 """The paper's changes against full throttling."""
 
+Groups = dict[str, dict[str, dict[str, Any]]]
+"""Figures by setting and policy."""
+
 
 def run(options: Options) -> Result:
-    """Simulated, or real where the options say so."""
-    if options.real:
-        # The real engine loads torch in its workers and takes minutes: only where asked for.
-        from gllm.experiments.real_ablation import run_real
-
-        return run_real(options)
+    """Two settings, two workloads, all policies; the cache bound by seats, then by its size."""
     settings = SETTINGS[:1] if options.quick else SETTINGS
-    trials = []
+    trials: dict[str, list[Trial]] = {}
+    at_saturation = []
     for setting in settings:
         for workload in WORKLOADS:
-            base = Trial(setting, workload, "throttle", 1.0, options.requests)
-            (trial,) = at_rates(base, [SATURATED])
-            trials += [replace(trial, policy=policy) for policy in POLICIES]
-    results = run_trials(trials, options.progress)
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
-    for trial, figures in zip(trials, results, strict=True):
-        name = f"{trial.setting}, {trial.workload}, {show(trial.rate)}/s"
-        groups.setdefault(name, {})[trial.policy] = figures
+            base = Trial(setting, workload, BASE, 1.0, options.requests)
+            points = [(trial, "") for trial in at_rates(base, SHARES[: 1 if options.quick else 3])]
+            points.append((replace(points[0][0], options=SEATS), ", 1,024 seats"))
+            for trial, more in points:
+                name = f"{setting}, {workload}, {show(trial.rate)}/s{more}"
+                trials[name] = [replace(trial, policy=policy) for policy in POLICIES]
+                if trial.rate == points[0][0].rate:
+                    at_saturation.append(name)
+    results = iter(run_trials([t for each in trials.values() for t in each], options.progress))
+    groups = {name: {t.policy: next(results) for t in each} for name, each in trials.items()}
+    saturated = {name: groups[name] for name in at_saturation}
     text = (
-        f"Simulated, {options.requests} requests with Poisson arrivals, at the rate that throttle "
-        "serves with all requests there at once; the rate was fixed before the first run.\n\n"
-        + ablation_table(groups)
+        f"Simulated, {options.requests} requests with Poisson arrivals at {SATURATED} of the rate "
+        "that throttle serves with all requests there at once, which was fixed before the first "
+        f"run; at lower rates, and with 1,024 seats, to see what the changes depend on. Changes "
+        f"are against {BASE}.\n\n" + ablation_table(groups)
     )
     return Result(
-        "Ablation of token throttling", text, ablation_claims(groups), ablation_plots(groups)
+        "Ablation of token throttling",
+        text,
+        ablation_claims(saturated),
+        ablation_plots(saturated),
     )
 
 
-def ablation_table(groups: dict[str, dict[str, dict[str, Any]]]) -> str:
+def ablation_table(groups: Groups) -> str:
     """Figures of each policy, and how far they are from full throttling's."""
     rows = []
     for name, policies in groups.items():
-        full = policies["throttle"]
+        full = policies[BASE]
         for policy, figures in policies.items():
             cells = [
                 f"{show(figures[m]['mean'], 1e3)} ({change(figures[m]['mean'], full[m]['mean'])})"
@@ -77,17 +88,17 @@ def ablation_table(groups: dict[str, dict[str, dict[str, Any]]]) -> str:
     return text_table([*header, "CV of tokens", "bubbles, %", "preemptions"], rows)
 
 
-def ablation_claims(groups: dict[str, dict[str, dict[str, Any]]]) -> list[Claim]:
+def ablation_claims(groups: Groups) -> list[Claim]:
     """The paper's changes beside ours; met where the sign is the paper's."""
     claims = []
     for name, policies in groups.items():
         for policy, claimed in CLAIMED.items():
             for metric, paper in claimed.items():
-                ours = policies[policy][metric]["mean"] / policies["throttle"][metric]["mean"] - 1
+                ours = policies[policy][metric]["mean"] / policies[BASE][metric]["mean"] - 1
                 claims.append(
                     Claim(
                         f"{name}: {policy}, {metric.upper()}",
-                        f"{100 * paper:+.0f} %, {PAPER}",
+                        f"{100 * paper:+.0f} %",
                         f"{100 * ours:+.0f} %",
                         (ours > 0) == (paper > 0),
                     )
@@ -96,12 +107,12 @@ def ablation_claims(groups: dict[str, dict[str, dict[str, Any]]]) -> list[Claim]
 
 
 def ablation_plots(
-    groups: dict[str, dict[str, dict[str, Any]]],
+    groups: Groups,
 ) -> dict[str, Callable[[Path], None]]:
     """One chart a setting: each metric against full throttling, the paper's beside it."""
     plots: dict[str, Callable[[Path], None]] = {}
     for number, policies in enumerate(groups.values()):
-        full = policies["throttle"]
+        full = policies[BASE]
         bars = {
             metric.upper(): {
                 policy: figures[metric]["mean"] / full[metric]["mean"]
@@ -119,4 +130,4 @@ def ablation_plots(
 
 
 def _draw(path: Path, bars: dict[str, Changes], paper: dict[str, Changes], title: str) -> None:
-    plot_bars(bars, path, "against throttle", title, paper)
+    plot_bars(bars, path, f"against {BASE}", title, paper)

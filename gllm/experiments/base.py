@@ -21,8 +21,6 @@ class Options:
     """Requests of each simulation."""
     quick: bool = False
     """Few points, to see that it works."""
-    real: bool = False
-    """On this machine's real engine instead of the simulator, where the experiment can."""
     progress: bool = True
 
 
@@ -52,7 +50,7 @@ def claims_table(claims: list[Claim]) -> str:
     """Ours beside the paper's."""
     verdict = {True: "yes", False: "**miss**", None: "-"}
     rows = [[c.what, c.paper, c.ours, verdict[c.met]] for c in claims]
-    return text_table(["", "paper", "ours", "met"], rows)
+    return text_table(["", "claimed", "ours", "met"], rows)
 
 
 def change(value: float, base: float) -> str:
@@ -66,7 +64,11 @@ def write_result(result: Result, name: str, command: str, folder: Path) -> Path:
     for file, draw in result.plots.items():
         draw(folder / file)
     pictures = "".join(f"\n![{file}]({file})\n" for file in result.plots)
-    claims = f"\n## Beside the paper\n\n{claims_table(result.claims)}\n" if result.claims else ""
+    claims = ""
+    if result.claims:
+        claims = (
+            f"\n## Beside what is claimed\n\nPaper: {PAPER}.\n\n{claims_table(result.claims)}\n"
+        )
     page = folder / f"{name}.md"
     page.write_text(
         f"# {result.title}\n\nMade by `{command}`; overwritten by it.\n\n"

@@ -26,6 +26,9 @@ EXPERIMENTS = {
 }
 """By name: module of gllm.experiments with a function `run`, and what it shows."""
 
+REAL = {"ablation": "real_ablation"}
+"""Modules that run an experiment on this machine's engine, for --real."""
+
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
@@ -49,8 +52,12 @@ def main(argv: list[str]) -> int:
     if values.requests < 8:
         print(f"gllm experiment: --requests is {values.requests}, but 8 are needed at least")
         return 2
-    options = Options(values.requests, values.quick, values.real)
-    module = importlib.import_module(f"gllm.experiments.{EXPERIMENTS[values.name][0]}")
+    if values.real and values.name not in REAL:
+        print(f"gllm experiment: --real is for {', '.join(REAL)}, not for {values.name}")
+        return 2
+    options = Options(values.requests, values.quick)
+    file = REAL[values.name] if values.real else EXPERIMENTS[values.name][0]
+    module = importlib.import_module(f"gllm.experiments.{file}")
     name = values.name + ("-real" if values.real else "")
     try:
         result: Result = module.run(options)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from gllm.experiments.base import PAPER, Claim, Options, Result
+from gllm.experiments.base import Claim, Options, Result
 from gllm.experiments.trials import SETTINGS, Setting, Trial, at_rates, run_trials
 from gllm.sim.plots import Panel, plot_grid
 from gllm.sim.report import show, text_table
@@ -116,7 +116,7 @@ def _claims(curves: dict[Key, Curve], settings: tuple[Setting, ...]) -> list[Cla
             claims.append(
                 Claim(
                     f"{setting}: {names[what]} ({', '.join(WORKLOADS)})",
-                    f"{paper}, {PAPER}",
+                    paper,
                     shown,
                     all(met(value) for value in values),
                 )

@@ -64,7 +64,9 @@ async def measure(config: EngineConfig, output: Path, progress: bool = True) -> 
     async def work(engine: Engine) -> None:
         workloads = phases(config.pipeline_parallel_size, engine.model.max_model_len)
         total = sum(len(jobs) for jobs in workloads)
-        with tqdm(total=total, unit="request", desc="profile", disable=not progress) as bar:
+        # None: no bar where the output is no terminal.
+        disable = None if progress else True
+        with tqdm(total=total, unit="request", desc="profile", disable=disable) as bar:
             for seed, jobs in enumerate(workloads):
                 await serve_jobs(engine, jobs, seed, bar.update)
 

@@ -7,24 +7,28 @@ from statistics import median
 from typing import Any
 
 from gllm.config import EngineConfig
-from gllm.experiments.ablation import ablation_claims, ablation_plots, ablation_table
+from gllm.experiments.ablation import (
+    BASE,
+    POLICIES,
+    SATURATED,
+    ablation_claims,
+    ablation_plots,
+    ablation_table,
+)
 from gllm.experiments.base import Options, Result
 from gllm.experiments.real import serve
 from gllm.sim.report import summarize
 from gllm.sim.run import run_of
 from gllm.sim.workload import Job, make_jobs
 
-POLICIES = ("throttle", "throttle-no-wt", "throttle-no-ut", "sarathi")
 STAGES = (2, 4)
 REQUESTS = 120
 ROUNDS = 3
 LENGTH_SCALE = 0.2
 """Of the trace's lengths: the demo model's context is 1,024 tokens."""
-SATURATED = 1.0
-"""Share of capacity; fixed before the first run."""
 
 
-def run_real(options: Options) -> Result:
+def run(options: Options) -> Result:
     """Every policy on the same jobs, round by round, medians over the rounds."""
     stages, count, rounds = (STAGES[:1], 12, 1) if options.quick else (STAGES, REQUESTS, ROUNDS)
     groups: dict[str, dict[str, dict[str, Any]]] = {}
@@ -40,8 +44,8 @@ def run_real(options: Options) -> Result:
     text = (
         f"The demo model on this machine, {count} requests of azure-conv's lengths x "
         f"{LENGTH_SCALE}, Poisson arrivals at what throttle serves with all requests there at "
-        f"once; medians of {rounds} rounds in alternating order. Stages share the cores.\n\n"
-        + ablation_table(groups)
+        f"once; medians of {rounds} rounds in alternating order. Stages share the cores. Changes "
+        f"are against {BASE}.\n\n" + ablation_table(groups)
     )
     plots = {
         name.replace("ablation", "ablation-real"): draw

@@ -6,7 +6,7 @@ Owns the limits and the rate at which 80 % of the requests meet them.
 from dataclasses import replace
 from itertools import pairwise
 
-from gllm.experiments.base import PAPER, Claim, Options, Result, change
+from gllm.experiments.base import Claim, Options, Result, change
 from gllm.experiments.trials import (
     L20_32B,
     SETTINGS,
@@ -71,7 +71,7 @@ def run(options: Options) -> Result:
         ours = best["throttle"], best["sarathi"]
         gain = change(*ours) if ours[1] else "sarathi never gets there"
         network = setting.link == "network"
-        paper = f"+79 % against vLLM, {PAPER}" if network else "a plot without numbers"
+        paper = "+79 % against vLLM" if network else "a plot without numbers"
         met = (not ours[1] or ours[0] / ours[1] >= 1.79) if network else None
         claims.append(Claim(f"{setting}, {workload}: rate at 80 %, over sarathi", paper, gain, met))
         series = {p: [(r, 100 * s) for r, s in curves[setting, workload, p]] for p in POLICIES}

@@ -84,7 +84,9 @@ def run_trials(trials: Sequence[Trial], progress: bool = True) -> list[dict[str,
     """The figures of all trials, computed by as many processes as there are cores."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = pool.map(summary_of, trials)
-        return list(tqdm(results, total=len(trials), unit="run", disable=not progress))
+        # None: no bar where the output is no terminal.
+        disable = None if progress else True
+        return list(tqdm(results, total=len(trials), unit="run", disable=disable))
 
 
 @cache

@@ -60,7 +60,7 @@ def summarize(
     }
     figures: dict[str, Any] = {
         "requests": len(lines),
-        "finished": sum(line.tokens > 0 for line in lines),
+        "finished": sum(s.line.tokens == s.max_tokens for s in run.requests.values()),
         "seconds": span,
         "requests_per_second": len(lines) / span,
         "output_tokens_per_second": output / span,

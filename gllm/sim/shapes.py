@@ -48,6 +48,8 @@ class ModelShape:
     def stage_bytes(self, stage: int, layer_counts: list[int]) -> int:
         """Bytes of the weights that a stage holds."""
         ends = (stage == 0) + (stage == len(layer_counts) - 1)
+        if self.tied and len(layer_counts) == 1:
+            ends = 1
         return BYTES * (layer_counts[stage] * self.layer_weights + ends * self.head_weights)
 
 

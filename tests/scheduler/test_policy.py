@@ -90,7 +90,7 @@ def test_decodes_never_exceed_what_is_ready() -> None:
         ("throttle-no-wt", load(waiting=800, decoding=9, free=0.24), 410),
         ("throttle-no-wt", load(waiting=800, decoding=9, free=0.05), 0),
         ("throttle-no-wt", load(waiting=800), 2048),
-        ("throttle-no-ut", load(waiting=8000, decoding=900, scheduled=225, free=0.1), 1000),
+        ("throttle-no-ut", load(waiting=8000, decoding=9, free=0.1), 1000),
         ("throttle-no-ut", load(waiting=8000, decoding=9, free=0.05), 0),
         ("sarathi", load(waiting=8000, decoding=9, free=0.01), 2048),
         ("prefill-first", load(waiting=8000, decoding=9, free=0.01), 2560),

@@ -1,0 +1,157 @@
+"""The online fit, and the policy that weighs by it."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gllm.scheduler.balance import Balance
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import Row, StepPlan, StepTime
+from gllm.scheduler.policies import POLICIES
+from gllm.scheduler.policy import Load
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import Request
+from gllm.scheduler.step_cost import REFIT_EVERY, Coefficients, OnlineFit, solve_nonnegative
+from gllm.scheduler.work import Work, pairs, work_of
+
+TRUTH = Coefficients(step=2e-3, token=5e-5, pair=3e-8, decode=1e-5, context=4e-8)
+
+
+def random_work(rng: random.Random, step: int) -> Work:
+    chunks = tuple((rng.randint(0, 8000), rng.randint(2, 500)) for _ in range(rng.randint(0, 2)))
+    decodes = rng.randint(0, 64)
+    context = sum(rng.randint(1, 6000) for _ in range(decodes))
+    tokens = decodes + sum(tokens for _, tokens in chunks)
+    return Work(step, tokens, chunks, decodes, context, decodes)
+
+
+def fitted(noise: float) -> Coefficients:
+    rng, fit = random.Random(1), OnlineFit()
+    for step in range(3000):
+        work = random_work(rng, step)
+        fit.observe(work, TRUTH.seconds(work) * rng.lognormvariate(0, noise))
+    assert fit.fitted is not None
+    return fit.fitted
+
+
+def test_the_fit_finds_what_made_the_times() -> None:
+    # A decode's own part is a tenth of its token's, so it is told less well.
+    tolerances = (0.02, 0.02, 0.02, 0.1, 0.02)
+    for found, true, tolerance in zip(fitted(0.0), TRUTH, tolerances, strict=True):
+        assert found == pytest.approx(true, rel=tolerance)
+
+
+def test_the_fit_stands_noise_and_predicts() -> None:
+    found, rng = fitted(0.2), random.Random(2)
+    for step in range(50):
+        work = random_work(rng, step)
+        if work.tokens:
+            assert found.seconds(work) == pytest.approx(TRUTH.seconds(work), rel=0.1)
+
+
+def test_the_fit_follows_a_change() -> None:
+    rng, fit = random.Random(3), OnlineFit()
+    for step in range(6000):
+        work = random_work(rng, step)
+        factor = 1.0 if step < 3000 else 3.0
+        fit.observe(work, factor * TRUTH.seconds(work))
+    assert fit.fitted is not None
+    assert fit.fitted.token == pytest.approx(3 * TRUTH.token, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4000), st.floats(1e-6, 10)), min_size=REFIT_EVERY))
+def test_no_coefficient_is_ever_negative(steps: list[tuple[int, float]]) -> None:
+    fit = OnlineFit()
+    for number, (tokens, seconds) in enumerate(steps):
+        fit.observe(Work(number, tokens, ((0, tokens),), 0, 0, 1), seconds)
+    assert fit.fitted is None or min(fit.fitted) >= 0
+
+
+def test_coordinate_descent_solves_by_hand() -> None:
+    # Minimum of (x - 3)^2 + (y + 1)^2 over x, y >= 0 is at (3, 0).
+    assert solve_nonnegative([[2.0, 0.0], [0.0, 2.0]], [6.0, -2.0], [0.0, 0.0]) == [3.0, 0.0]
+
+
+def test_work_of_a_plan() -> None:
+    rows = [Row(1, 0, 99, 1, [], [7], True), Row(2, 0, 10, 5, [], [], False)]
+    assert work_of(4, rows) == Work(4, 6, ((10, 5),), 1, 100, 1)
+    assert work_of(4, rows).pairs == 11 + 12 + 13 + 14 + 15
+    assert pairs(10, 5) == 65
+
+
+def load(**values: float) -> Load:
+    return Load(**dict.fromkeys(Load._fields, 0) | {"kv_free": 1.0} | values)
+
+
+def learnt() -> Balance:
+    policy = Balance(SchedulerConfig().resolve(4, 1000, 16000))
+    rng = random.Random(4)
+    for step in range(500):
+        work = random_work(rng, step)
+        policy.observe(work, TRUTH.seconds(work))
+    return policy
+
+
+def test_before_the_fit_balance_is_throttle() -> None:
+    config = SchedulerConfig().resolve(4, 1000, 16000)
+    balance, throttle = Balance(config), POLICIES["throttle"](config)
+    for waiting in (10, 3000, 40_000):
+        given_load = load(waiting_tokens=waiting, waiting_pairs=1e6)
+        assert balance.prefill(given_load) == throttle.prefill(given_load)
+        assert balance.chunk(500, 10_000, 300) == throttle.chunk(500, 10_000, 300)
+
+
+def test_later_chunks_of_a_prompt_are_smaller_and_take_as_long() -> None:
+    policy = learnt()
+    sizes = [policy.chunk(start, 10_000, 1000)[0] for start in (0, 4000, 12_000)]
+    assert sizes[0] > sizes[1] > sizes[2]
+    seconds = [
+        TRUTH.chunk(start, tokens) for start, tokens in zip((0, 4000, 12_000), sizes, strict=True)
+    ]
+    assert max(seconds) / min(seconds) < 1.05
+
+
+@given(st.integers(0, 10**5), st.integers(1, 10**5), st.floats(0.01, 1e5))
+def test_a_chunk_uses_its_budget(start: int, most: int, budget: float) -> None:
+    tokens, cost = learnt_once().chunk(start, most, budget)
+    assert 1 <= tokens <= most
+    if 1 < tokens < most:
+        below = tokens - 1 + learnt_once()._pair * pairs(start, tokens - 1)
+        assert below < budget <= cost + 1e-6
+
+
+_LEARNT: list[Balance] = []
+
+
+def learnt_once() -> Balance:
+    if not _LEARNT:
+        _LEARNT.append(learnt())
+    return _LEARNT[0]
+
+
+def test_decodes_with_long_contexts_count_for_more() -> None:
+    policy = learnt()
+    short, long = policy.decode_cost(10), policy.decode_cost(6000)
+    assert long / short == pytest.approx(
+        (TRUTH.token + TRUTH.decode + 6000 * TRUTH.context) / (TRUTH.token + TRUTH.decode), rel=0.1
+    )
+
+
+def test_times_reach_the_policy_once_every_stage_has_told_its_own() -> None:
+    config = SchedulerConfig(policy="balance").resolve(2, 100, 1600)
+    heard: list[tuple[int, float]] = []
+
+    class Listening(Balance):
+        def observe(self, work: Work, seconds: float) -> None:
+            heard.append((work.step, seconds))
+
+    scheduler = Scheduler(config, Listening(config))
+    scheduler.add(Request(0, list(range(40)), 4), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert isinstance(plan, StepPlan)
+    scheduler.observe(1, [StepTime(plan.step, 5.0, 8.0), StepTime(99, 0.0, 1.0)])
+    assert heard == []
+    scheduler.observe(0, [StepTime(plan.step, 1.0, 2.0)])
+    assert heard == [(plan.step, 3.0)]

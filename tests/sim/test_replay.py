@@ -1,0 +1,123 @@
+"""Replay and comparison, on logs whose every time is known."""
+
+from pathlib import Path
+
+import pytest
+
+from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.plan import StepPlan
+from gllm.sim.compare import compare, comparison_table, error_of_median, median_error
+from gllm.sim.costs.fitted import FittedCost
+from gllm.sim.deployment import Deployment, roofline, simulate
+from gllm.sim.profile import Profile, profile_of, read_profile, write_profile
+from gllm.sim.replay import main, replay_calls, replay_times
+from gllm.sim.run import Run
+from gllm.sim.workload import make_jobs
+from gllm.step_log import Event, Schedule, StepLog
+
+
+def deployment(policy: str = "throttle", stages: int = 4) -> Deployment:
+    config = SchedulerConfig(policy=policy)
+    return roofline("qwen2.5-14b", "A100-40G", stages, 16384, scheduler=config)
+
+
+def simulated(policy: str = "throttle", stages: int = 4, seed: int = 0) -> tuple[Run, list[Event]]:
+    jobs = make_jobs("sharegpt-like", 40, 4.0, "gamma:2", seed)
+    return simulate(deployment(policy, stages), jobs)
+
+
+def write(events: list[Event], path: Path) -> Path:
+    log = StepLog(path)
+    for event in events:
+        log.write(event)
+    log.close()
+    return path
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_run_comes_again(policy: str, stages: int) -> None:
+    _, events = simulated(policy, stages)
+    calls, times = replay_calls(events), replay_times(events)
+    assert calls.plans > 100
+    assert calls.equal == calls.plans
+    # `balance` learns when it hears of a step's time, which the times alone do not tell.
+    assert times.share >= (0.95 if policy == "balance" else 1.0)
+
+
+def test_a_changed_plan_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, events = simulated()
+    assert main([str(write(events, tmp_path / "log"))]) == 0
+    index, event = next(
+        (i, e) for i, e in enumerate(events) if isinstance(e, Schedule) and e.plan is not None
+    )
+    assert isinstance(event.plan, StepPlan)
+    row = event.plan.rows[0]
+    forged = event.plan._replace(rows=[row._replace(num_tokens=row.num_tokens + 1)])
+    events[index] = Schedule(event.time, forged, event.parallelism)
+    agreement = replay_calls(events)
+    assert agreement.equal == agreement.plans - 1
+    assert main([str(write(events, tmp_path / "log"))]) == 1
+    assert f"{agreement.equal} of {agreement.plans} plans bit-identical" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    """Of several runs' variety in one: the roofline stands for the machine."""
+    jobs = make_jobs("uniform:1,2000,1,100", 300, 3.0)
+    config = SchedulerConfig(ridge_tokens=10**6, prefix_cache=False)
+    made = roofline("qwen2.5-14b", "A100-40G", 4, 16384, scheduler=config)
+    return profile_of(simulate(made, jobs)[0], {"device": "roofline"})
+
+
+def test_a_profile_survives_its_file(profile: Profile, tmp_path: Path) -> None:
+    write_profile(profile, tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == profile
+
+
+def test_a_fit_predicts_another_run(profile: Profile) -> None:
+    real, _ = simulated(seed=5)
+    cost = FittedCost(profile)
+    errors = []
+    for step in real.steps:
+        for stage, times in enumerate(step.stages):
+            assert times is not None
+            errors.append(cost.stage_seconds(stage, step.work) / (times.end - times.start) - 1)
+    assert sum(abs(error) for error in errors) / len(errors) < 0.05
+    assert cost.link_seconds(0, real.steps[0].work) > 0
+
+
+def test_real_beside_predicted(profile: Profile, tmp_path: Path) -> None:
+    _, events = simulated(seed=5)
+    log, file = write(events, tmp_path / "log"), tmp_path / "profile.json"
+    write_profile(profile, file)
+    both = compare(log, file)
+    assert set(both.real.requests) == set(both.predicted.requests)
+    for metric in ("ttft", "tpot", "e2el"):
+        assert abs(error_of_median(both, metric)) < 0.08
+        assert median_error(both, metric) < 0.08
+    table = comparison_table(both)
+    for words in ("TTFT mean, ms", "E2EL p99, ms", "bubbles, %", "micro-batches"):
+        assert words in table
+
+
+def test_files_that_do_not_fit_are_refused(profile: Profile, tmp_path: Path) -> None:
+    _, events = simulated(stages=1)
+    log = write(events, tmp_path / "log")
+    write_profile(profile, tmp_path / "p.json")
+    with pytest.raises(ValueError, match="same --pp"):
+        compare(log, tmp_path / "p.json")
+    (tmp_path / "no.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no\.json is no profile"):
+        read_profile(tmp_path / "no.json")
+    (tmp_path / "old.json").write_bytes(b"")
+    with pytest.raises(ValueError, match="is no profile"):
+        read_profile(tmp_path / "old.json")
+    write_profile_of_format(profile, tmp_path / "new.json", 99)
+    with pytest.raises(ValueError, match="format 99"):
+        read_profile(tmp_path / "new.json")
+
+
+def write_profile_of_format(profile: Profile, path: Path, number: int) -> None:
+    values = {name: getattr(profile, name) for name in profile.__struct_fields__}
+    write_profile(Profile(**values | {"format": number}), path)

@@ -1,0 +1,257 @@
+"""The roofline against numbers by hand, its bounds, and what Vidur measured."""
+
+from dataclasses import replace
+from math import hypot
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.work import Work
+from gllm.sim.costs import operators
+from gllm.sim.costs.roofline import Efficiency, RooflineCost
+from gllm.sim.deployment import roofline
+from gllm.sim.shapes import DEVICES, LINKS, MODELS, Device, Link, ModelShape, even_layers
+
+PEAK = Efficiency(1.0, 1.0, 0.0, 0.0, 0.0)
+TINY = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, mlp=16, vocabulary=10, head_dim=4)
+SLOW = Device(flops=1000.0, bandwidth=100.0, memory=1e6)
+LAYER = 8 * 4 * (2 * 2 + 2 * 1) + 3 * 8 * 16
+"""Weights of a layer of TINY: Q and O of two heads, K and V of one, gate, up and down."""
+ATTENTION = operators.ATTENTION[:2]
+
+
+def prefill(*chunks: tuple[int, int], samples: int = 0) -> Work:
+    return Work(0, sum(tokens for _, tokens in chunks), chunks, 0, 0, samples)
+
+
+def decode(count: int, context: int) -> Work:
+    return Work(0, count, (), count, count * context, count)
+
+
+def tiny(*layers: int, efficiency: Efficiency = PEAK) -> RooflineCost:
+    return RooflineCost(TINY, SLOW, Link(50.0, 0.25), list(layers), efficiency)
+
+
+# By hand.
+
+
+def test_a_chunk_by_hand() -> None:
+    """Three tokens after five: 6 + 7 + 8 pairs, eight keys and values read."""
+    matrices = hypot(2 * 3 * LAYER / 1000, 2 * LAYER / 100)
+    attention = hypot(21 * 2 * (4 + 4) * 2 / 1000, 8 * 2 * 4 * 2 / 100)
+    assert tiny(2, 2).stage_seconds(0, prefill((5, 3))) == pytest.approx(2 * (matrices + attention))
+
+
+def test_decodes_by_hand() -> None:
+    """Two decodes attend to ten tokens each; the last stage has the LM head."""
+    matrices = hypot(2 * 2 * LAYER / 1000, 2 * LAYER / 100)
+    attention = hypot(20 * 2 * (4 + 4) * 2 / 1000, 20 * 2 * 4 * 2 / 100)
+    head = hypot(2 * 2 * 80 / 1000, 2 * 80 / 100)
+    cost = tiny(3, 1)
+    assert cost.stage_seconds(0, decode(2, 10)) == pytest.approx(3 * (matrices + attention))
+    assert cost.stage_seconds(1, decode(2, 10)) == pytest.approx(matrices + attention + head)
+
+
+def test_decodes_and_chunks_share_the_weights() -> None:
+    """Of what both take alone, only the matrices are common."""
+    both = Work(0, 5, ((5, 3),), 2, 20, 0)
+    cost = tiny(1, 1)
+    alone = [cost.stage_seconds(0, work) for work in (prefill((5, 3)), decode(2, 10))]
+    matrices = [hypot(2 * rows * LAYER / 1000, 2 * LAYER / 100) for rows in (3, 2, 5)]
+    expected = sum(alone) - matrices[0] - matrices[1] + matrices[2]
+    assert cost.stage_seconds(0, both) == pytest.approx(expected)
+
+
+def test_efficiencies_scale_the_device() -> None:
+    half = tiny(2, 2, efficiency=replace(PEAK, compute=0.5, memory=0.5))
+    assert half.stage_seconds(0, prefill((5, 3))) == pytest.approx(
+        2 * tiny(2, 2).stage_seconds(0, prefill((5, 3)))
+    )
+    late = tiny(2, 2, efficiency=Efficiency(1, 1, 3.0, 5.0, 7.0))
+    work = decode(2, 10)
+    assert late.stage_seconds(0, work) == pytest.approx(tiny(2, 2).stage_seconds(0, work) + 3)
+    assert (late.plan_seconds(work), late.sample_seconds(work), late.return_seconds(work)) == (
+        *(5, 0, 7),
+    )
+
+
+def test_a_link_carries_one_tensor() -> None:
+    assert tiny(2, 2).link_seconds(0, prefill((5, 3))) == pytest.approx(0.25 + 3 * 8 * 2 / 50)
+
+
+def test_the_lm_head_is_on_the_last_stage_over_sampled_rows() -> None:
+    cost = tiny(1, 1, 1)
+    for samples in (1, 4):
+        work = prefill((0, 6), samples=samples)
+        first, middle, last = (cost.stage_seconds(stage, work) for stage in range(3))
+        assert first == middle
+        assert last - first == pytest.approx(hypot(2 * samples * 80 / 1000, 2 * 80 / 100))
+    assert len({cost.stage_seconds(stage, prefill((0, 6))) for stage in range(3)}) == 1
+
+
+# Bounds and order.
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_step_is_faster_than_the_device(model: str, device: str) -> None:
+    shape, hardware, layers = MODELS[model], DEVICES[device], even_layers(MODELS[model].layers, 4)
+    for efficiency in (None, PEAK):
+        cost = RooflineCost(shape, hardware, LINKS["pcie"], layers, efficiency)
+        weights = shape.layers * shape.layer_weights
+        one = [cost.stage_seconds(stage, decode(1, 1000)) for stage in range(4)]
+        kv = shape.layers * 1000 * shape.kv_bytes
+        read = 2 * (weights + shape.head_weights) + kv
+        assert sum(one) >= read / hardware.bandwidth
+        chunk = [cost.stage_seconds(stage, prefill((0, 4096))) for stage in range(4)]
+        # Each pair costs a product of queries with keys, and one of shares with values.
+        pairs = 4096 * 4097 / 2 * shape.layers * 4 * shape.heads * shape.head_dim
+        assert sum(chunk) >= (2 * 4096 * weights + pairs) / hardware.flops
+    # At the peaks a long prefill is arithmetic and a decode is memory traffic, or nearly.
+    assert sum(chunk) <= 1.25 * (2 * 4096 * weights + pairs) / hardware.flops
+    assert sum(one) <= 1.05 * read / hardware.bandwidth
+
+
+CHUNKS = st.lists(st.tuples(st.integers(0, 4000), st.integers(2, 2000)), min_size=1, max_size=4)
+
+
+@given(CHUNKS, st.integers(0, 60), st.integers(1, 4000), st.integers(1, 500), st.integers(0, 1))
+def test_more_work_takes_longer(
+    chunks: list[tuple[int, int]], decodes: int, context: int, more: int, stage: int
+) -> None:
+    model, layers = MODELS["qwen2.5-14b"], [24, 24]
+    cost = RooflineCost(model, DEVICES["L20"], LINKS["pcie"], layers)
+
+    def seconds(chunks: list[tuple[int, int]], decodes: int, context: int) -> float:
+        tokens = decodes + sum(tokens for _, tokens in chunks)
+        return cost.stage_seconds(
+            stage, Work(0, tokens, tuple(chunks), decodes, decodes * context, 1)
+        )
+
+    now = seconds(chunks, decodes, context)
+    (start, tokens), rest = chunks[0], chunks[1:]
+    assert seconds([(start, tokens + more), *rest], decodes, context) > now
+    assert seconds([(start + more, tokens), *rest], decodes, context) > now
+    assert seconds([*chunks, (start, tokens)], decodes, context) > now
+    assert seconds(chunks, decodes + more, context) > now
+    assert (seconds(chunks, decodes, context + more) > now) == (decodes > 0)
+
+
+# Shapes and deployments.
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "kv_kilobytes"),
+    [
+        ("qwen2.5-0.5b", 0.494, 12),
+        ("qwen2.5-7b", 7.62, 56),
+        ("qwen2.5-14b", 14.77, 192),
+        ("qwen2.5-32b", 32.76, 256),
+        ("llama-3.1-8b", 8.03, 128),
+        ("llama-3.1-70b", 70.55, 320),
+        ("llama-100b", 100, 120),
+    ],
+)
+def test_models_have_their_known_sizes(model: str, billions: float, kv_kilobytes: int) -> None:
+    shape = MODELS[model]
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.005)
+    assert shape.layers * shape.kv_bytes == kv_kilobytes * 1024
+
+
+def test_stages_hold_all_weights() -> None:
+    shape = MODELS["qwen2.5-14b"]
+    for stages in (1, 3, 4):
+        layers = even_layers(shape.layers, stages)
+        held = [shape.stage_bytes(stage, layers) for stage in range(stages)]
+        assert sum(held) == 2 * shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [
+        (48, 4, [12, 12, 12, 12]),
+        (30, 4, [7, 8, 8, 7]),
+        (7, 3, [2, 3, 2]),
+        (29, 4, [7, 8, 7, 7]),
+        (31, 4, [8, 8, 8, 7]),
+        (5, 2, [3, 2]),
+        (24, 1, [24]),
+        (3, 3, [1, 1, 1]),
+    ],
+)
+def test_layers_are_cut_evenly(layers: int, stages: int, expected: list[int]) -> None:
+    assert even_layers(layers, stages) == expected
+
+
+@given(st.integers(1, 100), st.integers(1, 100))
+def test_no_layer_is_lost(layers: int, stages: int) -> None:
+    if stages > layers:
+        with pytest.raises(ValueError, match=f"{layers} layers cannot be cut into {stages} stages"):
+            even_layers(layers, stages)
+        return
+    counts = even_layers(layers, stages)
+    assert (len(counts), sum(counts)) == (stages, layers)
+    assert max(counts) - min(counts) <= 1
+
+
+def test_the_cache_is_what_the_fullest_stage_leaves() -> None:
+    deployment = roofline("llama-3.1-8b", "L20", 2, 4096)
+    assert deployment.layers == [16, 16]
+    room = 0.9 * 48e9 - 2 * (16 * MODELS["llama-3.1-8b"].layer_weights + 4096 * 128256)
+    assert deployment.scheduler.num_blocks == room // (16 * 16 * 4096)
+    assert deployment.scheduler.stages == 2
+    larger = SchedulerConfig(block_size=32, policy="sarathi")
+    halved = roofline("llama-3.1-8b", "L20", 2, 4096, scheduler=larger).scheduler
+    assert halved.num_blocks == deployment.scheduler.num_blocks // 2
+    assert halved.policy == "sarathi"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "gpt-5"}, "model 'gpt-5' is none of qwen2.5-0.5b, .*llama-100b"),
+        ({"device": "B200"}, "device 'B200' is none of L20, .*H200"),
+        ({"link": "rope"}, "link 'rope' is none of pcie, network, nvlink"),
+        ({"model": "llama-100b"}, "llama-100b does not fit 4 x L20: .* 200 GB; raise --pp"),
+        ({"stages": 49}, "48 layers cannot be cut into 49 stages"),
+        ({"stages": 0}, "cannot be cut into 0 stages"),
+        ({"max_model_len": 10**7}, "max_model_len 10000000 needs .*lower --max-model-len"),
+    ],
+)
+def test_what_cannot_be_deployed_says_why(options: dict[str, object], message: str) -> None:
+    known = {"model": "qwen2.5-14b", "device": "L20", "stages": 4, "max_model_len": 8192}
+    with pytest.raises(ValueError, match=message):
+        roofline(**{**known, **options})
+
+
+# Against measurements.
+
+
+def test_the_rounded_corner_is_closer_to_vidurs_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All token-level operators of a layer of Llama-2-70B, 1 to 4,096 tokens."""
+    samples = operators.token_samples(*ATTENTION, 1)
+    samples.pop("emb")
+    # Two residuals in each layer, one of each other operator.
+    measured = sum(each.milliseconds for each in samples.values()) + samples["add"].milliseconds
+    tokens = samples["add"].features[:, 0]
+    assert (tokens.min(), tokens.max()) == (1, 4096)
+    known = operators.model_shape(ATTENTION[1])
+    shape = ModelShape(
+        *(1, known["embedding_dim"], known["num_q_heads"], known["num_kv_heads"]),
+        *(known["mlp_hidden_dim"], known["vocab_size"]),
+    )
+    efficiency = Efficiency(compute=0.73, memory=0.74, stage_overhead=0.0)
+    cost = RooflineCost(shape, Device(312e12, 2039e9, 80e9), LINKS["pcie"], [1], efficiency)
+
+    def error() -> float:
+        works = [Work(0, int(count), (), 0, 0, 0) for count in tokens]
+        predicted = np.array([cost.stage_seconds(0, work) * 1e3 for work in works])
+        return float(np.mean(np.abs(predicted - measured) / measured))
+
+    rounded = error()
+    assert rounded < 0.08
+    monkeypatch.setattr("gllm.sim.costs.roofline.hypot", max)
+    assert rounded < error() - 0.02
