@@ -23,8 +23,8 @@ SATURATED = 1.0
 SHARES = (SATURATED, 0.8, 0.5)
 SETTINGS = (L20_32B, Setting("qwen2.5-14b", "L20"))
 WORKLOADS = ("sharegpt-like", "azure-conv")
-SEATS = (("max_num_seqs", 1024),)
-"""So many sequences that the KV cache is what fills up first."""
+TIGHT = 0.25
+"""Share of the KV cache in the second half: what UT is for shows where the cache fills up."""
 
 Changes = dict[str, float]
 CLAIMED: dict[str, Changes] = {
@@ -38,28 +38,29 @@ Groups = dict[str, dict[str, dict[str, Any]]]
 
 
 def run(options: Options) -> Result:
-    """Two settings, two workloads, all policies; the cache bound by seats, then by its size."""
+    """Two settings, two workloads, all policies; with the whole KV cache and with a part of it."""
     settings = SETTINGS[:1] if options.quick else SETTINGS
     trials: dict[str, list[Trial]] = {}
     at_saturation = []
     for setting in settings:
         for workload in WORKLOADS:
-            base = Trial(setting, workload, BASE, 1.0, options.requests)
-            points = [(trial, "") for trial in at_rates(base, SHARES[: 1 if options.quick else 3])]
-            points.append((replace(points[0][0], options=SEATS), ", 1,024 seats"))
-            for trial, more in points:
-                name = f"{setting}, {workload}, {show(trial.rate)}/s{more}"
-                trials[name] = [replace(trial, policy=policy) for policy in POLICIES]
-                if trial.rate == points[0][0].rate:
-                    at_saturation.append(name)
+            shares = SHARES[:1] if options.quick else SHARES
+            for kv_share in (1.0, TIGHT):
+                base = Trial(setting, workload, BASE, 1.0, options.requests, kv_share=kv_share)
+                for share, trial in zip(shares, at_rates(base, shares), strict=True):
+                    name = f"{setting}, {workload}, {show(trial.rate)}/s"
+                    name += f", {kv_share} of the cache" if kv_share < 1 else ""
+                    trials[name] = [replace(trial, policy=policy) for policy in POLICIES]
+                    if share == SATURATED:
+                        at_saturation.append(name)
     results = iter(run_trials([t for each in trials.values() for t in each], options.progress))
     groups = {name: {t.policy: next(results) for t in each} for name, each in trials.items()}
     saturated = {name: groups[name] for name in at_saturation}
     text = (
         f"Simulated, {options.requests} requests with Poisson arrivals at {SATURATED} of the rate "
         "that throttle serves with all requests there at once, which was fixed before the first "
-        f"run; at lower rates, and with 1,024 seats, to see what the changes depend on. Changes "
-        f"are against {BASE}.\n\n" + ablation_table(groups)
+        f"run; at lower rates, and with {TIGHT} of the KV cache, to see what the changes depend "
+        f"on. Changes are against {BASE}.\n\n" + ablation_table(groups)
     )
     return Result(
         "Ablation of token throttling",

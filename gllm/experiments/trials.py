@@ -7,7 +7,7 @@ policy of one comparison gets the same cost model, jobs and cache.
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -60,8 +60,10 @@ class Trial:
     arrivals: str = "poisson"
     seed: int = 0
     options: tuple[tuple[str, Any], ...] = ()
-    slo: tuple[float, float] | None = field(default=None)
+    slo: tuple[float, float] | None = None
     """TTFT and TPOT limits, seconds."""
+    kv_share: float = 1.0
+    """Of the KV cache that the devices have room for."""
 
 
 def simulate_trial(trial: Trial) -> Run:
@@ -72,7 +74,9 @@ def simulate_trial(trial: Trial) -> Run:
     deployment = roofline(
         *(setting.model, setting.device, setting.stages, CONTEXT, setting.link, scheduler)
     )
-    return simulate(deployment, jobs)[0]
+    config = deployment.scheduler
+    config = replace(config, num_blocks=int(config.num_blocks * trial.kv_share))
+    return simulate(replace(deployment, scheduler=config), jobs)[0]
 
 
 def summary_of(trial: Trial) -> dict[str, Any]:
@@ -90,14 +94,14 @@ def run_trials(trials: Sequence[Trial], progress: bool = True) -> list[dict[str,
 
 
 @cache
-def capacity(setting: Setting, workload: str, requests: int) -> float:
+def capacity(setting: Setting, workload: str, requests: int, kv_share: float = 1.0) -> float:
     """Requests a second that `throttle` serves when all of them are there from the beginning,
     without the tail of the last: the yardstick for rates, the same for every policy."""
-    trial = Trial(setting, workload, "throttle", 1.0, requests, arrivals="static")
+    trial = Trial(setting, workload, "throttle", 1.0, requests, "static", kv_share=kv_share)
     return steady_rate(simulate_trial(trial))[1]
 
 
 def at_rates(trial: Trial, shares: Sequence[float]) -> list[Trial]:
     """The trial at these shares of its capacity."""
-    most = capacity(trial.setting, trial.workload, trial.requests)
+    most = capacity(trial.setting, trial.workload, trial.requests, trial.kv_share)
     return [replace(trial, rate=share * most) for share in shares]

@@ -3,7 +3,7 @@
 Owns the way from options to a deployment and its jobs. Knows nothing of output.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gllm.scheduler.config import SchedulerConfig, option
 from gllm.sim.costs.fitted import FittedCost
@@ -12,12 +12,20 @@ from gllm.sim.profile import read_profile
 from gllm.sim.shapes import DEVICES, LINKS, MODELS
 from gllm.sim.workload import Job, make_jobs
 
+VIDUR = "vidur"
+VIDUR_STAGE_BYTES, VIDUR_WEIGHTS, VIDUR_KV_BYTES = 0.9 * 160e9, 138e9, 320 * 1024
+"""Of two A100s with 80 GB; of Llama-2-70B; of one token in its whole KV cache."""
+
 
 @dataclass(frozen=True)
 class SimulationConfig:
     """A deployment, and what is asked of it."""
 
-    profile: str | None = option(None, "file of `gllm profile`; default: a device of the table")
+    profile: str | None = option(
+        None,
+        "file of `gllm profile`, or vidur: Llama-2-70B, each stage two A100s, by Vidur's operator "
+        "profiles; default: a device of the table",
+    )
     device: str = option("L20", "device of each stage", choices=tuple(DEVICES))
     model: str = option("qwen2.5-32b", "model by its shape", choices=tuple(MODELS))
     pipeline_parallel_size: int | None = option(
@@ -76,6 +84,8 @@ def deployment_of(config: SimulationConfig, longest: int) -> Deployment:
         return roofline(
             *(config.model, config.device, stages or 4, length, config.link, config.scheduler)
         )
+    if config.profile == VIDUR:
+        return _vidur(config, stages or 1, config.max_model_len or longest)
     profile = read_profile(config.profile)
     if stages not in (None, len(profile.layers)):
         raise ValueError(
@@ -89,9 +99,13 @@ def deployment_of(config: SimulationConfig, longest: int) -> Deployment:
     return Deployment(profile.model, profile.layers, FittedCost(profile), resolved)
 
 
-def with_policy(deployment: Deployment, policy: str) -> Deployment:
-    """The same deployment under another policy, whose own defaults apply."""
-    old = deployment.scheduler
-    bare = replace(old, policy=policy, max_num_batched_tokens=None, max_in_flight=None)
-    scheduler = bare.resolve(old.stages, old.num_blocks, old.max_model_len)
-    return replace(deployment, scheduler=scheduler)
+def _vidur(config: SimulationConfig, stages: int, max_model_len: int) -> Deployment:
+    """Llama-2-70B on pairs of A100s with 80 GB, tensor parallel within a stage."""
+    # scikit-learn and its forests take seconds: only where asked for.
+    from gllm.sim.costs.forest import ForestCost
+
+    cost = ForestCost(stages)
+    tokens = (VIDUR_STAGE_BYTES * stages - VIDUR_WEIGHTS) / VIDUR_KV_BYTES
+    blocks = int(tokens // config.scheduler.block_size)
+    scheduler = config.scheduler.resolve(stages, blocks, max_model_len)
+    return Deployment("llama-2-70b", cost.layers, cost, scheduler)

@@ -6,8 +6,8 @@ once and the same for every policy.
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
 The rounding: over the token-level operators of Vidur's tables (A100, A40, H100; five models) it is
-off by 4 to 8 % on average with each pair's own efficiencies, the sharp corner by 6 to 11 %;
-docs/simulator.md has the table.
+off by 4 to 8 % on average with each pair's own efficiencies, the sharp corner by 6 to 11 %
+(`python -m scripts.roofline_error`).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Efficiency:
 
     compute: float = 0.68
     memory: float = 0.76
-    """Both are medians over Vidur's tables (see above)."""
+    """Both are near the medians over those tables, 0.70 and 0.76."""
     stage_overhead: float = 0.5e-3
     """Seconds of launches and inputs in each step on each stage."""
     plan_overhead: float = 0.2e-3

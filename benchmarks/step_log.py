@@ -1,0 +1,80 @@
+"""What `--step-log` costs a server: its writing, held against the run that it wrote down.
+
+A real engine serves a saturating load with the log on; the log's calls are then made again on a
+plain scheduler and on one that writes. The difference is what the driver spent on the log. Run as
+`python -m benchmarks.step_log`; both sides do the same calls in one process.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from gllm.config import EngineConfig
+from gllm.experiments.real import serve
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import Request
+from gllm.sim.run import run_of
+from gllm.sim.workload import make_jobs
+from gllm.step_log import Abort, Add, Commit, Event, LoggedScheduler, Schedule, StepLog, Times
+
+
+def call_again(scheduler: Scheduler, events: list[Event]) -> float:
+    """CPU seconds of the log's calls."""
+    begin = time.process_time()
+    for event in events:
+        match event:
+            case Schedule():
+                scheduler.schedule(event.time)
+            case Add():
+                stops = frozenset(event.stop_ids)
+                request = Request(event.seq, event.prompt, event.max_tokens, stops)
+                scheduler.add(request, event.time)
+            case Abort():
+                scheduler.abort(event.seqs)
+            case Commit():
+                scheduler.commit(event.result)
+            case Times():
+                scheduler.observe(event.stage, event.steps)
+    return time.process_time() - begin
+
+
+def writing_seconds(events: list[Event], folder: Path) -> float:
+    """CPU seconds that a writing scheduler takes more than a plain one."""
+    config = run_of(events).start.scheduler
+    plain = call_again(Scheduler(config), events)
+    log = StepLog(folder / "again.jsonl")
+    written = call_again(LoggedScheduler(config, log.write, time.monotonic), events)
+    begin = time.process_time()
+    log.close()
+    return written + time.process_time() - begin - plain
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=200)
+    options = parser.parse_args()
+    print("| stages | micro-batches | ms each | log, us each | share of the run |")
+    print("| --- | --- | --- | --- | --- |")
+    for stages in (1, 2):
+        config = EngineConfig.of("demo", pipeline_parallel_size=stages)
+        jobs = make_jobs("uniform:16,400,8,60", options.requests, arrivals="static")
+        events = serve(config, jobs)
+        run = run_of(events)
+        with tempfile.TemporaryDirectory() as folder:
+            spent = [writing_seconds(events, Path(folder)) for _ in range(options.rounds)]
+        seconds, steps = run.end - run.begin, len(run.steps)
+        cost = statistics.median(spent)
+        print(
+            f"| {stages} | {steps} | {1e3 * seconds / steps:.2f} | {1e6 * cost / steps:.0f} "
+            f"| {100 * cost / seconds:.2f} % |"
+        )
+    print(f"\n{os.cpu_count()} cores; medians of {options.rounds}")
+
+
+if __name__ == "__main__":
+    main()

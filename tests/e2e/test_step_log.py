@@ -1,0 +1,59 @@
+"""The step log of a real engine: complete, in order, enough to replay."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gllm.config import EngineConfig, SamplingParams
+from gllm.engine import Engine, EngineError
+from gllm.sim.replay import replay_calls
+from gllm.sim.run import run_of
+from gllm.step_log import read_step_log
+
+
+async def serve(config: EngineConfig, count: int) -> None:
+    async with Engine(config) as engine:
+
+        async def one(index: int) -> None:
+            params = SamplingParams(temperature=0, max_tokens=6 + index, ignore_eos=True)
+            async for delta in engine.generate([5 + index] * (20 + index), params):
+                assert not delta.error
+
+        await asyncio.gather(*(one(index) for index in range(count)))
+        await asyncio.sleep(1.2)  # Stages report their times twice a second.
+
+
+@pytest.mark.parametrize(("stages", "policy"), [(1, "auto"), (2, "balance")])
+async def test_everything_is_written(
+    tiny_model: Path, tmp_path: Path, stages: int, policy: str
+) -> None:
+    log = tmp_path / "steps.jsonl"
+    config = EngineConfig.of(
+        str(tiny_model), pipeline_parallel_size=stages, policy=policy, step_log=str(log)
+    )
+    await serve(config, 5)
+    events = list(read_step_log(log))
+    run = run_of(events)
+    assert run.start.scheduler.stages == stages
+    assert [served.prompt_tokens for served in run.requests.values()] == [20, 21, 22, 23, 24]
+    assert [served.line.tokens for served in run.requests.values()] == [6, 7, 8, 9, 10]
+    before = [0.0] * stages
+    for step in run.steps:
+        reached = step.planned
+        assert step.committed is not None
+        for stage, times in enumerate(step.stages):
+            assert times is not None
+            assert max(reached, before[stage]) <= times.start <= times.end
+            before[stage] = times.end
+            # A stage may note its end after the next one, which it has handed over to, began.
+            reached = times.start
+        assert times.end <= step.committed
+    agreement = replay_calls(events)
+    assert agreement.equal == agreement.plans > 0
+
+
+async def test_a_file_that_cannot_be_written_is_named(tiny_model: Path) -> None:
+    config = EngineConfig.of(str(tiny_model), step_log="/nowhere/steps.jsonl")
+    with pytest.raises(EngineError, match=r"/nowhere/steps\.jsonl"):
+        await serve(config, 1)

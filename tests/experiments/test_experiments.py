@@ -1,0 +1,84 @@
+"""Every named experiment runs, and its page says what it has to."""
+
+from pathlib import Path
+
+import pytest
+
+from gllm.experiments.ablation import BASE
+from gllm.experiments.base import Claim, Result, claims_table, write_result
+from gllm.experiments.command import EXPERIMENTS, REAL, main
+from gllm.experiments.latency_vs_rate import slope, turning_point
+from gllm.experiments.real_ablation import middle
+from gllm.experiments.slo import rate_at
+
+SIMULATED = [name for name in EXPERIMENTS if name not in ("replay", "prediction")]
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated(name: str, tmp_path: Path) -> None:
+    assert main([name, "--quick", "--requests", "24", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / f"{name}.md").read_text()
+    assert f"gllm experiment {name} --quick --requests 24" in page
+    assert "Simulated" in page
+    pictures = [line.split("](")[1].rstrip(")") for line in page.splitlines() if "![" in line]
+    assert pictures
+    for picture in pictures:
+        assert (tmp_path / picture).stat().st_size > 1000
+    if name not in ("sensitivity",):
+        assert "| claimed |" in " ".join(page.split())
+
+
+def test_replay_of_the_real_engine(tmp_path: Path) -> None:
+    assert main(["replay", "--quick", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "replay.md").read_text()
+    assert "**miss**" not in page
+
+
+def test_prediction_of_the_real_engine(tmp_path: Path) -> None:
+    # How near it comes depends on what else the machine does; that it says so does not.
+    assert main(["prediction", "--quick", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "prediction.md").read_text()
+    for metric in ("TTFT", "TPOT", "E2EL"):
+        assert f"median {metric}, ms" in page
+
+
+def test_the_real_ablation(tmp_path: Path) -> None:
+    assert main(["ablation", "--real", "--quick", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "ablation-real.md").read_text()
+    assert "demo at --pp 2" in page
+    assert BASE in page
+
+
+def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slo", "--real"]) == 2
+    assert "--real is for ablation" in capsys.readouterr().out
+    assert main(["slo", "--requests", "2"]) == 2
+    assert "--requests is 2" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["nothing"])
+    assert set(REAL) <= set(EXPERIMENTS)
+
+
+def test_a_page_names_its_misses(tmp_path: Path) -> None:
+    claims = [Claim("a", "+1 %", "+2 %", True), Claim("b", "-1 %", "+2 %", False)]
+    page = write_result(Result("Title", "Text.", claims), "x", "gllm experiment x", tmp_path)
+    text = page.read_text()
+    assert text.startswith("# Title")
+    assert text.count("**miss**") == 1
+    assert "| yes" in claims_table(claims[:1])
+
+
+def test_reading_curves() -> None:
+    curve = [(1.0, 1.0), (2.0, 0.9), (3.0, 0.5), (4.0, 0.6)]
+    assert rate_at(curve, 0.7) == pytest.approx(2.5)
+    assert rate_at(curve, 0.1) == 4.0
+    assert rate_at([(1.0, 0.2)], 0.8) == 0.0
+    figures = [(rate, {"ttft": {"mean": t}, "e2el": {"mean": t}}) for rate, t in
+               ((1.0, 1.0), (2.0, 1.5), (3.0, 5.0), (4.0, 1.0))]  # fmt: skip
+    assert turning_point(figures) == 2.0
+    assert slope(figures[:3]) == 2.0
+
+
+def test_medians_over_rounds() -> None:
+    rounds = [{"a": n, "b": {"c": 10 * n}, "d": [n, -n], "e": {}} for n in (1, 5, 2)]
+    assert middle(rounds) == {"a": 2, "b": {"c": 20}, "d": [2, -2], "e": {}}

@@ -1,0 +1,101 @@
+"""`gllm simulate` from its flags to its files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.command import main
+from gllm.sim.deployment import roofline, simulate
+from gllm.sim.profile import profile_of, write_profile
+from gllm.sim.run import run_of
+from gllm.sim.workload import make_jobs
+from gllm.step_log import StepLog, read_step_log
+
+SMALL = ["--model", "qwen2.5-14b", "--device", "A100-40G", "--requests", "20"]
+
+
+def test_a_table_a_document_plots_and_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "steps.jsonl"
+    more = ["--output", str(tmp_path / "out"), "--step-log", str(log), "--slo-ttft", "60"]
+    assert main([*SMALL, "--pp", "2", "--workload", "sharegpt-like", *more]) == 0
+    table = capsys.readouterr().out
+    for words in ("TTFT mean, ms", "ITL p99, ms", "bubbles, %", "SLO attainment, %"):
+        assert words in table
+    document = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert document["start"]["layers"] == [24, 24]
+    assert document["metrics"]["finished"] == 20
+    assert document["metrics"]["slo_attainment"] == 1.0
+    assert len(document["metrics"]["bubble_share"]) == 2
+    for name in ("latencies", "tokens", "gantt"):
+        assert (tmp_path / "out" / f"{name}.svg").read_text().lstrip().startswith("<?xml")
+    run = run_of(read_step_log(log))
+    assert sum(served.line.tokens for served in run.requests.values()) > 20
+    assert len(run.steps) == document["metrics"]["steps"]
+
+
+def test_the_same_flags_give_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = []
+    for seed in ("1", "1", "2"):
+        assert main([*SMALL, "--seed", seed, "--policy", "sarathi"]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] != tables[2]
+
+
+def test_a_profile_predicts_and_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = SchedulerConfig(policy="throttle")
+    made = roofline("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=config)
+    run, events = simulate(made, make_jobs("uniform:1,900,1,90", 60, 4.0))
+    profile, log = tmp_path / "profile.json", tmp_path / "log.jsonl"
+    write_profile(profile_of(run, {}), profile)
+    assert main(["--profile", str(profile), "--workload", "fixed:100,20", "--requests", "5"]) == 0
+    assert "requests/s" in capsys.readouterr().out
+    written = StepLog(log)
+    for event in events:
+        written.write(event)
+    written.close()
+    assert main(["--profile", str(profile), "--compare", str(log)]) == 0
+    table = capsys.readouterr().out
+    assert "predicted" in table
+    assert "TTFT median error of a request" in table
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rate", "0"], "rate is 0.0, but has to be above 0"),
+        (["--requests", "-3"], "requests is -3"),
+        (["--workload", "nothing"], "workload 'nothing' is none of azure-conv"),
+        (["--workload", "fixed:5"], "fixed takes LENGTH of the prompt"),
+        (["--arrivals", "gamma:x"], "gamma"),
+        (["--arrivals", "replay", "--workload", "arxiv-4k"], "no arrivals to replay"),
+        (["--model", "llama-100b", "--device", "RTX4090"], "does not fit"),
+        (["--pp", "99"], "cannot be cut into 99 stages"),
+        (["--kv-threshold", "2"], "kv_threshold"),
+        (["--profile", "/nowhere.json"], "/nowhere.json"),
+        (["--compare", "/nowhere.jsonl"], "--compare needs --profile"),
+        (["--max-model-len", "100"], "max_model_len"),
+    ],
+)
+def test_bad_flags_are_told_with_the_fix(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_command_loads_no_torch() -> None:
+    code = (
+        "import sys; from gllm.cli import main; "
+        "main(['simulate', '--requests', '8', '--rate', '2']); "
+        "print(sorted({'torch', 'transformers', 'sklearn'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"
