@@ -6,12 +6,15 @@ the step log of a real engine, so scheduling, metadata and links are in them as 
 
 import argparse
 import asyncio
+import math
 import platform
 import random
 import sys
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -27,50 +30,58 @@ DECODE_BATCHES = (1, 2, 4, 8, 16, 32)
 DECODE_TOKENS = 40
 PREFILLS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 REPEATS = 4
-BURSTS = (8, 24, 48)
+BURST = 40
+SHARES = (0.3, 0.6)
+"""Of the rate at which a burst is served: loads as they come in service."""
 WHOLE_PROMPTS = 10**9
 """As ridge_tokens: prompts are not cut but by #MaxP, so that large chunks are seen as well."""
 
 
-def phases(stages: int, context: int, seed: int = 0) -> list[list[Job]]:
-    """Workloads to serve one after the other: batches of decodes at a short and a long context,
-    single prompts of rising length, and bursts of everything."""
+def sweeps(stages: int, longest: int, seed: int = 0) -> list[list[Job]]:
+    """Workloads to serve one after the other: batches of decodes with short contexts and with all
+    kinds of contexts, then single prompts of rising length."""
     rng = random.Random(seed)
-    longest = min(context - DECODE_TOKENS, 4096)
-    made = [
-        [Job(0.0, prompt, DECODE_TOKENS)] * (batch * stages)
-        for batch in DECODE_BATCHES
-        for prompt in (max(1, longest // 64), longest // 2)
-    ]
+    made = []
+    for batch in DECODE_BATCHES:
+        for most in (max(1, longest // 64), longest * 3 // 4):
+            contexts = [rng.randint(1, most) for _ in range(batch * stages)]
+            made.append([Job(0.0, context, DECODE_TOKENS) for context in contexts])
     prompts = [tokens for tokens in PREFILLS if tokens < longest] + [longest]
-    made += [[Job(0.0, tokens, 1)] for tokens in prompts for _ in range(REPEATS)]
-    for count in BURSTS * 2:
-        lengths = [(rng.randint(1, longest // 2), rng.randint(4, 60)) for _ in range(count)]
-        made.append([Job(i * rng.uniform(0, 0.05), *pair) for i, pair in enumerate(lengths)])
-    return made
+    return made + [[Job(0.0, tokens, 1)] for tokens in prompts for _ in range(REPEATS)]
 
 
-def profiled(config: EngineConfig) -> EngineConfig:
-    """The configuration under which costs are measured: large chunks, nothing from the cache."""
-    scheduler = replace(
-        config.scheduler, policy="throttle", ridge_tokens=WHOLE_PROMPTS, prefix_cache=False
-    )
-    return replace(config, scheduler=scheduler)
+def mixture(count: int, longest: int, rate: float, seed: int) -> list[Job]:
+    """Requests of all lengths; all at once at a rate of infinity."""
+    rng = random.Random(seed)
+    arrivals = accumulate(rng.expovariate(1) / rate for _ in range(count))
+    return [Job(a, rng.randint(1, longest // 2), rng.randint(4, 60)) for a in arrivals]
 
 
 async def measure(config: EngineConfig, output: Path, progress: bool = True) -> None:
-    """Serve all phases and write the profile."""
+    """Serve sweeps with whole prompts, then mixtures as configured, and write the profile."""
+    # None: no bar where the output is no terminal.
+    bar = tqdm(unit="request", desc="profile", disable=None if progress else True)
 
-    async def work(engine: Engine) -> None:
-        workloads = phases(config.pipeline_parallel_size, engine.model.max_model_len)
-        total = sum(len(jobs) for jobs in workloads)
-        # None: no bar where the output is no terminal.
-        disable = None if progress else True
-        with tqdm(total=total, unit="request", desc="profile", disable=disable) as bar:
-            for seed, jobs in enumerate(workloads):
-                await serve_jobs(engine, jobs, seed, bar.update)
+    async def sweep(engine: Engine) -> None:
+        workloads = sweeps(config.pipeline_parallel_size, _longest(engine))
+        bar.total = sum(map(len, workloads)) + BURST * (2 + len(SHARES))
+        for seed, jobs in enumerate(workloads):
+            await serve_jobs(engine, jobs, seed, bar.update)
 
-    events = await logged_run(profiled(config), work)
+    async def mix(engine: Engine) -> None:
+        loop = asyncio.get_running_loop()
+        for seed in range(2):
+            begin = loop.time()
+            burst = mixture(BURST, _longest(engine), math.inf, seed)
+            await serve_jobs(engine, burst, seed, bar.update)
+        most = BURST / (loop.time() - begin)
+        for seed, share in enumerate(SHARES, start=2):
+            jobs = mixture(BURST, _longest(engine), share * most, seed)
+            await serve_jobs(engine, jobs, seed, bar.update)
+
+    with bar:
+        swept = run_of(await logged_run(_uncached(config, ridge_tokens=WHOLE_PROMPTS), sweep))
+        mixed = run_of(await logged_run(_uncached(config), mix))
     machine = {
         "device": _processor(),
         "threads": str(config.threads or "auto"),
@@ -78,7 +89,17 @@ async def measure(config: EngineConfig, output: Path, progress: bool = True) -> 
         "python": platform.python_version(),
         "torch": version("torch"),
     }
-    write_profile(profile_of(run_of(events), machine), output)
+    write_profile(profile_of([mixed, swept], machine), output)
+
+
+def _longest(engine: Engine) -> int:
+    """Prompts to measure at most."""
+    return min(engine.model.max_model_len - 64, 4096)
+
+
+def _uncached(config: EngineConfig, **options: Any) -> EngineConfig:
+    """The configuration, with nothing from the prefix cache."""
+    return replace(config, scheduler=replace(config.scheduler, prefix_cache=False, **options))
 
 
 def _processor() -> str:

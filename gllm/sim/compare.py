@@ -83,10 +83,25 @@ def median_error(comparison: Comparison, metric: str) -> float:
     )
 
 
+def median_of(run: Run, metric: str) -> float:
+    """Median over the requests, seconds."""
+    return median(_values(run, metric).values())
+
+
 def error_of_median(comparison: Comparison, metric: str) -> float:
     """How far the predicted median is from the real one, as a share of it; with sign."""
-    real = median(_values(comparison.real, metric).values())
-    return median(_values(comparison.predicted, metric).values()) / real - 1
+    return median_of(comparison.predicted, metric) / median_of(comparison.real, metric) - 1
+
+
+def slowdown(comparison: Comparison) -> float:
+    """Seconds that the real stages computed over what was predicted for the same tokens: how much
+    slower the machine was in the run than in the profile, as far as the cost model is right."""
+    seconds = []
+    for run in (comparison.real, comparison.predicted):
+        uses = run.stage_uses()
+        tokens = sum(step.work.tokens for step in run.steps)
+        seconds.append(sum(use.busy for use in uses) / (tokens or 1))
+    return seconds[0] / seconds[1]
 
 
 def comparison_table(comparison: Comparison) -> str:

@@ -114,7 +114,7 @@ class Pipeline:
         self.scheduler.observe(stage, [StepTime(batch[0].step, start, now)])
         if stage == len(self._links):
             self._sampled = now + self._cost.sample_seconds(batch[1])
-            done = round(self._sampled + self._cost.return_seconds(batch[1]), NANOSECONDS)
+            done = round(now + self._cost.return_seconds(batch[1]), NANOSECONDS)
             self._returned = max(self._returned, done)
             commit = Event(self._returned, COMMIT, partial(self._commit, batch[0]))
             return [*self._next(stage, now), commit]

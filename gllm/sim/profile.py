@@ -10,7 +10,7 @@ import msgspec
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.run import Run
-from gllm.sim.step_costs import step_costs
+from gllm.sim.step_costs import StepCosts, step_costs
 
 FORMAT = 1
 
@@ -19,6 +19,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     """A step's work and seconds; fields as in scheduler.work.Work."""
 
     tokens: int
+    chunks: int
     pairs: float
     decodes: int
     decode_context: int
@@ -50,33 +51,38 @@ class Profile(msgspec.Struct, frozen=True):
     format: int = FORMAT
 
 
-def profile_of(run: Run, machine: dict[str, str]) -> Profile:
-    """Take a run's measurements in; steps whose times are not all there are left out."""
-    profile = Profile(
-        run.start.model, run.start.layers, run.start.scheduler, machine, [], [], [], [], []
-    )
-    for costs in step_costs(run):
-        work = costs.step.work
-        waited = work.placeholders and costs.plan is None
-        if waited:
-            # The time between two steps was for sampling, which is no part of the stage's.
-            (times,) = costs.step.stages
-            assert times is not None
-            computed = times.end - times.start
-            profile.sampling.append(round(costs.stages[0] - computed, 7))
-        seconds = [computed] if waited else costs.stages
-        profile.steps.append(
-            StepSample(
-                *(work.tokens, work.pairs, work.decodes, work.decode_context, work.samples),
-                [round(value, 7) for value in seconds],
-            )
-        )
-        profile.returns.append((work.samples, round(costs.back, 7)))
-        if costs.plan is not None:
-            profile.plans.append(round(costs.plan, 7))
-        waits = [wait for wait in costs.links if wait is not None]
-        profile.links.extend((work.tokens, round(wait, 7)) for wait in waits)
+def profile_of(runs: list[Run], machine: dict[str, str]) -> Profile:
+    """Take runs of one pipeline in; the first one's configuration counts."""
+    start = runs[0].start
+    profile = Profile(start.model, start.layers, start.scheduler, machine, [], [], [], [], [])
+    for run in runs:
+        for costs in step_costs(run):
+            _take(profile, costs)
     return profile
+
+
+def _take(profile: Profile, costs: StepCosts) -> None:
+    work = costs.step.work
+    stages = costs.stages
+    if work.placeholders and costs.plan is None:
+        # The time between two steps was for sampling, which is no part of the stage's.
+        (times,) = costs.step.stages
+        assert times is not None
+        computed = times.end - times.start
+        profile.sampling.append(round(stages[0] - computed, 7))
+        stages = [computed]
+    profile.steps.append(
+        StepSample(
+            *(work.tokens, len(work.chunks), work.pairs),
+            *(work.decodes, work.decode_context, work.samples),
+            [round(value, 7) for value in stages],
+        )
+    )
+    profile.returns.append((work.samples, round(costs.back, 7)))
+    if costs.plan is not None:
+        profile.plans.append(round(costs.plan, 7))
+    waits = [wait for wait in costs.links if wait is not None]
+    profile.links.extend((work.tokens, round(wait, 7)) for wait in waits)
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:

@@ -54,7 +54,7 @@ def test_a_profile_predicts_and_is_compared(
     made = roofline("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=config)
     run, events = simulate(made, make_jobs("uniform:1,900,1,90", 60, 4.0))
     profile, log = tmp_path / "profile.json", tmp_path / "log.jsonl"
-    write_profile(profile_of(run, {}), profile)
+    write_profile(profile_of([run], {}), profile)
     assert main(["--profile", str(profile), "--workload", "fixed:100,20", "--requests", "5"]) == 0
     assert "requests/s" in capsys.readouterr().out
     written = StepLog(log)

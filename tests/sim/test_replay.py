@@ -67,7 +67,7 @@ def profile() -> Profile:
     jobs = make_jobs("uniform:1,2000,1,100", 300, 3.0)
     config = SchedulerConfig(ridge_tokens=10**6, prefix_cache=False)
     made = roofline("qwen2.5-14b", "A100-40G", 4, 16384, scheduler=config)
-    return profile_of(simulate(made, jobs)[0], {"device": "roofline"})
+    return profile_of([simulate(made, jobs)[0]], {"device": "roofline"})
 
 
 def test_a_profile_survives_its_file(profile: Profile, tmp_path: Path) -> None:

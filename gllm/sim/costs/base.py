@@ -22,7 +22,7 @@ class Cost(Protocol):
         """From the schedule until the first stage has its inputs, computing beside it."""
 
     def sample_seconds(self, work: Work) -> float:
-        """From the last stage's end until the tokens are drawn, beside its next step."""
+        """From the stage's end until a step that needs its tokens can begin; one stage only."""
 
     def return_seconds(self, work: Work) -> float:
-        """From the drawn tokens until the driver commits them."""
+        """From the last stage's end until the driver commits: sampling and the way back."""

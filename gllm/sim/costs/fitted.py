@@ -2,7 +2,8 @@
 
 Owns the fit of `gllm profile`'s measurements. Knows nothing of how they were taken.
 
-A stage takes  curve(tokens) + c * pairs + d * decodes + e * decode context + f * samples  seconds:
+A stage takes, in seconds,
+    curve(tokens) + b chunks + c pairs + d decodes + e decode context + f samples:
 the linear model of "Vidur" (arXiv 2405.05465) and others, with a rising piecewise linear curve for
 its tokens, because small micro-batches read the weights and large ones compute. No coefficient is
 negative, so nothing gets faster by more work, beyond the measured range neither.
@@ -52,7 +53,7 @@ def _pieces(tokens: int) -> list[float]:
 
 
 def _features(sample: StepSample) -> list[float]:
-    attention = [sample.pairs, sample.decodes, sample.decode_context]
+    attention = [sample.chunks, sample.pairs, sample.decodes, sample.decode_context]
     return [1.0, *_pieces(sample.tokens), *attention, sample.samples]
 
 
@@ -64,19 +65,21 @@ class _StageFit:
         seconds = np.array([max(sample.stages[stage], 1e-7) for sample in samples])
         fitted = fit_nonnegative(rows, seconds)
         self._curve = fitted[: len(KNOTS) + 1]
-        self._pair, self._decode, self._context, self._sample = fitted[len(KNOTS) + 1 :]
+        self._others = fitted[len(KNOTS) + 1 :]
         self._known: dict[int, float] = {}
 
     def seconds(self, work: Work) -> float:
         if work.tokens not in self._known:
             pieces = [1.0, *_pieces(work.tokens)]
             self._known[work.tokens] = sum(a * b for a, b in zip(self._curve, pieces, strict=True))
+        chunk, pair, decode, context, sample = self._others
         return (
             self._known[work.tokens]
-            + self._pair * work.pairs
-            + self._decode * work.decodes
-            + self._context * work.decode_context
-            + self._sample * work.samples
+            + chunk * len(work.chunks)
+            + pair * work.pairs
+            + decode * work.decodes
+            + context * work.decode_context
+            + sample * work.samples
         )
 
 
@@ -88,8 +91,7 @@ class FittedCost:
         self._link = _line(profile.links)
         self._plan = median(profile.plans) if profile.plans else 0.0
         self._sampling = median(profile.sampling) if profile.sampling else 0.0
-        after = [(count, max(0.0, value - self._sampling)) for count, value in profile.returns]
-        self._return = _line(after)
+        self._return = _line(profile.returns)
 
     def stage_seconds(self, stage: int, work: Work) -> float:
         """As fitted."""
@@ -104,7 +106,7 @@ class FittedCost:
         return self._plan
 
     def sample_seconds(self, work: Work) -> float:
-        """The median; it shows at one stage only, and is within `return_seconds` at more."""
+        """The median."""
         return self._sampling
 
     def return_seconds(self, work: Work) -> float:

@@ -81,7 +81,7 @@ class ForestCost:
         self._decode = _DecodeTable(Forest(decode_samples()))
         self._prepare = _HostLine(device, model, tp, ("prepare_inputs_ms",))
         self._sample = _HostLine(device, model, tp, ("sampler_ms",))
-        self._finish = _HostLine(device, model, tp, ("process_outputs_ms",))
+        self._finish = _HostLine(device, model, tp, ("sampler_ms", "process_outputs_ms"))
 
     def stage_seconds(self, stage: int, work: Work) -> float:
         """Layers of the stage, its inputs' preparation on the host, embedding and final norm."""
@@ -112,7 +112,7 @@ class ForestCost:
         return self._sample.at(work) * MS
 
     def return_seconds(self, work: Work) -> float:
-        """The engine's handling of what came out.
+        """Sampling, and the engine's handling of what came out.
 
         The way back is left out: the profile has that of a Ray call (6 ms and more), which is not
         how tokens travel here.

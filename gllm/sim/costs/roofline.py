@@ -67,8 +67,8 @@ class RooflineCost:
         return self._efficiency.plan_overhead
 
     def sample_seconds(self, work: Work) -> float:
-        """Within `return_seconds`."""
-        return 0.0
+        """As `return_seconds`: nothing is planned ahead of it."""
+        return self._efficiency.return_overhead
 
     def return_seconds(self, work: Work) -> float:
         """Constant."""
