@@ -22,7 +22,7 @@ from gllm.sim.run import run_of
 from gllm.sim.workload import Job, make_jobs
 
 STAGES = (2, 4)
-REQUESTS = 120
+REQUESTS = 100
 ROUNDS = 3
 LENGTH_SCALE = 0.2
 """Of the trace's lengths: the demo model's context is 1,024 tokens."""

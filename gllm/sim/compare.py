@@ -10,11 +10,12 @@ from statistics import fmean, median
 
 from gllm.metrics import percentile
 from gllm.scheduler.sequence import Request
-from gllm.sim.costs.fitted import FittedCost
+from gllm.sim.costs.fitted import FittedCost, SlowedCost
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.profile import Profile, read_profile
 from gllm.sim.report import show, text_table
 from gllm.sim.run import Run, run_of
+from gllm.sim.step_costs import step_costs
 from gllm.step_log import Abort, Add, Event, read_step_log
 
 METRICS = ("ttft", "tpot", "e2el")
@@ -26,6 +27,11 @@ class Comparison:
 
     real: Run
     predicted: Run
+    slowdown: float
+    """Seconds that the real stages took over what the profile says of the very same steps: how much
+    slower the machine was in the run, as far as the cost model is right."""
+    at_speed: Run
+    """Predicted with all stages slower by that: what is left is the simulator's own error."""
 
 
 def compare(log: str | Path, profile: str | Path) -> Comparison:
@@ -42,10 +48,23 @@ def compare_runs(events: list[Event], profile: Profile) -> Comparison:
             f"the run had stages of {real.start.layers} layers, the profile of {profile.layers}: "
             "measure the profile at the same --pp"
         )
-    start = real.start
-    deployment = Deployment(start.model, start.layers, FittedCost(profile), start.scheduler)
-    predicted, _ = serve_requests(deployment, requests_of_log(events, real))
-    return Comparison(real, predicted)
+    cost, start = FittedCost(profile), real.start
+    factor = _slowdown(real, cost)
+    requests = requests_of_log(events, real)
+    predicted, at_speed = (
+        serve_requests(Deployment(start.model, start.layers, each, start.scheduler), requests)[0]
+        for each in (cost, SlowedCost(cost, factor))
+    )
+    return Comparison(real, predicted, factor, at_speed)
+
+
+def _slowdown(run: Run, cost: FittedCost) -> float:
+    took = said = 0.0
+    for costs in step_costs(run):
+        for stage, seconds in enumerate(costs.stages):
+            took += seconds
+            said += cost.stage_seconds(stage, costs.step.work)
+    return took / said if said else 1.0
 
 
 def requests_of_log(events: list[Event], run: Run) -> list[tuple[float, Request]]:
@@ -88,20 +107,10 @@ def median_of(run: Run, metric: str) -> float:
     return median(_values(run, metric).values())
 
 
-def error_of_median(comparison: Comparison, metric: str) -> float:
+def error_of_median(comparison: Comparison, metric: str, at_speed: bool = False) -> float:
     """How far the predicted median is from the real one, as a share of it; with sign."""
-    return median_of(comparison.predicted, metric) / median_of(comparison.real, metric) - 1
-
-
-def slowdown(comparison: Comparison) -> float:
-    """Seconds that the real stages computed over what was predicted for the same tokens: how much
-    slower the machine was in the run than in the profile, as far as the cost model is right."""
-    seconds = []
-    for run in (comparison.real, comparison.predicted):
-        uses = run.stage_uses()
-        tokens = sum(step.work.tokens for step in run.steps)
-        seconds.append(sum(use.busy for use in uses) / (tokens or 1))
-    return seconds[0] / seconds[1]
+    predicted = comparison.at_speed if at_speed else comparison.predicted
+    return median_of(predicted, metric) / median_of(comparison.real, metric) - 1
 
 
 def comparison_table(comparison: Comparison) -> str:
@@ -125,4 +134,5 @@ def comparison_table(comparison: Comparison) -> str:
         rows.append([label, *shares, ""])
     counts = len(comparison.real.steps), len(comparison.predicted.steps)
     rows.append(["micro-batches", *map(str, counts), f"{counts[1] / counts[0] - 1:+.1%}"])
+    rows.append(["machine slower than in the profile", f"{comparison.slowdown:.2f} x", "", ""])
     return text_table(["", "real", "predicted", "error"], rows)

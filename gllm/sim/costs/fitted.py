@@ -114,6 +114,18 @@ class FittedCost:
         return self._return[0] + self._return[1] * work.samples
 
 
+class SlowedCost(FittedCost):
+    """The pipeline of another cost on a machine whose stages are slower by a factor."""
+
+    def __init__(self, cost: FittedCost, factor: float) -> None:
+        vars(self).update(vars(cost))
+        self._factor = factor
+
+    def stage_seconds(self, stage: int, work: Work) -> float:
+        """So much longer."""
+        return self._factor * super().stage_seconds(stage, work)
+
+
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """(seconds at zero, seconds for one more), neither negative; zeros of no points."""
     if not points:
