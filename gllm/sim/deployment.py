@@ -13,7 +13,7 @@ from gllm.sim.costs.base import Cost
 from gllm.sim.costs.roofline import Efficiency, RooflineCost
 from gllm.sim.events import run as run_events
 from gllm.sim.pipeline import Pipeline
-from gllm.sim.run import Run, run_of
+from gllm.sim.run import Run, Told, run_of
 from gllm.sim.shapes import DEVICES, LINKS, MODELS, even_layers
 from gllm.sim.workload import Job, requests_of
 from gllm.step_log import Event, Start
@@ -42,8 +42,10 @@ def serve_requests(
     deployment: Deployment,
     requests: list[tuple[float, Request]],
     aborts: Iterable[tuple[float, list[int]]] = (),
+    told: list[Told] | None = None,
 ) -> tuple[Run, list[Event]]:
-    """Serve requests that come, and end sequences that are aborted, at their times.
+    """Serve requests that come, and end sequences that are aborted, at their times. `told`: what
+    the driver hears of stages' times and when, where not at the end of each step.
 
     Raises ValueError for a request that is longer than the deployment's context.
     """
@@ -58,9 +60,12 @@ def serve_requests(
     events: list[Event] = [
         Start(begin, deployment.model, deployment.layers, config, source="simulator")
     ]
-    pipeline = Pipeline(config, deployment.cost, events.append)
-    aborted = [pipeline.abortion(time, seqs) for time, seqs in aborts]
-    run_events([*pipeline.arrivals(requests), *aborted])
+    pipeline = Pipeline(config, deployment.cost, events.append, tells=told is None)
+    others = [pipeline.abortion(time, seqs) for time, seqs in aborts]
+    others += [
+        pipeline.telling(each.heard, each.stage, each.steps) for each in told or () if each.heard
+    ]
+    run_events([*pipeline.arrivals(requests), *others])
     return run_of(events), events
 
 

@@ -39,11 +39,17 @@ class _Lane:
 
 
 class Pipeline:
-    """A replica. `config` is resolved; `write` takes each logged event of the run."""
+    """A replica. `config` is resolved; `write` takes each logged event of the run. `tells`: stages
+    tell the driver their times at each step's end; if not, only `telling` does."""
 
     def __init__(
-        self, config: SchedulerConfig, cost: Cost, write: Callable[[Logged], None]
+        self,
+        config: SchedulerConfig,
+        cost: Cost,
+        write: Callable[[Logged], None],
+        tells: bool = True,
     ) -> None:
+        self._tells = tells
         self._now = 0.0
         self.scheduler = LoggedScheduler(config, write, lambda: self._now)
         self._cost = cost
@@ -64,6 +70,11 @@ class Pipeline:
         """An event that ends sequences."""
         return Event(round(time, NANOSECONDS), ARRIVAL, partial(self._abort, seqs))
 
+    def telling(self, time: float, stage: int, steps: list[StepTime]) -> Event:
+        """An event that tells the driver of steps that a stage computed."""
+        handle = partial(self._observe, stage, steps)
+        return Event(round(time, NANOSECONDS), ARRIVAL, handle)
+
     # Handlers: each takes the time and returns what follows.
 
     def _arrive(self, request: Request, now: float) -> list[Event]:
@@ -74,6 +85,11 @@ class Pipeline:
     def _abort(self, seqs: list[int], now: float) -> list[Event]:
         self._now = now
         self.scheduler.abort(seqs)
+        return self._news(now)
+
+    def _observe(self, stage: int, steps: list[StepTime], now: float) -> list[Event]:
+        self._now = now
+        self.scheduler.observe(stage, steps)
         return self._news(now)
 
     def _news(self, now: float) -> list[Event]:
@@ -111,7 +127,8 @@ class Pipeline:
     def _end_stage(self, stage: int, batch: MicroBatch, start: float, now: float) -> list[Event]:
         self._now = now
         self._stages[stage].busy = False
-        self.scheduler.observe(stage, [StepTime(batch[0].step, start, now)])
+        if self._tells:
+            self.scheduler.observe(stage, [StepTime(batch[0].step, start, now)])
         if stage == len(self._links):
             self._sampled = now + self._cost.sample_seconds(batch[1])
             done = round(now + self._cost.return_seconds(batch[1]), NANOSECONDS)

@@ -57,18 +57,16 @@ def replay_calls(events: list[Event]) -> Agreement:
 
 def replay_times(events: list[Event]) -> Agreement:
     """Simulate with the log's arrivals and step times, and compare what each plan runs."""
-    run = run_of(events)
+    run = run_of(events, warm_ups=True)
     requests = [
         (run.requests[event.seq].heard, _request(event))
         for event in events
-        if isinstance(event, Add) and event.seq in run.requests
+        if isinstance(event, Add)
     ]
     start = run.start
     deployment = Deployment(start.model, start.layers, RecordedCost(run), start.scheduler)
-    _, simulated = serve_requests(deployment, requests, aborts_of_log(events))
-    warm = {step.work.step for step in run.steps}
-    real = [_content(plan) for plan in _plans(events) if plan.step in warm]
-    again = [_content(plan) for plan in _plans(simulated)]
+    _, simulated = serve_requests(deployment, requests, aborts_of_log(events), run.told)
+    real, again = ([_content(plan) for plan in _plans(log)] for log in (events, simulated))
     equal = sum(one == other for one, other in zip(real, again, strict=False))
     return Agreement(equal, max(len(real), len(again)))
 

@@ -47,6 +47,16 @@ class Step:
 
 
 @dataclass
+class Told:
+    """What a stage told the driver of its steps."""
+
+    stage: int
+    steps: list[StepTime]
+    heard: float = 0.0
+    """When the driver had heard all that came with it."""
+
+
+@dataclass
 class StageUse:
     """A stage's seconds over a run."""
 
@@ -96,6 +106,7 @@ class Run:
     start: Start
     requests: dict[int, Served] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
     parallelism: list[tuple[float, int]] = field(default_factory=list)
     """(time, stages that the work at hand could keep busy from then on)."""
 
@@ -151,16 +162,16 @@ class Run:
         return sorted(changes, key=lambda change: change[0])
 
 
-def run_of(events: Iterable[Event]) -> Run:
+def run_of(events: Iterable[Event], warm_ups: bool = False) -> Run:
     """Read a run off its log. Raises ValueError where the log does not begin with a start.
 
-    Warm-up requests and their micro-batches are left out.
+    Warm-up requests and their micro-batches are left out, unless `warm_ups`.
     """
     iterator = iter(events)
     start = next(iterator, None)
     if not isinstance(start, Start):
         raise ValueError("a step log has to begin with its start")
-    reader = _Reader(Run(start))
+    reader = _Reader(Run(start), 0 if warm_ups else start.warm_ups)
     for event in iterator:
         reader.read(event)
     reader.run.steps = [step for step in reader.run.steps if step.work.step not in reader.ignored]
@@ -170,13 +181,13 @@ def run_of(events: Iterable[Event]) -> Run:
 class _Reader:
     """Builds a run event by event."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, warm_ups: int) -> None:
         self.run = run
         self.ignored: set[int] = set()
         """Steps of warm-up requests."""
-        self._warm_ups = run.start.warm_ups
+        self._warm_ups = warm_ups
         self._steps: dict[int, Step] = {}
-        self._heard: list[Served | Step] = []
+        self._heard: list[Served | Step | Told] = []
         """What came since the last schedule."""
         self._news = run.start.time
         """When the last of it came."""
@@ -189,7 +200,7 @@ class _Reader:
 
     def read(self, event: Event) -> None:
         """Take one event in."""
-        if isinstance(event, Add | Abort | Commit):
+        if isinstance(event, Add | Abort | Commit | Times):
             self._news = event.time
         match event:
             case Add():
@@ -197,6 +208,8 @@ class _Reader:
             case Schedule():
                 self._schedule(event)
             case Times(stage=stage, steps=steps):
+                self.run.told.append(Told(stage, steps))
+                self._heard.append(self.run.told[-1])
                 for times in steps:
                     self._steps[times.step].stages[stage] = times
             case Commit():
