@@ -89,6 +89,12 @@ class Result(Message, frozen=True):
 # Stages to driver.
 
 
+class Linked(Message, frozen=True):
+    """The first message of a stage to the driver: the way is open."""
+
+    stage: int
+
+
 class StageTimes(Message, frozen=True):
     """When a stage computed the steps since its last message."""
 
@@ -166,6 +172,7 @@ AnyMessage = (
     | Register
     | Step
     | Result
+    | Linked
     | StageTimes
     | Tokens
     | Progress

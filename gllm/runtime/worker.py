@@ -24,6 +24,7 @@ from gllm.messages import (
     Abort,
     AnyMessage,
     Fatal,
+    Linked,
     Loaded,
     Progress,
     Ready,
@@ -73,6 +74,8 @@ class Worker:
             stage: Outbox(self._context, spec.inboxes[stage], spec.stage) for stage in receivers
         }
         self._driver: Driver | None = None
+        self._linked: set[int] = set()
+        """Stages that the driver has heard of; its own among them once it has started."""
         self._reporting = False
         self._log: StepLog | None = None
 
@@ -127,6 +130,8 @@ class Worker:
                 self._stage.register(message)
             case Start(num_blocks):
                 self._start(num_blocks)
+            case Linked(stage):
+                self._link(stage)
             case Shutdown():
                 self.done.set()
             case Submit() | Abort() | Result() | StageTimes() if self._driver is not None:
@@ -169,7 +174,18 @@ class Worker:
             self._driver = Driver(
                 self._scheduler(scheduler), self._to_own_stage, [*others], self._frontend
             )
-        self._frontend.send(Ready(spec.stage))
+        if spec.stage == 0:
+            self._link(0)
+        else:
+            self._stages[0].send(Linked(spec.stage))
+            self._frontend.send(Ready(spec.stage))
+
+    def _link(self, stage: int) -> None:
+        """The driver is ready when every stage has reached it: once all are ready the sockets'
+        names go, and who has not connected by then never will."""
+        self._linked.add(stage)
+        if len(self._linked) == self.spec.stages:
+            self._frontend.send(Ready(0))
 
     def _scheduler(self, config: SchedulerConfig) -> Scheduler:
         """The pipeline's scheduler, one that writes all down where a step log is asked for."""

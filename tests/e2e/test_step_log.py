@@ -24,7 +24,7 @@ async def serve(config: EngineConfig, count: int) -> None:
         await asyncio.sleep(1.2)  # Stages report their times twice a second.
 
 
-@pytest.mark.parametrize(("stages", "policy"), [(1, "auto"), (2, "balance")])
+@pytest.mark.parametrize(("stages", "policy"), [(1, "auto"), (2, "balance"), (4, "throttle")])
 async def test_everything_is_written(
     tiny_model: Path, tmp_path: Path, stages: int, policy: str
 ) -> None:
