@@ -15,38 +15,25 @@ from pathlib import Path
 from gllm.config import EngineConfig
 from gllm.experiments.real import serve
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
 from gllm.sim.run import run_of
 from gllm.sim.workload import make_jobs
-from gllm.step_log import Abort, Add, Commit, Event, LoggedScheduler, Schedule, StepLog, Times
+from gllm.step_log import Event, LoggedScheduler, StepLog, call_again
 
 
-def call_again(scheduler: Scheduler, events: list[Event]) -> float:
+def calling_seconds(scheduler: Scheduler, events: list[Event]) -> float:
     """CPU seconds of the log's calls."""
     begin = time.process_time()
     for event in events:
-        match event:
-            case Schedule():
-                scheduler.schedule(event.time)
-            case Add():
-                stops = frozenset(event.stop_ids)
-                request = Request(event.seq, event.prompt, event.max_tokens, stops)
-                scheduler.add(request, event.time)
-            case Abort():
-                scheduler.abort(event.seqs)
-            case Commit():
-                scheduler.commit(event.result)
-            case Times():
-                scheduler.observe(event.stage, event.steps)
+        call_again(scheduler, event)
     return time.process_time() - begin
 
 
 def writing_seconds(events: list[Event], folder: Path) -> float:
     """CPU seconds that a writing scheduler takes more than a plain one."""
     config = run_of(events).start.scheduler
-    plain = call_again(Scheduler(config), events)
+    plain = calling_seconds(Scheduler(config), events)
     log = StepLog(folder / "again.jsonl")
-    written = call_again(LoggedScheduler(config, log.write, time.monotonic), events)
+    written = calling_seconds(LoggedScheduler(config, log.write, time.monotonic), events)
     begin = time.process_time()
     log.close()
     return written + time.process_time() - begin - plain

@@ -125,6 +125,30 @@ class LoggedScheduler(Scheduler):
         super().observe(stage, times)
 
 
+def request_of(event: Add) -> Request:
+    """The request that came."""
+    return Request(
+        *(event.seq, event.prompt, event.max_tokens, frozenset(event.stop_ids)),
+        *(event.priority, event.cache_salt, event.n),
+    )
+
+
+def call_again(scheduler: Scheduler, event: Event) -> StepPlan | None:
+    """Make the call that an event tells of; the plan, where one was asked for and there is one."""
+    match event:
+        case Schedule():
+            return scheduler.schedule(event.time)
+        case Add():
+            scheduler.add(request_of(event), event.time)
+        case Abort():
+            scheduler.abort(event.seqs)
+        case Commit():
+            scheduler.commit(event.result)
+        case Times():
+            scheduler.observe(event.stage, event.steps)
+    return None
+
+
 class StepLogError(ValueError):
     """A file that is no step log; the message names file, line and fix."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gllm.experiments.base import Claim, Options, Result, change
 from gllm.experiments.trials import L20_32B, SETTINGS, Trial, at_rates, run_trials
-from gllm.sim.plots import Panel, plot_grid
+from gllm.sim.plots import plot_lines
 from gllm.sim.report import show, text_table
 
 POLICIES = ("throttle", "balance")
@@ -75,10 +75,8 @@ def run(options: Options) -> Result:
         text,
         _claims(changes),
         {
-            "balance.svg": lambda path: plot_grid(
-                [Panel("balance against throttle", "row of the table", "change, %", points)],
-                path,
-                columns=1,
+            "balance.svg": lambda path: plot_lines(
+                points, path, "row of the table", "change, %", "balance against throttle"
             )
         },
     )

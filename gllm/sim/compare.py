@@ -16,7 +16,7 @@ from gllm.sim.profile import Profile, read_profile
 from gllm.sim.report import show, text_table
 from gllm.sim.run import Run, run_of
 from gllm.sim.step_costs import step_costs
-from gllm.step_log import Abort, Add, Event, read_step_log
+from gllm.step_log import Abort, Add, Event, read_step_log, request_of
 
 METRICS = ("ttft", "tpot", "e2el")
 
@@ -74,10 +74,7 @@ def requests_of_log(events: list[Event], run: Run) -> list[tuple[float, Request]
         if isinstance(event, Add) and event.seq in run.requests:
             seqs = range(event.seq, event.seq + event.n)
             tokens = max(1, *(run.requests[seq].line.tokens for seq in seqs))
-            request = Request(
-                *(event.seq, event.prompt, tokens, frozenset(), event.priority),
-                *(event.cache_salt, event.n),
-            )
+            request = request_of(event)._replace(max_tokens=tokens, stop_ids=frozenset())
             requests.append((event.time, request))
     return requests
 

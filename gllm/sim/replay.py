@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
 from gllm.sim.compare import aborts_of_log
 from gllm.sim.costs.recorded import RecordedCost
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.run import run_of
-from gllm.step_log import Abort, Add, Commit, Event, Schedule, Start, Times, read_step_log
+from gllm.step_log import Add, Event, Schedule, Start, call_again, read_step_log, request_of
 
 
 @dataclass(frozen=True)
@@ -38,20 +37,11 @@ def replay_calls(events: list[Event]) -> Agreement:
     scheduler = Scheduler(start.scheduler)
     equal = plans = 0
     for event in events[1:]:
-        match event:
-            case Schedule(time=time, plan=recorded):
-                plans += recorded is not None
-                equal += recorded is not None and scheduler.schedule(time) == recorded
-                if recorded is None and scheduler.schedule(time) is not None:
-                    plans += 1
-            case Add():
-                scheduler.add(_request(event), event.time)
-            case Abort(seqs=seqs):
-                scheduler.abort(seqs)
-            case Commit(result=result):
-                scheduler.commit(result)
-            case Times(stage=stage, steps=steps):
-                scheduler.observe(stage, steps)
+        plan = call_again(scheduler, event)
+        recorded = event.plan if isinstance(event, Schedule) else None
+        if plan is not None or recorded is not None:
+            plans += 1
+            equal += plan == recorded
     return Agreement(equal, plans)
 
 
@@ -59,7 +49,7 @@ def replay_times(events: list[Event]) -> Agreement:
     """Simulate with the log's arrivals and step times, and compare what each plan runs."""
     run = run_of(events, warm_ups=True)
     requests = [
-        (run.requests[event.seq].heard, _request(event))
+        (run.requests[event.seq].heard, request_of(event))
         for event in events
         if isinstance(event, Add)
     ]
@@ -69,13 +59,6 @@ def replay_times(events: list[Event]) -> Agreement:
     real, again = ([_content(plan) for plan in _plans(log)] for log in (events, simulated))
     equal = sum(one == other for one, other in zip(real, again, strict=False))
     return Agreement(equal, max(len(real), len(again)))
-
-
-def _request(event: Add) -> Request:
-    return Request(
-        *(event.seq, event.prompt, event.max_tokens, frozenset(event.stop_ids)),
-        *(event.priority, event.cache_salt, event.n),
-    )
 
 
 def _plans(events: list[Event]) -> list[StepPlan]:
