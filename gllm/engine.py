@@ -31,9 +31,10 @@ from gllm.messages import (
     Start,
     Tokens,
 )
-from gllm.models.config import ModelConfig, read_config
+from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import resolve
+from gllm.models.spec import Model
 from gllm.models.split import split_layers
 from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
 from gllm.runtime.client import EngineClient, Piece
@@ -69,16 +70,16 @@ class Engine:
         self.died = asyncio.Event()
         """Set when the engine is dead."""
         self._folder = resolve(config.model)
-        self._model = read_config(self._folder)
-        self.config = replace(config, max_model_len=_context(config, self._model))
-        self._layers = split_layers(self._model, config.pipeline_parallel_size, config.layers)
+        read = read_config(self._folder)
+        self.config = replace(config, max_model_len=_context(config, read.model))
+        self._layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
         self.tokenizer = Tokenizer.load(self._folder)
         assert self.config.max_model_len is not None
         self.model = ModelInfo(
             name=served_model_name or config.model,
             max_model_len=self.config.max_model_len,
-            vocab_size=self._model.vocab_size,
-            eos_ids=self._model.eos_ids,
+            vocab_size=read.model.vocab_size,
+            eos_ids=read.eos_ids,
             defaults=_sampling_defaults(self._folder),
             created=int(time.time()),
         )
@@ -287,7 +288,7 @@ class Engine:
         self.died.set()
 
 
-def _context(config: EngineConfig, model: ModelConfig) -> int:
+def _context(config: EngineConfig, model: Model) -> int:
     """Tokens of the longest sequence. Raises ValueError beyond the model's context."""
     length = config.max_model_len or model.context_length
     if length > model.context_length:

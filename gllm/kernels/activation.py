@@ -1,16 +1,37 @@
-"""The gated activation of the feed-forward block.
+"""The activations of feed-forward blocks.
 
-Owns the formula. Does not know the projections around it.
+Owns the formulas. Does not know the projections around them.
 """
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [tokens, 2 * n], gate in the first half; the result [tokens, n].
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
 
-    Source: Shazeer, "GLU Variants Improve Transformer" (2020), SwiGLU in equation 5.
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "relu": torch.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+"""Source of both GELUs: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), section 2."""
+
+
+def activate(kind: str, x: Tensor) -> Tensor:
+    """The activation of x, of its shape."""
+    return ACTIVATIONS[kind](x)
+
+
+def gate(kind: str, gate_up: Tensor) -> Tensor:
+    """act(gate) * up for gate_up [tokens, 2 * n], gate in the first half; the result [tokens, n].
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), equations 5 and 6.
     """
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
+    return ACTIVATIONS[kind](gate).mul_(up)

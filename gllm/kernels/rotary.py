@@ -4,24 +4,27 @@ Owns the formulas; everything is computed in float32. Does not know configuratio
 their parameters come checked (gllm/models/config.py). Angles are computed for the positions of a
 step, once for all layers, so that no table has to be as long as the context.
 
-Source: Su et al., "RoFormer" (2021), equation 34, in the half-split layout: element i of a head is
-paired with element i + head_dim / 2.
+Source: Su et al., "RoFormer" (2021), equation 34. In the half-split layout element i of the rotated
+part is paired with element i + dim / 2, in the interleaved one with its neighbour.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Parameters = Mapping[str, float]
+Parameters = Mapping[str, Any]
+Angles = tuple[Tensor, Tensor]
+"""cos and sin, each [tokens, 1, dim / 2] float32."""
 
 
 def inverse_frequencies(
-    kind: str, head_dim: int, theta: float, parameters: Parameters
+    kind: str, dim: int, theta: float, parameters: Parameters
 ) -> tuple[Tensor, float]:
-    """Radians per position of each pair, [head_dim / 2] float32, and the factor on cos and sin."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """Radians per position of each pair, [dim / 2] float32, and the factor on cos and sin."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return SCALINGS[kind](1.0 / theta**exponents, theta, parameters)
 
 
@@ -80,23 +83,47 @@ def _yarn_attention_factor(parameters: Parameters) -> float:
     return magnitude(1.0)
 
 
+def _longrope(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tensor, float]:
+    """Ding et al., "LongRoPE" (2024), equation 1: searched factors, short or long ones.
+
+    All positions of a text have to be rotated alike, so the longest text that is served decides,
+    `longest` in parameters, and not the length of each.
+    """
+    original = parameters["original_max_position_embeddings"]
+    is_long = parameters["longest"] > original
+    factors = torch.tensor(parameters["long_factor" if is_long else "short_factor"])
+    stretch = parameters["factor"]
+    factor = parameters.get("attention_factor")
+    if factor is None:
+        factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return plain / factors, factor
+
+
 SCALINGS: dict[str, Callable[[Tensor, float, Parameters], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 
-def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [tokens, 1, head_dim / 2] float32, for positions [tokens] int64."""
+def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> Angles:
+    """cos and sin, each [tokens, 1, dim / 2] float32, for positions [tokens] int64."""
     angles = positions.to(torch.float32)[:, None, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
-def apply_rotary(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """x [tokens, heads, head_dim] rotated by the angles of its tokens; same shape and dtype."""
+def apply_rotary(x: Tensor, angles: Angles, interleaved: bool = False) -> Tensor:
+    """x [tokens, heads, head_dim], its first `dim` elements rotated by the angles of its tokens.
+
+    Same shape and dtype.
+    """
     cos, sin = angles
-    first, second = x.to(torch.float32).chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+    dim = 2 * cos.shape[-1]
+    turned = x[..., :dim].to(torch.float32)
+    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    pairs = first * cos - second * sin, second * cos + first * sin
+    rotated = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+    rotated = rotated.to(x.dtype)
+    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)

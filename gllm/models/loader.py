@@ -18,10 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gllm.models.errors import ModelError
-
-IGNORED = re.compile(r".*rotary_emb\.inv_freq")
-"""Tensors in older checkpoints that are computed here."""
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
+from gllm.models.spec import Model
 
 Progress = Callable[[int, int], None]
 
@@ -29,10 +26,8 @@ Progress = Callable[[int, int], None]
 class Checkpoint:
     """The tensors of a folder that one stage reads; a context manager that closes the files."""
 
-    def __init__(
-        self, folder: Path, dtype: torch.dtype, layers: range, others: Sequence[str]
-    ) -> None:
-        """Tensors of `layers` and those called `others`, as `dtype`. Raises ModelError."""
+    def __init__(self, folder: Path, dtype: torch.dtype, model: Model, layers: range) -> None:
+        """Tensors of a stage with these layers of the model, as `dtype`. Raises ModelError."""
         self.folder = folder
         self.dtype = dtype
         self.weight_bytes = 0
@@ -40,13 +35,14 @@ class Checkpoint:
         self._progress: Progress = lambda done, total: None
         self._done = 0
         self._files = ExitStack()
+        self._ignored = re.compile("|".join(model.ignored) or "(?!)")
         self._homes = {
-            name: handle
-            for name, handle in self._open().items()
-            if name in others or _is_in(name, layers)
+            name: home
+            for name, home in self._open(model.optional_prefix).items()
+            if _belongs(name, model, layers)
         }
         self._unread = set(self._homes)
-        self._total = sum(_stored_bytes(handle, name) for name, handle in self._homes.items())
+        self._total = sum(_stored_bytes(*home) for home in self._homes.values())
 
     def __enter__(self) -> Self:
         return self
@@ -64,10 +60,15 @@ class Checkpoint:
         self._progress = progress
         progress(self._done, self._total)
 
-    def read(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Tensor:
+    def read(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """The tensors of these names and shapes, one after the other along the first dimension."""
         rows = sum(shape[0] for shape in shapes)
-        result = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype)
+        result = torch.empty((rows, *shapes[0][1:]), dtype=dtype or self.dtype)
         begin = 0
         for name, shape in zip(names, shapes, strict=True):
             result[begin : begin + shape[0]] = self._tensor(name, shape)
@@ -77,7 +78,7 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Check that nothing of the stage was left unread. Raises ModelError."""
-        left = sorted(name for name in self._unread if not IGNORED.fullmatch(name))
+        left = sorted(name for name in self._unread if not self._ignored.fullmatch(name))
         if left:
             raise ModelError(
                 f"{self.folder} has tensors that its architecture has no use for, so it would be "
@@ -87,7 +88,8 @@ class Checkpoint:
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._homes:
             raise ModelError(f"{self.folder} lacks the tensor {name!r}")
-        tensor: Tensor = self._homes[name].get_tensor(name)
+        handle, stored = self._homes[name]
+        tensor: Tensor = handle.get_tensor(stored)
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{self.folder}: tensor {name!r} has shape {tuple(tensor.shape)}, but by "
@@ -103,9 +105,9 @@ class Checkpoint:
         self._progress(self._done, self._total)
         return tensor
 
-    def _open(self) -> dict[str, Any]:
-        """The open file of each tensor in the folder."""
-        homes: dict[str, Any] = {}
+    def _open(self, prefix: str) -> dict[str, tuple[Any, str]]:
+        """The open file of each tensor in the folder, and its name there, by its full name."""
+        homes: dict[str, tuple[Any, str]] = {}
         for path in _files_of(self.folder):
             try:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
@@ -113,7 +115,9 @@ class Checkpoint:
                 raise ModelError(f"{path} is missing: download the model again") from error
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path} cannot be read: {error}") from error
-            homes |= dict.fromkeys(handle.keys(), handle)
+            homes |= {name: (handle, name) for name in handle.keys()}  # noqa: SIM118
+        if prefix and not any(name.startswith(prefix) for name in homes):
+            homes = {prefix + name: home for name, home in homes.items()}
         return homes
 
 
@@ -131,6 +135,10 @@ class Weights:
     def read(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape."""
         return self._checkpoint.read([self._prefix + name], [shape])
+
+    def read_exact(self, name: str, *shape: int) -> Tensor:
+        """One tensor of this shape in float32, for what a smaller type would round too much."""
+        return self._checkpoint.read([self._prefix + name], [shape], torch.float32)
 
     def fused(self, names: Sequence[str], kind: str, rows: Sequence[int], *rest: int) -> Tensor:
         """Tensors `name.kind` of shapes [rows[i], *rest], stacked along the first dimension."""
@@ -158,9 +166,12 @@ def _files_of(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
 
 
-def _is_in(name: str, layers: range) -> bool:
-    match = LAYER.match(name)
-    return match is not None and int(match[1]) in layers
+def _belongs(name: str, model: Model, layers: range) -> bool:
+    """Whether a stage with these layers has a tensor."""
+    in_layer = re.match(re.escape(model.layer_name).replace(r"\{\}", r"(\d+)") + r"\.", name)
+    if in_layer is not None:
+        return int(in_layer[1]) in layers
+    return name.rpartition(".")[0] in model.outside_layers(layers)
 
 
 def _stored_bytes(handle: Any, name: str) -> int:

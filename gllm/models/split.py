@@ -6,27 +6,25 @@ Owns the costs and the cut. Knows nothing of devices: all stages are taken to be
 import math
 from collections.abc import Sequence
 
-from gllm.models.config import ModelConfig
+from gllm.models.spec import Model
 
 Cut = tuple[float, tuple[int, ...]]
 """What a cut costs, and the end of each part."""
 
 
-def split_layers(
-    config: ModelConfig, stages: int, layers: Sequence[int] | None = None
-) -> list[range]:
+def split_layers(model: Model, stages: int, layers: Sequence[int] | None = None) -> list[range]:
     """The layers of each stage: as many as `layers` says, else balanced by cost.
 
     Raises ValueError where the model has fewer layers than stages, or `layers` does not add up.
     """
-    total = config.num_layers
+    total = model.num_layers
     if layers is None:
         if stages > total:
             raise ValueError(
                 f"pipeline_parallel_size is {stages}, but the model has only {total} layers: "
                 "use fewer stages"
             )
-        layers = balanced(layer_costs(config), stages)
+        layers = balanced(layer_costs(model), stages)
     if sum(layers) != total or len(layers) != stages or min(layers) < 1:
         raise ValueError(
             f"layers {','.join(map(str, layers))} has to give each of the {stages} stages at "
@@ -36,17 +34,18 @@ def split_layers(
     return [range(end - count, end) for end, count in zip(ends, layers, strict=True)]
 
 
-def layer_costs(config: ModelConfig) -> list[float]:
+def layer_costs(model: Model) -> list[float]:
     """Cost of each layer in weights read per decode step, its neighbours' share included.
 
     The embedding looks up one row per token, which is next to nothing; the LM head reads
     vocabulary * hidden weights and weighs on the last layer.
     """
-    hidden = config.hidden_size
-    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * hidden
-    costs = [float(attention + 3 * hidden * config.intermediate_size)] * config.num_layers
+    hidden = model.hidden_size
+    costs = [
+        float(layer.attention.weights(hidden) + layer.mlp.weights(hidden)) for layer in model.layers
+    ]
     costs[0] += hidden
-    costs[-1] += config.vocab_size * hidden
+    costs[-1] += model.vocab_size * hidden
     return costs
 
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention import plan_attention
-from gllm.models.layers import StageInputs
+from gllm.kernels.attention_plan import PagedRows, plan_attention
+from gllm.models.stage import StageInputs
 from gllm.runtime.sampler import SampledRows
 from gllm.scheduler.mirror import Followed
 from gllm.scheduler.plan import ON_DEVICE, Row, StepPlan
@@ -85,6 +85,8 @@ class CacheShape:
     num_blocks: int
     block_size: int
     dtype: torch.dtype
+    windows: frozenset[int | None]
+    """Of the stage's layers."""
 
 
 def build_inputs(
@@ -99,15 +101,15 @@ def build_inputs(
     query_start = np.concatenate((np.zeros(1, dtype=np.int64), count.cumsum()))
     positions = np.arange(query_start[-1]) + np.repeat(start - query_start[:-1], count)
     longer = np.flatnonzero(count > 1)
-    attention = plan_attention(
+    rows = PagedRows(
         tables.rows(plan.rows, followed, cache.block_size),
         query_start,
         start + count,
         int(longer[0]) if len(longer) else len(count),
         cache.block_size,
         cache.num_blocks,
-        cache.dtype,
     )
+    attention = {window: plan_attention(rows, cache.dtype, window) for window in cache.windows}
     ids = _token_ids(plan.rows, followed) if tokens else np.empty(0, dtype=np.int64)
     placeholders = [
         (row, plan.rows[int(np.searchsorted(query_start, row, side="right")) - 1].seq)

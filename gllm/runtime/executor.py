@@ -16,9 +16,8 @@ from torch import Tensor
 from gllm.config import EngineConfig
 from gllm.messages import Register, Sampling
 from gllm.models.config import ModelConfig
-from gllm.models.layers import DenseStage
 from gllm.models.loader import Checkpoint, Weights
-from gllm.models.registry import model_class
+from gllm.models.stage import ModelStage
 from gllm.runtime.batch import Batch, BlockTables, CacheShape, build_inputs
 from gllm.runtime.device import compute_dtype
 from gllm.runtime.kv_cache import KVCache, block_bytes
@@ -38,13 +37,15 @@ class StageExecutor:
         stages: int,
         layers: range,
     ) -> None:
-        self.config = model_config
+        self.model = model_config.model
         self.layers = layers
+        self._described = self.model.layers[layers.start : layers.stop]
+        self._longest = engine_config.max_model_len or self.model.context_length
         self.is_first = stage == 0
         self.is_last = stage == stages - 1
         self.dtype = compute_dtype(engine_config.dtype, model_config.dtype)
         block_size = engine_config.scheduler.block_size
-        self.block_bytes = block_bytes(model_config, len(layers), block_size, self.dtype)
+        self.block_bytes = block_bytes(self._described, block_size, self.dtype)
         self.weight_bytes = 0
         self._mirror = Mirror()
         self._tables = BlockTables()
@@ -57,18 +58,17 @@ class StageExecutor:
 
         Raises ModelError where the folder does not hold them.
         """
-        model = model_class(self.config.architecture)
-        others = DenseStage.tensor_names(self.config, self.layers)
-        with Checkpoint(folder, self.dtype, self.layers, others) as checkpoint:
+        with Checkpoint(folder, self.dtype, self.model, self.layers) as checkpoint:
             checkpoint.report_to(progress)
-            self._model = model(self.config, Weights(checkpoint), self.layers)
+            self._stage = ModelStage(self.model, Weights(checkpoint), self.layers, self._longest)
             checkpoint.finish()
         self.weight_bytes = checkpoint.weight_bytes
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Make room for `num_blocks` KV blocks."""
-        self._cache = KVCache(self.config, len(self.layers), num_blocks, block_size, self.dtype)
-        self._shape = CacheShape(num_blocks, block_size, self.dtype)
+        self._cache = KVCache(self._described, num_blocks, block_size, self.dtype)
+        windows = frozenset(layer.attention.window for layer in self._described)
+        self._shape = CacheShape(num_blocks, block_size, self.dtype, windows)
 
     def register(self, message: Register) -> None:
         """Sequences that coming plans may name."""
@@ -119,10 +119,10 @@ class StageExecutor:
         for row, seq in batch.placeholders:
             # A sequence whose step failed has no token; it has ended, and this row is discarded.
             batch.inputs.token_ids[row] = self._last_tokens.get(seq, 0)
-        hidden = self._model.forward(batch.inputs, hidden, self._cache.layers)
+        hidden = self._stage.forward(batch.inputs, hidden, self._cache.layers)
         if not self.is_last:
             return hidden
-        return self._model.logits(hidden[batch.sample_rows])
+        return self._stage.logits(hidden[batch.sample_rows])
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:

@@ -4,17 +4,20 @@ Owns its layout and size. Knows nothing of who holds which block: that is the sc
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gllm.models.config import ModelConfig
+from gllm.models.spec import Layer
 
 
-def block_bytes(config: ModelConfig, layers: int, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(layers: Sequence[Layer], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over a stage's layers, keys and values."""
-    return 2 * layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    cached = [layer.attention.cached for layer in layers]
+    elements = sum(heads * (key + value) for heads, key, value in cached)
+    return block_size * elements * dtype.itemsize
 
 
 class KVCache:
@@ -24,13 +27,16 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+        self, layers: Sequence[Layer], num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> None:
-        shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers = [(_zeros(shape, dtype), _zeros(shape, dtype)) for _ in range(layers)]
-        """Keys and values of each layer, [num_blocks + 1, block_size, kv_heads, head_dim]."""
+        self.layers = []
+        """Keys and values of each layer, [num_blocks + 1, block_size, kv_heads, elements]."""
+        for layer in layers:
+            heads, key, value = layer.attention.cached
+            shape = (num_blocks + 1, block_size, heads)
+            self.layers.append((_zeros((*shape, key), dtype), _zeros((*shape, value), dtype)))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

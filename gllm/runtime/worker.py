@@ -163,7 +163,7 @@ class Worker:
         shape = EdgeShape(
             scheduler.max_in_flight,
             scheduler.max_num_batched_tokens,
-            executor.config.hidden_size,
+            executor.model.hidden_size,
             executor.dtype.itemsize,
         )
         edges = (spec.incoming, spec.outgoing)

@@ -9,23 +9,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gllm.kernels import attention
-from gllm.kernels.attention import paged_attention, plan_attention, store_kv
+from gllm.kernels import attention_plan
+from gllm.kernels.attention import Scores, paged_attention, store_kv
+from gllm.kernels.attention_plan import PagedRows, plan_attention
+
+PLAIN = Scores(0.25)
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def dense(
+    query: Tensor, keys: Tensor, values: Tensor, kind: Scores = PLAIN, window: int | None = None
+) -> Tensor:
     """The last rows of causal attention: query [n, heads, dim], keys and values [c, kv, dim]."""
     count, heads, head_dim = query.shape
     context, kv_heads, _ = keys.shape
     keys = keys.repeat_interleave(heads // kv_heads, dim=1)
     values = values.repeat_interleave(heads // kv_heads, dim=1)
-    scores = torch.einsum("qhd,chd->hqc", query, keys) / math.sqrt(head_dim)
-    hidden = torch.arange(context) > torch.arange(context - count, context)[:, None]
+    scores = torch.einsum("qhd,chd->hqc", query, keys) * kind.scale
+    if kind.softcap is not None:
+        scores = kind.softcap * (scores / kind.softcap).tanh()
+    distance = torch.arange(context - count, context)[:, None] - torch.arange(context)
+    if kind.slopes is not None:
+        scores = scores - kind.slopes[:, None, None] * distance
+    hidden = (distance < 0) | (distance >= (window or context))
     return torch.einsum("hqc,chd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values)
 
 
 def check(
-    contexts: list[tuple[int, int]], block_size: int, shape: tuple[int, int, int], seed: int
+    contexts: list[tuple[int, int]],
+    block_size: int,
+    shape: tuple[int, int, int],
+    seed: int,
+    kind: Scores = PLAIN,
+    window: int | None = None,
 ) -> None:
     """Rows of (cached tokens, new tokens), decodes first, through a cache full of NaN elsewhere."""
     kv_heads, group, head_dim = shape
@@ -49,38 +64,55 @@ def check(
         keys.append(pair[0][cached:])
         values.append(pair[1][cached:])
         queries.append(query)
-        wanted.append(dense(query, *pair))
+        wanted.append(dense(query, *pair, kind, window))
     starts = np.cumsum([0] + [new for _, new in contexts])
     decodes = next((i for i, (_, new) in enumerate(contexts) if new > 1), len(contexts))
     lengths = np.array(totals)
-    plan = plan_attention(table, starts, lengths, decodes, block_size, num_blocks, torch.float32)
+    rows = PagedRows(table, starts, lengths, decodes, block_size, num_blocks)
+    plan = plan_attention(rows, torch.float32, window)
     store_kv(torch.cat(keys), torch.cat(values), *caches, plan.slots)
-    actual = paged_attention(torch.cat(queries), *caches, plan)
+    actual = paged_attention(torch.cat(queries), *caches, plan, kind)
     torch.testing.assert_close(actual, torch.cat(wanted), rtol=1e-5, atol=1e-5)
 
 
+kinds = st.sampled_from(["plain", "softcap", "alibi"])
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([2, 6, 16]))
 decode_rows = st.lists(st.tuples(st.integers(0, 40), st.just(1)), max_size=6)
 chunk_rows = st.lists(st.tuples(st.integers(0, 30), st.integers(2, 25)), max_size=3)
 
 
 @settings(max_examples=150, deadline=None)
-@given(decode_rows, chunk_rows, st.integers(1, 9), shapes, st.integers(0, 2**31))
+@given(
+    decode_rows,
+    chunk_rows,
+    st.integers(1, 9),
+    shapes,
+    st.integers(0, 2**31),
+    kinds,
+    st.none() | st.integers(1, 50),
+)
 def test_matches_dense_attention(
     decodes: list[tuple[int, int]],
     chunks: list[tuple[int, int]],
     block_size: int,
     shape: tuple[int, int, int],
     seed: int,
+    kind: str,
+    window: int | None,
 ) -> None:
+    slopes = torch.rand(shape[0] * shape[1]) if kind == "alibi" else None
+    scores = Scores(0.3, 2.0 if kind == "softcap" else None, slopes)
     if decodes or chunks:
-        check(decodes + chunks, block_size, shape, seed)
+        check(decodes + chunks, block_size, shape, seed, scores, window)
 
 
 @pytest.mark.parametrize("cached", [0, 1, 100])
 def test_chunks_longer_than_a_slice(cached: int) -> None:
-    beyond = 2 * attention.QUERY_SLICE + 3
-    check([(5, 1), (cached, beyond), (0, attention.QUERY_SLICE)], 16, (2, 2, 8), seed=1)
+    beyond = 2 * attention_plan.QUERY_SLICE + 3
+    rows = [(5, 1), (cached, beyond), (0, attention_plan.QUERY_SLICE)]
+    check(rows, 16, (2, 2, 8), seed=1)
+    check(rows, 16, (2, 2, 8), seed=1, window=90)
+    check(rows, 16, (2, 2, 8), seed=1, kind=Scores(0.2, slopes=torch.rand(4)))
 
 
 def test_a_one_token_chunk_behind_a_longer_one() -> None:
@@ -88,8 +120,8 @@ def test_a_one_token_chunk_behind_a_longer_one() -> None:
 
 
 def test_decodes_are_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "GATHERED_TOKENS", 64)
+    monkeypatch.setattr(attention_plan, "GATHERED_TOKENS", 64)
     lengths = [3, 70, 1, 30, 31, 29, 2, 24, 70]
-    groups = [rows.tolist() for rows in attention._group_decodes(np.array(lengths))]
+    groups = [rows.tolist() for rows in attention_plan._group_decodes(np.array(lengths))]
     assert groups == [[1], [8], [4, 3], [5, 7], [0], [6], [2]]
     check([(length - 1, 1) for length in lengths], 4, (2, 3, 8), seed=3)

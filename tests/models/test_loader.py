@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 def load(folder: Path, stage: int = 0, stages: int = 1) -> list[tuple[int, int]]:
     """Load a stage's even part; what its progress was."""
     config = read_config(folder)
-    share = config.num_layers // stages
+    share = config.model.num_layers // stages
     layers = range(stage * share, (stage + 1) * share)
     seen: list[tuple[int, int]] = []
     executor = StageExecutor(config, EngineConfig(dtype="float32"), stage, stages, layers)

@@ -6,28 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.models.config import ModelConfig, Rope
+from gllm.models.families.llama import describe
+from gllm.models.keys import Keys
+from gllm.models.spec import Model
 from gllm.models.split import balanced, layer_costs, split_layers
 
 
-def model(layers: int, vocab: int = 1000, hidden: int = 64) -> ModelConfig:
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": hidden // 4}
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_layers=layers,
-        **heads,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=128,
-        rope=Rope(),
-        tie_word_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-        dtype="float32",
-        eos_ids=(),
-    )
+def model(layers: int, vocab: int = 1000, hidden: int = 64) -> Model:
+    config = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    return describe(Keys(config))
 
 
 @given(

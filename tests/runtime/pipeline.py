@@ -53,7 +53,7 @@ class Pipeline:
             dtype=self.dtype,
             block_size=self.block_size,
         )
-        cut = split_layers(self.config, self.stages)
+        cut = split_layers(self.config.model, self.stages)
         self.executors = [
             StageExecutor(self.config, engine, stage, self.stages, layers)
             for stage, layers in enumerate(cut)

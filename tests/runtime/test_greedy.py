@@ -46,7 +46,7 @@ class Scheduled:
         self.scheduler = Scheduler(engine.scheduler.resolve(self.stages, self.num_blocks, 128))
         self.executors = [
             StageExecutor(model, engine, stage, self.stages, layers)
-            for stage, layers in enumerate(split_layers(model, self.stages))
+            for stage, layers in enumerate(split_layers(model.model, self.stages))
         ]
         for executor in self.executors:
             executor.load(self.folder, lambda done, total: None)

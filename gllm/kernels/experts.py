@@ -1,0 +1,83 @@
+"""Mixtures of experts: which experts a token goes to, and what they compute.
+
+Owns routing and the grouped products. Does not know how experts are stored in files.
+
+Sources: Fedus, Zoph and Shazeer, "Switch Transformers" (2022), section 2; DeepSeek-AI,
+"DeepSeek-V2" (2024), section 2.2.2 (groups); DeepSeek-AI, "DeepSeek-V3" (2024), equation 16
+(correction).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gllm.kernels.activation import gate
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are picked from the router's logits."""
+
+    active: int
+    sigmoid: bool
+    """Scores are sigmoids; else a softmax over all experts."""
+    normalize: bool
+    scale: float
+    groups: int = 1
+    active_groups: int = 1
+    best_two: bool = False
+    """A group is judged by the sum of its best two scores, not by its best."""
+
+
+def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Experts [tokens, active] int64 and their weights, float32, from logits [tokens, experts].
+
+    correction [experts] float32 is added to scores where they pick, not where they weigh.
+    """
+    logits = logits.to(torch.float32)
+    scores = logits.sigmoid() if routing.sigmoid else logits.softmax(dim=-1)
+    picking = scores if correction is None else scores + correction
+    if routing.groups > routing.active_groups:
+        picking = _only_best_groups(picking, routing)
+    experts = picking.topk(routing.active, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if routing.normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return experts, weights * routing.scale
+
+
+def _only_best_groups(scores: Tensor, routing: Routing) -> Tensor:
+    """scores [tokens, experts], -inf outside of the best groups."""
+    grouped = scores.unflatten(1, (routing.groups, -1))
+    judged = grouped.topk(2 if routing.best_two else 1, dim=-1).values.sum(dim=-1)
+    best = judged.topk(routing.active_groups, dim=-1).indices
+    outside = torch.ones_like(judged, dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
+
+
+def run_experts(
+    x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str
+) -> Tensor:
+    """Weighted sum of what its experts make of each token; x [tokens, hidden], the result alike.
+
+    experts and weights [tokens, active], as `route` gives them; up [experts, 2 * inner, hidden],
+    the gate first; down [experts, hidden, inner]. Tokens are gathered expert by expert, and each
+    token's parts are added in the order of its experts' numbers, whatever else is in the batch.
+    """
+    order = experts.flatten().argsort(stable=True)
+    tokens = order // experts.shape[1]
+    counts = torch.bincount(experts.flatten(), minlength=len(up)).tolist()
+    flat = weights.flatten()
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    begin = 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        rows = tokens[begin : begin + count]
+        inner = gate(activation, functional.linear(x[rows], up[expert]))
+        made = functional.linear(inner, down[expert]).to(torch.float32)
+        result.index_add_(0, rows, made * flat[order[begin : begin + count], None])
+        begin += count
+    return result.to(x.dtype)

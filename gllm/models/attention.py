@@ -1,0 +1,132 @@
+"""Self-attention with its weights: grouped queries, and multi-head latent attention.
+
+Owns the way from the residual stream to queries, keys and values and back. The arithmetic is in
+gllm/kernels. Does not know layers around it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gllm.kernels.alibi import alibi_slopes
+from gllm.kernels.attention import Scores, paged_attention, store_kv
+from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.rotary import Angles, apply_rotary
+from gllm.models import spec
+from gllm.models.loader import Weights
+from gllm.models.parts import Linear, Norm, norm_of
+
+LayerCache = tuple[Tensor, Tensor]
+"""Keys and values of a layer, each [blocks, block_size, kv_heads, elements]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the layers of a stage share in a step."""
+
+    plans: Mapping[int | None, AttentionPlan]
+    """By window."""
+    angles: Mapping[spec.Rope, Angles]
+
+
+class Attention:
+    """Self-attention with grouped queries."""
+
+    def __init__(self, described: spec.Attention, weights: Weights, hidden: int) -> None:
+        self.spec = described
+        heads, kv_heads, dim = described.heads, described.kv_heads, described.head_dim
+        outputs = [heads * dim, kv_heads * dim, kv_heads * dim]
+        self.qkv = Linear(described.qkv, weights, outputs, hidden)
+        if described.grouped_rows:
+            self.qkv.reorder(_ungrouped(heads, kv_heads, dim))
+        self.out = Linear(described.out, weights, [hidden], heads * dim)
+        each = described.norm_by_head
+        self.query_norm = norm_of(described.query_norm, weights, *[heads] * each, dim)
+        self.key_norm = norm_of(described.key_norm, weights, *[kv_heads] * each, dim)
+        slopes = None if described.alibi is None else alibi_slopes(heads) * described.alibi
+        self.scores = Scores(described.scale, described.softcap, slopes)
+
+    def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """x [tokens, hidden]; the result is alike. Writes the tokens' keys and values to cache."""
+        described = self.spec
+        fused = self.qkv(x).view(len(x), -1, described.head_dim)
+        counts = (described.heads, described.kv_heads, described.kv_heads)
+        query, key, value = fused.split(counts, dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        rope = described.rope
+        if rope is not None:
+            angles = step.angles[rope]
+            query = apply_rotary(query, angles, rope.interleaved)
+            key = apply_rotary(key, angles, rope.interleaved)
+        plan = step.plans[described.window]
+        store_kv(key, value, *cache, plan.slots)
+        attended = paged_attention(query.contiguous(), *cache, plan, self.scores)
+        return self.out(attended.flatten(1))
+
+
+class LatentAttention:
+    """Multi-head latent attention, computed on the compressed keys and values.
+
+    The maps that would decompress them are applied to queries and results instead, so that all
+    heads read the same short vectors. Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.2.
+    """
+
+    def __init__(self, described: spec.LatentAttention, weights: Weights, hidden: int) -> None:
+        self.spec = described
+        heads, rank, rope = described.heads, described.rank, described.rope.dim
+        query = heads * (described.plain_dim + rope)
+        self.query_down: Linear | None = None
+        if described.query_down is not None:
+            self.query_down = Linear(described.query_down, weights, [described.query_rank], hidden)
+        self.query_norm = norm_of(described.query_norm, weights, described.query_rank)
+        self.query = Linear(described.query, weights, [query], described.query_rank)
+        self.kv_down = Linear(described.kv_down, weights, [rank + rope], hidden)
+        self.kv_norm = Norm(described.kv_norm, weights, rank)
+        up = Linear(
+            described.kv_up, weights, [heads * (described.plain_dim + described.value_dim)], rank
+        )
+        by_head = up.weight.view(heads, -1, rank)
+        parts = by_head.split((described.plain_dim, described.value_dim), dim=1)
+        self.key_up, self.value_up = (part.contiguous() for part in parts)
+        self.out = Linear(described.out, weights, [hidden], heads * described.value_dim)
+        self.scores = Scores(described.scale)
+
+    def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """x [tokens, hidden]; the result is alike. Writes the tokens' latents to cache."""
+        described, plan = self.spec, step.plans[None]
+        rope, angles = described.rope, step.angles[described.rope]
+        latent, key = self.kv_down(x).split((described.rank, rope.dim), dim=1)
+        key = apply_rotary(key[:, None], angles, rope.interleaved)
+        latent = torch.cat((self.kv_norm(latent)[:, None], key), dim=-1)
+        keys = cache[0]
+        keys.flatten(0, 1).index_copy_(0, plan.slots, latent)
+        attended = paged_attention(
+            self._queries(x, angles), keys, keys[..., : described.rank], plan, self.scores
+        )
+        # [heads, tokens, rank] times [heads, rank, value_dim].
+        values = attended.transpose(0, 1) @ self.value_up.transpose(1, 2)
+        return self.out(values.transpose(0, 1).flatten(1))
+
+    def _queries(self, x: Tensor, angles: Angles) -> Tensor:
+        """[tokens, heads, rank + rope]: against latents, then against rotated keys."""
+        described = self.spec
+        if self.query_down is not None:
+            x = self.query_down(x)
+        if self.query_norm is not None:
+            x = self.query_norm(x)
+        fused = self.query(x).view(len(x), described.heads, -1)
+        plain, turned = fused.split((described.plain_dim, described.rope.dim), dim=-1)
+        against = (plain.transpose(0, 1) @ self.key_up).transpose(0, 1)
+        turned = apply_rotary(turned, angles, described.rope.interleaved)
+        return torch.cat((against, turned), dim=-1)
+
+
+def _ungrouped(heads: int, kv_heads: int, dim: int) -> Tensor:
+    """Rows of all queries, then keys, then values, of a tensor stored KV head by KV head."""
+    group = heads // kv_heads
+    rows = torch.arange((heads + 2 * kv_heads) * dim).view(kv_heads, group + 2, dim)
+    parts = rows[:, :group], rows[:, group], rows[:, group + 1]
+    return torch.cat([part.flatten() for part in parts])

@@ -1,0 +1,18 @@
+"""Mistral.
+
+Source: Jiang et al., "Mistral 7B" (2023).
+"""
+
+from dataclasses import replace
+
+from gllm.models.describe import attention_of, decoder, gated_mlp, layer_windows, pre_norm
+from gllm.models.keys import Keys
+from gllm.models.spec import Model
+
+
+def describe(keys: Keys) -> Model:
+    """Llama with a sliding window in every layer, where sliding_window is set."""
+    attention, mlp = attention_of(keys, kv_heads=8), gated_mlp(keys)
+    windows = layer_windows(keys, [True] * keys.count("num_hidden_layers"))
+    layers = [pre_norm(keys, replace(attention, window=window), mlp) for window in windows]
+    return decoder(keys, layers)

@@ -1,0 +1,129 @@
+"""The keys of a config.json, read with checks.
+
+Owns the law that nothing is ignored in silence: a family reads the keys it computes, and what
+is left unread at the end and not known to be harmless is refused by name, so that no model is ever
+computed wrongly. Knows nothing of what keys mean.
+"""
+
+import math
+from typing import Any, TypeVar
+
+from gllm.models.errors import ModelError
+
+HARMLESS = {
+    *("architectures", "model_type", "transformers_version", "auto_map", "custom_pipelines"),
+    *("_name_or_path", "name_or_path", "tokenizer_class", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
+    *("forced_bos_token_id", "forced_eos_token_id", "decoder_start_token_id", "prefix"),
+    *(
+        "use_cache",
+        "return_dict",
+        "torchscript",
+        "is_decoder",
+        "is_llama_config",
+        "_from_model_config",
+    ),
+    *("initializer_range", "init_std", "use_bfloat16", "output_attentions", "output_hidden_states"),
+    *("attention_dropout", "hidden_dropout", "dropout", "activation_dropout", "layerdrop"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_type", "summary_use_proj"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+    *("_attn_implementation_autoset", "unsloth_fixed", "unsloth_version", "transformers.js_config"),
+    *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "task_specific_params"),
+    # Of the training's loss and of how it was distributed.
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha"),
+    *("seq_aux", "ep_size", "pretraining_tp", "z_loss_weight"),
+}
+"""Keys that change nothing of what is computed here."""
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False, None),
+    "is_encoder_decoder": (False, None),
+    "quantization_config": (None,),
+    "use_mrope": (False, None),
+}
+"""Keys that any file may have, with the values that are implemented."""
+
+Value = TypeVar("Value")
+
+
+class Keys:
+    """The object of a config.json. Methods raise ModelError that names the key; null is unset.
+
+    Where a method takes several names, the first that is set counts: some families have renamed
+    their keys.
+    """
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self._raw = raw
+        self._read: set[str] = set()
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """A value as it is."""
+        self._read.update(names)
+        values = (self._raw.get(name) for name in names)
+        return next((value for value in values if value is not None), default)
+
+    def has(self, name: str) -> bool:
+        """Whether a key is set."""
+        return self.get(name) is not None
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.get(*names, default=default)
+        if type(value) is not int or value < 1:
+            raise self.error(names, "a positive integer", value)
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self.get(*names, default=default)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise self.error(names, "a finite number", value)
+        return float(value)
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self.get(*names, default=default)
+        if not isinstance(value, bool):
+            raise self.error(names, "true or false", value)
+        return value
+
+    def choice(self, name: str, table: dict[str, Value], default: str) -> Value:
+        """What a word stands for."""
+        word = self.get(name, default=default)
+        if not isinstance(word, str) or word not in table:
+            raise ModelError(
+                f"config.json: {name} {word!r} is not implemented, only {', '.join(table)} are"
+            )
+        return table[word]
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuse a key that has another value than those; unset is allowed."""
+        value = self.get(name)
+        if value is not None and value not in allowed:
+            good = " or ".join(repr(value) for value in allowed if value is not None) or "null"
+            raise ModelError(f"config.json: {name} {value!r} is not implemented, only {good} is")
+
+    def skip(self, *names: str) -> None:
+        """Keys that say nothing in this family."""
+        self._read.update(names)
+
+    def finish(self) -> None:
+        """Refuse what nobody has read."""
+        for name, allowed in ONLY.items():
+            self.only(name, *allowed)
+        for name in self._raw.keys() - self._read - HARMLESS:
+            raise ModelError(
+                f"config.json: key {name!r} ({self._raw[name]!r:.80}) is unknown and may change "
+                "the arithmetic; if it does not, remove it from the file"
+            )
+
+    def error(self, names: tuple[str, ...], rule: str, value: object) -> ModelError:
+        """The error for a value that breaks a rule."""
+        given = [name for name in names if self._raw.get(name) is not None]
+        name = given[0] if given else names[0]
+        return ModelError(f"config.json: {name} is {value!r}, but has to be {rule}")
