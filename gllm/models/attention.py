@@ -101,11 +101,9 @@ class LatentAttention:
         latent, key = self.kv_down(x).split((described.rank, rope.dim), dim=1)
         key = apply_rotary(key[:, None], angles, rope.interleaved)
         latent = torch.cat((self.kv_norm(latent)[:, None], key), dim=-1)
-        keys = cache[0]
-        keys.flatten(0, 1).index_copy_(0, plan.slots, latent)
-        attended = paged_attention(
-            self._queries(x, angles), keys, keys[..., : described.rank], plan, self.scores
-        )
+        # The cache's values are a part of its keys.
+        cache[0].flatten(0, 1).index_copy_(0, plan.slots, latent)
+        attended = paged_attention(self._queries(x, angles), *cache, plan, self.scores)
         # [heads, tokens, rank] times [heads, rank, value_dim].
         values = attended.transpose(0, 1) @ self.value_up.transpose(1, 2)
         return self.out(values.transpose(0, 1).flatten(1))

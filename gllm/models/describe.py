@@ -206,28 +206,31 @@ def decoder(
     layers: Sequence[Layer],
     tied: bool = False,
     root: str = "model.",
+    embedding: Embedding | None = None,
+    norm: Norm | None = None,
+    context_length: int | None = None,
     **changes: Any,
 ) -> Model:
-    """A model with Llama's names; `tied`: whether the head's weights are the embedding's, where the
-    file does not say; `changes`: fields of the model that are otherwise."""
+    """A model with Llama's names where no others are given.
+
+    `tied`: whether the head's weights are the embedding's, where the file does not say; `changes`:
+    further fields of the model.
+    """
+    embedding = embedding or Embedding(f"{root}embed_tokens")
     tied = keys.flag("tie_word_embeddings", default=tied)
-    embedding = f"{root}embed_tokens"
     made: dict[str, Any] = {
         "vocab_size": keys.count("vocab_size"),
         "hidden_size": keys.count("hidden_size"),
-        "embedding": Embedding(embedding),
+        "embedding": embedding,
         "layers": tuple(layers),
-        "norm": None,
-        "head": Head(embedding if tied else "lm_head"),
-        "context_length": 0,
+        "norm": norm or rms_norm(keys, f"{root}norm"),
+        "head": Head(embedding.name if tied else "lm_head"),
+        "context_length": context_length or context_of(keys, layers),
         "layer_name": f"{root}layers.{{}}",
+        # Older files hold what is computed here.
         "ignored": (r".*rotary_emb\.inv_freq",),
     }
-    made |= changes
-    if made["norm"] is None:
-        made["norm"] = rms_norm(keys, f"{root}norm")
-    made["context_length"] = made["context_length"] or context_of(keys, layers)
-    return Model(**made)
+    return Model(**made | changes)
 
 
 def context_of(keys: Keys, layers: Sequence[Layer]) -> int:

@@ -49,6 +49,22 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Cached:
+    """What the KV cache holds for a token."""
+
+    heads: int
+    key: int
+    """Elements of a key."""
+    value: int
+    shared: bool = False
+    """Values are the first elements of keys, and not held by themselves."""
+
+    @property
+    def elements(self) -> int:
+        return self.heads * (self.key + (0 if self.shared else self.value))
+
+
+@dataclass(frozen=True)
 class Attention:
     """Self-attention with grouped queries."""
 
@@ -74,9 +90,8 @@ class Attention:
     """qkv is stored KV head by KV head: its queries, its key, its value."""
 
     @property
-    def cached(self) -> tuple[int, int, int]:
-        """Heads in the KV cache, elements of a key, and of a value behind it."""
-        return self.kv_heads, self.head_dim, self.head_dim
+    def cached(self) -> Cached:
+        return Cached(self.kv_heads, self.head_dim, self.head_dim)
 
     def weights(self, hidden: int) -> int:
         """Weights read for a token."""
@@ -111,9 +126,8 @@ class LatentAttention:
     window: None = None
 
     @property
-    def cached(self) -> tuple[int, int, int]:
-        """One head; values are the first `rank` elements of keys, so none are stored."""
-        return 1, self.rank + self.rope.dim, 0
+    def cached(self) -> Cached:
+        return Cached(1, self.rank + self.rope.dim, self.rank, shared=True)
 
     def weights(self, hidden: int) -> int:
         """Weights read for a token."""

@@ -15,8 +15,7 @@ from gllm.models.spec import Layer
 
 def block_bytes(layers: Sequence[Layer], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over a stage's layers, keys and values."""
-    cached = [layer.attention.cached for layer in layers]
-    elements = sum(heads * (key + value) for heads, key, value in cached)
+    elements = sum(layer.attention.cached.elements for layer in layers)
     return block_size * elements * dtype.itemsize
 
 
@@ -34,9 +33,12 @@ class KVCache:
         self.layers = []
         """Keys and values of each layer, [num_blocks + 1, block_size, kv_heads, elements]."""
         for layer in layers:
-            heads, key, value = layer.attention.cached
-            shape = (num_blocks + 1, block_size, heads)
-            self.layers.append((_zeros((*shape, key), dtype), _zeros((*shape, value), dtype)))
+            cached = layer.attention.cached
+            shape = (num_blocks + 1, block_size, cached.heads)
+            keys = _zeros((*shape, cached.key), dtype)
+            shared = keys[..., : cached.value]
+            values = shared if cached.shared else _zeros((*shape, cached.value), dtype)
+            self.layers.append((keys, values))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ def dense(
     query: Tensor, keys: Tensor, values: Tensor, kind: Scores = PLAIN, window: int | None = None
 ) -> Tensor:
     """The last rows of causal attention: query [n, heads, dim], keys and values [c, kv, dim]."""
-    count, heads, head_dim = query.shape
+    count, heads, _ = query.shape
     context, kv_heads, _ = keys.shape
     keys = keys.repeat_interleave(heads // kv_heads, dim=1)
     values = values.repeat_interleave(heads // kv_heads, dim=1)

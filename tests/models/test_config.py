@@ -10,7 +10,6 @@ from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.registry import ARCHITECTURES, family
 from gllm.models.spec import MLP, Attention, Model, Rope
-from tests.tiny_models import FAMILIES, save
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

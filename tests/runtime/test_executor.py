@@ -195,12 +195,14 @@ def test_n_choices_draw_from_streams_of_their_own(
     assert len(set(alone)) > 1
 
 
-def test_bfloat16_stays_close(folders: dict[tuple[str, int], Path]) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_stays_close(folders: dict[tuple[str, int], Path], family: str) -> None:
+    """Weights are wide and layers few, so errors are large; a wrong type or order gives more."""
     prompt = prompt_of(37, 0)
-    pipeline = Pipeline(folders["qwen3", 0], 2, dtype="bfloat16")
+    pipeline = Pipeline(folders[family, 0], 2, dtype="bfloat16")
     pipeline.add(1, prompt)
-    actual = all_logits(pipeline, 1, 10)[-37:]
-    assert difference(actual, expected("qwen3", 0, prompt)) < 0.1
+    actual, wanted = all_logits(pipeline, 1, 10)[-37:], expected(family, 0, prompt)
+    assert ((actual - wanted).norm() / wanted.norm()).item() < 0.3
 
 
 def test_plan_without_samples_and_release(folders: dict[tuple[str, int], Path]) -> None:

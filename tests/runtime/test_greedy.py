@@ -116,18 +116,32 @@ def check(pipeline: Scheduled, family: str = "qwen3") -> None:
     assert [generated[seq] for seq in sorted(generated)] == wanted(family)
 
 
+CHUNKED = {"max_prefill_tokens": 16, "min_prefill_tokens": 4, "max_num_batched_tokens": 20}
+SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "whole prompts": (1, 200, {}),
+    "chunked": (1, 200, CHUNKED | {"prefix_cache": False}),
+    "chunked over two stages": (2, 200, CHUNKED | {"prefix_cache": False}),
+    "chunked over four stages, cached": (4, 200, CHUNKED),
+    "preempted": (1, 18, {"prefix_cache": False}),
+    "preempted over two stages, cached": (2, 18, {}),
+}
+"""(stages, blocks, options)."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_every_family_and_cut(family: str, stages: int, tmp_path: Path) -> None:
-    check(Scheduled(save(family, tmp_path), stages), family)
+def test_every_family_in_every_setting(family: str, tmp_path: Path) -> None:
+    folder = save(family, tmp_path)
+    for name, (stages, blocks, options) in SETTINGS.items():
+        pipeline = Scheduled(folder, stages, blocks, options)
+        check(pipeline, family)
+        assert bool(pipeline.scheduler.stats().preemptions) == name.startswith("preempted"), name
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("stages", [1, 4])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_every_policy_chunked(folder: Path, policy: str, stages: int, prefix_cache: bool) -> None:
-    small = {"max_prefill_tokens": 16, "min_prefill_tokens": 4, "max_num_batched_tokens": 20}
-    options = {"policy": policy, "prefix_cache": prefix_cache, **small}
+    options = {"policy": policy, "prefix_cache": prefix_cache, **CHUNKED}
     check(Scheduled(folder, stages, options=options))
 
 

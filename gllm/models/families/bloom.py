@@ -1,6 +1,7 @@
 """BLOOM.
 
-Source: BigScience Workshop, "BLOOM: A 176B-Parameter Open-Access Multilingual Language Model" (2022).
+Source: BigScience Workshop, "BLOOM: A 176B-Parameter Open-Access Multilingual Language Model"
+(2022).
 """
 
 from gllm.models.errors import ModelError

@@ -11,8 +11,9 @@ from gllm.models.spec import MLP, Attention, Embedding, Layer, Linear, Model, No
 
 def describe(keys: Keys) -> Model:
     """Both halves of a layer side by side in most sizes; rotations, or biases by distance."""
+    keys.only("apply_residual_connection_post_layernorm", False)
     bias = keys.flag("bias")
-    hidden = keys.count("hidden_size", "n_embed")
+    hidden = keys.count("hidden_size")
     mlp = MLP(
         inner=keys.count("ffn_hidden_size", default=4 * hidden),
         activation=keys.choice("activation", ACTIVATIONS, "gelu"),
@@ -24,7 +25,7 @@ def describe(keys: Keys) -> Model:
     root = "transformer."
     return decoder(
         keys,
-        [layer] * keys.count("num_hidden_layers", "n_layer"),
+        [layer] * keys.count("num_hidden_layers"),
         tied=True,
         root=root,
         embedding=Embedding(f"{root}word_embeddings"),
@@ -37,9 +38,9 @@ def describe(keys: Keys) -> Model:
 
 def _attention(keys: Keys, hidden: int, bias: bool) -> Attention:
     """One tensor for queries, keys and values, stored KV head by KV head."""
-    heads = keys.count("num_attention_heads", "n_head")
+    heads = keys.count("num_attention_heads")
     kv_heads = 1 if keys.flag("multi_query", default=True) else heads
-    named = keys.count("num_kv_heads", "n_head_kv", default=heads)
+    named = keys.count("num_kv_heads", default=heads)
     if keys.flag("new_decoder_architecture"):
         kv_heads = named
     if hidden % heads or heads % kv_heads:
@@ -48,6 +49,8 @@ def _attention(keys: Keys, hidden: int, bias: bool) -> Attention:
             f"num_kv_heads {kv_heads}"
         )
     head_dim, alibi = hidden // heads, keys.flag("alibi")
+    if alibi:
+        keys.skip("rope_parameters", "rope_scaling", "rope_theta")
     return Attention(
         heads=heads,
         kv_heads=kv_heads,
