@@ -87,16 +87,15 @@ def rope_of(
 def _complete(given: dict[str, Any], kind: str, keys: Keys) -> None:
     """Fill in what other keys say, and refuse what is missing or unknown."""
     required, optional = ROPE_KEYS[kind]
-    longest = keys.get("max_position_embeddings")
     if "original_max_position_embeddings" in required:
-        original = keys.get("original_max_position_embeddings", default=longest)
-        given.setdefault("original_max_position_embeddings", original)
+        longest = keys.count("max_position_embeddings")
+        original = keys.count("original_max_position_embeddings", default=longest)
+        original = given.setdefault("original_max_position_embeddings", original)
+        if kind == "longrope" and isinstance(original, int) and original > 0:
+            given.setdefault("factor", longest / original)
     else:
         keys.skip("original_max_position_embeddings")
         given.pop("original_max_position_embeddings", None)
-    original = given.get("original_max_position_embeddings")
-    if kind == "longrope" and isinstance(original, int) and isinstance(longest, int):
-        given.setdefault("factor", longest / original)
     missing, unknown = required - given.keys(), given.keys() - required - optional
     if missing or unknown:
         fault = f"lacks {sorted(missing)}" if missing else f"has unknown keys {sorted(unknown)}"
@@ -110,6 +109,10 @@ def _check_factors(given: dict[str, Any], dim: int) -> None:
         good = isinstance(values, list) and all(isinstance(one, int | float) for one in values)
         if not good:
             raise ModelError(f"config.json: rope parameter {key} is {value!r}, which is no number")
+        if key in ("factor", "original_max_position_embeddings") and value <= 0:
+            raise ModelError(
+                f"config.json: rope parameter {key} is {value!r}, but has to be positive"
+            )
         if key in ("short_factor", "long_factor") and len(values) != dim // 2:
             raise ModelError(
                 f"config.json: rope parameter {key} has {len(values)} numbers, but "
@@ -122,21 +125,19 @@ def attention_of(
     rope: dict[str, Any] | None = None,
     qkv_bias: bool = False,
     out_bias: bool = False,
-    head_dim: int | None = None,
-    kv_heads: int | None = None,
     names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     prefix: str = "self_attn",
 ) -> Attention:
-    """Grouped queries with rotary positions; `rope`: options of `rope_of`; `head_dim` and
-    `kv_heads`: where the file does not say; `names`: of the projections, the output's last."""
+    """Grouped queries with rotary positions; `rope`: options of `rope_of`; `names`: of the
+    projections, the output's last."""
     heads = keys.count("num_attention_heads")
-    kv_heads = keys.count("num_key_value_heads", default=kv_heads or heads)
+    kv_heads = keys.count("num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads {heads} is no multiple of "
             f"num_key_value_heads {kv_heads}"
         )
-    head_dim = keys.count("head_dim", default=head_dim or keys.count("hidden_size") // heads)
+    head_dim = keys.count("head_dim", default=keys.count("hidden_size") // heads)
     *inputs, output = (f"{prefix}.{name}" for name in names)
     return Attention(
         heads=heads,
@@ -169,9 +170,9 @@ def gated_mlp(
     )
 
 
-def rms_norm(keys: Keys, name: str, offset: float = 0.0, eps: float = 1e-6) -> Norm:
+def rms_norm(keys: Keys, name: str, offset: float = 0.0) -> Norm:
     """With the epsilon of the file."""
-    return Norm(name, "rms", keys.number("rms_norm_eps", default=eps), offset=offset)
+    return Norm(name, "rms", keys.number("rms_norm_eps", default=1e-6), offset=offset)
 
 
 def pre_norm(keys: Keys, attention: Any, mlp: Any) -> Layer:

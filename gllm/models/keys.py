@@ -56,11 +56,17 @@ class Keys:
     def __init__(self, raw: dict[str, Any]) -> None:
         self._raw = raw
         self._read: set[str] = set()
+        self._assumed: dict[str, Any] = {}
+
+    def assume(self, **values: Any) -> None:
+        """What keys stand for in a family where a file does not have them; null is still unset."""
+        self._assumed = values
 
     def get(self, *names: str, default: Any = None) -> Any:
         """A value as it is."""
         self._read.update(names)
-        values = (self._raw.get(name) for name in names)
+        found = self._assumed | self._raw
+        values = (found.get(name) for name in names)
         return next((value for value in values if value is not None), default)
 
     def has(self, name: str) -> bool:
@@ -125,5 +131,5 @@ class Keys:
     def error(self, names: tuple[str, ...], rule: str, value: object) -> ModelError:
         """The error for a value that breaks a rule."""
         given = [name for name in names if self._raw.get(name) is not None]
-        name = given[0] if given else names[0]
+        name = given[0] if given else " or ".join(names)
         return ModelError(f"config.json: {name} is {value!r}, but has to be {rule}")

@@ -90,6 +90,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "lacks.*factor"),
     ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "no number"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0"),
+    ({"rope_scaling": {"type": "su", "original_max_position_embeddings": 0}}, "lacks.*factor"),
     ({"rope_parameters": {"rope_type": "default", "twist": 2}}, "unknown.*twist"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ({"vocab_size": None}, "vocab_size is None"),

@@ -12,6 +12,7 @@ from gllm.models.spec import Attention, Layer, Model, Norm
 
 def cohere(keys: Keys) -> Model:
     """Both halves of a layer side by side behind one norm without bias; scaled logits."""
+    keys.assume(rope_theta=500_000.0)
     attention = _attention(keys)
     if keys.flag("use_qk_norm"):
         norms = _norm(keys, "self_attn.q_norm"), _norm(keys, "self_attn.k_norm")
@@ -21,15 +22,18 @@ def cohere(keys: Keys) -> Model:
 
 def cohere2(keys: Keys) -> Model:
     """Three layers with a window and rotations, then one that sees all and knows no positions."""
+    keys.assume(sliding_window=4096)
     attention = _attention(keys)
     pattern = keys.count("sliding_window_pattern", "_sliding_window_pattern", default=4)
     keys.only("use_qk_norm", False)
-    keys.skip("order_of_interleaved_layers", "rotary_pct", "position_embedding_type")
-    keys.only("use_embedding_sharing", True)
-    keys.only("use_gated_activation", True)
-    keys.only("use_parallel_block", True)
-    keys.only("use_parallel_embedding", False)
-    keys.skip("layer_switch", "cache_implementation")
+    keys.only("order_of_interleaved_layers", "local_attn_first")
+    keys.only("position_embedding_type", "rope_gptj")
+    keys.only("rotary_pct", 1)
+    keys.only("layer_switch", pattern)
+    for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block"):
+        keys.only(name, True)
+    # How the embedding was spread over devices; how the library caches.
+    keys.skip("use_parallel_embedding", "cache_implementation")
     count = keys.count("num_hidden_layers")
     windows = layer_windows(keys, [(layer + 1) % pattern != 0 for layer in range(count)])
     everywhere = replace(attention, rope=None)
@@ -47,7 +51,9 @@ def _attention(keys: Keys) -> Attention:
 def _model(keys: Keys, attentions: list[Attention]) -> Model:
     mlp, norm = gated_mlp(keys), _norm(keys, "input_layernorm")
     layers = [Layer(attention, mlp, norm, None, parallel=True) for attention in attentions]
-    model = decoder(keys, layers, tied=True, norm=_norm(keys, "model.norm"))
+    # Rotations reach further than the positions that files name.
+    longest = keys.count("model_max_length", "max_position_embeddings")
+    model = decoder(keys, layers, tied=True, norm=_norm(keys, "model.norm"), context_length=longest)
     scale = keys.number("logit_scale", default=0.0625)
     return replace(model, head=replace(model.head, scale=scale))
 

@@ -13,32 +13,40 @@ from gllm.models.spec import Experts, LatentAttention, Linear, Model
 
 def v2(keys: Keys) -> Model:
     """Experts by a softmax, from the best groups in the larger size."""
+    keys.assume(n_shared_experts=2, q_lora_rank=1536)
     limits = {"greedy": False, "group_limited_greedy": True}
     limited = keys.choice("topk_method", limits, "greedy")
     keys.only("scoring_func", "softmax")
     keys.only("norm_topk_prob", False)
     groups = keys.count("n_group", default=1), keys.count("topk_group", default=1)
     experts = _experts(keys, groups if limited else (1, 1))
-    return _model(keys, experts, dense=0)
+    return _model(keys, experts)
 
 
 def v3(keys: Keys) -> Model:
     """Experts by sigmoids, corrected for balance when they are picked."""
+    keys.assume(
+        first_k_dense_replace=3,
+        n_group=8,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        q_lora_rank=1536,
+        routed_scaling_factor=2.5,
+        topk_group=4,
+    )
     keys.only("topk_method", "noaux_tc")
     keys.only("scoring_func", "sigmoid")
     # Layers that predict further tokens, behind those of the model.
     keys.skip("num_nextn_predict_layers")
-    groups = keys.count("n_group", default=8), keys.count("topk_group", default=4)
-    normalize = keys.flag("norm_topk_prob", default=True)
     experts = _experts(
         keys,
-        groups,
+        (keys.count("n_group"), keys.count("topk_group")),
         scores="sigmoid",
-        normalize=normalize,
+        normalize=keys.flag("norm_topk_prob"),
         group_score="best two",
         correction="mlp.gate.e_score_correction_bias",
     )
-    return _model(keys, experts, dense=3)
+    return _model(keys, experts)
 
 
 def _experts(keys: Keys, groups: tuple[int, int], **options: object) -> Experts:
@@ -57,14 +65,14 @@ def _experts(keys: Keys, groups: tuple[int, int], **options: object) -> Experts:
     )
 
 
-def _model(keys: Keys, experts: Experts, dense: int) -> Model:
+def _model(keys: Keys, experts: Experts) -> Model:
     keys.only("moe_layer_freq", 1)
     keys.only("attention_bias", False)
     keys.only("mlp_bias", False)
     # What these models call heads of keys and values are those before the compression.
     keys.skip("num_key_value_heads", "head_dim", "qk_head_dim")
     attention, block = _attention(keys), gated_mlp(keys)
-    first = keys.get("first_k_dense_replace", default=dense)
+    first = keys.get("first_k_dense_replace", default=0)
     layers = [
         pre_norm(keys, attention, block if layer < first else experts)
         for layer in range(keys.count("num_hidden_layers"))

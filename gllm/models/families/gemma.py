@@ -20,6 +20,7 @@ from gllm.models.spec import Attention, Embedding, Layer, Model, Norm, Rope
 
 def gemma2(keys: Keys) -> Model:
     """Norms before and after each half, capped scores, a window in every other layer."""
+    keys.assume(head_dim=256, num_key_value_heads=4, sliding_window=4096)
     attention = replace(
         _attention(keys, None), softcap=keys.number("attn_logit_softcapping", default=50.0)
     )
@@ -33,11 +34,12 @@ def gemma2(keys: Keys) -> Model:
 def gemma3(keys: Keys) -> Model:
     """Normalised queries and keys; five layers with a window and a rotation of their own, then one
     without."""
+    keys.assume(head_dim=256, num_key_value_heads=4, rope_theta=1_000_000.0, sliding_window=4096)
     pattern = keys.count("sliding_window_pattern", "_sliding_window_pattern", default=6)
     keys.only("attn_logit_softcapping", None)
     count = keys.count("num_hidden_layers")
     windows = layer_windows(keys, [(layer + 1) % pattern != 0 for layer in range(count)])
-    everywhere = _attention(keys, {"theta": 1_000_000.0, "layer_type": "full_attention"})
+    everywhere = _attention(keys, {"layer_type": "full_attention"})
     everywhere = replace(
         everywhere,
         query_norm=_norm(keys, "self_attn.q_norm"),
@@ -61,7 +63,7 @@ def _local_rope(keys: Keys, head_dim: int) -> Rope:
 
 def _attention(keys: Keys, rope: dict[str, Any] | None) -> Attention:
     bias = keys.flag("attention_bias")
-    attention = attention_of(keys, rope, bias, bias, head_dim=256)
+    attention = attention_of(keys, rope, bias, bias)
     scalar = keys.number("query_pre_attn_scalar", default=256)
     return replace(attention, scale=scalar**-0.5)
 
@@ -81,6 +83,7 @@ def _model(keys: Keys, layers: list[Layer], final_cap: float | None) -> Model:
     keys.only("use_bidirectional_attention", False)
     # Older files have the activation under both names; the library follows hidden_activation.
     keys.skip("hidden_act", "cache_implementation")
+    keys.only("sliding_window_size", keys.get("sliding_window"))
     scale = keys.count("hidden_size") ** 0.5
     model = decoder(keys, layers, tied=True, norm=_norm(keys, "model.norm"))
     cap = keys.get("final_logit_softcapping", default=final_cap)

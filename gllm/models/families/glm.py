@@ -26,6 +26,7 @@ def glm4(keys: Keys) -> Model:
 
 
 def _layer(keys: Keys) -> Layer:
+    keys.assume(attention_bias=True, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7)
     rope = {"partial": 0.5, "interleaved": True}
-    attention = attention_of(keys, rope, qkv_bias=keys.flag("attention_bias"), head_dim=128)
+    attention = attention_of(keys, rope, qkv_bias=keys.flag("attention_bias"))
     return pre_norm(keys, attention, gated_mlp(keys, names=("gate_up_proj", "down_proj")))

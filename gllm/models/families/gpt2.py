@@ -17,6 +17,9 @@ def describe(keys: Keys) -> Model:
     longest = keys.count("n_positions", "n_ctx", default=1024)
     # How scores are computed in small types; here it is float32 always.
     keys.skip("reorder_and_upcast_attn")
+    # Of a tokenizer without special tokens.
+    keys.skip("predict_special_tokens")
+    keys.only("n_special", 0)
     keys.only("tie_word_embeddings", True)
     attention, mlp = _attention(keys, hidden), _mlp(keys, hidden)
     by_layer = keys.flag("scale_attn_by_inverse_layer_idx")

@@ -12,7 +12,8 @@ from gllm.models.spec import Model
 
 def describe(keys: Keys) -> Model:
     """Llama with a sliding window in every layer, where sliding_window is set."""
-    attention, mlp = attention_of(keys, kv_heads=8), gated_mlp(keys)
+    keys.assume(num_key_value_heads=8, sliding_window=4096)
+    attention, mlp = attention_of(keys), gated_mlp(keys)
     windows = layer_windows(keys, [True] * keys.count("num_hidden_layers"))
     layers = [pre_norm(keys, replace(attention, window=window), mlp) for window in windows]
     return decoder(keys, layers)

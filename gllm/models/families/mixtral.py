@@ -12,7 +12,8 @@ from gllm.models.spec import Experts, Linear, Model
 
 def describe(keys: Keys) -> Model:
     """Mistral with experts for feed-forward blocks, two of them for each token."""
-    attention = attention_of(keys, {"theta": 1_000_000.0}, kv_heads=8)
+    keys.assume(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
+    attention = attention_of(keys)
     experts = Experts(
         count=keys.count("num_local_experts", default=8),
         active=keys.count("num_experts_per_tok", default=2),

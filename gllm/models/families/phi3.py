@@ -12,6 +12,7 @@ from gllm.models.spec import Model
 
 def describe(keys: Keys) -> Model:
     """Llama with fused projections, and windows or stretched rotations in some sizes."""
+    keys.assume(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
     for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
         keys.only(name, False)
     for name in ("full_attn_mod", "interpolate_factor"):

@@ -13,6 +13,7 @@ from gllm.models.spec import Attention, Model
 
 def describe(keys: Keys) -> Model:
     """Queries and keys are normalised head by head instead of having biases."""
+    keys.assume(head_dim=128)
     attention, mlp = qwen3_attention(keys), gated_mlp(keys)
     return decoder(
         keys,
@@ -24,7 +25,7 @@ def qwen3_attention(keys: Keys) -> Attention:
     """Attention with normalised queries and keys, as the mixtures of experts have it too."""
     bias = keys.flag("attention_bias")
     return replace(
-        attention_of(keys, qkv_bias=bias, out_bias=bias, head_dim=128),
+        attention_of(keys, qkv_bias=bias, out_bias=bias),
         query_norm=rms_norm(keys, "self_attn.q_norm"),
         key_norm=rms_norm(keys, "self_attn.k_norm"),
     )

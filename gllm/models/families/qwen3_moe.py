@@ -12,5 +12,6 @@ from gllm.models.spec import Model
 
 def describe(keys: Keys) -> Model:
     """Qwen3 with experts, none of them shared by all tokens."""
+    keys.assume(num_key_value_heads=4)
     experts = qwen_experts(keys, default=128)
     return decoder(keys, sparse_layers(keys, qwen3_attention(keys), experts))
