@@ -113,6 +113,60 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(folder: Path) -> None:
     executor.load(folder, lambda done, total: None)
 
 
+def logits_of(folder: Path) -> torch.Tensor:
+    pipeline = Pipeline(folder, 2)
+    pipeline.add(1, [3, 4, 5])
+    return pipeline.logits(pipeline.plan([pipeline.row(1, 3)]))[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix"), [("gpt2", "transformer."), ("bloom", "transformer."), ("opt", "model.")]
+)
+def test_names_without_their_prefix(family: str, prefix: str, tmp_path: Path) -> None:
+    """As these models' first files have them."""
+    folder = save(family, tmp_path)
+    wanted = logits_of(folder)
+    path = folder / "model.safetensors"
+    stored = {name.removeprefix(prefix): tensor for name, tensor in load_file(path).items()}
+    assert not any(name.startswith(prefix) for name in stored)
+    save_file(stored, path)
+    assert torch.equal(logits_of(folder), wanted)
+
+
+def test_masks_of_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
+    folder = save("gpt2", tmp_path)
+    wanted = logits_of(folder)
+    for layer in range(4):
+        for buffer in ("bias", "masked_bias"):
+            name = f"transformer__h__{layer}__attn__{buffer}"
+            change(folder, **{name: torch.ones(1, 1, 8, 8)})
+    assert torch.equal(logits_of(folder), wanted)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi4", "falcon-7b", "cohere", "opt"])
+def test_a_second_copy_of_a_tied_head_is_ignored(family: str, tmp_path: Path) -> None:
+    """As files have it that were saved without regard to sharing."""
+    folder = save(family, tmp_path)
+    wanted = logits_of(folder)
+    change(folder, lm_head__weight=torch.zeros(131, 48))
+    assert torch.equal(logits_of(folder), wanted)
+
+
+def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
+    """DeepSeek V3 has one more layer in its files than the model has."""
+    folder = save("deepseek-v3", tmp_path)
+    wanted, whole = logits_of(folder), load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    change(
+        folder,
+        model__layers__4__eh_proj__weight=torch.ones(48, 96),
+        model__layers__4__self_attn__o_proj__weight=torch.ones(48, 60),
+    )
+    assert torch.equal(logits_of(folder), wanted)
+    assert load(folder) == whole
+
+
 def test_quantized_tensor_is_refused(folder: Path) -> None:
     change(folder, model__norm__weight=torch.ones(48, dtype=torch.int8))
     with pytest.raises(ModelError, match="quantized"):
