@@ -2,8 +2,8 @@
 prompts against the original's way of putting them together.
 
 Two small models, trained by SentencePiece 0.2.3 on this project's documents and a few Chinese
-sentences: one that takes texts as they are, as ChatGLM3's does, and one that replaces characters and
-squeezes spaces.
+sentences: one that takes texts as they are, as ChatGLM3's does, and one that replaces characters
+and squeezes spaces.
 """
 
 import json

@@ -1,0 +1,149 @@
+"""Routing and experts against a token at a time, written plainly."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gllm.kernels.activation import gate
+from gllm.kernels.experts import Routing, route, run_experts
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def picked(logits: list[float], routing: Routing, correction: list[float]) -> dict[int, float]:
+    """Weights by expert for one token, in Python's own numbers."""
+    count = len(logits)
+    total = sum(math.exp(x) for x in logits)
+    scores = [sigmoid(x) if routing.sigmoid else math.exp(x) / total for x in logits]
+    picking = [score + extra for score, extra in zip(scores, correction, strict=True)]
+    size = count // routing.groups
+    groups = [range(g * size, (g + 1) * size) for g in range(routing.groups)]
+
+    def judged(group: range) -> float:
+        best = sorted((picking[e] for e in group), reverse=True)
+        return sum(best[: 2 if routing.best_two else 1])
+
+    allowed = [e for group in sorted(groups, key=judged)[-routing.active_groups :] for e in group]
+    chosen = sorted(allowed, key=lambda e: picking[e])[-routing.active :]
+    norm = sum(scores[e] for e in chosen) if routing.normalize else 1.0
+    return {e: routing.scale * scores[e] / norm for e in chosen}
+
+
+routings = st.builds(
+    Routing,
+    active=st.integers(1, 4),
+    sigmoid=st.booleans(),
+    normalize=st.booleans(),
+    scale=st.sampled_from([1.0, 2.5]),
+    groups=st.sampled_from([1, 2, 4]),
+    active_groups=st.integers(1, 4),
+    best_two=st.booleans(),
+)
+"""For 16 experts: the smallest choice of groups, one of four, still has four to pick."""
+
+
+def distinct_logits(tokens: int, seed: int) -> Tensor:
+    """[tokens, 16]: no two alike in a row, so that there is one right choice."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks = torch.stack([torch.randperm(16, generator=generator) for _ in range(tokens)])
+    return ranks * 0.37 - 3 + torch.rand(tokens, 1, generator=generator)
+
+
+@settings(max_examples=150, deadline=None)
+@given(routings, st.integers(1, 5), st.booleans(), st.integers(0, 2**31))
+def test_routing_matches_a_token_at_a_time(
+    routing: Routing, tokens: int, corrected: bool, seed: int
+) -> None:
+    logits = distinct_logits(tokens, seed)
+    correction = (
+        torch.rand(16, generator=torch.Generator().manual_seed(seed)) if corrected else None
+    )
+    experts, weights = route(logits, routing, correction)
+    assert experts.shape == weights.shape == (tokens, routing.active)
+    extra = [0.0] * 16 if correction is None else correction.tolist()
+    for row, chosen, shares in zip(logits, experts.tolist(), weights.tolist(), strict=True):
+        wanted = picked(row.tolist(), routing, extra)
+        assert dict(zip(chosen, shares, strict=True)) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_correction_picks_but_does_not_weigh() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    routing = Routing(active=1, sigmoid=True, normalize=False, scale=1.0)
+    experts, weights = route(logits, routing, torch.tensor([5.0, 0.0, 0.0]))
+    assert (experts.item(), weights.item()) == (0, 0.5)
+
+
+def test_groups_are_judged_by_their_best_or_their_best_two() -> None:
+    """The first group has the best expert, the second the better pair."""
+    logits = torch.tensor([[4.0, -4.0, 1.0, 1.5]])
+    for best_two, wanted in ((False, 0), (True, 3)):
+        routing = Routing(1, True, False, 1.0, groups=2, active_groups=1, best_two=best_two)
+        assert route(logits, routing, None)[0].item() == wanted
+
+
+def test_half_precision_logits_are_routed_in_float32() -> None:
+    routing = Routing(active=2, sigmoid=False, normalize=True, scale=1.0)
+    _, weights = route(torch.randn(3, 8).bfloat16(), routing, None)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.sum(-1), torch.ones(3))
+
+
+def made(seed: int, tokens: int) -> tuple[Tensor, ...]:
+    """x, experts, weights, up and down of 5 experts, two of them for each token."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 6, generator=generator)
+    scores = torch.rand(tokens, 5, generator=generator)
+    weights, experts = scores.topk(2, dim=-1)
+    up = torch.randn(5, 8, 6, generator=generator)
+    return x, experts, weights, up, torch.randn(5, 6, 4, generator=generator)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 12), st.sampled_from(["silu", "gelu", "relu"]))
+def test_experts_match_a_token_at_a_time(seed: int, tokens: int, activation: str) -> None:
+    x, experts, weights, up, down = made(seed, tokens)
+    wanted = torch.zeros_like(x)
+    for token in range(tokens):
+        for expert, weight in zip(experts[token].tolist(), weights[token].tolist(), strict=True):
+            inner = gate(activation, (up[expert] @ x[token])[None])[0]
+            wanted[token] += weight * (down[expert] @ inner)
+    actual = run_experts(x, experts, weights, up, down, activation)
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.lists(st.integers(1, 7), min_size=2, max_size=4))
+def test_tokens_do_not_change_each_other(seed: int, counts: list[int]) -> None:
+    """Whole or in parts a batch gives the same, but for the rounding of products."""
+    x, experts, weights, up, down = made(seed, sum(counts))
+    whole = run_experts(x, experts, weights, up, down, "silu")
+    ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    parts = [
+        run_experts(x[a:b], experts[a:b], weights[a:b], up, down, "silu") for a, b in pairwise(ends)
+    ]
+    torch.testing.assert_close(whole, torch.cat(parts), rtol=1e-5, atol=1e-5)
+
+
+def test_a_bad_token_spoils_no_other() -> None:
+    x, experts, weights, up, down = made(3, 6)
+    wanted = run_experts(x, experts, weights, up, down, "silu")
+    x[2] = math.nan
+    actual = run_experts(x, experts, weights, up, down, "silu")
+    others = [0, 1, 3, 4, 5]
+    torch.testing.assert_close(actual[others], wanted[others], rtol=1e-5, atol=1e-5)
+    assert actual[2].isnan().all()
+
+
+def test_parts_are_added_in_float32() -> None:
+    x, experts, weights, up, down = made(5, 9)
+    wanted = run_experts(x, experts, weights, up, down, "silu")
+    half = run_experts(x.bfloat16(), experts, weights, up.bfloat16(), down.bfloat16(), "silu")
+    assert half.dtype == torch.bfloat16
+    assert ((half - wanted).norm() / wanted.norm()).item() < 0.02
