@@ -1,8 +1,10 @@
-"""The README is true: its tree names what there is, its table has every flag."""
+"""The README is true: its tree names what there is, its table has every flag. So is the table of
+families."""
 
 import re
 from pathlib import Path
 
+from gllm.models.registry import ARCHITECTURES
 from gllm.serve import parser
 
 ROOT = Path(__file__).parents[1]
@@ -48,3 +50,10 @@ def test_every_flag_is_in_the_table() -> None:
     shown = {flag for row in rows for flag in re.findall(r"`(--[a-z-]+)`", row)}
     actions = (a for a in parser()._actions if a.dest not in ("help", "version"))
     assert shown == {flag for action in actions for flag in action.option_strings}
+
+
+def test_every_architecture_is_in_the_table() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = text.split("## What is refused")[0].splitlines()
+    first = (row.split(" | ")[0] for row in rows if row.startswith("| `"))
+    assert {name for cell in first for name in re.findall(r"`(\w+)`", cell)} == set(ARCHITECTURES)
