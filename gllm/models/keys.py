@@ -31,14 +31,24 @@ HARMLESS = {
     *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "task_specific_params"),
     # Of the training's loss and of how it was distributed.
     *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha"),
-    *("seq_aux", "ep_size", "pretraining_tp", "z_loss_weight"),
+    *("seq_aux", "ep_size", "pretraining_tp", "z_loss_weight", "finetuning_task", "tf_legacy_loss"),
+    # Of generation, which has a file of its own today.
+    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p"),
+    *("repetition_penalty", "length_penalty", "diversity_penalty", "num_beams", "num_beam_groups"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences"),
+    *("early_stopping", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("exponential_decay_length_penalty", "remove_invalid_values", "output_scores"),
+    *("return_dict_in_generate",),
 }
 """Keys that change nothing of what is computed here."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
     "is_encoder_decoder": (False, None),
+    "pruned_heads": ({}, None),
     "quantization_config": (None,),
+    "tie_encoder_decoder": (False, None),
     "use_mrope": (False, None),
 }
 """Keys that any file may have, with the values that are implemented."""

@@ -74,5 +74,5 @@ def _check(keys: Keys) -> None:
     # Divides scores by the layer's number and multiplies them by it again.
     keys.skip("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "prefix_projection")
     keys.skip("fp32_residual_connection", "bias_dropout_fusion", "classifier_dropout")
-    keys.skip("vocab_size", "max_length")
+    keys.skip("vocab_size")
     keys.only("num_hidden_layers", keys.count("num_layers"))
