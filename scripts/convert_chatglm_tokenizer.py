@@ -69,7 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Convert the folder that the command line names."""
     parser = argparse.ArgumentParser(description="ChatGLM3's tokenizer.model to tokenizer.json")
     parser.add_argument("folder", type=Path, help="has tokenizer.model, gets the other files")
-    convert(parser.parse_args(arguments).folder)
+    try:
+        convert(parser.parse_args(arguments).folder)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 def convert(folder: Path) -> None:

@@ -37,8 +37,9 @@ def test_mean_and_variance_are_taken_in_float32(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(rounded.float(), wanted, rtol=0.02, atol=0.02)
 
 
-def test_epsilon_is_below_the_root() -> None:
+@pytest.mark.parametrize("shape", [(2,), (1, 2)], ids=["one scale", "each head's"])
+def test_epsilon_is_below_the_root(shape: tuple[int, ...]) -> None:
     x = torch.tensor([[1e-3, -1e-3]])
     wanted = 1e-3 / (1e-6 + 1e-2) ** 0.5
-    actual = layer_norm(x, torch.ones(2), None, 1e-2)
+    actual = layer_norm(x, torch.ones(shape), None, 1e-2)
     torch.testing.assert_close(actual, torch.tensor([[wanted, -wanted]]))

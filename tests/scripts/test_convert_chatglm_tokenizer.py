@@ -110,6 +110,14 @@ def test_other_keys_stay(folders: dict[str, Path]) -> None:
     assert set(config) == {"tokenizer_class", "padding_side", "chat_template", "eos_token"}
 
 
+def test_a_folder_without_a_model_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert "tokenizer.model" in capsys.readouterr().err
+
+
 def test_merges_make_better_pieces_first() -> None:
     pieces, _ = parse(content("identity"))
     ranks = {piece.text: i for i, piece in enumerate(pieces)}
