@@ -46,13 +46,14 @@ def rope_of(
     head_dim: int,
     interleaved: bool = False,
     partial: float | None = None,
-    theta: float = 10_000.0,
+    theta: float | None = None,
     layer_type: str | None = None,
 ) -> Rope:
     """From `rope_parameters`, or from `rope_scaling` and `rope_theta` as older files have it.
 
     `partial`: share of a head that is rotated, where the file does not say (None: the family always
-    rotates all); `layer_type`: which of `rope_parameters`, where each type of layer has its own.
+    rotates all); `theta`: where the object does not say, instead of `rope_theta`; `layer_type`:
+    which of `rope_parameters`, where each type of layer has its own.
     """
     given: Any = keys.get("rope_scaling", "rope_parameters", default={})
     if layer_type is not None and layer_type in given:
@@ -62,7 +63,7 @@ def rope_of(
     given = {key: value for key, value in given.items() if value is not None}
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
-    theta = given.pop("rope_theta", keys.number("rope_theta", default=theta))
+    theta = given.pop("rope_theta", theta or keys.number("rope_theta", default=10_000.0))
     share = given.pop("partial_rotary_factor", keys.get("partial_rotary_factor", default=partial))
     if partial is None and share not in (None, 1):
         raise ModelError(f"config.json: partial_rotary_factor {share!r} is not implemented here")

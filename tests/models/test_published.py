@@ -136,6 +136,20 @@ def test_layers_with_a_window_rotate_in_their_own_way() -> None:
     assert thetas == [50_000.0, None]
 
 
+def test_local_rotations_do_not_follow_the_global_theta() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    nested = {"sliding_attention": {"rope_type": "default"}, "full_attention": scaling}
+    for raw in (
+        PUBLISHED["gemma-3-1b-it"] | {"rope_scaling": scaling},
+        PUBLISHED["gemma-3-1b-it"] | {"rope_scaling": None, "rope_parameters": nested},
+    ):
+        nearby, everywhere = (layer.attention.rope for layer in read(raw).layers[4:6])
+        assert nearby is not None
+        assert everywhere is not None
+        assert (nearby.kind, nearby.theta) == ("default", 10_000.0)
+        assert (everywhere.kind, everywhere.theta) == ("linear", 1_000_000.0)
+
+
 def test_scales_and_caps() -> None:
     gemma = read(PUBLISHED["gemma-2-9b"])
     assert (grouped(gemma).softcap, gemma.head.softcap) == (50.0, 30.0)

@@ -11,7 +11,7 @@ from gllm.models.spec import Model
 
 
 def describe(keys: Keys) -> Model:
-    """Llama with a sliding window in every layer, where sliding_window is set."""
+    """Llama with a sliding window in every layer, unless sliding_window is null."""
     keys.assume(num_key_value_heads=8, sliding_window=4096)
     attention, mlp = attention_of(keys), gated_mlp(keys)
     windows = layer_windows(keys, [True] * keys.count("num_hidden_layers"))
