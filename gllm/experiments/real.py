@@ -47,6 +47,36 @@ async def serve_jobs(
     )
 
 
+class Turns:
+    """Engines side by side of which one works at a time, one after the other in a circle: what a
+    shared machine does meanwhile falls on all of them alike.
+
+    A context for each turn. Nobody begins before all have started.
+    """
+
+    def __init__(self, engines: int) -> None:
+        self._started = asyncio.Barrier(engines)
+        self._lock = asyncio.Lock()  # first come, first served
+
+    async def start(self) -> None:
+        """Wait for all engines to be there."""
+        await self._started.wait()
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+async def serve_in_turns(engine: Engine, workloads: list[list[Job]], turns: Turns) -> None:
+    """Serve workloads, each in a turn of its own."""
+    await turns.start()
+    for seed, jobs in enumerate(workloads):
+        async with turns:
+            await serve_jobs(engine, jobs, seed)
+
+
 async def logged_run(
     config: EngineConfig, work: Callable[[Engine], Awaitable[None]]
 ) -> list[Event]:
