@@ -74,7 +74,7 @@ class Scheduled:
         for executor, batch in zip(self.executors, batches, strict=True):
             hidden = executor.compute(batch, hidden)
         assert hidden is not None
-        sampled = self.executors[-1].sample(batches[-1], hidden)
+        sampled, _ = self.executors[-1].sample(batches[-1], hidden)
         outcome = self.scheduler.commit(StepResult(plan.step, sampled))
         for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
             self.generated.setdefault(seq, []).append(token)
