@@ -199,8 +199,8 @@ class Engine:
 
     def _token_sequences(self, words: tuple[str, ...]) -> Words:
         """What the model may write the words with: each alone and behind a space."""
-        bare = [word.removeprefix(" ") for word in words]
-        texts = {text for word in bare for text in (word, " " + word)}
+        bare = {word.removeprefix(" ") for word in words}
+        texts = bare | {" " + word for word in bare}
         found = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         vocabulary = self.model.vocab_size
         return tuple(sorted({ids for ids in found if ids and max(ids) < vocabulary}))
@@ -365,11 +365,12 @@ def _sampling(params: SamplingParams, stop_ids: set[int], bad_words: Words) -> S
 
 
 def _delta(choice: int, piece: Piece, text: TextStream, params: SamplingParams) -> Delta:
-    """A piece as text. A token that ends the choice is counted, but is no part of the text."""
+    """A piece as text. A token that ends the choice is counted, but is no part of the text unless
+    the request asks for what stopped it."""
     end, tokens = piece.end, piece.tokens
-    hidden = end is not None and end.stop_token is not None
-    hidden = hidden and not params.include_stop_str_in_output
-    shown, used, stop = text.push(tokens[:-1] if hidden else tokens)
+    stopped_by_token = end is not None and end.stop_token is not None
+    hides_last = stopped_by_token and not params.include_stop_str_in_output
+    shown, used, stop = text.push(tokens[:-1] if hides_last else tokens)
     first = piece.first or First(0, 0, 0.0)
     made = Delta(
         choice,

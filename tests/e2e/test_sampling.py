@@ -124,6 +124,23 @@ def test_allowed_tokens_and_bias(server: Server) -> None:
     assert len(set(choice["token_ids"])) == 4
 
 
+def test_what_stopped_is_shown_where_asked(server: Server) -> None:
+    fields = {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+    (plain,) = ask(server, **fields)
+    stop = plain["text"][4:6]
+    (cut,) = ask(server, **fields, stop=stop)
+    (kept,) = ask(server, **fields, stop=stop, include_stop_str_in_output=True)
+    assert kept["text"] == cut["text"] + stop
+    assert kept["token_ids"] == cut["token_ids"]
+    assert kept["logprobs"]["tokens"] == plain["logprobs"]["tokens"][: len(kept["token_ids"])]
+    (same,) = ask(server, **fields, allowed_token_ids=[77, 78], stop_token_ids=[77, 78])
+    assert same["text"] == ""
+    asked = {"stop_token_ids": [77, 78], "include_stop_str_in_output": True}
+    (shown,) = ask(server, **fields, allowed_token_ids=[77, 78], **asked)
+    assert shown["token_ids"] == same["token_ids"] == [shown["stop_reason"]]
+    assert shown["text"] == shown["logprobs"]["tokens"][0] != ""
+
+
 def test_impossible_bans_end_one_request(server: Server) -> None:
     body = {"prompt": PROMPT, "allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 2}
     status, answer = server.post(PATH, body)
