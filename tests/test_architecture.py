@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.models", "gllm.runtime"),
         *("gllm.scheduler", "gllm.text", "tqdm", "zmq"),
     },
-    "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "tqdm"},
+    "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "tqdm"},
     "gllm.frontend": {
         *("gllm", "gllm.config", "gllm.engine_api", "gllm.frontend", "gllm.messages"),
         *("gllm.metrics", "gllm.text", "aiohttp", "msgspec", "prometheus_client"),
