@@ -44,7 +44,7 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 def parse_slo(text: str) -> tuple[str, float]:
     """A latency and its limit in milliseconds from 'ttft:200'. Raises ValueError."""
     name, _, limit = text.partition(":")
-    if name not in ("ttft", "tpot", "e2el") or not float(limit) > 0:
+    if name not in ("ttft", "tpot", "e2el") or not float(limit or 0) > 0:
         raise ValueError(f"{text} is not as ttft:200, tpot:50 or e2el:3000")
     return name, float(limit)
 

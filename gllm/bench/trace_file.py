@@ -48,6 +48,8 @@ def _objects(lines: Iterable[str]) -> Iterable[Any]:
 
 
 def _row(row: Any) -> Row:
+    if not isinstance(row, dict):
+        raise ValueError("not an object")
     prompt = row["prompt"] if row.get("prompt") else int(row["prompt_tokens"])
     output = int(row["output_tokens"])
     arrival = row.get("arrival_s")

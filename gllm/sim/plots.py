@@ -131,7 +131,8 @@ def plot_distributions(lines: Sequence[Timeline], caption: str, path: str | Path
 
     Raises ImportError without matplotlib, ValueError for another suffix, OSError as open does.
     """
-    titles = ("time to first token", "time per output token", "inter-token latency", "end-to-end")
+    titles = ["time to first token", "time per output token"]
+    titles += ["inter-token latency", "end-to-end latency"]
     with _picture(path, 5.4) as figure:
         figure.suptitle(f"{caption}: {len(lines)} requests", fontsize=10)
         places = figure.subplots(2, 2, squeeze=False).flat
