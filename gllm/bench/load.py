@@ -1,7 +1,7 @@
 """The load: when which request is sent, and what it says.
 
 Owns arrivals, lengths and the content of made-up prompts. Knows nothing of servers. The same seed
-gives the same load; made-up prompts are drawn apart, so that no prefix cache helps with them.
+gives the same load; each made-up prompt is drawn anew, so that no prefix cache helps with it.
 """
 
 import math
@@ -26,7 +26,7 @@ class Planned(NamedTuple):
     """A request to be sent."""
 
     arrival: float
-    """Seconds from the beginning."""
+    """Seconds from the first request's."""
     prompt: str | list[int]
     prompt_tokens: int
     """As far as can be told without the model's tokenizer: words of a text."""
@@ -51,6 +51,8 @@ def planned_load(config: ServeConfig, vocab_size: int) -> list[Planned]:
             raise ValueError(f"{config.load.workload}: chat takes text, but a prompt is token ids")
         length = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         load.append(Planned(time * config.scale_time, prompt, length, row.output))
+    begin = min(planned.arrival for planned in load)
+    load = [planned._replace(arrival=planned.arrival - begin) for planned in load]
     return sorted(load, key=lambda planned: planned.arrival)
 
 

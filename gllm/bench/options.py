@@ -125,6 +125,10 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"base_url is {self.base_url}, but has to begin with http:// or https://"
+            )
         above_zero = ("request_rate", "burstiness", "ready_timeout", "request_timeout")
         for name in above_zero:
             if not getattr(self, name) > 0:

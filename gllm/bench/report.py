@@ -122,14 +122,24 @@ def report_lines(
         ("Peak concurrent requests:", float(figures["max_concurrent_requests"])),
         ("Total token throughput (tok/s):", figures["total_token_throughput"]),
     ]
-    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *(_row(*row) for row in rows)]
-    for name in metrics:
-        lines.append(f"{TITLES[name]:-^{WIDTH}}")
-        wanted = {"Mean": "mean", "Median": "median"}
-        wanted |= {f"P{percent:g}": f"p{percent:g}" for percent in percents}
-        for word, key in wanted.items():
-            lines.append(_row(f"{word} {name.upper()} (ms):", figures[f"{key}_{name}_ms"]))
-    return [*lines, "=" * WIDTH]
+    return [
+        f"{' Serving Benchmark Result ':=^{WIDTH}}",
+        *(_row(*row) for row in rows),
+        *(line for name in metrics for line in _latency_lines(figures, name, percents)),
+        "=" * WIDTH,
+    ]
+
+
+def _latency_lines(figures: dict[str, Any], name: str, percents: Sequence[float]) -> list[str]:
+    wanted = {"Mean": "mean", "Median": "median"}
+    wanted |= {f"P{percent:g}": f"p{percent:g}" for percent in percents}
+    return [
+        f"{TITLES[name]:-^{WIDTH}}",
+        *(
+            _row(f"{word} {name.upper()} (ms):", figures[f"{key}_{name}_ms"])
+            for word, key in wanted.items()
+        ),
+    ]
 
 
 def _row(label: str, value: float) -> str:

@@ -54,6 +54,9 @@ def main(argv: list[str]) -> int:
     except ServerError as error:
         print(f"gllm bench serve: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        # Before the load: there is nothing to tell.
+        return 130
     except (ValueError, OSError, ImportError) as error:
         print(f"gllm bench serve: {error}", file=sys.stderr)
         return 2

@@ -51,6 +51,8 @@ def _row(row: Any) -> Row:
     if not isinstance(row, dict):
         raise ValueError("not an object")
     prompt = row["prompt"] if row.get("prompt") else int(row["prompt_tokens"])
+    if not isinstance(prompt, int | str | list):
+        raise ValueError("a prompt that is neither text nor ids")
     output = int(row["output_tokens"])
     arrival = row.get("arrival_s")
     if output < 1 or (isinstance(prompt, int) and prompt < 1):

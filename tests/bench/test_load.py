@@ -93,8 +93,8 @@ def test_json_lines(tmp_path: Path) -> None:
     config = ServeConfig(load=LoadConfig(str(file)), arrivals="replay")
     planned = planned_load(config, 10)
     assert planned[:2] == [
-        Planned(0.5, [3, 1, 2], 3, 8),
-        Planned(1.5, "Tell me a story", 4, 7),
+        Planned(0.0, [3, 1, 2], 3, 8),
+        Planned(1.0, "Tell me a story", 4, 7),
     ]
     assert (len(planned[2].prompt), planned[2].output_tokens) == (4, 9)
     with pytest.raises(ValueError, match="only `gllm bench serve`"):
@@ -119,6 +119,7 @@ def test_csv(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt_tokens": 3}', "request 1.*output_tokens"),
         ("a.jsonl", '{"prompt_tokens": 3, "output_tokens": 1}\n[]', "request 2"),
         ("a.jsonl", "nothing", "request 1"),
+        ("a.jsonl", '{"prompt": 1.5, "output_tokens": 1}', "neither text nor ids"),
         ("a.jsonl", '{"prompt_tokens": 0, "output_tokens": 1}', "below 1"),
         ("a.csv", "prompt_tokens,output_tokens\n3,x\n", "request 1"),
     ],
@@ -143,6 +144,7 @@ def test_a_bad_file_is_named_with_its_line(
         ({"max_concurrency": 0}, "max_concurrency is 0"),
         ({"arrivals": "poisson"}, "neither burst:SIZE nor replay"),
         ({"endpoint": "/v1/chat/completions", "prompt_kind": "ids"}, "chat takes text"),
+        ({"base_url": "127.0.0.1:8000"}, "base_url is 127.0.0.1:8000"),
         ({"num_warmups": -1}, "num_warmups is -1"),
         ({"scale_time": -1.0}, "scale_time is -1"),
     ],
