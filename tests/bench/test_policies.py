@@ -1,9 +1,10 @@
 """The benchmark of policies: its figures on a run whose figures are known."""
 
-from benchmarks.policies import BASE, POLICIES, Evenness, evenness, table, verdict
+from benchmarks.policies import BASE, POLICIES, Evenness, evenness, measure, table, verdict
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline, simulate
-from gllm.sim.workload import make_jobs
+from gllm.sim.run import Run
+from gllm.sim.workload import Job, make_jobs
 
 
 def times(base: Evenness, factor: float) -> Evenness:
@@ -13,26 +14,33 @@ def times(base: Evenness, factor: float) -> Evenness:
     )
 
 
-def test_evenness_and_its_table() -> None:
-    figures = {}
-    for policy in POLICIES:
-        scheduler = SchedulerConfig(policy=policy)
-        deployment = roofline("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=scheduler)
-        run, _ = simulate(deployment, make_jobs("uniform:16,400,16,60", 60, 20.0))
-        figures[policy] = evenness(run)
-        assert figures[policy].steps == len(run.steps)
-        assert figures[policy].tokens * len(run.steps) == sum(s.work.tokens for s in run.steps)
-        assert figures[policy].local_variation <= figures[policy].decodes_variation
+def serve(policy: str, jobs: list[Job]) -> tuple[Run, list[list[int]]]:
+    scheduler = SchedulerConfig(policy=policy)
+    run, _ = simulate(roofline("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=scheduler), jobs)
+    return run, [[1, 2], [3]]
+
+
+def test_figures_are_those_of_all_micro_batches() -> None:
+    run, _ = serve("sarathi", make_jobs("uniform:16,400,16,60", 60, 20.0))
+    figures = evenness(run)
+    assert figures.steps == len(run.steps)
+    assert figures.tokens * len(run.steps) == sum(step.work.tokens for step in run.steps)
+    assert figures.local_variation <= figures.decodes_variation
+
+
+def test_policies_side_by_side() -> None:
+    measured = measure(serve, 0.7, 40, 2)
+    assert len(measured.capacities) == 2
     # What the policies are for: sarathi lumps decodes, throttle does not.
+    figures = measured.figures
     assert figures["throttle"].local_variation < figures[BASE].local_variation / 2
+    assert table(measured).count("| yes") == len(POLICIES)
+    measured.outputs["balance"].add(b"other")
+    changed = table(measured).splitlines()
+    assert [row.split()[1] for row in changed if "**no**" in row] == ["balance"]
 
-    outputs = {policy: {b"equal"} for policy in POLICIES}
-    assert table(figures, outputs).count("| yes") == len(POLICIES)
-    changed = table(figures, outputs | {"balance": {b"equal", b"other"}})
-    assert [row.split()[1] for row in changed.splitlines() if "**no**" in row] == ["balance"]
 
-    base = figures[BASE]
-    met = times(base, 0.5)
-    assert verdict(figures | {"throttle": met}).count("(met)") == 2
-    missed = times(base, 0.51)
-    assert verdict(figures | {"throttle": missed}).count("**missed**") == 2
+def test_the_verdict() -> None:
+    base = evenness(serve(BASE, make_jobs("uniform:16,400,16,60", 20, 20.0))[0])
+    for factor, word in ((0.5, "(met)"), (0.51, "**missed**")):
+        assert verdict({BASE: base, "throttle": times(base, factor)}).count(word) == 2
