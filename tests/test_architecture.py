@@ -52,6 +52,10 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.config", "gllm.engine", "gllm.experiments", "gllm.models", "gllm.scheduler"),
         *("gllm.sim", "gllm.step_log", "tqdm"),
     },
+    "gllm.bench": {
+        *("gllm.bench", "gllm.config", "gllm.engine", "gllm.experiments", "gllm.metrics"),
+        *("gllm.scheduler", "gllm.sim", "aiohttp", "matplotlib", "msgspec", "tqdm", "uvloop"),
+    },
     "gllm.chat": set(),
     "gllm.cli": {"gllm"},
 }
@@ -107,7 +111,7 @@ def test_the_check_finds_what_does_not_belong() -> None:
 
 LIGHT = (
     *("gllm.scheduler.scheduler", "gllm.frontend.app", "gllm.engine", "gllm.serve", "gllm.chat"),
-    *("gllm.sim.deployment", "gllm.sim.report", "gllm.sim.workload"),
+    *("gllm.sim.deployment", "gllm.sim.report", "gllm.sim.workload", "gllm.bench.serve"),
 )
 HEAVY = {"torch", "transformers", "sklearn", "matplotlib"}
 

@@ -23,26 +23,30 @@ LOG_SECONDS = 1.2
 
 async def serve_jobs(
     engine: Engine, jobs: list[Job], seed: int = 0, served: Callable[[], None] = lambda: None
-) -> None:
-    """Send every job at its time and wait for all; `served` is called after each.
+) -> list[list[int]]:
+    """Send every job at its time and wait for all; the tokens of each output.
 
-    Prompts are random tokens, outputs have exactly the job's length.
+    Prompts are random tokens, outputs have exactly the job's length and are greedy. `served` is
+    called after each. Raises RuntimeError where a request fails.
     """
     rng = random.Random(seed)
     loop = asyncio.get_running_loop()
     begin = loop.time()
 
-    async def serve_one(job: Job, prompt: list[int]) -> None:
+    async def serve_one(job: Job, prompt: list[int]) -> list[int]:
         await asyncio.sleep(begin + job.arrival - loop.time())
         params = SamplingParams(temperature=0, max_tokens=job.output, ignore_eos=True)
+        tokens: list[int] = []
         async with aclosing(engine.generate(prompt, params)) as deltas:
             async for delta in deltas:
                 if delta.error:
                     raise RuntimeError(f"a request failed: {delta.error}")
+                tokens += delta.token_ids
         served()
+        return tokens
 
     prompts = [rng.choices(range(engine.model.vocab_size), k=job.prompt) for job in jobs]
-    await asyncio.gather(
+    return await asyncio.gather(
         *(serve_one(job, tokens) for job, tokens in zip(jobs, prompts, strict=True))
     )
 
