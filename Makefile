@@ -7,7 +7,9 @@ STAMP := .venv/.ready
 
 setup: $(STAMP)
 
-$(STAMP): requirements.txt requirements-sim.txt requirements-dev.txt setup.py
+NATIVE := $(wildcard gllm/kernels/native/*.cpp gllm/kernels/native/*.h)
+
+$(STAMP): requirements.txt requirements-sim.txt requirements-dev.txt setup.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gllm needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv

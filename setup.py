@@ -1,16 +1,39 @@
-"""Packaging of gllm: run-time needs, extras, the console script."""
+"""Packaging of gllm: run-time needs, extras, the console script, compiled kernels for CPUs."""
 
+import platform
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
+NATIVE = Path("gllm/kernels/native")
+FLAVORS = {"portable": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    FLAVORS["avx2"] = ["-mavx2", "-mfma"]
+    FLAVORS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
+    FLAVORS["avx512"] += ["-mfma", "-mprefer-vector-width=512"]
 
 
 def names(file: str) -> list[str]:
     """Package names of a pinned requirements file, without the pins: those are for `make setup`."""
     lines = (ROOT / file).read_text().splitlines()
     return [line.split("==")[0] for line in lines if line and not line.startswith("#")]
+
+
+def native(flavor: str, flags: list[str]) -> Extension:
+    """One build of the compiled kernels. Where there is no compiler gllm does without."""
+    return Extension(
+        f"gllm.kernels.native._{flavor}",
+        sources=[str(NATIVE / name) for name in ("attention.cpp", "elementwise.cpp")],
+        depends=[str(NATIVE / name) for name in ("multiply.h", "simd.h")],
+        # Units and their parts share memory; vectors are passed between inlined functions only.
+        extra_compile_args=[
+            *("-std=c++17", "-O3", "-fopenmp", "-fno-strict-aliasing", "-ffp-contract=fast"),
+            *("-fno-math-errno", "-Wno-psabi", *flags),
+        ],
+        extra_link_args=["-fopenmp"],
+        optional=True,
+    )
 
 
 setup(
@@ -22,7 +45,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["gllm", "gllm.*"]),
-    package_data={"gllm": ["demo/*", "sim/data/*", "py.typed"]},
+    ext_modules=[native(flavor, flags) for flavor, flags in FLAVORS.items()],
+    package_data={
+        "gllm": ["kernels/native/*.cpp", "kernels/native/*.h", "demo/*", "sim/data/*", "py.typed"]
+    },
     install_requires=["torch>=2.11", *names("requirements.txt")],
     extras_require={
         "sim": names("requirements-sim.txt"),

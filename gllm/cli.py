@@ -13,6 +13,7 @@ COMMANDS = {
     "profile": ("gllm.experiments.profile:main", "measure a model on this machine"),
     "simulate": ("gllm.sim.command:main", "predict a deployment from a profile or a data sheet"),
     "experiment": ("gllm.experiments.command:main", "run a named experiment and write its page"),
+    "bench": ("gllm.bench.command:main", "measure a server over HTTP, or an engine"),
     "chat": ("gllm.chat:main", "talk to a running server in the terminal"),
 }
 

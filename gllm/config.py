@@ -8,12 +8,16 @@ import argparse
 import dataclasses
 import math
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gllm.scheduler.config import SchedulerConfig, option
 
 INT32_MAX = 2**31 - 1
+MAX_LOGPROBS = 20
+"""Most likeliest tokens that are told at one place of a text."""
+MAX_BAD_WORDS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -115,8 +119,15 @@ class ServerConfig:
 class SamplingParams:
     """How a request's tokens are drawn and when it ends. None of `max_tokens`: up to the context.
 
-    `n` choices are drawn independently. `stop` strings are cut off the text; `stop_token_ids` end
-    it as the model's own end-of-sequence ids do, which `ignore_eos` switches off.
+    `n` choices are drawn independently. `stop` strings are cut off the text unless
+    `include_stop_str_in_output`; `stop_token_ids` end it as the model's own end-of-sequence ids do,
+    which `ignore_eos` switches off.
+
+    `repetition_penalty` is over prompt and output, `presence_penalty` and `frequency_penalty` are
+    over the output. `logit_bias` is by token id; `allowed_token_ids` are the only ones drawn;
+    `bad_words` never come out. `logprobs` and `prompt_logprobs`: how many of the likeliest tokens
+    to tell with each token, None for none of it. `truncate_prompt_tokens` keeps the prompt's last
+    so many tokens, -1 as many as leave room for the output.
     """
 
     temperature: float = 1.0
@@ -130,6 +141,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         """Raises FieldError for a value out of its range."""
@@ -147,10 +169,30 @@ class SamplingParams:
         self._check("stop", len(self.stop) <= 32 and all(self.stop), "up to 32 non-empty strings")
         ids_fit = all(0 <= i <= INT32_MAX for i in self.stop_token_ids)
         self._check("stop_token_ids", ids_fit, "token ids")
+        self._check_edits()
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            self._check(name, count is None or 0 <= count <= MAX_LOGPROBS, f"in 0..{MAX_LOGPROBS}")
+        kept = self.truncate_prompt_tokens
+        good = kept is None or kept == -1 or 1 <= kept <= INT32_MAX
+        self._check("truncate_prompt_tokens", good, "-1 or >= 1")
+
+    def _check_edits(self) -> None:
+        """What changes logits. That ids are in the vocabulary is for the model to say."""
+        repetition = self.repetition_penalty
+        self._check("repetition_penalty", 0 < repetition < math.inf, "above 0 and finite")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]")
+        biases_fit = all(-100 <= bias <= 100 for bias in self.logit_bias.values())
+        self._check("logit_bias", biases_fit, "token ids with values in [-100, 100]")
+        allowed = self.allowed_token_ids
+        self._check("allowed_token_ids", allowed is None or bool(allowed), "None or some token ids")
+        words_fit = len(self.bad_words) <= MAX_BAD_WORDS and all(self.bad_words)
+        self._check("bad_words", words_fit, f"up to {MAX_BAD_WORDS} non-empty strings")
 
     def _check(self, name: str, good: bool, rule: str) -> None:
         if not good:
-            raise FieldError(name, f"{name} is {getattr(self, name)!r}, but has to be {rule}")
+            raise FieldError(name, f"{name} is {getattr(self, name)!r:.200}, but has to be {rule}")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:

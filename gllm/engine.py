@@ -18,7 +18,7 @@ import zmq
 from tqdm import tqdm
 
 from gllm.config import EngineConfig, SamplingParams
-from gllm.engine_api import Delta, EngineUnavailable, ModelInfo, check_request
+from gllm.engine_api import Delta, EngineUnavailable, ModelInfo, check_request, truncated
 from gllm.messages import (
     AnyMessage,
     Fatal,
@@ -29,6 +29,7 @@ from gllm.messages import (
     Shutdown,
     StageLoad,
     Start,
+    TokenLogprobs,
     Tokens,
 )
 from gllm.models.config import read_config
@@ -44,7 +45,10 @@ from gllm.scheduler.plan import First, Stats
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+Words = tuple[tuple[int, ...], ...]
+"""Bad words as token sequences."""
 
 
 class EngineError(Exception):
@@ -183,33 +187,55 @@ class Engine:
         """
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
+        prompt = truncated(prompt, params, self.model)
         check_request(prompt, params, self.model)
+        words: Words = ()
+        if params.bad_words:
+            words = await asyncio.to_thread(self._token_sequences, params.bad_words)
         if self.state != "ready":
             raise EngineUnavailable(self.state, self.cause or f"the engine is {self.state}")
-        async with aclosing(self._run(prompt, params, priority, cache_salt)) as deltas:
+        async with aclosing(self._run(prompt, params, priority, cache_salt, words)) as deltas:
             async for delta in deltas:
                 yield delta
 
+    def _token_sequences(self, words: tuple[str, ...]) -> Words:
+        """What the model may write the words with: each alone and behind a space."""
+        bare = {word.removeprefix(" ") for word in words}
+        texts = bare | {" " + word for word in bare}
+        found = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        vocabulary = self.model.vocab_size
+        return tuple(sorted({ids for ids in found if ids and max(ids) < vocabulary}))
+
     async def _run(
-        self, prompt: list[int], params: SamplingParams, priority: int, cache_salt: str
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str,
+        bad_words: Words,
     ) -> AsyncGenerator[Delta, None]:
         room = self.model.max_model_len - len(prompt)
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.model.eos_ids)}
         stream = self._client.submit(
             prompt,
-            _sampling(params, stop_ids),
+            _sampling(params, stop_ids, bad_words),
             min(params.max_tokens or room, room),
             sorted(stop_ids),
             params.n,
             priority,
             cache_salt,
         )
-        texts = {choice: TextStream(self.tokenizer, params.stop) for choice in range(params.n)}
+        texts = {choice: self._text_stream(params) for choice in range(params.n)}
+        prompt_logprobs: list[TokenLogprobs] = []
         try:
             while texts:
                 for choice, piece in (await stream.take()).items():
                     if choice not in texts:
                         continue
+                    if piece.first is not None:
+                        # The first choice speaks for all: no other one begins before it.
+                        prompt_logprobs = piece.prompt_logprobs or prompt_logprobs
+                        piece.prompt_logprobs = prompt_logprobs
                     delta = _delta(choice, piece, texts[choice], params)
                     if delta.finish_reason is not None:
                         del texts[choice]
@@ -217,6 +243,14 @@ class Engine:
                     yield delta
         finally:
             self._client.release(stream)
+
+    def _text_stream(self, params: SamplingParams) -> TextStream:
+        return TextStream(
+            self.tokenizer,
+            params.stop,
+            params.skip_special_tokens,
+            params.include_stop_str_in_output,
+        )
 
     # Start-up.
 
@@ -242,7 +276,7 @@ class Engine:
 
     async def _warm_up(self) -> None:
         """One token through all stages and back."""
-        async for delta in self._run([0], SamplingParams(max_tokens=1, temperature=0), 0, ""):
+        async for delta in self._run([0], SamplingParams(max_tokens=1, temperature=0), 0, "", ()):
             if delta.error:
                 raise EngineError(f"the warm-up step failed: {delta.error}")
 
@@ -310,7 +344,7 @@ def _sampling_defaults(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{file} is no JSON object: {error}") from error
 
 
-def _sampling(params: SamplingParams, stop_ids: set[int]) -> Sampling:
+def _sampling(params: SamplingParams, stop_ids: set[int], bad_words: Words) -> Sampling:
     """What the last stage has to know; a request without a seed gets one."""
     return Sampling(
         temperature=params.temperature,
@@ -320,20 +354,37 @@ def _sampling(params: SamplingParams, stop_ids: set[int]) -> Sampling:
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         min_tokens=params.min_tokens,
         banned=tuple(sorted(stop_ids)) if params.min_tokens else (),
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        allowed=tuple(sorted(set(params.allowed_token_ids or ()))),
+        bad_words=bad_words,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
 def _delta(choice: int, piece: Piece, text: TextStream, params: SamplingParams) -> Delta:
-    """A piece as text. A token that ends the choice is counted, but is no part of the text."""
+    """A piece as text. A token that ends the choice is counted, but is no part of the text unless
+    the request asks for what stopped it."""
     end, tokens = piece.end, piece.tokens
     stopped_by_token = end is not None and end.stop_token is not None
-    shown, used, stop = text.push(tokens[:-1] if stopped_by_token else tokens)
+    hides_last = stopped_by_token and not params.include_stop_str_in_output
+    shown, used, stop = text.push(tokens[:-1] if hides_last else tokens)
     first = piece.first or First(0, 0, 0.0)
     made = Delta(
-        choice, shown, tokens, cached_tokens=first.cached_tokens, queue_seconds=first.queue_seconds
+        choice,
+        shown,
+        tokens,
+        cached_tokens=first.cached_tokens,
+        queue_seconds=first.queue_seconds,
+        logprobs=piece.logprobs,
+        prompt_logprobs=piece.prompt_logprobs,
     )
     if stop is not None:
-        return replace(made, token_ids=tokens[:used], finish_reason="stop", stop_reason=stop)
+        made = replace(made, token_ids=tokens[:used], logprobs=piece.logprobs[:used])
+        return replace(made, finish_reason="stop", stop_reason=stop)
     if end is None:
         return made
     return replace(

@@ -4,12 +4,12 @@ Owns the types both sides share and the checks that either may run first. Knows 
 of processes: a test's fake engine satisfies the protocol as the real one does.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gllm.config import FieldError, SamplingParams
-from gllm.messages import StageLoad
+from gllm.messages import StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
 
@@ -31,6 +31,11 @@ class Delta:
     """Prompt tokens found in the prefix cache; set on a choice's first delta."""
     queue_seconds: float = 0.0
     """From arrival to the first micro-batch; set on a choice's first delta."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each of `token_ids`, where they were asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, where they were asked for; set on a choice's first
+    delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,16 @@ class EngineLike(Protocol):
         """
 
 
+def truncated(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:
+    """What `truncate_prompt_tokens` leaves of a prompt."""
+    kept = params.truncate_prompt_tokens
+    if kept is None:
+        return prompt
+    if kept == -1:
+        kept = max(1, model.max_model_len - (params.max_tokens or 1))
+    return prompt[-kept:]
+
+
 def check_request(
     prompt: Sequence[int], params: SamplingParams, model: ModelInfo, param: str = "prompt"
 ) -> None:
@@ -127,7 +142,13 @@ def check_request(
             f"{param} has {len(prompt)} tokens, but this model's context is "
             f"{model.max_model_len} tokens, of which at least one has to be left for the output",
         )
-    for name, ids in ((param, prompt), ("stop_token_ids", params.stop_token_ids)):
+    named: tuple[tuple[str, Collection[int]], ...] = (
+        (param, prompt),
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logit_bias", params.logit_bias),
+    )
+    for name, ids in named:
         if ids and not (min(ids) >= 0 and max(ids) < model.vocab_size):
             raise FieldError(
                 name, f"{name} has ids out of the vocabulary 0..{model.vocab_size - 1}"

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from gllm.config import EngineConfig, SamplingParams
 from gllm.engine import Engine, EngineError
-from gllm.engine_api import check_request
+from gllm.engine_api import check_request, truncated
+from gllm.messages import TokenLogprobs
 
 T = TypeVar("T")
 
@@ -29,6 +30,8 @@ class Completion:
     """stop or length."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it, where one did."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token, where they were asked for."""
 
 
 @dataclass
@@ -38,6 +41,8 @@ class RequestOutput:
     prompt: str | list[int]
     outputs: list[Completion]
     """One for each of `n`."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, where they were asked for."""
 
 
 class LLM:
@@ -114,27 +119,33 @@ class LLM:
     ) -> list[RequestOutput]:
         tokenizer, model = self._engine.tokenizer, self._engine.model
         ids = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+        ids = [truncated(prompt, params, model) for prompt in ids]
         for prompt in ids:
             check_request(prompt, params, model)
         with tqdm(total=len(ids), desc="prompts", disable=not self._progress) as bar:
             runs = [self._run(prompt, params, bar) for prompt in ids]
             outputs = await asyncio.gather(*runs)
-        return [RequestOutput(*pair) for pair in zip(prompts, outputs, strict=True)]
+        return [
+            RequestOutput(prompt, *output) for prompt, output in zip(prompts, outputs, strict=True)
+        ]
 
     async def _run(
         self, prompt: list[int], params: SamplingParams, bar: "tqdm[Any]"
-    ) -> list[Completion]:
+    ) -> tuple[list[Completion], list[TokenLogprobs]]:
         outputs = [Completion() for _ in range(params.n)]
+        prompt_logprobs: list[TokenLogprobs] = []
         async for delta in self._engine.generate(prompt, params):
             if delta.finish_reason == "error":
                 raise EngineError(delta.error)
             output = outputs[delta.index]
             output.text += delta.text
             output.token_ids += delta.token_ids
+            output.logprobs += delta.logprobs
+            prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
             output.finish_reason = delta.finish_reason or ""
             output.stop_reason = delta.stop_reason
         bar.update()
-        return outputs
+        return outputs, prompt_logprobs
 
 
 async def _start(config: EngineConfig, progress: bool) -> Engine:

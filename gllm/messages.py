@@ -30,6 +30,49 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """`banned` tokens are not drawn before this many tokens were generated."""
     banned: tuple[int, ...] = ()
     """Token ids that would end the sequence."""
+    repetition_penalty: float = 1.0
+    """Over prompt and output; 1 means off."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    """By token id."""
+    allowed: tuple[int, ...] = ()
+    """The only token ids that may be drawn; empty means all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences whose last token is not drawn after the rest of them."""
+    logprobs: int | None = None
+    """Likeliest tokens told with each token drawn; None: no log-probabilities at all."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt; told by the first choice alone."""
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether the last stage has to know the prompt."""
+        return self.repetition_penalty != 1 or self.prompt_logprobs is not None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token was at its place, and which were the likeliest there.
+
+    Natural logarithms of the model's probabilities, before penalties and temperature.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    """1 for the likeliest token."""
+    top_ids: list[int]
+    """Likeliest first."""
+    top_logprobs: list[float]
+
+
+class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """What a sampling row has to tell besides its token."""
+
+    seq: int
+    drawn: TokenLogprobs | None
+    prompt: list[TokenLogprobs]
+    """Of the prompt's tokens from the second on, with the sequence's first token; else empty."""
 
 
 # Frontend to driver.
@@ -84,6 +127,8 @@ class Result(Message, frozen=True):
     """The tokens of a micro-batch."""
 
     result: StepResult
+    logprobs: list[RowLogprobs] = []
+    """Of the rows that were asked for them."""
 
 
 # Stages to driver.
@@ -110,6 +155,8 @@ class Tokens(Message, frozen=True):
 
     outcome: Outcome
     stats: Stats
+    logprobs: list[RowLogprobs] = []
+    """Of sequences in the outcome that asked for them."""
 
 
 # Workers to parent, and back.

@@ -62,17 +62,31 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def slo_attainment(
-    timelines: Iterable[Timeline], ttft: float | None = None, tpot: float | None = None
-) -> float:
-    """Share (0..1) of requests whose TTFT and TPOT are within the given limits, in seconds.
+def latencies(timelines: Sequence[Timeline]) -> dict[str, list[float]]:
+    """All values of ttft, tpot, itl and e2el, in seconds; requests without one are left out."""
+    return {
+        "ttft": [line.ttft for line in timelines if line.ttft is not None],
+        "tpot": [line.tpot for line in timelines if line.tpot is not None],
+        "itl": [gap for line in timelines for gap in line.itl],
+        "e2el": [line.e2el for line in timelines if line.e2el is not None],
+    }
 
-    A request without output misses any TTFT; one of a single token has no TPOT and meets it.
-    0 without requests.
+
+def slo_attainment(
+    timelines: Iterable[Timeline],
+    ttft: float | None = None,
+    tpot: float | None = None,
+    e2el: float | None = None,
+) -> float:
+    """Share (0..1) of requests whose latencies are within all given limits, in seconds.
+
+    A request without output misses any TTFT and E2EL; one of a single token has no TPOT and meets
+    it. 0 without requests.
     """
     met = [
         (ttft is None or (line.ttft is not None and line.ttft <= ttft))
         and (tpot is None or line.tpot is None or line.tpot <= tpot)
+        and (e2el is None or (line.e2el is not None and line.e2el <= e2el))
         for line in timelines
     ]
     return sum(met) / len(met) if met else 0.0

@@ -44,6 +44,7 @@ class Add(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     priority: int = 0
     cache_salt: str = ""
     n: int = 1
+    reads_cache: bool = True
 
 
 class Abort(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):
@@ -100,8 +101,9 @@ class LoggedScheduler(Scheduler):
     def add(self, request: Request, now: float) -> None:
         """As Scheduler.add; a refused request is not written."""
         super().add(request, now)
-        seq, prompt, max_tokens, stop_ids, priority, salt, n = request
-        self._write(Add(now, seq, list(prompt), max_tokens, sorted(stop_ids), priority, salt, n))
+        seq, prompt, max_tokens, stop_ids, priority, salt, n, reads = request
+        stops = sorted(stop_ids)
+        self._write(Add(now, seq, list(prompt), max_tokens, stops, priority, salt, n, reads))
 
     def abort(self, seqs: list[int]) -> None:
         """As Scheduler.abort."""
@@ -129,7 +131,7 @@ def request_of(event: Add) -> Request:
     """The request that came."""
     return Request(
         *(event.seq, event.prompt, event.max_tokens, frozenset(event.stop_ids)),
-        *(event.priority, event.cache_salt, event.n),
+        *(event.priority, event.cache_salt, event.n, event.reads_cache),
     )
 
 

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.models", "gllm.runtime"),
         *("gllm.scheduler", "gllm.text", "tqdm", "zmq"),
     },
-    "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "tqdm"},
+    "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "tqdm"},
     "gllm.frontend": {
         *("gllm", "gllm.config", "gllm.engine_api", "gllm.frontend", "gllm.messages"),
         *("gllm.metrics", "gllm.text", "aiohttp", "msgspec", "prometheus_client"),
@@ -51,6 +51,10 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.experiments": {
         *("gllm.config", "gllm.engine", "gllm.experiments", "gllm.models", "gllm.scheduler"),
         *("gllm.sim", "gllm.step_log", "tqdm"),
+    },
+    "gllm.bench": {
+        *("gllm.bench", "gllm.config", "gllm.engine", "gllm.experiments", "gllm.metrics"),
+        *("gllm.scheduler", "gllm.sim", "aiohttp", "matplotlib", "msgspec", "tqdm", "uvloop"),
     },
     "gllm.chat": set(),
     "gllm.cli": {"gllm"},
@@ -107,7 +111,7 @@ def test_the_check_finds_what_does_not_belong() -> None:
 
 LIGHT = (
     *("gllm.scheduler.scheduler", "gllm.frontend.app", "gllm.engine", "gllm.serve", "gllm.chat"),
-    *("gllm.sim.deployment", "gllm.sim.report", "gllm.sim.workload"),
+    *("gllm.sim.deployment", "gllm.sim.report", "gllm.sim.workload", "gllm.bench.serve"),
 )
 HEAVY = {"torch", "transformers", "sklearn", "matplotlib"}
 

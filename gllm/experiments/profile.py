@@ -14,15 +14,16 @@ from dataclasses import replace
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tqdm import tqdm
 
 from gllm.config import EngineConfig, add_flags, from_flags
 from gllm.engine import Engine, EngineError
-from gllm.experiments.real import logged_run, serve_jobs
+from gllm.experiments.real import Turns, logged_run, serve_jobs
 from gllm.models.errors import ModelError
-from gllm.sim.profile import profile_of, write_profile
+from gllm.sim.profile import Profile, profile_of, write_profile
 from gllm.sim.run import run_of
 from gllm.sim.workload import Job
 
@@ -30,9 +31,11 @@ DECODE_BATCHES = (1, 2, 4, 8, 16, 32)
 DECODE_TOKENS = 40
 PREFILLS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 REPEATS = 4
-BURST = 40
-SHARES = (0.3, 0.6)
+BURST = 20
+BURSTS = 4
+SHARES = (0.3, 0.3, 0.6, 0.6)
 """Of the rate at which a burst is served: loads as they come in service."""
+SWEEP_TURNS = 6
 WHOLE_PROMPTS = 10**9
 """As ridge_tokens: prompts are not cut but by #MaxP, so that large chunks are seen as well."""
 
@@ -57,39 +60,63 @@ def mixture(count: int, longest: int, rate: float, seed: int) -> list[Job]:
     return [Job(a, rng.randint(1, longest // 2), rng.randint(4, 60)) for a in arrivals]
 
 
-async def measure(config: EngineConfig, output: Path, progress: bool = True) -> None:
-    """Serve sweeps with whole prompts, then mixtures as configured, and write the profile."""
+async def measure(
+    config: EngineConfig, progress: bool = True, turns: Turns | None = None, rounds: int = 1
+) -> Profile:
+    """Serve sweeps with whole prompts and mixtures as configured, `rounds` times.
+
+    `turns`: have both engines at once and take turns with them; else one after the other.
+    """
     # None: no bar where the output is no terminal.
     bar = tqdm(unit="request", desc="profile", disable=None if progress else True)
 
     async def sweep(engine: Engine) -> None:
         workloads = sweeps(config.pipeline_parallel_size, _longest(engine))
-        bar.total = sum(map(len, workloads)) + BURST * (2 + len(SHARES))
-        for seed, jobs in enumerate(workloads):
-            await serve_jobs(engine, jobs, seed, bar.update)
+        bar.total = rounds * (sum(map(len, workloads)) + BURST * (BURSTS + len(SHARES)))
+        mine = await _begin(turns)
+        for _ in range(rounds):
+            for part in range(SWEEP_TURNS):
+                async with mine:
+                    for seed, jobs in enumerate(workloads[part::SWEEP_TURNS]):
+                        await serve_jobs(engine, jobs, seed, bar.update)
 
     async def mix(engine: Engine) -> None:
-        loop = asyncio.get_running_loop()
-        for seed in range(2):
-            begin = loop.time()
-            burst = mixture(BURST, _longest(engine), math.inf, seed)
-            await serve_jobs(engine, burst, seed, bar.update)
-        most = BURST / (loop.time() - begin)
-        for seed, share in enumerate(SHARES, start=2):
-            jobs = mixture(BURST, _longest(engine), share * most, seed)
-            await serve_jobs(engine, jobs, seed, bar.update)
+        loop, longest, seconds = asyncio.get_running_loop(), _longest(engine), []
+        mine = await _begin(turns)
+        for _ in range(rounds):
+            for seed in range(BURSTS):
+                async with mine:
+                    begin = loop.time()
+                    burst = mixture(BURST, longest, math.inf, seed)
+                    await serve_jobs(engine, burst, seed, bar.update)
+                    seconds.append(loop.time() - begin)
+            for seed, share in enumerate(SHARES, start=BURSTS):
+                async with mine:
+                    jobs = mixture(BURST, longest, share * BURST / median(seconds), seed)
+                    await serve_jobs(engine, jobs, seed, bar.update)
 
+    swept = logged_run(_uncached(config, ridge_tokens=WHOLE_PROMPTS), sweep)
+    mixed = logged_run(_uncached(config), mix)
     with bar:
-        swept = run_of(await logged_run(_uncached(config, ridge_tokens=WHOLE_PROMPTS), sweep))
-        mixed = run_of(await logged_run(_uncached(config), mix))
-    machine = {
+        runs = await asyncio.gather(swept, mixed) if turns else [await swept, await mixed]
+    return profile_of([run_of(run) for run in reversed(runs)], _machine(config))
+
+
+async def _begin(turns: Turns | None) -> Turns:
+    """Turns to take, of one's own where nobody else takes any."""
+    turns = turns or Turns(1)
+    await turns.start()
+    return turns
+
+
+def _machine(config: EngineConfig) -> dict[str, str]:
+    return {
         "device": _processor(),
         "threads": str(config.threads or "auto"),
         "dtype": config.dtype,
         "python": platform.python_version(),
         "torch": version("torch"),
     }
-    write_profile(profile_of([mixed, swept], machine), output)
 
 
 def _longest(engine: Engine) -> int:
@@ -118,7 +145,7 @@ def main(argv: list[str]) -> int:
     values = parser.parse_args(argv)
     values.model = values.model_name or values.model
     try:
-        asyncio.run(measure(from_flags(EngineConfig, values), Path(values.output)))
+        write_profile(asyncio.run(measure(from_flags(EngineConfig, values))), values.output)
     except (ValueError, OSError, ModelError, EngineError) as error:
         print(f"gllm profile: {error}", file=sys.stderr)
         return 2

@@ -23,28 +23,62 @@ LOG_SECONDS = 1.2
 
 async def serve_jobs(
     engine: Engine, jobs: list[Job], seed: int = 0, served: Callable[[], None] = lambda: None
-) -> None:
-    """Send every job at its time and wait for all; `served` is called after each.
+) -> list[list[int]]:
+    """Send every job at its time and wait for all; the tokens of each output.
 
-    Prompts are random tokens, outputs have exactly the job's length.
+    Prompts are random tokens, outputs have exactly the job's length and are greedy. `served` is
+    called after each. Raises RuntimeError where a request fails.
     """
     rng = random.Random(seed)
     loop = asyncio.get_running_loop()
     begin = loop.time()
 
-    async def serve_one(job: Job, prompt: list[int]) -> None:
+    async def serve_one(job: Job, prompt: list[int]) -> list[int]:
         await asyncio.sleep(begin + job.arrival - loop.time())
         params = SamplingParams(temperature=0, max_tokens=job.output, ignore_eos=True)
+        tokens: list[int] = []
         async with aclosing(engine.generate(prompt, params)) as deltas:
             async for delta in deltas:
                 if delta.error:
                     raise RuntimeError(f"a request failed: {delta.error}")
+                tokens += delta.token_ids
         served()
+        return tokens
 
     prompts = [rng.choices(range(engine.model.vocab_size), k=job.prompt) for job in jobs]
-    await asyncio.gather(
+    return await asyncio.gather(
         *(serve_one(job, tokens) for job, tokens in zip(jobs, prompts, strict=True))
     )
+
+
+class Turns:
+    """Engines side by side of which one works at a time, one after the other in a circle: what a
+    shared machine does meanwhile falls on all of them alike.
+
+    A context for each turn. Nobody begins before all have started.
+    """
+
+    def __init__(self, engines: int) -> None:
+        self._started = asyncio.Barrier(engines)
+        self._lock = asyncio.Lock()  # first come, first served
+
+    async def start(self) -> None:
+        """Wait for all engines to be there."""
+        await self._started.wait()
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+async def serve_in_turns(engine: Engine, workloads: list[list[Job]], turns: Turns) -> None:
+    """Serve workloads, each in a turn of its own."""
+    await turns.start()
+    for seed, jobs in enumerate(workloads):
+        async with turns:
+            await serve_jobs(engine, jobs, seed)
 
 
 async def logged_run(

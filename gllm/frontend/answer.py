@@ -5,7 +5,9 @@ endpoints' own shapes: they give a `Shape`.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -40,6 +42,9 @@ class Shape(Protocol):
     def whole(self, choice: Choice) -> Json:
         """A finished choice."""
 
+    def besides(self, choices: list[Choice]) -> Json:
+        """What an answer carries besides its finished choices."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -48,6 +53,8 @@ class Job:
     fields: Common
     prompts: list[list[int]]
     params: SamplingParams
+    generates: bool = True
+    """If not, what is drawn is not shown: the prompt is all that matters."""
 
     @property
     def choices(self) -> int:
@@ -73,7 +80,13 @@ async def answer(
     for choice in choices:
         extra = {"token_ids": choice.token_ids} if job.fields.return_token_ids else {}
         written.append({**shape.whole(choice), **extra})
-    body = {**head, "object": shape.whole_object, "choices": written, "usage": tally.usage()}
+    body = {
+        **head,
+        "object": shape.whole_object,
+        "choices": written,
+        "usage": tally.usage(),
+        **shape.besides(choices),
+    }
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
@@ -88,8 +101,18 @@ def _start(context: Context, job: Job, arrival: float) -> Merged:
             priority=job.fields.priority or 0,
             cache_salt=job.fields.cache_salt or "",
         )
+        if not job.generates:
+            deltas = _without_output(deltas)
         sources.append((deltas, RequestRecord(context.metrics, arrival, len(prompt), n)))
     return Merged(sources, n)
+
+
+async def _without_output(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    """The deltas, as if nothing had been drawn."""
+    async with aclosing(deltas):
+        async for delta in deltas:
+            bare = replace(delta, text="", token_ids=[], logprobs=[], stop_reason=None)
+            yield replace(bare, finish_reason="length") if delta.finish_reason == "stop" else bare
 
 
 async def _collect(merged: Merged, job: Job, tally: Tally) -> list[Choice]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gllm.engine_api import Delta
 from gllm.frontend.metrics import RequestRecord
+from gllm.messages import TokenLogprobs
 
 Source = tuple[AsyncGenerator[Delta, None], RequestRecord]
 
@@ -114,6 +115,8 @@ class Choice:
     index: int
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -125,6 +128,8 @@ class Choice:
         """Append a delta."""
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
 
@@ -145,4 +150,6 @@ def _joined(deltas: list[Delta]) -> Delta:
         text="".join(delta.text for delta in deltas),
         token_ids=[token for delta in deltas for token in delta.token_ids],
         cached_tokens=deltas[0].cached_tokens,
+        logprobs=[entry for delta in deltas for entry in delta.logprobs],
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )

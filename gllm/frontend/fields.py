@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gllm.config import INT32_MAX, FieldError, SamplingParams
+from gllm.config import INT32_MAX, MAX_LOGPROBS, FieldError, SamplingParams
 from gllm.frontend.errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ COMPLETION_TOKENS = 16
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)]
 Count = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+CountOrZero = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Salt = Annotated[str, Meta(max_length=128)]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
 
@@ -64,6 +65,16 @@ class Common(msgspec.Struct):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[Int32, float] | None = None
+    allowed_token_ids: list[Int32] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     priority: Int32 | None = None
     cache_salt: Salt | None = None
     request_id: Id | None = None
@@ -76,6 +87,8 @@ class ChatFields(Common):
     """Checked by the chat template."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
 
 
 class CompletionFields(Common):
@@ -83,6 +96,15 @@ class CompletionFields(Common):
 
     prompt: Any = None
     """A string, a list of strings, token ids, or a list of lists of token ids."""
+    max_tokens: CountOrZero | None = None
+    """0 only with echo."""
+    logprobs: Int | None = None
+    echo: bool | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether any output is asked for."""
+        return self.max_completion_tokens is not None or self.max_tokens != 0
 
 
 Fields = TypeVar("Fields", bound=Common)
@@ -91,15 +113,6 @@ INERT = frozenset({"user", "store", "metadata", "parallel_tool_calls"})
 """Accepted without effect, whatever they hold."""
 
 OFF_VALUES: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "best_of": (1,),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
@@ -110,13 +123,26 @@ OFF_VALUES: dict[str, tuple[object, ...]] = {
     "reasoning_effort": (),
     "chat_template": (),
     "continue_final_message": (False,),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
+    # Each is a field of the other endpoint.
+    "top_logprobs": (0,),
+    "echo": (False,),
 }
 """Known fields that are not implemented, each with the values, besides null, that ask nothing."""
+
+BEAM_SEARCH: dict[str, tuple[object, ...]] = {
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+}
+"""Fields of beam search, each with the values, besides null, that ask for none."""
+
+PLAIN = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("truncate_prompt_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+)
+"""Fields that SamplingParams has by the same name and type."""
 
 MAX_DEPTH = 100
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
@@ -130,14 +156,16 @@ async def read_fields(request: web.Request, schema: type[Fields]) -> Fields:
     except web.RequestPayloadError as error:
         raise ApiError(400, f"the body cannot be read: {error}") from error
     values = parse_object(body)
-    _refuse_unbuilt(values)
+    _refuse_unbuilt(values, schema)
     try:
-        fields = msgspec.convert(values, schema)
+        fields = msgspec.convert(values, schema, str_keys=True)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from error
     if fields.stream_options is not None and not fields.stream:
         raise FieldError("stream_options", "stream_options is only allowed with stream")
-    known = {*schema.__struct_fields__, *INERT, *OFF_VALUES}
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise FieldError("prompt_logprobs", "prompt_logprobs is not allowed with stream")
+    known = {*schema.__struct_fields__, *INERT, *OFF_VALUES, *BEAM_SEARCH}
     unknown = sorted(values.keys() - known)
     if unknown:
         log.warning("fields without meaning here were ignored: %.500r", unknown)
@@ -159,29 +187,33 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def sampling_params(
-    fields: Common, defaults: Mapping[str, float], max_choices: int, max_tokens: int | None
+    fields: Common, defaults: Mapping[str, float], max_choices: int, **given: Any
 ) -> SamplingParams:
-    """How to sample; `defaults` and `max_tokens` stand for what is unset. Raises FieldError."""
+    """How to sample; `defaults` stand for what is unset, `given` for fields that each endpoint
+    reads in its own way. Raises FieldError."""
     n = 1 if fields.n is None else fields.n
     if n > max_choices:
         raise FieldError("n", f"n is {n}, but this server allows at most {max_choices}")
-    plain = {
-        "temperature": fields.temperature,
-        "top_p": fields.top_p,
-        "top_k": fields.top_k,
-        "min_p": fields.min_p,
-        "seed": fields.seed,
-        "min_tokens": fields.min_tokens,
-        "ignore_eos": fields.ignore_eos,
-    }
-    given: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
+    plain = {name: getattr(fields, name) for name in PLAIN}
     return SamplingParams(
-        **{**defaults, **given},
+        **{**defaults, **{name: value for name, value in plain.items() if value is not None}},
         n=n,
-        max_tokens=fields.max_completion_tokens or fields.max_tokens or max_tokens,
         stop=_stop_strings(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
+        allowed_token_ids=_tuple(fields.allowed_token_ids),
+        bad_words=tuple(fields.bad_words or ()),
+        **given,
     )
+
+
+def chat_top_logprobs(fields: ChatFields) -> int | None:
+    """How many likeliest tokens a chat wants told, None for no log-probabilities."""
+    top = fields.top_logprobs or 0
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise FieldError("top_logprobs", f"top_logprobs is {top}, not in 0..{MAX_LOGPROBS}")
+    if top and not fields.logprobs:
+        raise FieldError("top_logprobs", "top_logprobs is only allowed with logprobs")
+    return top if fields.logprobs else None
 
 
 def parse_prompts(prompt: object, most: int) -> list[str] | list[list[int]]:
@@ -203,18 +235,27 @@ def parse_prompts(prompt: object, most: int) -> list[str] | list[list[int]]:
         raise FieldError("prompt", f"{rule}: {error}") from error
 
 
+def _tuple(ids: list[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
+
+
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     if isinstance(stop, str):
         return (stop,) if stop else ()
     return tuple(stop or ())
 
 
-def _refuse_unbuilt(values: dict[str, Any]) -> None:
+def _refuse_unbuilt(values: dict[str, Any], schema: type[Common]) -> None:
     """Raises FieldError for a field that asks for what this server does not do."""
-    for name, off in OFF_VALUES.items():
-        value = values.get(name)
-        if value is not None and not any(_same(value, rest) for rest in off):
-            raise FieldError(name, f"{name} is not supported by this server with this value")
+    for fields, why in (
+        (OFF_VALUES, "is not supported by this server with this value"),
+        (BEAM_SEARCH, "asks for beam search, which is not done here: n draws several choices"),
+    ):
+        for name, off in fields.items():
+            value = values.get(name)
+            unknown = name not in schema.__struct_fields__
+            if unknown and value is not None and not any(_same(value, rest) for rest in off):
+                raise FieldError(name, f"{name} {why}")
 
 
 def _same(value: object, other: object) -> bool:
@@ -224,8 +265,8 @@ def _same(value: object, other: object) -> bool:
 
 def _named(message: str) -> FieldError:
     """msgspec's complaint with the field in front, which is where its path begins."""
-    what, _, path = message.partition(" - at `$.")
-    name = re.split(r"\W", path, maxsplit=1)[0]
+    what, _, path = message.partition(" - at `")
+    name = re.split(r"\W", path.partition("$.")[2], maxsplit=1)[0]
     return FieldError(name, f"{name}: {what}")
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gllm.kernels.attention_plan import QUERY_SLICE, AttentionPlan, DecodeGroup, PrefillChunk
+from gllm.kernels.native.library import AttentionArguments, native, pointer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,42 @@ def paged_attention(
     h // (heads / kv_heads). Source: Vaswani et al., "Attention Is All You Need" (2017), equation 1;
     Ainslie et al., "GQA" (2023); softcap: Gemma Team, "Gemma 2" (2024), section 2.
     """
-    keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     tokens, heads, head_dim = query.shape
+    output = query.new_empty(tokens, heads, value_cache.shape[3])
+    if plan.gathers is None:
+        _native(output, query, key_cache, value_cache, plan, scores)
+        return output
+    keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     grouped = query.view(tokens, keys.shape[1], -1, head_dim)
-    output = query.new_empty(*grouped.shape[:3], values.shape[2])
-    for group in plan.decodes:
-        output.index_copy_(0, group.rows, _decode(grouped, keys, values, group, scores))
-    for chunk in plan.chunks:
-        _prefill(grouped, keys, values, chunk, plan, scores, output)
-    return output.view(tokens, heads, -1)
+    by_head = output.view(*grouped.shape[:3], -1)
+    for group in plan.gathers.decodes:
+        by_head.index_copy_(0, group.rows, _decode(grouped, keys, values, group, scores))
+    for chunk in plan.gathers.chunks:
+        _prefill(grouped, keys, values, chunk, plan, scores, by_head)
+    return output
+
+
+def _native(
+    output: Tensor, query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scores: Scores
+) -> None:
+    """Fill output through the compiled kernel."""
+    library, rows = native(query), plan.rows
+    assert library is not None, "attention was planned for compiled kernels"
+    library(
+        AttentionArguments(
+            *(pointer(tensor) for tensor in (output, query, keys, values)),
+            *(
+                table.ctypes.data
+                for table in (rows.block_table, rows.query_start, rows.context_len)
+            ),
+            pointer(scores.slopes),
+            *(len(rows.context_len), rows.block_table.shape[1], rows.block_size),
+            *(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3]),
+            *(query.stride(0), keys.stride(1), values.stride(1), plan.window or 0),
+            *(scores.scale, scores.softcap or 0),
+            *(query.dtype == torch.bfloat16, torch.get_num_threads()),
+        )
+    )
 
 
 def _decode(
@@ -81,18 +109,20 @@ def _prefill(
     output: Tensor,
 ) -> None:
     """Fill the chunk's rows of output [tokens, kv_heads, queries, value_dim], slice by slice."""
+    assert plan.gathers is not None
+    causal = plan.gathers.causal
     heads, queries = query.shape[1:3]
     # [kv_heads, queries, context, head_dim], expanded without a copy.
     key = keys.index_select(0, chunk.slots).transpose(0, 1)[:, None].expand(-1, queries, -1, -1)
     value = values.index_select(0, chunk.slots).transpose(0, 1)[:, None].expand(-1, queries, -1, -1)
-    widest = plan.causal.shape[1] - plan.causal.shape[0] + 1
+    widest = causal.shape[1] - causal.shape[0] + 1
     cached = len(chunk.slots) - chunk.tokens
     for begin in range(0, chunk.tokens, QUERY_SLICE):
         end = min(begin + QUERY_SLICE, chunk.tokens)
         visible = cached + end
         oldest = 0 if plan.window is None else max(cached + begin - plan.window + 1, 0)
         shift = widest - 1 - (cached + begin)
-        mask = plan.causal[: end - begin, shift + oldest : shift + visible]
+        mask = causal[: end - begin, shift + oldest : shift + visible]
         if scores.slopes is not None:
             own = torch.arange(cached + begin, cached + end)
             distance = torch.arange(oldest, visible) - own[:, None]

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gllm.kernels.native.library import native
+
 Ints = npt.NDArray[np.int64]
 
 GATHERED_TOKENS = 8192
@@ -53,18 +55,15 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """What all layers of a step with the same window share."""
+class Gathers:
+    """Where each query looks, made for operations on gathered keys and values."""
 
-    slots: Tensor
-    """[tokens] int64: where each token's key and value are stored."""
     decodes: list[DecodeGroup]
     chunks: list[PrefillChunk]
     causal: Tensor
     """[queries, queries - 1 + keys] of the compute dtype, for the longest slice and context: 0 on
     and below the diagonal that starts at [0, keys - 1] and within the window, -inf elsewhere. The
     mask of any slice is a part of it."""
-    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +89,41 @@ class PagedRows:
         return blocks * self.block_size + positions % self.block_size
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What all layers of a step with the same window share."""
+
+    rows: PagedRows
+    slots: Tensor
+    """[tokens] int64: where each token's key and value are stored."""
+    window: int | None
+    """Tokens that a token sees, itself among them; None: all."""
+    gathers: Gathers | None
+    """None where compiled kernels read the block tables themselves."""
+
+
 def plan_attention(rows: PagedRows, dtype: torch.dtype, window: int | None = None) -> AttentionPlan:
-    """The gathers and masks of a step; `window`: tokens that a token sees, itself among them."""
+    """Where the tokens of a step, of this compute dtype, are written and look."""
     tokens = np.diff(rows.query_start)
-    context = rows.context_len
     spread = np.repeat(np.arange(len(tokens)), tokens)
-    positions = np.arange(len(spread)) + (context - rows.query_start[1:])[spread]
+    positions = np.arange(len(spread)) + (rows.context_len - rows.query_start[1:])[spread]
     size = rows.block_size
     written = rows.block_table[spread, positions // size] * size + positions % size
+    is_native = native(torch.empty(0, dtype=dtype)) is not None
+    gathers = None if is_native else _gathers(rows, dtype, window)
+    return AttentionPlan(rows, torch.from_numpy(written), window, gathers)
+
+
+def _gathers(rows: PagedRows, dtype: torch.dtype, window: int | None) -> Gathers:
     chunks = []
-    for row in range(rows.num_decodes, len(tokens)):
-        count = int(tokens[row])
-        begin = 0 if window is None else max(int(context[row]) - count - window + 1, 0)
-        slots = torch.from_numpy(rows.slots(row, begin))
-        chunks.append(PrefillChunk(int(rows.query_start[row]), count, slots))
+    for row in range(rows.num_decodes, len(rows.context_len)):
+        first = int(rows.query_start[row])
+        count = int(rows.query_start[row + 1]) - first
+        begin = int(rows.context_len[row]) - count - (window or 0) + 1
+        slots = torch.from_numpy(rows.slots(row, max(begin, 0) if window else 0))
+        chunks.append(PrefillChunk(first, count, slots))
     causal = _causal_template(chunks, dtype, window)
-    groups = _decode_groups(rows, dtype, window)
-    return AttentionPlan(torch.from_numpy(written), groups, chunks, causal, window)
+    return Gathers(_decode_groups(rows, dtype, window), chunks, causal)
 
 
 def _decode_groups(rows: PagedRows, dtype: torch.dtype, window: int | None) -> list[DecodeGroup]:

@@ -1,17 +1,44 @@
-"""Root-mean-square normalisation.
+"""Root-mean-square normalisation, alone and behind the residual sum.
 
 Owns the formula and its precision. Does not know where in a model it is used.
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+from gllm.kernels.native.library import Library, NormArguments, native, pointer
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean taken in float32.
 
-    x [..., n], weight [n] of the same dtype or of float32, in which case everything is computed in
-    float32; the result has x's shape and dtype. Source: Zhang and Sennrich, "Root Mean Square Layer
-    Normalization" (2019), equation 4.
+    x [..., n], weight [n] of the same dtype or of float32; the result has x's shape and dtype.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
     """
+    library = native(x)
+    if library is not None and x.is_contiguous():
+        return _native(library, x, None, weight, eps)
     return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `rms_norm` of hidden + delta, which hidden [tokens, n] becomes; delta is alike."""
+    library = native(hidden)
+    if library is not None and hidden.is_contiguous() and delta.is_contiguous():
+        return _native(library, hidden, delta, weight, eps)
+    return rms_norm(hidden.add_(delta), weight, eps)
+
+
+def _native(
+    library: Library, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> Tensor:
+    output = torch.empty_like(hidden)
+    size = len(weight)
+    arguments = NormArguments(
+        *(pointer(hidden), pointer(delta), pointer(weight), pointer(output)),
+        *(hidden.numel() // size, size, eps),
+        *(weight.dtype == torch.float32, hidden.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    library(arguments)
+    return output

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.alibi import alibi_slopes
-from gllm.kernels.attention import Scores, paged_attention, store_kv
+from gllm.kernels.attention import Scores, paged_attention
 from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.qkv import Heads, rotate_and_store
 from gllm.kernels.rotary import Angles, apply_rotary
 from gllm.models import spec
 from gllm.models.loader import Weights
-from gllm.models.parts import Linear, Norm, norm_of
+from gllm.models.parts import Linear, Norm, norm_of, stacked
 
 LayerCache = tuple[Tensor, Tensor]
 """Keys and values of a layer, each [blocks, block_size, kv_heads, elements]."""
@@ -38,13 +39,21 @@ class Attention:
         self.spec = described
         heads, kv_heads, dim = described.heads, described.kv_heads, described.head_dim
         outputs = [heads * dim, kv_heads * dim, kv_heads * dim]
-        self.qkv = Linear(described.qkv, weights, outputs, hidden)
-        if described.grouped_rows:
-            self.qkv.reorder(_ungrouped(heads, kv_heads, dim))
+        order = _ungrouped(heads, kv_heads, dim) if described.grouped_rows else None
+        self.qkv = Linear(described.qkv, weights, outputs, hidden, order)
         self.out = Linear(described.out, weights, [hidden], heads * dim)
         each = described.norm_by_head
-        self.query_norm = norm_of(described.query_norm, weights, *[heads] * each, dim)
-        self.key_norm = norm_of(described.key_norm, weights, *[kv_heads] * each, dim)
+        query_norm = norm_of(described.query_norm, weights, *[heads] * each, dim)
+        key_norm = norm_of(described.key_norm, weights, *[kv_heads] * each, dim)
+        self.norms: tuple[Norm, Norm] | None = None
+        interleaved = described.rope is not None and described.rope.interleaved
+        self.how = Heads(heads, kv_heads, interleaved)
+        if query_norm is not None and key_norm is not None:
+            if query_norm.kind == "rms" and not each:
+                scales = query_norm.weight, key_norm.weight
+                self.how = Heads(heads, kv_heads, interleaved, *scales, query_norm.eps)
+            else:
+                self.norms = query_norm, key_norm
         slopes = None if described.alibi is None else alibi_slopes(heads) * described.alibi
         self.scores = Scores(described.scale, described.softcap, slopes)
 
@@ -52,18 +61,15 @@ class Attention:
         """x [tokens, hidden]; the result is alike. Writes the tokens' keys and values to cache."""
         described = self.spec
         fused = self.qkv(x).view(len(x), -1, described.head_dim)
-        counts = (described.heads, described.kv_heads, described.kv_heads)
-        query, key, value = fused.split(counts, dim=1)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        rope = described.rope
-        if rope is not None:
-            angles = step.angles[rope]
-            query = apply_rotary(query, angles, rope.interleaved)
-            key = apply_rotary(key, angles, rope.interleaved)
+        if self.norms is not None:
+            begin = 0
+            for norm, count in zip(self.norms, (described.heads, described.kv_heads), strict=True):
+                fused[:, begin : begin + count] = norm(fused[:, begin : begin + count])
+                begin += count
         plan = step.plans[described.window]
-        store_kv(key, value, *cache, plan.slots)
-        attended = paged_attention(query.contiguous(), *cache, plan, self.scores)
+        angles = None if described.rope is None else step.angles[described.rope]
+        query = rotate_and_store(fused, self.how, angles, cache, plan.slots)
+        attended = paged_attention(query, *cache, plan, self.scores)
         return self.out(attended.flatten(1))
 
 
@@ -85,10 +91,8 @@ class LatentAttention:
         self.query = Linear(described.query, weights, [query], described.query_rank)
         self.kv_down = Linear(described.kv_down, weights, [rank + rope], hidden)
         self.kv_norm = Norm(described.kv_norm, weights, rank)
-        up = Linear(
-            described.kv_up, weights, [heads * (described.plain_dim + described.value_dim)], rank
-        )
-        by_head = up.weight.view(heads, -1, rank)
+        ups = [heads * (described.plain_dim + described.value_dim)]
+        by_head = stacked(described.kv_up, weights, ups, rank).view(heads, -1, rank)
         parts = by_head.split((described.plain_dim, described.value_dim), dim=1)
         self.key_up, self.value_up = (part.contiguous() for part in parts)
         self.out = Linear(described.out, weights, [hidden], heads * described.value_dim)

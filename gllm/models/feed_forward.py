@@ -13,7 +13,7 @@ from gllm.kernels.activation import activate, gate
 from gllm.kernels.experts import Routing, route, run_experts
 from gllm.models import spec
 from gllm.models.loader import Weights
-from gllm.models.parts import Linear
+from gllm.models.parts import Linear, stacked
 
 
 class MLP:
@@ -55,9 +55,9 @@ class Experts:
         down = _stacked(described.expert.down, described.count)
         inner = described.expert.inner
         gates = [inner] * len(up.names)
-        self.up = Linear(up, weights, gates, hidden).weight.view(described.count, 2 * inner, hidden)
+        self.up = stacked(up, weights, gates, hidden).view(described.count, 2 * inner, hidden)
         downs = [hidden] * described.count
-        self.down = Linear(down, weights, downs, inner).weight.view(described.count, hidden, inner)
+        self.down = stacked(down, weights, downs, inner).view(described.count, hidden, inner)
         self.shared = MLP(described.shared, weights, hidden) if described.shared else None
         self.shared_gate = (
             Linear(described.shared_gate, weights, [1], hidden) if described.shared_gate else None

@@ -7,39 +7,49 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gllm.kernels.layer_norm import layer_norm
-from gllm.kernels.rms_norm import rms_norm
+from gllm.kernels.linear import linear, prepare
+from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.models import spec
 from gllm.models.loader import Weights
+
+
+def stacked(
+    described: spec.Linear, weights: Weights, outputs: Sequence[int], inputs: int
+) -> Tensor:
+    """The weight [sum of outputs, inputs] of several projections, which share one tensor where
+    there is one name only."""
+    names = described.names
+    rows = [sum(outputs)] if len(names) == 1 else outputs
+    if described.transposed:
+        return weights.read(f"{names[0]}.weight", inputs, sum(rows)).t().contiguous()
+    return weights.fused(names, "weight", rows, inputs)
 
 
 class Linear:
     """y = x W^T + b, W stacked from the checkpoint's tensors of several projections."""
 
     def __init__(
-        self, described: spec.Linear, weights: Weights, outputs: Sequence[int], inputs: int
+        self,
+        described: spec.Linear,
+        weights: Weights,
+        outputs: Sequence[int],
+        inputs: int,
+        order: Tensor | None = None,
     ) -> None:
-        """`outputs`: of each projection; they share one tensor where there is one name only."""
-        names = described.names
-        rows = [sum(outputs)] if len(names) == 1 else outputs
-        if described.transposed:
-            stored = weights.read(f"{names[0]}.weight", inputs, sum(rows))
-            self.weight = stored.t().contiguous()
-        else:
-            self.weight = weights.fused(names, "weight", rows, inputs)
-        self.bias = weights.fused(names, "bias", rows) if described.bias else None
-
-    def reorder(self, rows: Tensor) -> None:
-        """Put the outputs into the order that `rows` [outputs] int64 gives."""
-        self.weight = self.weight[rows]
-        if self.bias is not None:
-            self.bias = self.bias[rows]
+        """`outputs`: of each projection; `order` [sum of outputs] int64: which stored output each
+        one is, where they are stored in another order."""
+        weight = stacked(described, weights, outputs, inputs)
+        rows = [sum(outputs)] if len(described.names) == 1 else outputs
+        bias = weights.fused(described.names, "bias", rows) if described.bias else None
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
+        self.matrix, self.bias = prepare(weight), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, inputs] to [tokens, outputs]."""
-        return functional.linear(x, self.weight, self.bias)
+        return linear(x, self.matrix, self.bias)
 
 
 class Norm:
@@ -59,6 +69,14 @@ class Norm:
         if self.kind == "rms":
             return rms_norm(x, self.weight, self.eps)
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def after(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
+        """The norm of hidden + delta [tokens, size], which hidden becomes."""
+        if delta is None:
+            return self(hidden)
+        if self.kind == "rms":
+            return add_rms_norm(hidden, delta, self.weight, self.eps)
+        return self(hidden.add_(delta))
 
 
 def norm_of(described: spec.Norm | None, weights: Weights, *shape: int) -> Norm | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.linear import linear, prepare
 from gllm.kernels.rotary import Angles, inverse_frequencies, rotary_angles
 from gllm.models import spec
 from gllm.models.attention import Attention, LatentAttention, LayerCache, Step
@@ -56,18 +57,23 @@ class Layer:
             self.mlp = MLP(described.mlp, weights, hidden)
         self.after_mlp = norm_of(described.after_mlp, weights, hidden)
 
-    def __call__(self, hidden: Tensor, step: Step, cache: LayerCache) -> Tensor:
-        """hidden [tokens, hidden]: the residual stream; the result is alike."""
-        normed = self.attention_norm(hidden)
+    def __call__(
+        self, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache
+    ) -> Tensor:
+        """What this layer adds to the residual stream at last, [tokens, hidden].
+
+        hidden [tokens, hidden]: the residual stream but for `delta`, what the layer before adds to
+        it; everything up to the result is added to it in place.
+        """
+        normed = self.attention_norm.after(hidden, delta)
         attended = self.attention(normed, step, cache)
         if self.after_attention is not None:
             attended = self.after_attention(attended)
         if self.parallel:
-            before = normed if self.mlp_norm is None else self.mlp_norm(hidden)
-            return hidden + attended + self.mlp(before)
-        hidden = hidden + attended
-        made = self.mlp(hidden if self.mlp_norm is None else self.mlp_norm(hidden))
-        return hidden + (made if self.after_mlp is None else self.after_mlp(made))
+            return attended + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(hidden))
+        assert self.mlp_norm is not None, "halves one after the other have a norm each"
+        made = self.mlp(self.mlp_norm.after(hidden, attended))
+        return made if self.after_mlp is None else self.after_mlp(made)
 
 
 class Embedding:
@@ -105,22 +111,22 @@ class Head:
         described = model.head
         self.norm = Norm(model.norm, weights, model.hidden_size)
         if embedding is not None and described.name == model.embedding.name:
-            self.weight = embedding.table
+            weight = embedding.table
         else:
             shape = (model.vocab_size, model.hidden_size)
-            self.weight = weights.read(f"{described.name}.weight", *shape)
-        if described.unit_rows:
-            self.weight = functional.normalize(self.weight)
+            weight = weights.read(f"{described.name}.weight", *shape)
+        self.matrix = prepare(functional.normalize(weight) if described.unit_rows else weight)
+        self.vocabulary = model.vocab_size
         bias = f"{described.name}.bias"
         self.bias = weights.read(bias, model.vocab_size) if described.bias else None
         self.scale, self.softcap = described.scale, described.softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] float32 of hidden [rows, hidden]."""
-        result = torch.empty(len(hidden), len(self.weight), dtype=torch.float32)
+        result = torch.empty(len(hidden), self.vocabulary, dtype=torch.float32)
         for begin in range(0, len(hidden), HEAD_ROWS):
             rows = slice(begin, begin + HEAD_ROWS)
-            result[rows] = functional.linear(self.norm(hidden[rows]), self.weight, self.bias)
+            result[rows] = linear(self.norm(hidden[rows]), self.matrix, self.bias)
         if self.scale != 1:
             result *= self.scale
         if self.softcap is not None:
@@ -157,16 +163,17 @@ class ModelStage:
     ) -> Tensor:
         """The residual stream [tokens, hidden] behind this stage's layers.
 
-        hidden [tokens, hidden]: the same from the stage before, None on the first; kv: the cache
-        of each of this stage's layers.
+        hidden [tokens, hidden]: the same from the stage before, overwritten; None on the first; kv:
+        the cache of each of this stage's layers.
         """
         if self.embedding is not None:
             hidden = self.embedding(inputs)
         assert hidden is not None, "a stage that is not the first needs activations"
         step = Step(inputs.attention, self._angles(inputs.positions))
+        delta = None
         for layer, cache in zip(self.layers, kv, strict=True):
-            hidden = layer(hidden, step, cache)
-        return hidden
+            delta = layer(hidden, delta, step, cache)
+        return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] float32 of hidden [rows, hidden], on the last stage only."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedRows, plan_attention
 from gllm.models.stage import StageInputs
+from gllm.runtime.logprobs import PromptRows
 from gllm.runtime.sampler import SampledRows
 from gllm.scheduler.mirror import Followed
 from gllm.scheduler.plan import ON_DEVICE, Row, StepPlan
@@ -31,6 +32,8 @@ class Batch:
     sample_rows: Tensor
     """[samples] int64: the token row each sampling row's logits come from."""
     sampled: SampledRows
+    prompts: list[PromptRows]
+    """Parts of prompts to be scored, on the last stage."""
     placeholders: list[tuple[int, int]]
     """(token row, sequence) of inputs that the step before samples; first stage only."""
     released: list[int]

@@ -8,9 +8,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gllm.messages import Abort, Sampling, StageLoad, Submit, Tokens
+from gllm.messages import Abort, Sampling, StageLoad, Submit, TokenLogprobs, Tokens
 from gllm.runtime.bus import Outbox
-from gllm.scheduler.plan import End, First, Outcome, Stats
+from gllm.scheduler.plan import End, First, Stats
 
 
 @dataclass(slots=True)
@@ -18,6 +18,10 @@ class Piece:
     """What came for one choice since it was last asked for."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token, where they were asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens from the second on; with the first piece of the first choice."""
     first: First | None = None
     end: End | None = None
 
@@ -117,7 +121,7 @@ class EngineClient:
         self.stats = message.stats
         if tokens := message.outcome.step_tokens:
             self.step_sizes[1 << (tokens - 1).bit_length()] += 1
-        self._deliver(message.outcome)
+        self._deliver(message)
 
     def on_stage_load(self, message: StageLoad) -> None:
         """A stage tells how busy it was."""
@@ -129,7 +133,14 @@ class EngineClient:
             stream.end(End(seq, "error", error=cause))
         self._streams.clear()
 
-    def _deliver(self, outcome: Outcome) -> None:
+    def _deliver(self, message: Tokens) -> None:
+        outcome = message.outcome
+        for row in message.logprobs:
+            if stream := self._streams.get(row.seq):
+                piece = stream.piece(row.seq)
+                piece.prompt_logprobs += row.prompt
+                if row.drawn is not None:
+                    piece.logprobs.append(row.drawn)
         for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
             if stream := self._streams.get(seq):
                 stream.piece(seq).tokens.append(token)

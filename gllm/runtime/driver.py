@@ -8,8 +8,21 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from gllm.messages import Abort, Message, Register, StageTimes, Step, Submit, Tokens, encode
-from gllm.scheduler.plan import End, Outcome, StepResult
+import msgspec
+
+from gllm.messages import (
+    Abort,
+    Message,
+    Register,
+    Result,
+    RowLogprobs,
+    StageTimes,
+    Step,
+    Submit,
+    Tokens,
+    encode,
+)
+from gllm.scheduler.plan import End, Outcome
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
 
@@ -38,7 +51,7 @@ class Driver:
         self._local = local
         self._others = others
         self._frontend = frontend
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[tuple[Outcome, list[RowLogprobs]]] = []
 
     def submit(self, message: Submit) -> None:
         """Take a request in and register its sequences with the stages that need them."""
@@ -50,13 +63,14 @@ class Driver:
             message.priority,
             message.cache_salt,
             message.n,
+            reads_cache=message.sampling.prompt_logprobs is None,
         )
         try:
             self.scheduler.add(request, time.monotonic())
         except ValueError as error:
             seqs = range(message.seq, message.seq + message.n)
             ends = [End(seq, "error", error=str(error)) for seq in seqs]
-            self._outcomes.append(Outcome([], [], [], ends))
+            self._outcomes.append((Outcome([], [], [], ends), []))
             return
         self._register(message)
 
@@ -64,9 +78,15 @@ class Driver:
         """End sequences nobody waits for."""
         self.scheduler.abort(message.seqs)
 
-    def commit(self, result: StepResult) -> None:
+    def commit(self, message: Result) -> None:
         """Take a step's result in. Raises ValueError where it is not the next one's."""
-        self._outcomes.append(self.scheduler.commit(result))
+        outcome = self.scheduler.commit(message.result)
+        logprobs = message.logprobs
+        if logprobs:
+            # A row past its sequence's end has brought nothing.
+            kept = set(outcome.seqs)
+            logprobs = [row for row in logprobs if row.seq in kept]
+        self._outcomes.append((outcome, logprobs))
 
     def observe(self, message: StageTimes) -> None:
         """Hear how long a stage took."""
@@ -81,19 +101,17 @@ class Driver:
                 stage.send_encoded(payload)
             self._local(step)
         outcomes, self._outcomes = self._outcomes, []
-        for outcome in outcomes:
-            self._frontend.send(Tokens(outcome, self.scheduler.stats()))
+        for outcome, logprobs in outcomes:
+            self._frontend.send(Tokens(outcome, self.scheduler.stats(), logprobs))
 
     def _register(self, message: Submit) -> None:
-        """The prompt goes to the first stage, the sampling to the last, ids to all."""
+        """The sampling goes to the last stage, ids to all, the prompt to the first, and to the last
+        where it samples by it."""
         bare = Register(message.seq, len(message.prompt), n=message.n)
-        first = Register(message.seq, len(message.prompt), message.prompt, n=message.n)
-        last = Register(message.seq, len(message.prompt), [], message.sampling, message.n)
-        if not self._others:
-            first = Register(
-                message.seq, len(message.prompt), message.prompt, message.sampling, message.n
-            )
-        self._local(first)
+        first = msgspec.structs.replace(bare, prompt=message.prompt)
+        known = first if not self._others or message.sampling.needs_prompt else bare
+        last = msgspec.structs.replace(known, sampling=message.sampling)
+        self._local(first if self._others else last)
         for stage in self._others[:-1]:
             stage.send(bare)
         if self._others:

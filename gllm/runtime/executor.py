@@ -9,19 +9,20 @@ sequence, which `sample` leaves for `compute` of a batch with placeholders.
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
 from gllm.config import EngineConfig
-from gllm.messages import Register, Sampling
+from gllm.messages import Register, RowLogprobs
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage
 from gllm.runtime.batch import Batch, BlockTables, CacheShape, build_inputs
 from gllm.runtime.device import compute_dtype
 from gllm.runtime.kv_cache import KVCache, block_bytes
+from gllm.runtime.logprobs import PromptRows, prompt_rows
 from gllm.runtime.sampler import SampledRows, draw, plan_rows
+from gllm.runtime.sampling_state import SamplingState, states_of
 from gllm.scheduler.mirror import Followed, Mirror
 from gllm.scheduler.plan import Sampled, StepPlan
 
@@ -49,7 +50,7 @@ class StageExecutor:
         self.weight_bytes = 0
         self._mirror = Mirror()
         self._tables = BlockTables()
-        self._samplings: dict[int, Sampling] = {}
+        self._samplings: dict[int, SamplingState] = {}
         self._keeps_tokens = stages == 1
         self._last_tokens: dict[int, int] = {}
 
@@ -72,13 +73,9 @@ class StageExecutor:
 
     def register(self, message: Register) -> None:
         """Sequences that coming plans may name."""
-        for choice in range(message.n):
-            seq = message.seq + choice
+        for seq in range(message.seq, message.seq + message.n):
             self._mirror.register(seq, message.prompt_len, message.prompt)
-            if message.sampling is not None:
-                first = message.sampling.choice
-                own = msgspec.structs.replace(message.sampling, choice=first + choice)
-                self._samplings[seq] = own
+        self._samplings.update(enumerate(states_of(message), start=message.seq))
 
     def prepare(self, plan: StepPlan) -> Batch:
         """The plan's micro-batch as tensors. Raises KeyError for an unregistered sequence."""
@@ -86,27 +83,42 @@ class StageExecutor:
         inputs, placeholders = build_inputs(
             plan, followed, self._tables, self._shape, self.is_first
         )
-        sample_rows, sampled = self._sampled_rows(plan, followed)
+        sample_rows, sampled, prompts = self._sampled_rows(plan, followed)
         self._tables.release(plan.released)
         for seq in plan.released:
             self._samplings.pop(seq, None)
-        num_tokens = len(inputs.positions)
         return Batch(
-            plan.step, inputs, num_tokens, sample_rows, sampled, placeholders, plan.released
+            plan.step,
+            inputs,
+            len(inputs.positions),
+            sample_rows,
+            sampled,
+            prompts,
+            placeholders,
+            plan.released,
         )
 
-    def _sampled_rows(self, plan: StepPlan, followed: list[Followed]) -> tuple[Tensor, SampledRows]:
-        """Which token rows are sampled, and how; none but on the last stage."""
-        owners, specs, indices, rows = [], [], [], []
+    def _sampled_rows(
+        self, plan: StepPlan, followed: list[Followed]
+    ) -> tuple[Tensor, SampledRows, list[PromptRows]]:
+        """Which token rows are sampled and which scored, and how; none but on the last stage."""
+        owners, states, indices, rows = [], [], [], []
+        prompts: list[PromptRows] = []
         end = 0
         for row, sequence in zip(plan.rows, followed, strict=True):
-            end += row.num_tokens
-            if row.samples and self.is_last:
+            begin, end = end, end + row.num_tokens
+            if not self.is_last:
+                continue
+            state = self._samplings[row.seq]
+            if state.spec.prompt_logprobs is not None:
+                prompts += prompt_rows(state, row, begin)
+            if row.samples:
                 rows.append(end - 1)
                 owners.append((row.seq, row.epoch))
-                specs.append(self._samplings[row.seq])
+                states.append(state)
                 indices.append(row.start + row.num_tokens - sequence.prompt_len)
-        return torch.tensor(rows, dtype=torch.int64), plan_rows(owners, specs, indices)
+        sampled = plan_rows(owners, states, indices)
+        return torch.tensor(rows, dtype=torch.int64), sampled, prompts
 
     @torch.inference_mode()
     def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
@@ -122,21 +134,24 @@ class StageExecutor:
         hidden = self._stage.forward(batch.inputs, hidden, self._cache.layers)
         if not self.is_last:
             return hidden
+        for prompt in batch.prompts:
+            prompt.compute(hidden, self._stage.logits)
         return self._stage.logits(hidden[batch.sample_rows])
 
     @torch.inference_mode()
-    def sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:
-        """What each sampling row drew; to be called for every batch of the last stage.
+    def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[RowLogprobs]]:
+        """What each sampling row drew, and the log-probabilities of those that tell them; to be
+        called for every batch of the last stage.
 
         logits: what `compute` returned; overwritten.
         """
-        tokens, errors = draw(logits, batch.sampled)
-        results = [
-            Sampled(seq, epoch, token, error)
-            for (seq, epoch), token, error in zip(batch.sampled.owners, tokens, errors, strict=True)
-        ]
+        for prompt in batch.prompts:
+            prompt.record()
+        drawn = draw(logits, batch.sampled)
+        rows = zip(batch.sampled.owners, drawn.tokens, drawn.errors, strict=True)
+        results = [Sampled(seq, epoch, token, error) for (seq, epoch), token, error in rows]
         if self._keeps_tokens:
             self._last_tokens.update((result.seq, result.token) for result in results)
             for seq in batch.released:
                 self._last_tokens.pop(seq, None)
-        return results
+        return results, drawn.logprobs

@@ -1,7 +1,8 @@
 """From logits to tokens, row by row responsible.
 
-Owns what goes wrong in single rows: a row that cannot be sampled gets an error, the others their
-tokens. The arithmetic is in gllm/kernels/sampling.py. Knows nothing of steps and sequences.
+Owns the order of drawing (log-probabilities, edits, draw) and what goes wrong in single rows: a row
+that cannot be sampled gets an error, the others their tokens. The arithmetic is in gllm/kernels.
+Knows nothing of steps.
 """
 
 import math
@@ -11,28 +12,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gllm.config import MAX_LOGPROBS
+from gllm.kernels.logprobs import log_probabilities, score
 from gllm.kernels.sampling import SamplingPlan, plan_sampling, sample
-from gllm.messages import Sampling
+from gllm.messages import RowLogprobs, TokenLogprobs
+from gllm.runtime.logprobs import NOT_FINITE, entries_of
+from gllm.runtime.sampling_state import SamplingState, edit_logits
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The sampling rows of a batch; lists are in their order."""
+    """The sampling rows of a batch; lists of all rows are in their order."""
 
     owners: list[tuple[int, int]]
     """(sequence, epoch)."""
-    specs: list[Sampling]
+    states: list[SamplingState]
     indices: list[int]
     """Which token of its output each row draws, counted from 0."""
     plan: SamplingPlan
-    banned: list[tuple[int, tuple[int, ...]]]
-    """(row, token ids that it must not draw)."""
+    edited: list[int]
+    """Rows whose logits are changed before drawing."""
+    told: list[int]
+    """Rows that tell log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What the sampling rows of a batch brought, in their order."""
+
+    tokens: list[int]
+    errors: list[str]
+    """Empty where there is a token."""
+    logprobs: list[RowLogprobs]
+    """Of the rows that tell them."""
 
 
 def plan_rows(
-    owners: list[tuple[int, int]], specs: list[Sampling], indices: list[int]
+    owners: list[tuple[int, int]], states: list[SamplingState], indices: list[int]
 ) -> SampledRows:
     """Columns for the sampling rows of a batch."""
+    specs = [state.spec for state in states]
     plan = plan_sampling(
         temperature=np.array([spec.temperature for spec in specs], dtype=np.float32),
         top_k=np.array([spec.top_k for spec in specs], dtype=np.int64),
@@ -42,55 +61,106 @@ def plan_rows(
         choice=np.array([spec.choice for spec in specs], dtype=np.int64),
         index=np.array(indices, dtype=np.int64),
     )
-    banned = [
-        (row, spec.banned)
-        for row, (spec, index) in enumerate(zip(specs, indices, strict=True))
-        if spec.banned and index < spec.min_tokens
-    ]
-    return SampledRows(owners, specs, indices, plan, banned)
+    special = [row for row, state in enumerate(states) if not state.is_plain]
+    edited, told = [], []
+    for row in special:
+        edits, spec = states[row].edits, specs[row]
+        if edits is not None and edits.concern(indices[row]):
+            edited.append(row)
+        if spec.logprobs is not None or (spec.prompt_logprobs is not None and not indices[row]):
+            told.append(row)
+    return SampledRows(owners, states, indices, plan, edited, told)
 
 
-def draw(logits: Tensor, rows: SampledRows) -> tuple[list[int], list[str]]:
-    """The token of each row and, where there is none, the error (else the empty string).
+def draw(logits: Tensor, rows: SampledRows) -> Drawn:
+    """The token of each row and, where there is none, the error.
 
     logits [rows, vocabulary] float32 are overwritten.
     """
-    if not rows.specs:
-        return [], []
-    try:
-        return _draw_all(logits, rows)
-    except Exception:
-        return _draw_each(logits, rows)
-
-
-def _draw_all(logits: Tensor, rows: SampledRows) -> tuple[list[int], list[str]]:
-    lowest, highest = logits.aminmax(dim=-1)
-    finite = (torch.isfinite(lowest) & torch.isfinite(highest)).tolist()
-    errors = ["" if good else "the model computed logits that are not finite" for good in finite]
-    for row, ids in rows.banned:
-        known = [i for i in ids if 0 <= i < logits.shape[1]]
-        logits[row, known] = -math.inf
-        if len(set(known)) == logits.shape[1]:
-            errors[row] = "every token of the vocabulary is banned"
+    if not rows.states:
+        return Drawn([], [], [])
+    errors = _faults(logits, rows)
     failed = [row for row, error in enumerate(errors) if error]
     if failed:
         logits[failed] = 0
-    tokens = sample(logits, rows.plan).tolist()
-    for row in failed:
-        tokens[row] = 0
-    return tokens, errors
+    raw = logits[rows.edited] if rows.edited else None
+    try:
+        drawn = _draw_all(logits, rows, errors)
+    except Exception:
+        if raw is not None:
+            logits[rows.edited] = raw
+        drawn = _draw_each(logits, rows, errors)
+    for row in rows.edited:
+        if not drawn.errors[row]:
+            rows.states[row].history.append(drawn.tokens[row])
+    return drawn
 
 
-def _draw_each(logits: Tensor, rows: SampledRows) -> tuple[list[int], list[str]]:
+def _faults(logits: Tensor, rows: SampledRows) -> list[str]:
+    """Why each row cannot be drawn, as far as its logits and its prompt's tell."""
+    lowest, highest = logits.aminmax(dim=-1)
+    finite = (torch.isfinite(lowest) & torch.isfinite(highest)).tolist()
+    errors = ["" if good else NOT_FINITE for good in finite]
+    for row in rows.told:
+        errors[row] = errors[row] or rows.states[row].fault
+    return errors
+
+
+def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
+    """As `draw`, for rows with these errors; logits are finite."""
+    errors = list(errors)
+    raw = log_probabilities(logits[rows.told]) if rows.told else None
+    if rows.edited:
+        edited = [row for row in rows.edited if not errors[row]]
+        edit_logits(logits, rows.states, rows.indices, edited)
+        for row in edited:
+            if logits[row].max() == -math.inf:
+                errors[row] = "every token of the vocabulary is forbidden"
+                logits[row] = 0
+    tokens = sample(logits, rows.plan)
+    told = [] if raw is None else _told(raw, tokens, rows, errors)
+    kept = [0 if error else token for token, error in zip(tokens.tolist(), errors, strict=True)]
+    return Drawn(kept, errors, told)
+
+
+def _draw_each(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
     """Row by row, so that an exception ends its own row only."""
-    tokens, errors = [], []
-    for row, (owner, spec, index) in enumerate(
-        zip(rows.owners, rows.specs, rows.indices, strict=True)
-    ):
+    drawn = Drawn([], [], [])
+    for row, error in enumerate(errors):
+        alone = plan_rows([rows.owners[row]], [rows.states[row]], [rows.indices[row]])
         try:
-            token, error = _draw_all(logits[row : row + 1], plan_rows([owner], [spec], [index]))
+            one = _draw_all(logits[row : row + 1], alone, [error])
         except Exception as cause:
-            token, error = [0], [f"sampling failed: {cause!r}"]
-        tokens += token
-        errors += error
-    return tokens, errors
+            one = Drawn([0], [f"sampling failed: {cause!r}"], [])
+        drawn.tokens.extend(one.tokens)
+        drawn.errors.extend(one.errors)
+        drawn.logprobs.extend(one.logprobs)
+    return drawn
+
+
+def _told(
+    logprobs: Tensor, tokens: Tensor, rows: SampledRows, errors: list[str]
+) -> list[RowLogprobs]:
+    """What the telling rows have to tell. logprobs [told rows, vocabulary], tokens [all rows]."""
+    wanted = [rows.states[row].spec.logprobs for row in rows.told]
+    # Always the same number, so that equal logits are ranked alike in any batch.
+    top = MAX_LOGPROBS if any(wanted) else 0
+    scored = entries_of(score(logprobs, tokens[rows.told], top))
+    made = []
+    for row, count, entry in zip(rows.told, wanted, scored, strict=True):
+        if not errors[row]:
+            state = rows.states[row]
+            own = None if count is None else _cut(entry, count)
+            prompt = [] if rows.indices[row] else _in_order(state.prompt_logprobs)
+            made.append(RowLogprobs(rows.owners[row][0], own, prompt))
+    return made
+
+
+def _cut(entry: TokenLogprobs, count: int) -> TokenLogprobs:
+    """The entry with its `count` likeliest tokens."""
+    top_ids, top_logprobs = entry.top_ids[:count], entry.top_logprobs[:count]
+    return TokenLogprobs(entry.token, entry.logprob, entry.rank, top_ids, top_logprobs)
+
+
+def _in_order(entries: dict[int, TokenLogprobs]) -> list[TokenLogprobs]:
+    return [entries[position] for position in sorted(entries)]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from gllm.messages import Register
+from gllm.messages import Register, Result, RowLogprobs
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import StageExecutor
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
@@ -34,7 +34,7 @@ class Stage:
         executor: StageExecutor,
         receiver: Receiver | None,
         sender: Sender | None,
-        deliver: Callable[[StepResult], None],
+        deliver: Callable[[Result], None],
         fault: Callable[[BaseException], None],
     ) -> None:
         self.steps = 0
@@ -129,23 +129,25 @@ class Stage:
             # Results go out in step order, so it waits for the steps that are being sampled.
             with self._sampled:
                 self._sampled.wait_for(lambda: self._unsampled == 0)
-            self._hand_over(StepResult(plan.step, [], error))
+            self._hand_over(StepResult(plan.step, [], error), [])
 
     def _sample_steps(self) -> None:
         while True:
             plan, batch, logits = self._computed.get()
+            logprobs: list[RowLogprobs] = []
             try:
-                result = StepResult(plan.step, self._executor.sample(batch, logits))
+                sampled, logprobs = self._executor.sample(batch, logits)
+                result = StepResult(plan.step, sampled)
             except Exception as error:
                 log.exception("step %d could not be sampled", plan.step)
                 result = StepResult(plan.step, [], describe(error))
-            self._hand_over(result)
+            self._hand_over(result, logprobs)
             with self._sampled:
                 self._unsampled -= 1
                 self._sampled.notify()
 
-    def _hand_over(self, result: StepResult) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, result)
+    def _hand_over(self, result: StepResult, logprobs: list[RowLogprobs]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, Result(result, logprobs))
 
 
 def describe(error: BaseException) -> str:

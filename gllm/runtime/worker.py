@@ -46,7 +46,6 @@ from gllm.runtime.executor import StageExecutor
 from gllm.runtime.spec import WorkerSpec
 from gllm.runtime.stage import Stage, describe
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.step_log import LoggedScheduler, StepLog
 from gllm.step_log import Start as LogStart
@@ -145,8 +144,8 @@ class Worker:
                 driver.submit(message)
             case Abort():
                 driver.abort(message)
-            case Result(result):
-                driver.commit(result)
+            case Result():
+                driver.commit(message)
             case StageTimes():
                 driver.observe(message)
 
@@ -203,14 +202,14 @@ class Worker:
         """What the driver sends to the stage of its own process."""
         self._handle_one(message)
 
-    def _deliver(self, result: StepResult) -> None:
+    def _deliver(self, result: Result) -> None:
         """A result of this process, the last stage's."""
         if self.done.is_set():
             return  # The links are closed; nobody waits for what was still on its way.
         if self._driver is None:
-            self._stages[0].send(Result(result))
+            self._stages[0].send(result)
         else:
-            self._handle([Result(result)])
+            self._handle([result])
 
     def _report_load_later(self) -> None:
         """Tell what was computed, twice a second while there is something to do."""

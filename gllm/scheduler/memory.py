@@ -85,6 +85,6 @@ class Memory:
         donor = sequence.donor
         if donor is not None and donor.blocks and donor.computed >= full * self._size:
             return donor.blocks[:full]
-        if not self._caches:
+        if not (self._caches and sequence.reads_cache):
             return []
         return self.pool.lookup(sequence.hash_chain(full, self._size))

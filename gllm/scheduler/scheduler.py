@@ -275,7 +275,7 @@ class Scheduler:
         if sequence.epoch == 0:
             sequence.cached = sequence.scheduled
             sequence.queue_seconds = now - sequence.arrival
-            self._counts.prefix_queries += sequence.prompt_len
+            self._counts.prefix_queries += sequence.prompt_len * sequence.reads_cache
             self._counts.prefix_hits += sequence.cached
         return True
 

@@ -24,6 +24,9 @@ class Request(NamedTuple):
     """Smaller runs earlier."""
     cache_salt: str = ""
     n: int = 1
+    reads_cache: bool = True
+    """Whether blocks that others computed may stand for its own; if not, its first sequence
+    computes the whole prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +82,11 @@ class Sequence:
     def prompt_len(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it may begin with blocks from the prefix cache."""
+        return self.request.reads_cache or self.seq != self.request.seq
 
     @property
     def prefilling(self) -> bool:

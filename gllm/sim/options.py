@@ -10,7 +10,7 @@ from gllm.sim.costs.fitted import FittedCost
 from gllm.sim.deployment import Deployment, roofline
 from gllm.sim.profile import read_profile
 from gllm.sim.shapes import DEVICES, LINKS, MODELS
-from gllm.sim.workload import Job, make_jobs
+from gllm.sim.workload import Job, make_jobs, scaled
 
 VIDUR = "vidur"
 VIDUR_STAGE_BYTES, VIDUR_WEIGHTS, VIDUR_KV_BYTES = 0.9 * 160e9, 138e9, 320 * 1024
@@ -45,7 +45,9 @@ class SimulationConfig:
     )
     requests: int = option(1000, "how many")
     rate: float = option(4.0, "requests a second")
-    arrivals: str = option("poisson", "poisson, gamma:CV, static, or replay of a trace's own times")
+    arrivals: str = option(
+        "poisson", "poisson, gamma:CV, burst:SIZE, static, or replay of a trace's own times"
+    )
     time_scale: float = option(1.0, "stretches the times of a replay")
     length_scale: float = option(1.0, "multiplies prompt and output lengths")
     seed: int = option(0, "of lengths and arrivals")
@@ -66,11 +68,7 @@ def jobs_of(config: SimulationConfig) -> list[Job]:
         *(config.workload, config.requests, config.rate, config.arrivals),
         *(config.seed, config.time_scale),
     )
-    scale = config.length_scale
-    return [
-        Job(job.arrival, max(1, round(job.prompt * scale)), max(1, round(job.output * scale)))
-        for job in jobs
-    ]
+    return [scaled(job, config.length_scale) for job in jobs]
 
 
 def deployment_of(config: SimulationConfig, longest: int) -> Deployment:

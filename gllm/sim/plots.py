@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gllm.metrics import percentile
+from gllm.metrics import Timeline, latencies, percentile
 from gllm.sim.intervals import (
     Bar,
     Bubble,
@@ -122,23 +122,25 @@ def _caption(run: Run) -> str:
 
 
 def plot_latencies(run: Run, path: str | Path) -> None:
+    """Distributions of a run's latencies. Raises as plot_distributions does."""
+    plot_distributions([served.line for served in run.requests.values()], _caption(run), path)
+
+
+def plot_distributions(lines: Sequence[Timeline], caption: str, path: str | Path) -> None:
     """Distributions of TTFT, TPOT, ITL and E2EL, with p50 and p99; percentiles over ms or s.
 
     Raises ImportError without matplotlib, ValueError for another suffix, OSError as open does.
     """
-    lines = [served.line for served in run.requests.values()]
-    panels: dict[str, list[float | None]] = {
-        "time to first token (TTFT)": [line.ttft for line in lines],
-        "time per output token (TPOT)": [line.tpot for line in lines],
-        "inter-token latency (ITL)": [gap for line in lines for gap in line.itl],
-        "end-to-end latency (E2EL)": [line.e2el for line in lines],
-    }
+    titles = ["time to first token", "time per output token"]
+    titles += ["inter-token latency", "end-to-end latency"]
     with _picture(path, 5.4) as figure:
-        figure.suptitle(f"{_caption(run)}: {len(lines)} requests", fontsize=10)
+        figure.suptitle(f"{caption}: {len(lines)} requests", fontsize=10)
         places = figure.subplots(2, 2, squeeze=False).flat
-        for axes, (title, values) in zip(places, panels.items(), strict=True):
-            axes.set_title(title)
-            _draw_distribution(axes, sorted(value for value in values if value is not None))
+        for axes, title, (name, values) in zip(
+            places, titles, latencies(lines).items(), strict=True
+        ):
+            axes.set_title(f"{title} ({name.upper()})")
+            _draw_distribution(axes, sorted(values))
 
 
 def _draw_distribution(axes: "Axes", seconds: list[float]) -> None:

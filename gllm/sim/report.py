@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from gllm.metrics import percentile, slo_attainment
+from gllm.metrics import latencies, percentile, slo_attainment
 from gllm.sim.run import Run
 
 PERCENTS = (50, 90, 99)
@@ -52,12 +52,6 @@ def summarize(
     prompt = sum(served.prompt_tokens for served in run.requests.values() if served.line.tokens)
     output = sum(line.tokens for line in lines)
     uses = run.stage_uses()
-    latencies = {
-        "ttft": [line.ttft for line in lines if line.ttft is not None],
-        "tpot": [line.tpot for line in lines if line.tpot is not None],
-        "itl": [gap for line in lines for gap in line.itl],
-        "e2el": [line.e2el for line in lines if line.e2el is not None],
-    }
     figures: dict[str, Any] = {
         "requests": len(lines),
         "finished": sum(s.line.tokens == s.max_tokens for s in run.requests.values()),
@@ -66,7 +60,7 @@ def summarize(
         "output_tokens_per_second": output / span,
         "total_tokens_per_second": (prompt + output) / span,
         "steady_tokens_per_second": steady_rate(run)[0],
-        **{name: spread(values) for name, values in latencies.items()},
+        **{name: spread(values) for name, values in latencies(lines).items()},
         "steps": len(run.steps),
         "tokens_per_step": spread([float(step.work.tokens) for step in run.steps]),
         "tokens_per_step_variation": variation([step.work.tokens for step in run.steps]),

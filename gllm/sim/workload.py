@@ -176,8 +176,8 @@ def _numbers(text: str) -> list[float]:
 def draw_arrivals(kind: str, count: int, rate: float, seed: int) -> list[float]:
     """Times of `count` arrivals at `rate` a second.
 
-    kind: poisson; gamma:CV, gaps with that coefficient of variation; static, all at once. Raises
-    ValueError for another.
+    kind: poisson; gamma:CV, gaps with that coefficient of variation; burst:SIZE, so many together
+    at equal distances; static, all at once. Raises ValueError for another.
     """
     if not 0 < rate < math.inf:
         raise ValueError(f"rate is {rate}, but has to be above 0 requests a second")
@@ -185,8 +185,15 @@ def draw_arrivals(kind: str, count: int, rate: float, seed: int) -> list[float]:
     name, _, value = kind.partition(":")
     if kind == "static":
         return [0.0] * count
+    if name == "burst":
+        size = _numbers(value)
+        if len(size) != 1 or size[0] < 1 or size[0] % 1:
+            raise ValueError(f"arrivals {kind!r}: burst takes a whole number, as in burst:8")
+        return [index // int(size[0]) * size[0] / rate for index in range(count)]
     if kind != "poisson" and name != "gamma":
-        raise ValueError(f"arrivals {kind!r} is none of poisson, gamma:CV, static, replay")
+        raise ValueError(
+            f"arrivals {kind!r} is none of poisson, gamma:CV, burst:SIZE, static, replay"
+        )
     variation = [1.0] if kind == "poisson" else _numbers(value)
     if len(variation) != 1 or variation[0] <= 0:
         raise ValueError(f"arrivals {kind!r}: gamma takes a CV above 0, as in gamma:2")
@@ -219,6 +226,16 @@ def make_jobs(
     lengths = draw_lengths(workload, count, seed)
     times = draw_arrivals(arrivals, count, rate, seed)
     return [Job(time, *pair) for time, pair in zip(times, lengths, strict=True)]
+
+
+def scaled(job: Job, factor: float, most: int | None = None) -> Job:
+    """A job with lengths multiplied; at least 1 each, together at most `most`: the output is cut
+    to half of that, then the prompt to what the output leaves. `most` is at least 2."""
+    prompt, output = max(1, round(job.prompt * factor)), max(1, round(job.output * factor))
+    if most is not None and prompt + output > most:
+        output = min(output, most // 2)
+        prompt = min(prompt, most - output)
+    return Job(job.arrival, prompt, output)
 
 
 def requests_of(jobs: list[Job]) -> list[tuple[float, Request]]:

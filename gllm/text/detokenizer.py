@@ -1,19 +1,16 @@
 """One choice's tokens to text, while they come.
 
 Owns the decoder's state between tokens: each token costs the same, however long the output is, and
-the pieces join to what decoding everything at once gives, without special tokens and never cut
-inside a character. Knows nothing of requests.
+the pieces join to what decoding everything at once gives, never cut inside a character. Knows
+nothing of requests.
 """
 
 import codecs
-import re
 from collections.abc import Sequence
 from typing import Protocol
 
 from gllm.text.stops import StopMatcher
-from gllm.text.tokenizer import Tokenizer
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+from gllm.text.tokenizer import BYTE_TOKEN, Tokenizer
 
 
 class _Decoder(Protocol):
@@ -24,7 +21,7 @@ class _Decoder(Protocol):
 class _ByteLevelDecoder:
     """Tokens are bytes: an incremental UTF-8 decoder holds back unfinished characters."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -44,34 +41,43 @@ class _WindowDecoder:
     of a run is shown before its end.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
         self._window: list[int] = []
         self._shown = ""
 
     def push(self, token_id: int) -> str:
         """Text that this token completes."""
         self._window.append(token_id)
-        if _BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or ""):
+        if BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or ""):
             return ""
         text = self.finish()
         self._window = [token_id]
-        self._shown = self._tokenizer.decode(self._window)
+        self._shown = self._tokenizer.decode(self._window, self._skips)
         return text
 
     def finish(self) -> str:
         """Text of the byte tokens that are left."""
-        return self._tokenizer.decode(self._window)[len(self._shown) :]
+        return self._tokenizer.decode(self._window, self._skips)[len(self._shown) :]
 
 
 class TextStream:
-    """Tokens in, text out, up to the first stop string."""
+    """Tokens in, text out, up to the first stop string, with it where `include_stop`."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         decoder = _ByteLevelDecoder if tokenizer.is_byte_level else _WindowDecoder
-        self._decoder: _Decoder = decoder(tokenizer)
+        self._decoder: _Decoder = decoder(tokenizer, skip_special_tokens)
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stops = StopMatcher(stop)
+        self._include_stop = include_stop
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
         """Text that may be shown, tokens used for it, and the stop string that is complete.
@@ -80,15 +86,19 @@ class TextStream:
         """
         pieces = []
         for used, token_id in enumerate(token_ids, start=1):
-            if token_id in self._tokenizer.special_ids or self._tokenizer.token(token_id) is None:
+            if token_id in self._skipped or self._tokenizer.token(token_id) is None:
                 continue
             text, stop = self._stops.push(self._decoder.push(token_id))
             pieces.append(text)
             if stop is not None:
-                return "".join(pieces), used, stop
+                return "".join(pieces) + self._ending(stop), used, stop
         return "".join(pieces), len(token_ids), None
 
     def finish(self) -> str:
         """What was held back, when no more tokens come; cut at a stop string it completes."""
         text, stop = self._stops.push(self._decoder.finish())
-        return text if stop is not None else text + self._stops.finish()
+        return text + (self._stops.finish() if stop is None else self._ending(stop))
+
+    def _ending(self, stop: str) -> str:
+        """What is shown of a stop string."""
+        return stop if self._include_stop else ""

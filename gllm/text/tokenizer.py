@@ -4,6 +4,7 @@ Owns what the frontend and the engine need of the tokenizers library. Knows noth
 """
 
 import json
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import tokenizers
 
 from gllm.text.chat_template import ChatTemplate, load_chat_template
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""How vocabularies of text write a single byte."""
 
 
 class Tokenizer:
@@ -68,10 +72,12 @@ class Tokenizer:
         return decoder is not None and decoder["type"] == "ByteLevel"
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token of a byte-level tokenizer."""
+        """Bytes that a token stands for within a text."""
         found = self._bytes.get(token_id)
         if found is None:
-            found = self._bytes[token_id] = _bytes_of(self.token(token_id) or "")
+            token = self.token(token_id) or ""
+            bytes_of = _bytes_of if self.is_byte_level else _bytes_of_piece
+            found = self._bytes[token_id] = bytes_of(token)
         return found
 
 
@@ -95,3 +101,11 @@ def _bytes_of(token: str) -> bytes:
         return bytes(_ALPHABET[char] for char in token)
     except KeyError:
         return token.encode()
+
+
+def _bytes_of_piece(token: str) -> bytes:
+    """Bytes of a vocabulary entry that is text: byte tokens are named, spaces may be written as a
+    lower one eighth block."""
+    if BYTE_TOKEN.fullmatch(token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()

@@ -47,5 +47,6 @@ class Receiver(Protocol):
     def receive(self, step: int, tokens: int) -> "torch.Tensor":
         """[tokens, hidden_size] of this step; waits for it without using the CPU.
 
-        The tensor stays unchanged until the step has committed. Raises StepFailed, TransportFault.
+        The tensor is the receiver's, to overwrite as well, until the step has committed. Raises
+        StepFailed, TransportFault.
         """

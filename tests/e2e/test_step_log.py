@@ -16,7 +16,14 @@ async def serve(config: EngineConfig, count: int) -> None:
     async with Engine(config) as engine:
 
         async def one(index: int) -> None:
-            params = SamplingParams(temperature=0, max_tokens=6 + index, ignore_eos=True)
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=6 + index,
+                ignore_eos=True,
+                logprobs=1,
+                prompt_logprobs=index if index % 2 else None,
+                repetition_penalty=1.0 + index / 10,
+            )
             async for delta in engine.generate([5 + index] * (20 + index), params):
                 assert not delta.error
 

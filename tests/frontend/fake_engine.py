@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 from gllm.config import SamplingParams
-from gllm.engine_api import Delta, ModelInfo, check_request
-from gllm.messages import StageLoad
+from gllm.engine_api import Delta, ModelInfo, check_request, truncated
+from gllm.messages import StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
@@ -25,6 +25,14 @@ class Call:
     cache_salt: str
     closed: bool = False
     finished: bool = False
+
+
+def scored(token: int, top: int | None) -> list[TokenLogprobs]:
+    """A made-up log-probability of -token / 8, behind `top` others; none without `top`."""
+    if top is None:
+        return []
+    others = [(token + i) % 250 + 5 for i in range(1, top + 1)]
+    return [TokenLogprobs(token, -token / 8, 50, others, [-i / 8 for i in range(top)])]
 
 
 @dataclass
@@ -73,6 +81,7 @@ class FakeEngine:
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = truncated(ids, params, self.model)
         check_request(ids, params, self.model)
         call = Call(prompt, params, priority, cache_salt)
         self.calls.append(call)
@@ -80,18 +89,22 @@ class FakeEngine:
         try:
             if self.raises is not None:
                 raise self.raises
-            async for delta in self._tokens(params):
+            async for delta in self._tokens(ids, params):
                 yield delta
             call.finished = True
         finally:
             call.closed = True
             self.num_requests -= 1
 
-    async def _tokens(self, params: SamplingParams) -> AsyncGenerator[Delta, None]:
+    async def _tokens(
+        self, prompt: list[int], params: SamplingParams
+    ) -> AsyncGenerator[Delta, None]:
         """The choices' tokens in turn, as a pipeline would bring them."""
         ids = self.tokenizer.encode(self.reply)
         limit = min(params.max_tokens or self.max_model_len, len(ids))
-        streams = {i: TextStream(self.tokenizer, params.stop) for i in range(params.n)}
+        shown = (params.stop, params.skip_special_tokens, params.include_stop_str_in_output)
+        streams = {i: TextStream(self.tokenizer, *shown) for i in range(params.n)}
+        before = [entry for token in prompt[1:] for entry in scored(token, params.prompt_logprobs)]
         for at in range(limit):
             if self.delay:
                 await asyncio.sleep(self.delay)
@@ -108,4 +121,6 @@ class FakeEngine:
                 if reason is not None:
                     text += "" if stop is not None else streams[index].finish()
                     del streams[index]
-                yield Delta(index, text, [ids[at]], reason, stop, "", cached)
+                logprobs = scored(ids[at], params.logprobs)
+                told = (logprobs, [] if at else before)
+                yield Delta(index, text, [ids[at]], reason, stop, "", cached, 0.0, *told)

@@ -32,25 +32,31 @@ BAD_VALUES = {
     "priority": [*NUMBERS, 2**31, -(2**31) - 1, 0.5],
     "cache_salt": [7, "x" * 129, ["x"], "\ud800"],
     "request_id": [7, "", "a b", "x" * 129, "a\n", "é"],
-    "presence_penalty": [1, -0.5, math.nan, "0", False],
-    "frequency_penalty": [1, HUGE, "x"],
-    "repetition_penalty": [1.1, 0, True],
-    "logit_bias": [{"1": 1}, [], 7],
-    "logprobs": [True, 1, "x"],
-    "top_logprobs": [1, -1, 2**31],
-    "prompt_logprobs": [0, 1],
-    "echo": [True, 0],
+    "presence_penalty": [*NUMBERS, -2.1, 2.1, HUGE],
+    "frequency_penalty": [*NUMBERS, -2.1, 2.1, HUGE],
+    "repetition_penalty": [*NUMBERS, 0, -0.0, -1, -HUGE],
+    "logit_bias": [
+        *([], 7, "x", [1], {"x": 1}, {"1.5": 1}, {"": 1}, {"1": "1"}, {"1": None}, {"1": True}),
+        *({"1": 100.5}, {"1": -101}, {"1": math.nan}, {"1": math.inf}, {"1": 10**400}),
+        *({"-1": 1}, {"100000": 1}, {str(2**31): 1}, {str(HUGE): 1}, {"\ud800": 1}),
+    ],
+    "logprobs": ["x", "1", [1], {}, math.nan, math.inf, 10**400, HUGE, 0.5],
+    "prompt_logprobs": [*NUMBERS, -1, 21, 0.5, 2**31, BIG, HUGE],
+    "best_of": [2, 0, "x", True, math.nan, HUGE],
+    "use_beam_search": [True, 1, "x"],
+    "length_penalty": [0.5, 0, True, "1", math.nan],
+    "early_stopping": [True, "never", 1],
     "response_format": [{"type": "json_object"}, {}, "text", {"type": "text", "x": 1}],
     "structured_outputs": [{"regex": "a+"}, {}],
     "tools": [[{"type": "function"}], {}, "x"],
     "tool_choice": ["required", {"type": "function"}, 7],
     "reasoning_effort": ["low", 7],
-    "truncate_prompt_tokens": [1, -1],
-    "allowed_token_ids": [[1], []],
-    "bad_words": [["x"]],
+    "truncate_prompt_tokens": [*NUMBERS, 0, -2, 0.5, 2**31, BIG, HUGE],
+    "allowed_token_ids": [7, "7", ["7"], [], [-1], [BIG], [2**31], [100_000], [1.5], [None], {}],
+    "bad_words": [7, "x", {}, [7], [""], [None], ["x"] * 1025, "\ud800", ["\udfff"]],
     "continue_final_message": [True],
-    "skip_special_tokens": [False, 1],
-    "include_stop_str_in_output": [True],
+    "skip_special_tokens": [0, 1, "x", []],
+    "include_stop_str_in_output": [0, 1, "x", []],
 }
 DEEP = []
 for _ in range(150):
@@ -69,10 +75,17 @@ BAD_CHATS = {
     ],
     "add_generation_prompt": [1, "x"],
     "chat_template_kwargs": [7, [], {"tools": 1}, {"enable_thinking": 1}],
+    "logprobs": [0, 1],
+    "top_logprobs": [*NUMBERS, 1, -1, 21, 0.5, 2**31, BIG, HUGE],
+    "echo": [True, 0, "x"],
+    "max_tokens": [0],
 }
 LONG = "long " * 400
 BAD_CHATS["messages"] += [[{"role": "user", "content": text}] for text in (LONG, "\ud800", 7)]
 BAD_TEXTS = {
+    "logprobs": [True, False, -1, 21, 2**31, BIG],
+    "top_logprobs": [1, -1, True, 2**31],
+    "echo": [0, 1, "x", []],
     "prompt": [
         None,
         "",
@@ -96,7 +109,8 @@ BAD_TEXTS["prompt"] += [[5] * 256, [100_000], ["x"] * 65, DEEP, "\udc00", ["\ud8
 TABLE = [
     (path, name, value)
     for path, base, more in ((CHAT_PATH, CHAT, BAD_CHATS), (TEXT_PATH, TEXT, BAD_TEXTS))
-    for name, values in {**BAD_VALUES, **more}.items()
+    for table in (BAD_VALUES, more)
+    for name, values in table.items()
     for value in values
 ]
 
@@ -114,6 +128,31 @@ async def test_every_bad_value_is_refused_by_name(server):
     assert wrong == []
     assert server.engine.calls == []
     assert (await server.chat()).status == 200
+
+
+RELATIONS = [
+    (CHAT_PATH, "top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    (CHAT_PATH, "top_logprobs", {"logprobs": False, "top_logprobs": 1}),
+    (CHAT_PATH, "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
+    (TEXT_PATH, "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
+    (TEXT_PATH, "max_tokens", {"max_tokens": 0, "echo": False}),
+    (TEXT_PATH, "max_tokens", {"max_tokens": -1, "echo": True}),
+    (TEXT_PATH, "prompt", {"prompt": [5] * 256, "max_tokens": 0, "echo": True}),
+    (TEXT_PATH, "n", {"n": 9, "logprobs": 1, "echo": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "param", "fields"), RELATIONS, ids=str)
+async def test_fields_that_do_not_go_together(server, path, param, fields):
+    answer = await server.post(path, {**(CHAT if path == CHAT_PATH else TEXT), **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert server.engine.calls == []
+
+
+async def test_beam_search_is_refused_with_the_way_out(server):
+    answer = await server.complete(best_of=4)
+    assert "beam search" in answer.error["message"]
+    assert "n draws several choices" in answer.error["message"]
 
 
 async def test_missing_prompt_is_named(server):

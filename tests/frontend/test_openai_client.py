@@ -43,6 +43,25 @@ async def test_completions(server, client):
     assert text == server.engine.reply
 
 
+async def test_logprobs(server, client):
+    asked = {"model": "fake/model", "logprobs": True, "top_logprobs": 2, "max_tokens": 6}
+    whole = await client.chat.completions.create(**asked, **CHAT)
+    told = whole.choices[0].logprobs.content
+    assert [len(entry.top_logprobs) for entry in told] == [2] * 6
+    stream = await client.chat.completions.create(**asked, stream=True, **CHAT)
+    pieces = [c.logprobs.content async for chunk in stream for c in chunk.choices if c.logprobs]
+    assert [entry for piece in pieces for entry in piece] == told
+    text = await client.completions.create(
+        model="fake/model", prompt=[[9, 8, 7]], max_tokens=1, logprobs=1, echo=True
+    )
+    told = text.choices[0].logprobs
+    assert told.token_logprobs[:3] == [None, -1.0, -0.875]
+    assert len(told.tokens) == len(told.top_logprobs) == len(told.text_offset) == 4
+    refused = {"model": "fake/model", "prompt": "x", "best_of": 2}
+    with pytest.raises(openai.BadRequestError, match="beam search"):
+        await client.completions.create(**refused)
+
+
 async def test_models(client):
     assert [model.id async for model in client.models.list()] == ["fake/model"]
     assert (await client.models.retrieve("fake/model")).id == "fake/model"

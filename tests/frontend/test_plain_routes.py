@@ -17,6 +17,7 @@ async def test_models(server):
         "created": 1_700_000_000,
         "owned_by": "gllm",
         "max_model_len": 256,
+        "vocab_size": server.engine.tokenizer.vocab_size,
     }
     assert await get(server, "/v1/models") == (200, {"object": "list", "data": [model]})
     assert await get(server, "/v1/models/fake/model") == (200, model)

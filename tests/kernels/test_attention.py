@@ -41,6 +41,7 @@ def check(
     seed: int,
     kind: Scores = PLAIN,
     window: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Rows of (cached tokens, new tokens), decodes first, through a cache full of NaN elsewhere."""
     kv_heads, group, head_dim = shape
@@ -69,10 +70,12 @@ def check(
     decodes = next((i for i, (_, new) in enumerate(contexts) if new > 1), len(contexts))
     lengths = np.array(totals)
     rows = PagedRows(table, starts, lengths, decodes, block_size, num_blocks)
-    plan = plan_attention(rows, torch.float32, window)
-    store_kv(torch.cat(keys), torch.cat(values), *caches, plan.slots)
-    actual = paged_attention(torch.cat(queries), *caches, plan, kind)
-    torch.testing.assert_close(actual, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    plan = plan_attention(rows, dtype, window)
+    caches = [cache.to(dtype) for cache in caches]
+    store_kv(torch.cat(keys).to(dtype), torch.cat(values).to(dtype), *caches, plan.slots)
+    actual = paged_attention(torch.cat(queries).to(dtype), *caches, plan, kind)
+    limit = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(actual.float(), torch.cat(wanted), rtol=limit, atol=limit)
 
 
 kinds = st.sampled_from(["plain", "softcap", "alibi"])
@@ -90,8 +93,10 @@ chunk_rows = st.lists(st.tuples(st.integers(0, 30), st.integers(2, 25)), max_siz
     st.integers(0, 2**31),
     kinds,
     st.none() | st.integers(1, 50),
+    st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_matches_dense_attention(
+    way: str,
     decodes: list[tuple[int, int]],
     chunks: list[tuple[int, int]],
     block_size: int,
@@ -99,15 +104,16 @@ def test_matches_dense_attention(
     seed: int,
     kind: str,
     window: int | None,
+    dtype: torch.dtype,
 ) -> None:
     slopes = torch.rand(shape[0] * shape[1]) if kind == "alibi" else None
     scores = Scores(0.3, 2.0 if kind == "softcap" else None, slopes)
     if decodes or chunks:
-        check(decodes + chunks, block_size, shape, seed, scores, window)
+        check(decodes + chunks, block_size, shape, seed, scores, window, dtype)
 
 
 @pytest.mark.parametrize("cached", [0, 1, 100])
-def test_chunks_longer_than_a_slice(cached: int) -> None:
+def test_chunks_longer_than_a_slice(way: str, cached: int) -> None:
     beyond = 2 * attention_plan.QUERY_SLICE + 3
     rows = [(5, 1), (cached, beyond), (0, attention_plan.QUERY_SLICE)]
     check(rows, 16, (2, 2, 8), seed=1)
@@ -115,7 +121,7 @@ def test_chunks_longer_than_a_slice(cached: int) -> None:
     check(rows, 16, (2, 2, 8), seed=1, kind=Scores(0.2, slopes=torch.rand(4)))
 
 
-def test_a_one_token_chunk_behind_a_longer_one() -> None:
+def test_a_one_token_chunk_behind_a_longer_one(way: str) -> None:
     check([(4, 1), (0, 5), (7, 1), (0, 1)], 4, (1, 2, 8), seed=2)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gllm.config import EngineConfig
-from gllm.messages import Register, Sampling
+from gllm.messages import Register, RowLogprobs, Sampling
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import Batch
@@ -44,6 +44,8 @@ class Pipeline:
     dtype: str = "float32"
     held: dict[int, Held] = field(default_factory=dict)
     steps: int = 0
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    """All that the sampling rows told."""
 
     def __post_init__(self) -> None:
         self.config: ModelConfig = read_config(self.folder)
@@ -105,7 +107,8 @@ class Pipeline:
     def run(self, rows: list[Row], released: list[int] | None = None) -> list[Sampled]:
         """Compute and sample a step; drawn tokens are appended to their sequences."""
         batch, logits = self.logits(self.plan(rows, released))
-        results = self.executors[-1].sample(batch, logits)
+        results, logprobs = self.executors[-1].sample(batch, logits)
+        self.logprobs += logprobs
         for result in results:
             self.held[result.seq].tokens.append(result.token)
         return results

@@ -145,7 +145,7 @@ def test_lookahead_reads_the_token_that_was_sampled(
     assert [batch.has_placeholders for batch in batches] == [False, True, True, True, True]
     tokens = []
     for batch in batches:
-        results = executor.sample(batch, executor.compute(batch, None))
+        results, _ = executor.sample(batch, executor.compute(batch, None))
         tokens += [result.token for result in results]
     assert tokens == wanted
 
@@ -158,7 +158,7 @@ def test_bad_logits_end_their_own_sequence_only(folders: dict[tuple[str, int], P
     wanted = logits.argmax(-1).tolist()
     logits = logits.clone()
     logits[1, 7] = float("nan")
-    results = pipeline.executors[0].sample(batch, logits)
+    results, _ = pipeline.executors[0].sample(batch, logits)
     assert [result.seq for result in results] == [1, 2, 3]
     assert [result.token for result in results] == [wanted[0], 0, wanted[2]]
     assert [bool(result.error) for result in results] == [False, True, False]

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from gllm.config import EngineConfig
-from gllm.messages import Register, Sampling
+from gllm.messages import Register, RowLogprobs, Sampling
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import StageExecutor
 from gllm.scheduler.config import POLICY_NAMES
-from gllm.scheduler.plan import StepPlan, StepResult
+from gllm.scheduler.plan import Outcome, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
 from tests.tiny_models import FAMILIES, SMALL, reference, save
@@ -68,16 +68,18 @@ class Scheduled:
             self._commit()
         return self.generated
 
-    def _commit(self) -> None:
+    def _commit(self) -> tuple[Outcome, list[RowLogprobs]]:
+        """Compute and commit the oldest plan: what it brought, what its rows told."""
         plan, batches = self._plans.popleft()
         hidden = None
         for executor, batch in zip(self.executors, batches, strict=True):
             hidden = executor.compute(batch, hidden)
         assert hidden is not None
-        sampled = self.executors[-1].sample(batches[-1], hidden)
+        sampled, told = self.executors[-1].sample(batches[-1], hidden)
         outcome = self.scheduler.commit(StepResult(plan.step, sampled))
         for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
             self.generated.setdefault(seq, []).append(token)
+        return outcome, told
 
 
 @pytest.fixture(scope="module")

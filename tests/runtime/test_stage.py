@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gllm.messages import Result, RowLogprobs
 from gllm.runtime.stage import Stage
 from gllm.scheduler.plan import Row, Sampled, StepPlan, StepResult
 
@@ -35,23 +36,23 @@ class FakeExecutor:
             raise RuntimeError("compute")
         return torch.zeros(1, 3)
 
-    def sample(self, batch: Any, logits: torch.Tensor) -> list[Sampled]:
+    def sample(self, batch: Any, logits: torch.Tensor) -> tuple[list[Sampled], list[RowLogprobs]]:
         assert self.sampling.wait(60)
         self.log.append(f"sample {batch.step}")
         if batch.step == 3:
             raise ValueError("sample")
-        return [Sampled(batch.step, 0, 9)]
+        return [Sampled(batch.step, 0, 9)], []
 
 
 class Results:
     """What a stage delivered."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[StepResult] = asyncio.Queue()
+        self.queue: asyncio.Queue[Result] = asyncio.Queue()
         self.faults: list[BaseException] = []
 
     async def take(self, count: int) -> list[StepResult]:
-        return [await asyncio.wait_for(self.queue.get(), 60) for _ in range(count)]
+        return [(await asyncio.wait_for(self.queue.get(), 60)).result for _ in range(count)]
 
 
 def make_stage(executor: FakeExecutor, **ends: Any) -> tuple[Stage, Results]:

@@ -53,6 +53,7 @@ def random_request(rng: Random, seq: int, longest: int) -> Request:
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=rng.choice(["", "salt"]),
         n=rng.choice([1, 1, 1, 3]),
+        reads_cache=rng.random() < 0.8,
     )
 
 

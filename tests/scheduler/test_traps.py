@@ -88,6 +88,23 @@ def test_a_salt_separates_tenants() -> None:
     assert pipe.scheduler.stats().prefix_hits == 48
 
 
+def test_a_prompt_that_has_to_be_computed_reads_no_cache() -> None:
+    """Its blocks are offered to others all the same, and its other choices share them."""
+    pipe = pipeline(1, 50, 200)
+    pipe.add(Request(0, prompt(64), 1))
+    pipe.drain()
+    pipe.add(Request(1, prompt(64), 1, n=2, reads_cache=False))
+    plan = pipe.schedule()
+    assert plan is not None
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 64)]
+    pipe.drain()
+    stats = pipe.scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (128, 48)
+    pipe.add(Request(3, prompt(64), 1))
+    pipe.drain()
+    assert pipe.scheduler.stats().prefix_hits == 96
+
+
 def test_chunks_of_one_prompt_are_in_flight_together() -> None:
     pipe = pipeline(4, 100, 1000, max_prefill_tokens=100, min_prefill_tokens=100)
     pipe.add(Request(0, prompt(400), 1))

@@ -91,3 +91,33 @@ def test_unfinished_stop_string_is_shown_at_the_end():
     assert (shown, stop) == ("thank ", None)
     assert used == len(tokenizer.encode("thank you"))
     assert stream.finish() == "you"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_special_tokens_are_shown_where_asked(kind, data):
+    tokenizer = KINDS[kind]
+    ids = data.draw(ids_of(tokenizer))
+    stream = TextStream(tokenizer, skip_special_tokens=False)
+    pieces = [stream.push([i])[0] for i in ids] + [stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("stop", ["wor", "lo w", "d"])
+def test_stop_strings_are_shown_where_asked(stop):
+    tokenizer = KINDS["byte-level"]
+    ids = tokenizer.encode("Hello world, you")
+    cut = TextStream(tokenizer, [stop]).push(ids)
+    kept = TextStream(tokenizer, [stop], include_stop=True).push(ids)
+    assert cut[1:] == kept[1:] == (kept[1], stop)
+    assert kept[0] == cut[0] + stop
+    assert "Hello world, you".startswith(kept[0])
+
+
+def test_a_stop_string_at_the_very_end_is_shown_where_asked():
+    tokenizer = KINDS["llama"]
+    ids = tokenizer.encode("Hello \u00e9")
+    for include, wanted in ((False, "Hello "), (True, "Hello \u00e9")):
+        stream = TextStream(tokenizer, ["\u00e9"], include_stop=include)
+        assert stream.push(ids)[0] + stream.finish() == wanted

@@ -30,6 +30,18 @@ def test_kinds():
     assert not Tokenizer(some.sentencepiece()).is_byte_level
 
 
+def test_bytes_of_single_tokens():
+    byte_level, pieces = Tokenizer(some.byte_level()), Tokenizer(some.sentencepiece())
+    text = "Grüße 🎉, two words"
+    ids = byte_level.encode(text)
+    assert b"".join(byte_level.token_bytes(i) for i in ids) == text.encode()
+    ids = pieces.encode("Hello world é\n🎉")
+    assert b"".join(pieces.token_bytes(i) for i in ids) == " Hello world é\n🎉".encode()
+    assert byte_level.token_bytes(2) == b"<|im_end|>"
+    assert pieces.token_bytes(1) == b"<s>"
+    assert pieces.token_bytes(10**6) == b""
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
         Tokenizer.load(tmp_path)

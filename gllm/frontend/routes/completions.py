@@ -1,17 +1,18 @@
 """POST /v1/completions.
 
-Owns the endpoint's shape. Knows nothing of how answers are streamed.
+Owns the endpoint's shape, the prompt's echo in it. Knows nothing of how answers are streamed.
 """
 
 import asyncio
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
-from gllm.config import FieldError
-from gllm.engine_api import Delta, check_request
+from gllm.config import FieldError, SamplingParams
+from gllm.engine_api import Delta, EngineLike, check_request, truncated
 from gllm.frontend.answer import Job, Json, answer
 from gllm.frontend.collect import Choice
-from gllm.frontend.context import CONTEXT
+from gllm.frontend.context import CONTEXT, Context
 from gllm.frontend.fields import (
     COMPLETION_TOKENS,
     MAX_PROMPTS,
@@ -20,6 +21,8 @@ from gllm.frontend.fields import (
     read_fields,
     sampling_params,
 )
+from gllm.frontend.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 
 
@@ -28,53 +31,166 @@ async def create(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     fields = await read_fields(request, CompletionFields)
     context.check_model(fields.model)
-    config, model = context.config, context.engine.model
-    params = sampling_params(fields, model.defaults, config.max_choices, COMPLETION_TOKENS)
+    config, engine = context.config, context.engine
+    params = _params(fields, context)
     texts = parse_prompts(fields.prompt, min(MAX_PROMPTS, config.max_num_queued_requests))
     most = max(MAX_PROMPTS, config.max_choices)
     if len(texts) * params.n > most:
         raise FieldError("n", f"{len(texts)} prompts with n {params.n} are more than {most}")
     with context.admit(len(texts)):
-        prompts = await asyncio.to_thread(_token_ids, context.engine.tokenizer, texts)
+        prompts = await asyncio.to_thread(_prompts, engine, texts, params, bool(fields.echo))
         for prompt in prompts:
-            check_request(prompt, params, model)
-        return await answer(request, context, Job(fields, prompts, params), CompletionShape())
+            check_request(prompt.ids, params, engine.model)
+        shape = CompletionShape(engine.tokenizer, fields, params, prompts)
+        ids = [prompt.ids for prompt in prompts]
+        return await answer(request, context, Job(fields, ids, params, fields.generates), shape)
 
 
-def _token_ids(tokenizer: Tokenizer, prompts: list[str] | list[list[int]]) -> list[list[int]]:
-    """Token ids of prompts that may be given as such."""
-    return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+def _params(fields: CompletionFields, context: Context) -> SamplingParams:
+    """How to sample. A request for the echo alone draws a token, which is not shown."""
+    if not fields.generates and not fields.echo:
+        raise FieldError("max_tokens", "max_tokens is 0, which is only allowed with echo")
+    limit = fields.max_completion_tokens or fields.max_tokens
+    limit = limit or (COMPLETION_TOKENS if fields.generates else 1)
+    echoed = fields.logprobs if fields.echo else None
+    asked = [count for count in (echoed, fields.prompt_logprobs) if count is not None]
+    defaults, max_choices = context.engine.model.defaults, context.config.max_choices
+    params = sampling_params(
+        fields,
+        defaults,
+        max_choices,
+        max_tokens=limit,
+        logprobs=fields.logprobs,
+        prompt_logprobs=fields.prompt_logprobs,
+    )
+    return replace(params, prompt_logprobs=max(asked, default=None))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model gets it and as an echo shows it."""
+
+    ids: list[int]
+    text: str = ""
+    """Empty where there is no echo."""
+
+
+def _prompts(
+    engine: EngineLike, prompts: list[str] | list[list[int]], params: SamplingParams, echo: bool
+) -> list[Prompt]:
+    """Prompts that may be given as text or as token ids."""
+    tokenizer = engine.tokenizer
+    made = []
+    for prompt in prompts:
+        whole = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = truncated(whole, params, engine.model)
+        if not echo:
+            made.append(Prompt(ids))
+        elif isinstance(prompt, str) and len(ids) == len(whole):
+            made.append(Prompt(ids, prompt))
+        else:
+            made.append(Prompt(ids, _text(tokenizer, ids, params)))
+    return made
+
+
+def _text(tokenizer: Tokenizer, ids: list[int], params: SamplingParams) -> str:
+    stream = TextStream(tokenizer, (), params.skip_special_tokens)
+    return stream.push(ids)[0] + stream.finish()
 
 
 class CompletionShape:
-    """Choices as text and its increments."""
+    """Choices as text and its increments, behind the prompt where it is echoed."""
 
     prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        fields: CompletionFields,
+        params: SamplingParams,
+        prompts: list[Prompt],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._fields = fields
+        self._params = params
+        self._prompts = prompts
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        """Of choices that have begun."""
+        self._echoed: set[int] = set()
 
     def opening(self, index: int) -> list[Json]:
         """Nothing comes before the text."""
         return []
 
     def pieces(self, delta: Delta, token_ids: bool) -> list[Json]:
-        """Text and end together."""
+        """The echo with a choice's first delta; text and end together."""
+        pieces = []
+        if self._fields.echo and delta.index not in self._echoed:
+            self._echoed.add(delta.index)
+            logprobs = self._prompt_logprobs(delta)
+            echo = _choice(delta.index, self._prompt(delta.index).text, logprobs, None, None)
+            pieces.append({**echo, **({"token_ids": []} if token_ids else {})})
         ids = {"token_ids": delta.token_ids} if token_ids else {}
-        if not delta.text and not ids.get("token_ids") and delta.finish_reason is None:
-            return []
-        piece = _choice(delta.index, delta.text, delta.finish_reason, delta.stop_reason)
-        return [{**piece, **ids}]
+        shown = delta.text or delta.logprobs or ids.get("token_ids")
+        if shown or delta.finish_reason is not None:
+            logprobs = self._output_logprobs(delta)
+            ending = (delta.finish_reason, delta.stop_reason)
+            pieces.append({**_choice(delta.index, delta.text, logprobs, *ending), **ids})
+        return pieces
 
     def whole(self, choice: Choice) -> Json:
         """A text."""
-        return _choice(choice.index, choice.text, choice.finish_reason, choice.stop_reason)
+        text, logprobs = choice.text, None
+        if self._fields.echo:
+            text = self._prompt(choice.index).text + text
+        if self._fields.logprobs is not None:
+            parts = [self._prompt_logprobs(choice)] if self._fields.echo else []
+            logprobs = joined([part for part in (*parts, self._output_logprobs(choice)) if part])
+        made = _choice(choice.index, text, logprobs, choice.finish_reason, choice.stop_reason)
+        top = self._fields.prompt_logprobs
+        if top is None:
+            return made
+        told = prompt_logprobs(self._tokenizer, choice.prompt_logprobs, top)
+        return {**made, "prompt_logprobs": told}
+
+    def besides(self, choices: list[Choice]) -> Json:
+        """Nothing."""
+        return {}
+
+    def _prompt(self, index: int) -> Prompt:
+        return self._prompts[index // self._params.n]
+
+    def _prompt_logprobs(self, part: Delta | Choice) -> Json | None:
+        """Of the echoed prompt, where asked for."""
+        if (top := self._fields.logprobs) is None:
+            return None
+        ids = self._prompt(part.index).ids
+        skips = self._params.skip_special_tokens
+        return CompletionLogprobs(self._tokenizer, top, skips).part(
+            ids, [None, *part.prompt_logprobs]
+        )
+
+    def _output_logprobs(self, part: Delta | Choice) -> Json | None:
+        """Of a choice's next tokens, where asked for."""
+        if (top := self._fields.logprobs) is None:
+            return None
+        if part.index not in self._logprobs:
+            begin = len(self._prompt(part.index).text)
+            skips = self._params.skip_special_tokens
+            made = CompletionLogprobs(self._tokenizer, top, skips, begin)
+            self._logprobs[part.index] = made
+        return self._logprobs[part.index].part(part.token_ids, part.logprobs)
 
 
-def _choice(index: int, text: str, reason: str | None, stop: int | str | None) -> Json:
+def _choice(
+    index: int, text: str, logprobs: Json | None, reason: str | None, stop: int | str | None
+) -> Json:
     return {
         "index": index,
         "text": text,
-        "logprobs": None,
+        "logprobs": logprobs,
         "finish_reason": reason,
         "stop_reason": stop,
     }

@@ -29,4 +29,5 @@ def _described(model: ModelInfo) -> dict[str, object]:
         "created": model.created,
         "owned_by": "gllm",
         "max_model_len": model.max_model_len,
+        "vocab_size": model.vocab_size,
     }

@@ -1,0 +1,69 @@
+"""What each sampling field costs the last stage, held against rows that ask for none of it.
+
+One batch of decodes, planned and drawn on one thread again and again, all kinds in turn, so that a
+busy machine slows all of them. Run as `python -m benchmarks.sampling`.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from gllm.messages import Register, Sampling
+from gllm.runtime.sampler import draw, plan_rows
+from gllm.runtime.sampling_state import SamplingState, states_of
+
+PROMPT = list(range(200))
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+    "logit_bias": {"temperature": 0.0, "logit_bias": {7: 1.0, 8: -1.0}},
+    "bad_words": {"temperature": 0.0, "bad_words": ((5,), (6, 7), (8, 9, 10))},
+    "logprobs 0": {"temperature": 0.0, "logprobs": 0},
+    "logprobs 5": {"temperature": 0.0, "logprobs": 5},
+    "top_p 0.9": {"top_p": 0.9},
+}
+
+
+def seconds(states: list[SamplingState], logits: torch.Tensor, index: int) -> float:
+    """Time to plan and draw output token `index` of all rows."""
+    owners = [(row, 0) for row in range(len(states))]
+    copy = logits.clone()
+    begin = time.perf_counter()
+    drawn = draw(copy, plan_rows(owners, states, [index] * len(states)))
+    end = time.perf_counter()
+    assert not any(drawn.errors)
+    return end - begin
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--rounds", type=int, default=60)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logits = torch.randn(args.rows, args.vocabulary)
+    states = {
+        kind: [
+            states_of(Register(row, len(PROMPT), PROMPT, Sampling(seed=row, **fields)))[0]
+            for row in range(args.rows)
+        ]
+        for kind, fields in KINDS.items()
+    }
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for index in range(args.rounds):
+        for kind in KINDS:
+            times[kind].append(seconds(states[kind], logits, index))
+    base = statistics.median(times["greedy"])
+    print("| rows that ask for | ms | of greedy |\n| --- | --- | --- |")
+    for kind, measured in times.items():
+        median = statistics.median(measured)
+        print(f"| {kind} | {median * 1e3:.2f} | {median / base:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Log-probabilities as the endpoints write them.
+
+Owns the JSON of both endpoints and of prompts, the text and bytes of single tokens, and where a
+token begins in a text. Knows nothing of how they were computed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gllm.messages import TokenLogprobs
+from gllm.text.detokenizer import TextStream
+from gllm.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token by itself; one that is no whole characters is written as its bytes, so that no two of
+    them look the same."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int) -> Json:
+    """`logprobs` of a message or its increment, with the `top` likeliest tokens each."""
+
+    def one(token_id: int, logprob: float) -> Json:
+        raw = list(tokenizer.token_bytes(token_id))
+        return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": raw}
+
+    content = []
+    for entry in entries:
+        pairs = zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
+        likeliest = [one(*pair) for pair in pairs]
+        content.append({**one(entry.token, entry.logprob), "top_logprobs": likeliest})
+    return {"content": content}
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int
+) -> list[Json | None]:
+    """`prompt_logprobs`: by token id, the prompt's own token first; null for the first place."""
+    places: list[Json | None] = [None]
+    for entry in entries:
+        ranked = [(entry.token, entry.logprob, entry.rank)]
+        columns = (entry.top_ids[:top], entry.top_logprobs[:top], range(1, top + 1))
+        ranked += [row for row in zip(*columns, strict=False) if row[0] != entry.token]
+        place = {}
+        for token_id, logprob, rank in ranked:
+            text = token_text(tokenizer, token_id)
+            place[str(token_id)] = {"logprob": logprob, "rank": rank, "decoded_token": text}
+        places.append(place)
+    return places
+
+
+class CompletionLogprobs:
+    """`logprobs` of one completion, part by part.
+
+    start: characters of the text before its first token.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, top: int, skip_special_tokens: bool, start: int = 0
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._decoder = TextStream(tokenizer, (), skip_special_tokens)
+        self._length = start
+
+    def part(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> Json:
+        """The next tokens, None for one whose log-probability is not known."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._length)
+            self._length += len(self._decoder.push([token_id])[0])
+        return {
+            "tokens": [token_text(self._tokenizer, token_id) for token_id in token_ids],
+            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+            "top_logprobs": [
+                None if entry is None else self._likeliest(entry) for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+    def _likeliest(self, entry: TokenLogprobs) -> Json:
+        """The likeliest tokens, and the one that is there."""
+        ids = [*entry.top_ids[: self._top], entry.token]
+        logprobs = [*entry.top_logprobs[: self._top], entry.logprob]
+        return {token_text(self._tokenizer, i): p for i, p in zip(ids, logprobs, strict=True)}
+
+
+def joined(parts: Sequence[Json]) -> Json:
+    """Consecutive parts of one completion as one."""
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}

@@ -1,0 +1,42 @@
+"""Log-probabilities of chosen tokens and of the likeliest ones.
+
+Owns the log-softmax and the ranking. Does not know why a token was chosen: the one that was drawn,
+or the next one of a prompt. What is computed for a row depends on that row alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """One token in each row, and the likeliest of that row."""
+
+    tokens: Tensor
+    """[rows] int64"""
+    logprobs: Tensor
+    """[rows] float32, natural logarithms."""
+    ranks: Tensor
+    """[rows] int64: 1 for the likeliest token."""
+    top_ids: Tensor
+    """[rows, top] int64, likeliest first."""
+    top_logprobs: Tensor
+    """[rows, top] float32"""
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Log-softmax [rows, vocabulary] float32 of logits alike."""
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+
+
+def score(logprobs: Tensor, tokens: Tensor, top: int) -> Scores:
+    """The scores of tokens [rows] int64 under logprobs [rows, vocabulary] float32.
+
+    top: how many of the likeliest tokens come along, the whole vocabulary at most.
+    """
+    chosen = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    likeliest = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
+    return Scores(tokens, chosen[:, 0], ranks, likeliest.indices, likeliest.values)

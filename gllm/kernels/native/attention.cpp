@@ -1,0 +1,228 @@
+// Attention over a paged KV cache, for decodes and prefill chunks alike.
+//
+// Owns the way of queries through the keys and values they see. The queries of a KV head, and of as
+// many tokens as make a tile, go through the context in blocks of keys; the softmax is computed
+// online. Source: Dao et al., "FlashAttention" (2022), algorithm 1; Milakov and Gimelshein, "Online
+// normalizer calculation for softmax" (2018), algorithm 3.
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "multiply.h"
+
+namespace gllm {
+
+constexpr int64_t KEYS = 64;        // of a block
+constexpr int64_t TILE_ROWS = 112;  // queries of a tile, over all heads that share keys
+
+struct AttentionArguments {
+    void* output;                // [tokens, heads, value_dim]
+    const void* query;           // [tokens, heads, key_dim], tokens query_row elements apart
+    const void* keys;            // [slots, kv_heads, key_dim], slots key_row elements apart
+    const void* values;          // [slots, kv_heads, value_dim], slots value_row elements apart
+    const int64_t* block_table;  // [rows, table_row]
+    const int64_t* query_start;  // [rows + 1]
+    const int64_t* context_len;  // [rows]
+    const float* slopes;         // [heads], or null
+    int64_t rows, table_row, block_size;
+    int64_t heads, kv_heads, key_dim, value_dim;
+    int64_t query_row, key_row, value_row;
+    int64_t window;  // 0: none
+    float scale, softcap;  // softcap 0: none
+    int32_t is_bfloat16, threads;
+};
+
+namespace {
+
+int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// What one thread keeps from tile to tile.
+template <class Unit>
+struct Scratch {
+    std::vector<Unit> queries, keys, values, weights;
+    std::vector<float> scores, sums, most, total;
+};
+
+struct Tile {
+    int64_t row, kv_head, first, tokens;  // first: token of the row
+};
+
+template <class T>
+class Attention {
+    using Unit = typename Packing<T>::Unit;
+    static constexpr int64_t PER = Packing<T>::PER_UNIT;
+
+  public:
+    explicit Attention(const AttentionArguments& given)
+        : a(given), group(a.heads / a.kv_heads), units((a.key_dim + PER - 1) / PER),
+          width(rounded_up(a.value_dim, LANES)) {}
+
+    void run() {
+        const int64_t most = std::max<int64_t>(TILE_ROWS / group, 1);
+        std::vector<Tile> tiles;
+        for (int64_t row = 0; row < a.rows; ++row) {
+            const int64_t count = a.query_start[row + 1] - a.query_start[row];
+            for (int64_t first = 0; first < count; first += most)
+                for (int64_t head = 0; head < a.kv_heads; ++head)
+                    tiles.push_back({row, head, first, std::min(most, count - first)});
+        }
+        // The costliest ones, at the end of chunks, first.
+        std::reverse(tiles.begin(), tiles.end());
+        const int64_t count = static_cast<int64_t>(tiles.size());
+#pragma omp parallel num_threads(a.threads) if (count > 1)
+        {
+            Scratch<Unit> scratch;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < count; ++i) attend(tiles[i], scratch);
+        }
+    }
+
+  private:
+    const AttentionArguments& a;
+    const int64_t group, units, width;
+
+    void attend(const Tile& tile, Scratch<Unit>& s) const {
+        const int64_t rows = tile.tokens * group;
+        const int64_t row_tokens = a.query_start[tile.row + 1] - a.query_start[tile.row];
+        const int64_t position = a.context_len[tile.row] - row_tokens + tile.first;
+        const int64_t begin = a.window ? std::max<int64_t>(position - a.window + 1, 0) : 0;
+        const int64_t end = position + tile.tokens;
+        s.queries.assign(rows * units, Unit{});
+        s.keys.resize(units * KEYS);
+        s.values.resize(KEYS / PER * width);
+        s.weights.resize(rows * KEYS / PER);
+        s.scores.resize(rows * KEYS);
+        s.sums.assign(rows * width, 0.0f);
+        s.most.assign(rows, -INFINITY);
+        s.total.assign(rows, 0.0f);
+        pack_queries(tile, s.queries.data());
+        for (int64_t key = begin; key < end; key += KEYS) {
+            const int64_t count = std::min(KEYS, end - key);
+            pack_keys(tile, key, count, s.keys.data(), s.values.data());
+            multiply(s.queries.data(), units, s.keys.data(), KEYS, s.scores.data(), KEYS, rows,
+                     KEYS, units, false);
+            for (int64_t r = 0; r < rows; ++r) weigh(tile, r, position + r / group, key, count, s);
+            multiply(s.weights.data(), KEYS / PER, s.values.data(), width, s.sums.data(), width,
+                     rows, width, KEYS / PER, true);
+        }
+        write(tile, s);
+    }
+
+    // Scores of a query against a block become weights; what was summed before is scaled to them.
+    void weigh(const Tile& tile, int64_t r, int64_t position, int64_t key, int64_t count,
+               Scratch<Unit>& s) const {
+        float* scores = s.scores.data() + r * KEYS;
+        const int64_t oldest = a.window ? position - a.window + 1 : 0;
+        const int64_t low = std::max<int64_t>(oldest - key, 0);
+        const int64_t high = std::min(count, position + 1 - key);
+        const float slope = a.slopes ? a.slopes[tile.kv_head * group + r % group] : 0.0f;
+        Vector most = broadcast(-INFINITY);
+        for (int64_t j = 0; j < KEYS; j += LANES) {
+            Vector score = load(scores + j) * a.scale;
+            if (a.softcap != 0) score = a.softcap * tanh(score / a.softcap);
+            if (a.slopes)
+                for (int lane = 0; lane < LANES; ++lane)
+                    score[lane] += slope * static_cast<float>(key + j + lane - position);
+            if (j < low || j + LANES > high)
+                for (int lane = 0; lane < LANES; ++lane)
+                    if (j + lane < low || j + lane >= high) score[lane] = -INFINITY;
+            store(scores + j, score);
+            most = score > most ? score : most;
+        }
+        const float before = s.most[r], now = std::max(before, largest(most));
+        Unit* weights = s.weights.data() + r * (KEYS / PER);
+        if (now == -INFINITY) {
+            std::fill(weights, weights + KEYS / PER, Unit{});
+            return;
+        }
+        const float kept = std::exp(before - now);
+        Vector total{};
+        for (int64_t j = 0; j < KEYS; j += LANES) {
+            const Vector weight = exp(load(scores + j) - now);
+            total += weight;
+            store(reinterpret_cast<Stored*>(weights) + j, weight);
+        }
+        s.most[r] = now;
+        s.total[r] = s.total[r] * kept + sum(total);
+        if (kept != 1.0f) {
+            float* sums = s.sums.data() + r * width;
+            for (int64_t d = 0; d < width; d += LANES) store(sums + d, load(sums + d) * kept);
+        }
+    }
+
+    // Elements as units hold them.
+    using Stored = std::conditional_t<PER == 1, float, bfloat16>;
+
+    static void put(Stored& to, T value) {
+        if constexpr (std::is_same_v<Stored, T>)
+            to = value;
+        else
+            to = to_float(value);
+    }
+
+    void pack_queries(const Tile& tile, Unit* units_of) const {
+        const T* query = static_cast<const T*>(a.query);
+        for (int64_t r = 0; r < tile.tokens * group; ++r) {
+            const int64_t token = a.query_start[tile.row] + tile.first + r / group;
+            const int64_t head = tile.kv_head * group + r % group;
+            const T* from = query + token * a.query_row + head * a.key_dim;
+            Stored* to = reinterpret_cast<Stored*>(units_of + r * units);
+            for (int64_t d = 0; d < a.key_dim; ++d) put(to[d], from[d]);
+        }
+    }
+
+    // keys [units, KEYS] and values [KEYS / PER, width], both zero behind what there is.
+    void pack_keys(const Tile& tile, int64_t first, int64_t count, Unit* keys, Unit* values) const {
+        const T* all_keys = static_cast<const T*>(a.keys) + tile.kv_head * a.key_dim;
+        const T* all_values = static_cast<const T*>(a.values) + tile.kv_head * a.value_dim;
+        const int64_t* table = a.block_table + tile.row * a.table_row;
+        if (count < KEYS || a.key_dim % PER) std::fill(keys, keys + units * KEYS, Unit{});
+        if (count < KEYS || width != a.value_dim)
+            std::fill(values, values + KEYS / PER * width, Unit{});
+        for (int64_t j = 0; j < count; ++j) {
+            const int64_t position = first + j;
+            const int64_t slot =
+                table[position / a.block_size] * a.block_size + position % a.block_size;
+            put_key(all_keys + slot * a.key_row, keys + j);
+            put_value(all_values + slot * a.value_row, j, values);
+        }
+    }
+
+    void put_key(const T* from, Unit* column) const {
+        const int64_t whole = a.key_dim / PER;
+        for (int64_t u = 0; u < whole; ++u) {
+            if constexpr (PER == 1)
+                column[u * KEYS] = to_float(from[u]);
+            else
+                std::memcpy(&column[u * KEYS], from + u * PER, sizeof(Unit));
+        }
+        if (whole < units) put(*reinterpret_cast<Stored*>(&column[whole * KEYS]), from[whole * PER]);
+    }
+
+    void put_value(const T* from, int64_t j, Unit* values) const {
+        Stored* row = reinterpret_cast<Stored*>(values + j / PER * width) + j % PER;
+        for (int64_t d = 0; d < a.value_dim; ++d) put(row[d * PER], from[d]);
+    }
+
+    void write(const Tile& tile, const Scratch<Unit>& s) const {
+        T* output = static_cast<T*>(a.output);
+        for (int64_t r = 0; r < tile.tokens * group; ++r) {
+            const int64_t token = a.query_start[tile.row] + tile.first + r / group;
+            const int64_t head = tile.kv_head * group + r % group;
+            T* to = output + (token * a.heads + head) * a.value_dim;
+            const float* sums = s.sums.data() + r * width;
+            for (int64_t d = 0; d < a.value_dim; ++d) assign(to[d], sums[d] / s.total[r]);
+        }
+    }
+};
+
+}  // namespace
+}  // namespace gllm
+
+extern "C" void gllm_attention(const gllm::AttentionArguments* arguments) {
+    if (arguments->is_bfloat16)
+        gllm::Attention<gllm::bfloat16>(*arguments).run();
+    else
+        gllm::Attention<float>(*arguments).run();
+}

@@ -1,0 +1,185 @@
+// What a layer does between its matrix products, each in one pass over memory.
+//
+// Owns RMSNorm with the residual sum before it, rotation with the write into the paged cache, and
+// the gate of the feed-forward block. Everything is computed in float; sources of the formulas are
+// in the reference implementations beside (gllm/kernels).
+
+#include <algorithm>
+#include <type_traits>
+
+#include "simd.h"
+
+namespace gllm {
+
+constexpr int64_t PARALLEL = 1 << 14;  // elements from which on threads are worth waking
+
+struct NormArguments {
+    void* hidden;        // [rows, size]; delta is added to it
+    const void* delta;   // [rows, size], or null
+    const void* weight;  // [size], floats where float_weight, else as hidden
+    void* output;        // [rows, size]
+    int64_t rows, size;
+    float eps;
+    int32_t float_weight, is_bfloat16, threads;
+};
+
+struct RotaryArguments {
+    void* qkv;             // [tokens, heads + 2 kv_heads, head_dim]; queries are rotated in place
+    const float* cosine;   // [tokens, dim / 2]
+    const float* sine;     // [tokens, dim / 2]
+    const void* query_norm;  // [head_dim], or null: RMSNorm before the rotation; see float_weight
+    const void* key_norm;
+    void* keys;            // [slots, kv_heads, head_dim]
+    void* values;          // [slots, kv_heads, head_dim]
+    const int64_t* slots;  // [tokens]
+    int64_t tokens, heads, kv_heads, head_dim, dim;
+    float eps;
+    int32_t interleaved, float_weight, is_bfloat16, threads;
+};
+
+struct GateArguments {
+    const void* gate_up;  // [rows, 2 size]
+    void* output;         // [rows, size]
+    int64_t rows, size;
+    int32_t is_gelu, is_bfloat16, threads;
+};
+
+namespace {
+
+template <class T>
+float mean_square(const T* x, int64_t size) {
+    Vector squares{};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const Vector value = load(x + i);
+        squares += value * value;
+    }
+    float total = sum(squares);
+    for (; i < size; ++i) total += to_float(x[i]) * to_float(x[i]);
+    return total / static_cast<float>(size);
+}
+
+template <class T, class W>
+void scale(const T* x, const W* weight, float factor, T* to, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(to + i, load(x + i) * factor * load(weight + i));
+    for (; i < size; ++i) assign(to[i], to_float(x[i]) * factor * to_float(weight[i]));
+}
+
+template <class T>
+void add_to(T* x, const T* delta, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(x + i, load(x + i) + load(delta + i));
+    for (; i < size; ++i) assign(x[i], to_float(x[i]) + to_float(delta[i]));
+}
+
+template <class T, class W>
+void add_rms_norm(const NormArguments& a) {
+#pragma omp parallel for num_threads(a.threads) if (a.rows * a.size >= PARALLEL)
+    for (int64_t row = 0; row < a.rows; ++row) {
+        T* hidden = static_cast<T*>(a.hidden) + row * a.size;
+        if (a.delta) add_to(hidden, static_cast<const T*>(a.delta) + row * a.size, a.size);
+        const float factor = 1.0f / std::sqrt(mean_square(hidden, a.size) + a.eps);
+        T* output = static_cast<T*>(a.output) + row * a.size;
+        scale(hidden, static_cast<const W*>(a.weight), factor, output, a.size);
+    }
+}
+
+// The first `dim` elements of a head by the angles of its token.
+template <class T>
+void rotate(T* head, const float* cosine, const float* sine, int64_t dim, bool interleaved) {
+    const int64_t half = dim / 2;
+    int64_t i = 0;
+    if (!interleaved)
+        for (; i + LANES <= half; i += LANES) {
+            const Vector first = load(head + i), second = load(head + half + i);
+            const Vector c = load(cosine + i), s = load(sine + i);
+            store(head + i, first * c - second * s);
+            store(head + half + i, second * c + first * s);
+        }
+    for (; i < half; ++i) {
+        T& one = head[interleaved ? 2 * i : i];
+        T& other = head[interleaved ? 2 * i + 1 : half + i];
+        const float first = to_float(one), second = to_float(other);
+        assign(one, first * cosine[i] - second * sine[i]);
+        assign(other, second * cosine[i] + first * sine[i]);
+    }
+}
+
+template <class T, class W>
+void norm_and_rotate(T* head, const void* norm, const RotaryArguments& a, int64_t token) {
+    if (norm) {
+        const float factor = 1.0f / std::sqrt(mean_square(head, a.head_dim) + a.eps);
+        scale(head, static_cast<const W*>(norm), factor, head, a.head_dim);
+    }
+    const int64_t angles = token * (a.dim / 2);
+    if (a.dim) rotate(head, a.cosine + angles, a.sine + angles, a.dim, a.interleaved);
+}
+
+template <class T, class W>
+void rotate_and_store(const RotaryArguments& a) {
+    const int64_t row = (a.heads + 2 * a.kv_heads) * a.head_dim, wide = a.kv_heads * a.head_dim;
+#pragma omp parallel for num_threads(a.threads) if (a.tokens * row >= PARALLEL)
+    for (int64_t token = 0; token < a.tokens; ++token) {
+        T* head = static_cast<T*>(a.qkv) + token * row;
+        for (int64_t i = 0; i < a.heads; ++i, head += a.head_dim)
+            norm_and_rotate<T, W>(head, a.query_norm, a, token);
+        T* keys = head;
+        for (int64_t i = 0; i < a.kv_heads; ++i, head += a.head_dim)
+            norm_and_rotate<T, W>(head, a.key_norm, a, token);
+        std::copy(keys, head, static_cast<T*>(a.keys) + a.slots[token] * wide);
+        std::copy(head, head + wide, static_cast<T*>(a.values) + a.slots[token] * wide);
+    }
+}
+
+inline Vector activated(Vector x, bool is_gelu) {
+    if (!is_gelu) return x / (1.0f + exp(-x));
+    return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
+}
+
+template <class T>
+void gate(const GateArguments& a) {
+#pragma omp parallel for num_threads(a.threads) if (a.rows * a.size >= PARALLEL)
+    for (int64_t row = 0; row < a.rows; ++row) {
+        const T* gate = static_cast<const T*>(a.gate_up) + row * 2 * a.size;
+        const T* up = gate + a.size;
+        T* output = static_cast<T*>(a.output) + row * a.size;
+        int64_t i = 0;
+        for (; i + LANES <= a.size; i += LANES)
+            store(output + i, activated(load(gate + i), a.is_gelu) * load(up + i));
+        for (; i < a.size; ++i) {
+            const Vector one = activated(broadcast(to_float(gate[i])), a.is_gelu);
+            assign(output[i], one[0] * to_float(up[i]));
+        }
+    }
+}
+
+}  // namespace
+}  // namespace gllm
+
+extern "C" {
+
+void gllm_add_rms_norm(const gllm::NormArguments* a) {
+    using gllm::bfloat16;
+    if (!a->is_bfloat16)
+        gllm::add_rms_norm<float, float>(*a);
+    else if (a->float_weight)
+        gllm::add_rms_norm<bfloat16, float>(*a);
+    else
+        gllm::add_rms_norm<bfloat16, bfloat16>(*a);
+}
+
+void gllm_rotate_and_store(const gllm::RotaryArguments* a) {
+    using gllm::bfloat16;
+    if (!a->is_bfloat16)
+        gllm::rotate_and_store<float, float>(*a);
+    else if (a->float_weight)
+        gllm::rotate_and_store<bfloat16, float>(*a);
+    else
+        gllm::rotate_and_store<bfloat16, bfloat16>(*a);
+}
+
+void gllm_gate(const gllm::GateArguments* a) {
+    a->is_bfloat16 ? gllm::gate<gllm::bfloat16>(*a) : gllm::gate<float>(*a);
+}
+}

@@ -1,0 +1,136 @@
+"""The kernels that are compiled, for CPUs: which build of them this processor runs.
+
+Owns loading, and the arguments as C sees them. Knows nothing of what is computed; the operations'
+own files (gllm/kernels) decide when to call, and go without where nothing was compiled.
+
+The library is called on raw pointers and does not link against torch. It shares torch's pool of
+threads, for torch has loaded the same OpenMP library before.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLAVORS = MappingProxyType(
+    {
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"},
+        "avx2": {"avx2", "fma"},
+        "portable": set[str](),
+    }
+)
+"""Builds and the features of a processor that each needs, best first."""
+
+Pointer, Long, Int, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+def _fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
+    """Fields of a structure from groups of names of one type."""
+    return [(name, kind) for names, kind in groups for name in names.split()]
+
+
+class AttentionArguments(ctypes.Structure):
+    """As in attention.cpp."""
+
+    _fields_ = _fields(
+        ("output query keys values block_table query_start context_len slopes", Pointer),
+        ("rows table_row block_size heads kv_heads key_dim value_dim", Long),
+        ("query_row key_row value_row window", Long),
+        ("scale softcap", Float),
+        ("is_bfloat16 threads", Int),
+    )
+
+
+class NormArguments(ctypes.Structure):
+    """As in elementwise.cpp."""
+
+    _fields_ = _fields(
+        ("hidden delta weight output", Pointer),
+        ("rows size", Long),
+        ("eps", Float),
+        ("float_weight is_bfloat16 threads", Int),
+    )
+
+
+class RotaryArguments(ctypes.Structure):
+    """As in elementwise.cpp."""
+
+    _fields_ = _fields(
+        ("qkv cosine sine query_norm key_norm keys values slots", Pointer),
+        ("tokens heads kv_heads head_dim dim", Long),
+        ("eps", Float),
+        ("interleaved float_weight is_bfloat16 threads", Int),
+    )
+
+
+class GateArguments(ctypes.Structure):
+    """As in elementwise.cpp."""
+
+    _fields_ = _fields(
+        ("gate_up output", Pointer), ("rows size", Long), ("is_gelu is_bfloat16 threads", Int)
+    )
+
+
+FUNCTIONS = {
+    "gllm_attention": AttentionArguments,
+    "gllm_add_rms_norm": NormArguments,
+    "gllm_rotate_and_store": RotaryArguments,
+    "gllm_gate": GateArguments,
+}
+
+
+class Library:
+    """One build. Calling it runs the function that takes the arguments."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._functions = {}
+        for name, arguments in FUNCTIONS.items():
+            function = library[name]
+            function.argtypes, function.restype = [ctypes.POINTER(arguments)], None
+            self._functions[arguments] = function
+
+    def __call__(self, arguments: ctypes.Structure) -> None:
+        """Without Python's lock meanwhile."""
+        self._functions[type(arguments)](arguments)
+
+
+def builds() -> dict[str, Path]:
+    """The compiled libraries that this processor can run, best first."""
+    features = _features()
+    found = {}
+    for flavor, needed in FLAVORS.items():
+        paths = sorted(Path(__file__).parent.glob(f"_{flavor}.*"))
+        if paths and needed <= features:
+            found[flavor] = paths[0]
+    return found
+
+
+@cache
+def library() -> Library | None:
+    """The best build; None where nothing was compiled."""
+    return next((Library(path) for path in builds().values()), None)
+
+
+def native(tensor: Tensor) -> Library | None:
+    """The library, where it computes on tensors like this one."""
+    if tensor.is_cpu and tensor.dtype in (torch.float32, torch.bfloat16):
+        return library()
+    return None
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where a tensor begins."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _features() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())

@@ -1,0 +1,95 @@
+// Vectors of 16 floats, and numbers as they are in memory: float and bfloat16.
+//
+// Owns what depends on the instruction set. The compiler turns a vector into whatever registers the
+// target has: one of AVX-512, two of AVX2, four of SSE.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace gllm {
+
+constexpr int LANES = 16;
+typedef float Vector __attribute__((vector_size(64), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+template <class To, class From>
+inline To as(From value) {
+    static_assert(sizeof(To) == sizeof(From));
+    To result;
+    std::memcpy(&result, &value, sizeof(To));
+    return result;
+}
+
+inline Vector broadcast(float value) { return Vector{} + value; }
+
+inline Vector load(const float* from) {
+    Vector result;
+    std::memcpy(&result, from, sizeof(result));
+    return result;
+}
+inline Vector load(const bfloat16* from) {
+    Halves halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    return as<Vector>(__builtin_convertvector(halves, Words) << 16);
+}
+inline void store(float* to, Vector value) { std::memcpy(to, &value, sizeof(value)); }
+// Rounds to nearest, ties to even; what is not a number stays so.
+inline void store(bfloat16* to, Vector value) {
+    const Words bits = as<Words>(value);
+    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words chosen = value == value ? rounded : Words{} + 0x7fc0;
+    const Halves halves = __builtin_convertvector(chosen, Halves);
+    std::memcpy(to, &halves, sizeof(halves));
+}
+
+inline float to_float(float value) { return value; }
+inline float to_float(bfloat16 value) {
+    return as<float>(static_cast<uint32_t>(value.bits) << 16);
+}
+inline void assign(float& to, float value) { to = value; }
+inline void assign(bfloat16& to, float value) {
+    const uint32_t bits = as<uint32_t>(value);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to.bits = value == value ? static_cast<uint16_t>(rounded) : 0x7fc0;
+}
+
+inline float sum(Vector value) {
+    float total = 0;
+    for (int lane = 0; lane < LANES; ++lane) total += value[lane];
+    return total;
+}
+inline float largest(Vector value) {
+    float most = value[0];
+    for (int lane = 1; lane < LANES; ++lane) most = value[lane] > most ? value[lane] : most;
+    return most;
+}
+
+// e^x with a relative error of about 2^-23; 0 below -87, where floats have no room for it.
+inline Vector exp(Vector x) {
+    const Vector low = broadcast(-87.0f), high = broadcast(88.0f);
+    const Vector inside = x < low ? low : (x > high ? high : x);
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+    const Vector shifted = inside * 1.44269504f + 12582912.0f;
+    const Vector whole = shifted - 12582912.0f;
+    const Vector rest = inside - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Vector power = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    power = power * rest + 8.3334519073e-3f;
+    power = power * rest + 4.1665795894e-2f;
+    power = power * rest + 1.6666665459e-1f;
+    power = power * rest + 5.0000001201e-1f;
+    power = power * rest * rest + rest + 1.0f;
+    const Integers scale = (__builtin_convertvector(whole, Integers) + 127) << 23;
+    return x < low ? Vector{} : power * as<Vector>(scale);
+}
+
+inline Vector tanh(Vector x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
+
+}  // namespace gllm

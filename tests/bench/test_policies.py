@@ -1,0 +1,46 @@
+"""The benchmark of policies: its figures on a run whose figures are known."""
+
+from benchmarks.policies import BASE, POLICIES, Evenness, evenness, measure, table, verdict
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.deployment import roofline, simulate
+from gllm.sim.run import Run
+from gllm.sim.workload import Job, make_jobs
+
+
+def times(base: Evenness, factor: float) -> Evenness:
+    return base._replace(
+        tokens_variation=base.tokens_variation * factor,
+        decodes_variation=base.decodes_variation * factor,
+    )
+
+
+def serve(policy: str, jobs: list[Job]) -> tuple[Run, list[list[int]]]:
+    scheduler = SchedulerConfig(policy=policy)
+    run, _ = simulate(roofline("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=scheduler), jobs)
+    return run, [[1, 2], [3]]
+
+
+def test_figures_are_those_of_all_micro_batches() -> None:
+    run, _ = serve("sarathi", make_jobs("uniform:16,400,16,60", 60, 20.0))
+    figures = evenness(run)
+    assert figures.steps == len(run.steps)
+    assert figures.tokens * len(run.steps) == sum(step.work.tokens for step in run.steps)
+    assert figures.local_variation <= figures.decodes_variation
+
+
+def test_policies_side_by_side() -> None:
+    measured = measure(serve, 0.7, 40, 2)
+    assert len(measured.capacities) == 2
+    # What the policies are for: sarathi lumps decodes, throttle does not.
+    figures = measured.figures
+    assert figures["throttle"].local_variation < figures[BASE].local_variation / 2
+    assert table(measured).count("| yes") == len(POLICIES)
+    measured.outputs["balance"].add(b"other")
+    changed = table(measured).splitlines()
+    assert [row.split()[1] for row in changed if "**no**" in row] == ["balance"]
+
+
+def test_the_verdict() -> None:
+    base = evenness(serve(BASE, make_jobs("uniform:16,400,16,60", 20, 20.0))[0])
+    for factor, word in ((0.5, "(met)"), (0.51, "**missed**")):
+        assert verdict({BASE: base, "throttle": times(base, factor)}).count(word) == 2

@@ -1,0 +1,134 @@
+"""`gllm bench` against a real server and real engines, whatever their speed."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from gllm.bench.command import main
+from tests.e2e.server import DEADLINE, serving, wait_until
+
+LOAD = ["--workload", "uniform:3,40,2,9", "--num-prompts", "12", "--no-progress"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--request-rate", "50", "--max-concurrency", "4"],
+        ["--endpoint", "/v1/chat/completions"],
+        ["--prompt-kind", "text", "--temperature", "1"],
+    ],
+)
+def test_serve(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    file = tmp_path / "result.json"
+    with serving(tiny_model, "--pp", "2") as server:
+        to = ["--base-url", server.url, "--save-result", str(file), "--save-detailed"]
+        assert main(["serve", *LOAD, *to, *flags, "--goodput", "e2el:1e9"]) == 0
+    report = capsys.readouterr().out
+    assert "Successful requests:                     12" in report
+    result = json.loads(file.read_text())
+    assert (result["completed"], result["failed"]) == (12, 0)
+    assert result["model_id"] == str(tiny_model)
+    # The server's counts: every output has the planned length, all prompts have tokens.
+    assert sum(result["output_lens"]) == result["total_output_tokens"]
+    assert all(2 <= tokens <= 9 for tokens in result["output_lens"])
+    assert all(tokens >= 3 for tokens in result["input_lens"])
+    assert result["request_goodput"] == pytest.approx(result["request_throughput"])
+    assert result["max_concurrent_requests"] <= (4 if "--max-concurrency" in flags else 12)
+
+
+def test_ctrl_c_ends_the_load_with_a_report(tiny_model: Path) -> None:
+    code = "import sys; from gllm.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "bench", "serve", "--request-rate", "20"]
+    with serving(tiny_model) as server:
+
+        def served() -> bool:
+            with urllib.request.urlopen(server.url + "/metrics") as answer:
+                found = re.findall(rb"^gllm:request_success.* (\d+)", answer.read(), re.M)
+            return sum(map(int, found)) >= 4
+
+        flags = ["--base-url", server.url, "--workload", "fixed:5,2", "--no-progress"]
+        with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True) as process:
+            wait_until(served)
+            process.send_signal(signal.SIGINT)
+            report, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130
+    assert report.startswith("Interrupted")
+    completed = re.search(r"Successful requests: +(\d+)", report)
+    assert completed is not None
+    assert 1 <= int(completed[1]) < 1000
+
+
+def test_serve_counts_refusals(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tiny_model) as server:
+        command = ["serve", "--base-url", server.url, *LOAD, "--num-warmups", "0"]
+        assert main([*command, "--vocab-size", "1000000"]) == 1
+        shown = capsys.readouterr()
+        assert "12 failed: HTTP 400" in shown.err
+        assert "Failed requests:                         12" in shown.out
+        assert main([*command, "--extra-body", '{"top_p": 9}', "--num-warmups", "1"]) == 1
+        assert "a warm-up request failed: HTTP 400: top_p" in capsys.readouterr().err
+
+
+def test_serve_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--base-url", "http://127.0.0.1:9", "--ready-timeout", "0.2"]) == 1
+    assert "no server is ready at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_throughput(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    flags = ["--model", str(tiny_model), "--pp", "2", "--output-json", str(file)]
+    assert main(["throughput", *LOAD[:4], *flags]) == 0
+    report = capsys.readouterr().out
+    result = json.loads(file.read_text())
+    assert report.startswith(
+        f"Throughput: {result['requests_per_second']:.2f} requests/s, "
+        f"{result['tokens_per_second']:.2f} total tokens/s, "
+        f"{result['output_tokens_per_second']:.2f} output tokens/s\n"
+    )
+    assert f"Total num output tokens:  {result['total_output_tokens']}" in report
+    assert result["num_requests"] == 12
+
+
+def test_latency(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    batch = ["--input-len", "5", "--output-len", "3", "--batch-size", "2"]
+    rounds = ["--num-iters-warmup", "1", "--num-iters", "4", "--output-json", str(file)]
+    assert main(["latency", "--model", str(tiny_model), *batch, *rounds]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(file.read_text())
+    assert lines[0] == f"Avg latency: {result['avg_latency']} seconds"
+    assert [line.split("%")[0] for line in lines[1:]] == ["10", "25", "50", "75", "90", "99"]
+    assert lines[3] == f"50% percentile latency: {result['percentiles']['50']} seconds"
+    assert len(result["latencies"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["throughput", "--workload", "nothing"], "workload 'nothing' is none of"),
+        (["throughput", "--num-prompts", "0"], "num_prompts is 0"),
+        (["throughput", "--workload", "fixed:2000,5", "--num-prompts", "1"], "context"),
+        (["latency", "--batch-size", "0"], "batch_size is 0"),
+        (["latency", "--model", "/nowhere"], "/nowhere"),
+        (["serve", "--max-concurrency", "0"], "max_concurrency is 0"),
+        (["nothing"], "no benchmark 'nothing'"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "throughput" in capsys.readouterr().out

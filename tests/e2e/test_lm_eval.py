@@ -1,0 +1,81 @@
+"""lm-evaluation-harness against a served model: the log-likelihoods are those of transformers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.server import serving
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = ROOT / "tests" / "data" / "demo_questions.jsonl"
+COUNT = 24
+TASK = """\
+task: demo_questions
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{gold}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def write_task(folder: Path) -> None:
+    """Each question with its own answer and those of three others."""
+    rows = [json.loads(line) for line in QUESTIONS.read_text().splitlines()[:COUNT]]
+    answers = [row["answer"] for row in rows]
+    with (folder / "questions.jsonl").open("w") as file:
+        for i, row in enumerate(rows):
+            choices = [answers[(i + step) % COUNT] for step in (0, 3, 7, 11)]
+            print(
+                json.dumps({"question": row["question"], "choices": choices, "gold": 0}), file=file
+            )
+    (folder / "demo.yaml").write_text(TASK.format(file=folder / "questions.jsonl"))
+
+
+def run_harness(url: str, folder: Path) -> list[dict[str, Any]]:
+    """What the harness wrote down of each question."""
+    model = f"model=demo,base_url={url}/v1/completions,tokenizer={ROOT / 'gllm' / 'demo'}"
+    command = [
+        *(sys.executable, "-m", "lm_eval", "run", "--model", "local-completions"),
+        *("--model_args", f"{model},num_concurrent=4", "--tasks", "demo_questions"),
+        *("--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples"),
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | offline)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (samples,) = (folder / "out").rglob("samples_*.jsonl")
+    return [json.loads(line) for line in samples.read_text().splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_loglikelihoods_are_those_of_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    write_task(tmp_path)
+    with serving("demo", "--dtype", "float32", "--pp", "2") as server:
+        samples = run_harness(server.url, tmp_path)
+    assert len(samples) == COUNT
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "gllm" / "demo")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        ROOT / "gllm" / "demo", dtype=torch.float32
+    ).eval()
+    for sample in samples:
+        for i, ((answered, _),) in enumerate(sample["resps"]):
+            asked = sample["arguments"][f"gen_args_{i}"]
+            context = tokenizer(asked["arg_0"])["input_ids"]
+            whole = tokenizer(asked["arg_0"] + asked["arg_1"])["input_ids"]
+            with torch.inference_mode():
+                logprobs = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+            wanted = sum(
+                float(logprobs[at - 1, whole[at]]) for at in range(len(context), len(whole))
+            )
+            assert abs(float(answered) - wanted) < 1e-3

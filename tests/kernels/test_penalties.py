@@ -1,0 +1,79 @@
+"""Penalties and edits of logits against their definitions, token by token."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gllm.kernels.masking import add_bias, ban, keep_only
+from gllm.kernels.penalties import SeenTokens, penalize
+
+VOCABULARY = 9
+LARGEST = torch.finfo(torch.float32).max
+
+
+def by_definition(
+    logit: float, in_prompt: bool, count: int, repetition: float, frequency: float, presence: float
+) -> float:
+    """One logit, penalised."""
+    if in_prompt or count:
+        logit = logit / repetition if logit > 0 else logit * repetition
+    return logit - frequency * count - presence * bool(count)
+
+
+def entries(prompts: list[list[int]], outputs: list[list[int]]) -> SeenTokens:
+    rows, ids, counts = [], [], []
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        for token in sorted({*prompt, *output}):
+            rows.append(row)
+            ids.append(token)
+            counts.append(output.count(token))
+    columns = (torch.tensor(rows).long(), torch.tensor(ids).long(), torch.tensor(counts).double())
+    return SeenTokens(*columns)
+
+
+tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=12)
+row = st.tuples(
+    *(tokens, tokens, st.floats(0.2, 5), st.floats(-2, 2), st.floats(-2, 2)),
+    st.lists(st.floats(-50, 50, width=32), min_size=VOCABULARY, max_size=VOCABULARY),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(row, min_size=1, max_size=4))
+def test_penalties_follow_the_definition(rows) -> None:
+    columns = (list(column) for column in zip(*rows, strict=True))
+    prompts, outputs, repetition, frequency, presence, values = columns
+    logits = torch.tensor(values)
+    numbers = (torch.tensor(c, dtype=torch.float64) for c in (repetition, frequency, presence))
+    penalize(logits, entries(prompts, outputs), *numbers)
+    for i, (prompt, output, *penalties, before) in enumerate(rows):
+        for token in range(VOCABULARY):
+            count = output.count(token)
+            wanted = by_definition(before[token], token in prompt, count, *penalties)
+            assert logits[i, token].item() == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+            if token not in prompt and not count:
+                assert logits[i, token] == before[token]
+
+
+@pytest.mark.parametrize("repetition", [5e-324, 1e-40, 1e40, 1.7e308])
+def test_extreme_penalties_keep_finite_logits_finite(repetition: float) -> None:
+    logits = torch.tensor([[0.0, -0.0, 3.0, -3.0, LARGEST, -LARGEST, -math.inf]])
+    seen = entries([list(range(7))], [[]])
+    off = torch.zeros(1, dtype=torch.float64)
+    penalize(logits, seen, torch.tensor([repetition], dtype=torch.float64), off, off)
+    assert logits[0, :6].isfinite().all()
+    assert logits[0, 6] == -math.inf
+
+
+def test_bans_allowed_tokens_and_biases() -> None:
+    logits = torch.arange(6.0)
+    keep_only(logits, torch.tensor([1, 4, 5]))
+    assert logits.tolist() == [-math.inf, 1, -math.inf, -math.inf, 4, 5]
+    ban(logits, torch.tensor([5, 5, 0]))
+    add_bias(logits, torch.tensor([4, 5, 0]), torch.tensor([-2.5, 9.0, 9.0]))
+    assert logits.tolist() == [-math.inf, 1, -math.inf, -math.inf, 1.5, -math.inf]
+    ban(logits, torch.tensor([], dtype=torch.int64))
+    assert logits[1] == 1
