@@ -210,7 +210,7 @@ def test_greedy_with_penalties_is_what_transformers_says(folder: Path) -> None:
 
 def test_bad_logits_of_a_prompt_end_their_own_request(folder: Path) -> None:
     pipeline = Told(folder, 1)
-    broken = pipeline.executors[0]._model
+    broken = pipeline.executors[0]._stage
     head = broken.logits
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
