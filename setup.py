@@ -24,8 +24,8 @@ def native(flavor: str, flags: list[str]) -> Extension:
     """One build of the compiled kernels. Where there is no compiler gllm does without."""
     return Extension(
         f"gllm.kernels.native._{flavor}",
-        sources=[str(NATIVE / name) for name in ("attention.cpp", "elementwise.cpp")],
-        depends=[str(NATIVE / name) for name in ("multiply.h", "simd.h")],
+        sources=[str(path.relative_to(ROOT)) for path in sorted((ROOT / NATIVE).glob("*.cpp"))],
+        depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / NATIVE).glob("*.h"))],
         # Units and their parts share memory; vectors are passed between inlined functions only.
         extra_compile_args=[
             *("-std=c++17", "-O3", "-fopenmp", "-fno-strict-aliasing", "-ffp-contract=fast"),

@@ -38,7 +38,7 @@ def gate(kind: str, gate_up: Tensor) -> Tensor:
     library = native(gate_up)
     if library is not None and kind in ("silu", "gelu_tanh") and gate_up.is_contiguous():
         tokens, size = len(gate_up), gate_up.shape[1] // 2
-        output = gate_up.new_empty(tokens, size)
+        output = library.empty((tokens, size), gate_up.dtype)
         flags = (kind == "gelu_tanh", gate_up.dtype == torch.bfloat16, torch.get_num_threads())
         library(GateArguments(pointer(gate_up), pointer(output), tokens, size, *flags))
         return output

@@ -46,10 +46,10 @@ def paged_attention(
     Ainslie et al., "GQA" (2023); softcap: Gemma Team, "Gemma 2" (2024), section 2.
     """
     tokens, heads, head_dim = query.shape
-    output = query.new_empty(tokens, heads, value_cache.shape[3])
+    shape = (tokens, heads, value_cache.shape[3])
     if plan.gathers is None:
-        _native(output, query, key_cache, value_cache, plan, scores)
-        return output
+        return _native(shape, query, key_cache, value_cache, plan, scores)
+    output = query.new_empty(shape)
     keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     grouped = query.view(tokens, keys.shape[1], -1, head_dim)
     by_head = output.view(*grouped.shape[:3], -1)
@@ -61,11 +61,17 @@ def paged_attention(
 
 
 def _native(
-    output: Tensor, query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scores: Scores
-) -> None:
-    """Fill output through the compiled kernel."""
+    shape: tuple[int, ...],
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scores: Scores,
+) -> Tensor:
+    """The output, of this shape, through the compiled kernel."""
     library, rows = native(query), plan.rows
     assert library is not None, "attention was planned for compiled kernels"
+    output = library.empty(shape, query.dtype)
     library(
         AttentionArguments(
             *(pointer(tensor) for tensor in (output, query, keys, values)),
@@ -81,6 +87,7 @@ def _native(
             *(query.dtype == torch.bfloat16, torch.get_num_threads()),
         )
     )
+    return output
 
 
 def _decode(

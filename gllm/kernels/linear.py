@@ -1,8 +1,7 @@
 """Linear maps by weights that never change.
 
-Owns how a weight is laid out in memory: where oneDNN multiplies bfloat16 itself it is put into the
-blocks that its kernels read, once, instead of at every product. Does not know where weights come
-from.
+Owns how a weight is laid out in memory: where there are compiled kernels it is put into the panels
+that they read, once, and the original is dropped. Does not know where weights come from.
 """
 
 from dataclasses import dataclass
@@ -11,34 +10,62 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gllm.kernels.native.library import LinearArguments, PackArguments, native, pointer
+
+PANEL = 16
+"""Outputs of a panel, as in linear.cpp."""
+
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A weight, ready to be multiplied by."""
 
     weight: Tensor
-    """[outputs, inputs]; opaque where it is packed."""
+    """[outputs, inputs]; in panels where it is packed."""
+    outputs: int
     is_packed: bool
 
 
 def prepare(weight: Tensor) -> Matrix:
     """Lay out weight [outputs, inputs]; the caller should drop it then."""
-    if weight.is_cpu and weight.dtype == torch.bfloat16 and _multiplies_bfloat16():
-        return Matrix(torch.ops.mkldnn._reorder_linear_weight(weight, None), True)
-    return Matrix(weight, False)
-
-
-def linear(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-    """x W^T + b: x [tokens, inputs], bias [outputs]; the result [tokens, outputs]."""
-    if not matrix.is_packed:
-        return functional.linear(x, matrix.weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, matrix.weight, bias, "none", [], "")
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether oneDNN's kernels are there and this processor has instructions for them."""
-    return (
-        torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    outputs, inputs = weight.shape
+    library = native(weight)
+    # Two neighbouring bfloat16 are multiplied at once.
+    if library is None or inputs % 2:
+        return Matrix(weight, outputs, False)
+    packed = torch.empty(-(-outputs // PANEL) * PANEL, inputs, dtype=weight.dtype)
+    weight = weight.contiguous()
+    is_bfloat16 = weight.dtype == torch.bfloat16
+    library(
+        PackArguments(
+            *(pointer(packed), pointer(weight), inputs, outputs),
+            *(is_bfloat16, torch.get_num_threads()),
+        )
     )
+    return Matrix(packed, outputs, True)
+
+
+def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """x W^T + b: x [tokens, inputs], bias [outputs]; the result [tokens, outputs].
+
+    out: where the result goes, contiguous, of x's dtype or float32.
+    """
+    if not matrix.is_packed:
+        result = functional.linear(x, matrix.weight, bias)
+        return result if out is None else out.copy_(result)
+    library = native(x)
+    assert library is not None, "packed by compiled kernels"
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if out is None:
+        out = library.empty((len(x), matrix.outputs), x.dtype)
+    library(
+        LinearArguments(
+            *(pointer(tensor) for tensor in (out, x, matrix.weight, bias)),
+            *(len(x), x.shape[1], matrix.outputs, x.stride(0)),
+            out.dtype == torch.float32,
+            x.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+    )
+    return out

@@ -33,7 +33,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> T
 def _native(
     library: Library, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> Tensor:
-    output = torch.empty_like(hidden)
+    output = library.empty(hidden.shape, hidden.dtype)
     size = len(weight)
     arguments = NormArguments(
         *(pointer(hidden), pointer(delta), pointer(weight), pointer(output)),

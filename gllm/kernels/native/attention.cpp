@@ -100,6 +100,7 @@ class Attention {
         for (int64_t key = begin; key < end; key += KEYS) {
             const int64_t count = std::min(KEYS, end - key);
             pack_keys(tile, key, count, s.keys.data(), s.values.data());
+            fetch(tile, key + KEYS, std::min(key + 2 * KEYS, end));
             multiply(s.queries.data(), units, s.keys.data(), KEYS, s.scores.data(), KEYS, rows,
                      KEYS, units, false);
             for (int64_t r = 0; r < rows; ++r) weigh(tile, r, position + r / group, key, count, s);
@@ -168,41 +169,91 @@ class Attention {
             const int64_t head = tile.kv_head * group + r % group;
             const T* from = query + token * a.query_row + head * a.key_dim;
             Stored* to = reinterpret_cast<Stored*>(units_of + r * units);
-            for (int64_t d = 0; d < a.key_dim; ++d) put(to[d], from[d]);
+            if constexpr (std::is_same_v<Stored, T>)
+                std::copy(from, from + a.key_dim, to);
+            else
+                for (int64_t d = 0; d < a.key_dim; ++d) put(to[d], from[d]);
         }
+    }
+
+    // Ask for keys and values while others are computed: blocks lie anywhere, nothing foresees them.
+    void fetch(const Tile& tile, int64_t first, int64_t end) const {
+        constexpr int64_t LINE = 64 / sizeof(T);
+        for (int64_t position = first; position < end; ++position) {
+            const int64_t slot = slot_of(tile, position);
+            const T* key = static_cast<const T*>(a.keys) + slot * a.key_row;
+            const T* value = static_cast<const T*>(a.values) + slot * a.value_row;
+            for (int64_t d = 0; d < a.key_dim; d += LINE)
+                __builtin_prefetch(key + tile.kv_head * a.key_dim + d);
+            for (int64_t d = 0; d < a.value_dim; d += LINE)
+                __builtin_prefetch(value + tile.kv_head * a.value_dim + d);
+        }
+    }
+
+    int64_t slot_of(const Tile& tile, int64_t position) const {
+        const int64_t* table = a.block_table + tile.row * a.table_row;
+        return table[position / a.block_size] * a.block_size + position % a.block_size;
     }
 
     // keys [units, KEYS] and values [KEYS / PER, width], both zero behind what there is.
     void pack_keys(const Tile& tile, int64_t first, int64_t count, Unit* keys, Unit* values) const {
         const T* all_keys = static_cast<const T*>(a.keys) + tile.kv_head * a.key_dim;
         const T* all_values = static_cast<const T*>(a.values) + tile.kv_head * a.value_dim;
-        const int64_t* table = a.block_table + tile.row * a.table_row;
         if (count < KEYS || a.key_dim % PER) std::fill(keys, keys + units * KEYS, Unit{});
         if (count < KEYS || width != a.value_dim)
             std::fill(values, values + KEYS / PER * width, Unit{});
-        for (int64_t j = 0; j < count; ++j) {
-            const int64_t position = first + j;
-            const int64_t slot =
-                table[position / a.block_size] * a.block_size + position % a.block_size;
-            put_key(all_keys + slot * a.key_row, keys + j);
-            put_value(all_values + slot * a.value_row, j, values);
+        for (int64_t j = 0; j < count; j += LANES) {
+            const int64_t some = std::min<int64_t>(LANES, count - j);
+            const T *key_rows[LANES], *value_rows[LANES];
+            for (int64_t i = 0; i < some; ++i) {
+                const int64_t slot = slot_of(tile, first + j + i);
+                key_rows[i] = all_keys + slot * a.key_row;
+                value_rows[i] = all_values + slot * a.value_row;
+            }
+            pack_columns(key_rows, some, keys + j);
+            pack_rows(value_rows, some, values + j / PER * width);
         }
     }
 
-    void put_key(const T* from, Unit* column) const {
-        const int64_t whole = a.key_dim / PER;
-        for (int64_t u = 0; u < whole; ++u) {
-            if constexpr (PER == 1)
-                column[u * KEYS] = to_float(from[u]);
-            else
-                std::memcpy(&column[u * KEYS], from + u * PER, sizeof(Unit));
-        }
-        if (whole < units) put(*reinterpret_cast<Stored*>(&column[whole * KEYS]), from[whole * PER]);
+    // Rows of keys become columns [units, KEYS].
+    void pack_columns(const T* const* rows, int64_t count, Unit* columns) const {
+        int64_t unit = 0;
+        if (count == LANES)
+            for (; (unit + LANES) * PER <= a.key_dim; unit += LANES) {
+                Vector block[LANES];
+                for (int64_t i = 0; i < LANES; ++i) block[i] = load_units(rows[i] + unit * PER);
+                transpose(block);
+                for (int64_t i = 0; i < LANES; ++i)
+                    std::memcpy(columns + (unit + i) * KEYS, &block[i], sizeof(Vector));
+            }
+        for (; unit < units; ++unit)
+            for (int64_t i = 0; i < count; ++i)
+                for (int64_t d = unit * PER; d < std::min((unit + 1) * PER, a.key_dim); ++d)
+                    put(reinterpret_cast<Stored*>(columns + unit * KEYS + i)[d % PER], rows[i][d]);
     }
 
-    void put_value(const T* from, int64_t j, Unit* values) const {
-        Stored* row = reinterpret_cast<Stored*>(values + j / PER * width) + j % PER;
-        for (int64_t d = 0; d < a.value_dim; ++d) put(row[d * PER], from[d]);
+    // Rows of values stay rows; where a unit holds two numbers, they come from neighbours.
+    void pack_rows(const T* const* rows, int64_t count, Unit* packed) const {
+        for (int64_t i = 0; i < count; i += PER, packed += width) {
+            int64_t d = 0;
+            if (i + PER <= count)
+                for (; d + LANES <= a.value_dim; d += LANES) {
+                    const Vector both = PER == 1 ? load_units(rows[i] + d)
+                                                 : interleaved(rows[i] + d, rows[i + PER - 1] + d);
+                    std::memcpy(packed + d, &both, sizeof(both));
+                }
+            for (; d < a.value_dim; ++d)
+                for (int64_t j = 0; j < std::min(PER, count - i); ++j)
+                    put(reinterpret_cast<Stored*>(packed + d)[j], rows[i + j][d]);
+        }
+    }
+
+    // LANES units from memory.
+    static Vector load_units(const T* from) {
+        if constexpr (PER == 1)
+            return load(from);
+        else
+            return load(reinterpret_cast<const float*>(from));
     }
 
     void write(const Tile& tile, const Scratch<Unit>& s) const {
@@ -212,7 +263,10 @@ class Attention {
             const int64_t head = tile.kv_head * group + r % group;
             T* to = output + (token * a.heads + head) * a.value_dim;
             const float* sums = s.sums.data() + r * width;
-            for (int64_t d = 0; d < a.value_dim; ++d) assign(to[d], sums[d] / s.total[r]);
+            const float share = 1.0f / s.total[r];
+            int64_t d = 0;
+            for (; d + LANES <= a.value_dim; d += LANES) store(to + d, load(sums + d) * share);
+            for (; d < a.value_dim; ++d) assign(to[d], sums[d] * share);
         }
     }
 };

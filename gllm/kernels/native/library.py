@@ -8,6 +8,8 @@ threads, for torch has loaded the same OpenMP library before.
 """
 
 import ctypes
+from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -75,11 +77,31 @@ class GateArguments(ctypes.Structure):
     )
 
 
+class LinearArguments(ctypes.Structure):
+    """As in linear.cpp."""
+
+    _fields_ = _fields(
+        ("output input weight bias", Pointer),
+        ("rows inputs outputs input_row", Long),
+        ("float_output is_bfloat16 threads", Int),
+    )
+
+
+class PackArguments(ctypes.Structure):
+    """As in linear.cpp."""
+
+    _fields_ = _fields(
+        ("packed weight", Pointer), ("inputs outputs", Long), ("is_bfloat16 threads", Int)
+    )
+
+
 FUNCTIONS = {
     "gllm_attention": AttentionArguments,
     "gllm_add_rms_norm": NormArguments,
     "gllm_rotate_and_store": RotaryArguments,
     "gllm_gate": GateArguments,
+    "gllm_linear": LinearArguments,
+    "gllm_pack": PackArguments,
 }
 
 
@@ -93,6 +115,13 @@ class Library:
             function = library[name]
             function.argtypes, function.restype = [ctypes.POINTER(arguments)], None
             self._functions[arguments] = function
+        run = library.gllm_run
+        run.argtypes, run.restype = [Pointer, Long], None
+        self.run_program = run
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a result."""
+        return torch.empty(shape, dtype=dtype)
 
     def __call__(self, arguments: ctypes.Structure) -> None:
         """Without Python's lock meanwhile."""
@@ -119,8 +148,12 @@ def library() -> Library | None:
 def native(tensor: Tensor) -> Library | None:
     """The library, where it computes on tensors like this one."""
     if tensor.is_cpu and tensor.dtype in (torch.float32, torch.bfloat16):
-        return library()
+        return recorder.get() or library()
     return None
+
+
+recorder: ContextVar[Library | None] = ContextVar("recorder", default=None)
+"""What notes calls instead of running them, while a program is recorded (program.py)."""
 
 
 def pointer(tensor: Tensor | None) -> int | None:

@@ -27,6 +27,9 @@ struct Packing {
 };
 
 inline Vector multiply_add(Vector sum, float a, const float* b) { return sum + a * load(b); }
+inline Vector multiply_add(Vector sum, bfloat16 a, const bfloat16* b) {
+    return sum + to_float(a) * load(b);
+}
 
 #ifdef __AVX512BF16__
 template <>

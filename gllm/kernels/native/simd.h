@@ -30,17 +30,13 @@ inline To as(From value) {
 
 inline Vector broadcast(float value) { return Vector{} + value; }
 
-inline Vector load(const float* from) {
-    Vector result;
-    std::memcpy(&result, from, sizeof(result));
-    return result;
-}
+inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 inline Vector load(const bfloat16* from) {
     Halves halves;
     std::memcpy(&halves, from, sizeof(halves));
     return as<Vector>(__builtin_convertvector(halves, Words) << 16);
 }
-inline void store(float* to, Vector value) { std::memcpy(to, &value, sizeof(value)); }
+inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
 // Rounds to nearest, ties to even; what is not a number stays so.
 inline void store(bfloat16* to, Vector value) {
     const Words bits = as<Words>(value);
@@ -70,6 +66,43 @@ inline float largest(Vector value) {
     float most = value[0];
     for (int lane = 1; lane < LANES; ++lane) most = value[lane] > most ? value[lane] : most;
     return most;
+}
+
+// Numbers of one in the low halves of words, those of the other in the high ones.
+inline Vector interleaved(const bfloat16* low, const bfloat16* high) {
+    Halves first, second;
+    std::memcpy(&first, low, sizeof(first));
+    std::memcpy(&second, high, sizeof(second));
+    return as<Vector>(__builtin_convertvector(first, Words) |
+                      __builtin_convertvector(second, Words) << 16);
+}
+inline Vector interleaved(const float* low, const float*) { return load(low); }
+
+// Rows become columns: blocks of 1, 2, 4, 8 change places across the diagonal.
+inline void transpose(Vector* rows) {
+#ifdef __AVX512F__
+    const Words lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (int size = 1; size < LANES; size *= 2) {
+        const Words is_high = (lane & static_cast<uint32_t>(size)) != 0 ? Words{} + 1 : Words{};
+        const Words low = lane + is_high * static_cast<uint32_t>(LANES - size);
+        const Words high = lane + is_high * static_cast<uint32_t>(LANES) + (1 - is_high) * size;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i)
+            if (!(i & size)) {
+                const Vector one = rows[i], other = rows[i + size];
+                rows[i] = __builtin_shuffle(one, other, low);
+                rows[i + size] = __builtin_shuffle(one, other, high);
+            }
+    }
+#else
+    for (int i = 0; i < LANES; ++i)
+        for (int j = 0; j < i; ++j) {
+            const float kept = rows[i][j];
+            rows[i][j] = rows[j][i];
+            rows[j][i] = kept;
+        }
+#endif
 }
 
 // e^x with a relative error of about 2^-23; 0 below -87, where floats have no room for it.

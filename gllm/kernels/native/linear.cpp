@@ -1,0 +1,242 @@
+// Products with weights that were packed for them: y = x W^T + b.
+//
+// Owns the order in which weights, inputs and sums pass through the caches. A weight is packed into
+// panels of PANEL outputs; a panel is [units, PANEL]. For few rows the weights are read from memory
+// once, one panel after the other, while the next is fetched; for many rows blocks of inputs stay in
+// the second cache and blocks of panels in the first. Source: Goto and van de Geijn, "Anatomy of
+// High-Performance Matrix Multiplication" (2008), section 4.
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "multiply.h"
+
+namespace gllm {
+
+constexpr int64_t PANEL = LANES;
+constexpr int64_t ROWS = 192;   // of inputs that stay in the second cache
+constexpr int64_t DEPTH = 192;  // units of panels that stay in the first
+constexpr int64_t LINE = 64;    // bytes
+
+// Rows of a tile so that its sums fit into the registers, beside one panel and beside two.
+#if defined(__AVX512F__)
+constexpr int ALONE = 24, IN_PAIRS = 12;
+#elif defined(__AVX__)
+constexpr int ALONE = 6, IN_PAIRS = 3;
+#else
+constexpr int ALONE = 2, IN_PAIRS = 1;
+#endif
+
+struct LinearArguments {
+    void* output;        // [rows, outputs], floats where float_output, else as input
+    const void* input;   // [rows, inputs], rows input_row elements apart
+    const void* weight;  // packed
+    const void* bias;    // [outputs] as input, or null
+    int64_t rows, inputs, outputs, input_row;
+    int32_t float_output, is_bfloat16, threads;
+};
+
+struct PackArguments {
+    void* packed;        // whole panels
+    const void* weight;  // [outputs, inputs]
+    int64_t inputs, outputs;
+    int32_t is_bfloat16, threads;
+};
+
+namespace {
+
+int64_t blocks_of(int64_t size, int64_t block) { return (size + block - 1) / block; }
+
+// What one step along the inputs takes: as in multiply.h, but weights stay as small as they are.
+template <class T>
+struct Step {
+    using Unit = T;
+    static constexpr int64_t PER = 1;
+};
+#ifdef __AVX512BF16__
+template <>
+struct Step<bfloat16> {
+    using Unit = Packing<bfloat16>::Unit;
+    static constexpr int64_t PER = Packing<bfloat16>::PER_UNIT;
+};
+#endif
+
+// x [R, depth] times P panels, each [depth, PANEL] and panel_size units apart; sums [R, P, PANEL] are
+// added to. Meanwhile what comes after is fetched: as many units, from `next` on.
+template <int R, int P, class Unit>
+void multiply_tile(const Unit* x, int64_t x_row, const Unit* panel, int64_t panel_size,
+                   int64_t depth, float* sums, const Unit* next) {
+    Vector kept[R][P];
+#pragma GCC unroll 32
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int p = 0; p < P; ++p) kept[r][p] = load(sums + (r * P + p) * PANEL);
+    for (int64_t k = 0; k < depth; ++k, ++x, panel += PANEL) {
+        if (next) __builtin_prefetch(next + k * PANEL, 0, 2);
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+            for (int p = 0; p < P; ++p)
+                kept[r][p] = multiply_add(kept[r][p], x[r * x_row], panel + p * panel_size);
+    }
+#pragma GCC unroll 32
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int p = 0; p < P; ++p) store(sums + (r * P + p) * PANEL, kept[r][p]);
+}
+
+template <class Unit>
+using Multiply = void (*)(const Unit*, int64_t, const Unit*, int64_t, int64_t, float*, const Unit*);
+
+// By rows of the tile.
+template <int P, class Unit, int... R>
+Multiply<Unit> multiply_of(int64_t rows, std::integer_sequence<int, R...>) {
+    constexpr Multiply<Unit> all[] = {multiply_tile<R + 1, P, Unit>...};
+    return all[rows - 1];
+}
+
+template <class T>
+class Linear {
+    using Unit = typename Step<T>::Unit;
+    static constexpr int64_t PER = Step<T>::PER;
+
+  public:
+    explicit Linear(const LinearArguments& given)
+        : a(given), weight(static_cast<const Unit*>(given.weight)), units(a.inputs / PER),
+          panels(blocks_of(a.outputs, PANEL)), few(a.rows <= ALONE) {}
+
+    void run() const {
+        const int64_t row_blocks = few ? 1 : blocks_of(a.rows, ROWS);
+        const int64_t fair = blocks_of(panels * row_blocks, 4 * a.threads);
+        const int64_t group = few ? fair : 2 * blocks_of(std::min<int64_t>(fair, 8), 2);
+        const int64_t groups = blocks_of(panels, group);
+#pragma omp parallel num_threads(a.threads)
+        {
+            std::vector<float> sums(std::min(a.rows, ROWS) * PANEL * (few ? 1 : group));
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t task = 0; task < row_blocks * groups; ++task) {
+                const int64_t row = task / groups * ROWS, panel = task % groups * group;
+                const int64_t end = std::min(panel + group, panels);
+                if (few)
+                    stream(panel, end, sums.data());
+                else
+                    block(row, std::min(ROWS, a.rows - row), panel, end, sums.data());
+            }
+        }
+    }
+
+  private:
+    const LinearArguments& a;
+    const Unit* weight;
+    const int64_t units, panels;
+    const bool few;
+
+    const Unit* row_at(int64_t row, int64_t unit) const {
+        return reinterpret_cast<const Unit*>(static_cast<const T*>(a.input) + row * a.input_row) + unit;
+    }
+
+    // All rows at once, so that weights pass by once.
+    void stream(int64_t panel, int64_t end, float* sums) const {
+        const auto multiply = multiply_of<1, Unit>(a.rows, std::make_integer_sequence<int, ALONE>());
+        for (; panel < end; ++panel) {
+            const Unit* now = weight + panel * units * PANEL;
+            std::fill(sums, sums + a.rows * PANEL, 0.0f);
+            multiply(row_at(0, 0), a.input_row / PER, now, 0, units, sums,
+                     panel + 1 < end ? now + units * PANEL : nullptr);
+            write(0, a.rows, panel, 1, sums);
+        }
+    }
+
+    void block(int64_t row, int64_t rows, int64_t panel, int64_t end, float* sums) const {
+        std::fill(sums, sums + rows * PANEL * 2 * blocks_of(end - panel, 2), 0.0f);
+        const int64_t tiles = blocks_of(rows, IN_PAIRS);
+        for (int64_t begin = 0; begin < units; begin += DEPTH)
+            for (int64_t p = panel; p < end; p += 2)
+                tiles_of(row, rows, tiles, begin, p, sums + (p - panel) * rows * PANEL);
+        for (int64_t p = panel; p < end; p += 2)
+            write(row, rows, p, 2, sums + (p - panel) * rows * PANEL);
+    }
+
+    // All rows by two panels, or the one left.
+    void tiles_of(int64_t row, int64_t rows, int64_t tiles, int64_t begin, int64_t panel,
+                  float* sums) const {
+        const int64_t depth = std::min(DEPTH, units - begin), size = units * PANEL;
+        const Unit* now = weight + panel * size + begin * PANEL;
+        // Behind the last panel there is nothing to read: the other half of the sums is not used.
+        const int64_t apart = panel + 1 < panels ? size : 0;
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
+            multiply_of<2, Unit>(last - first, std::make_integer_sequence<int, IN_PAIRS>())(
+                row_at(row + first, begin), a.input_row / PER, now, apart, depth,
+                sums + first * 2 * PANEL, nullptr);
+        }
+    }
+
+    // sums [rows, count, PANEL].
+    void write(int64_t row, int64_t rows, int64_t panel, int64_t count, const float* sums) const {
+        const int64_t column = panel * PANEL, width = std::min(count * PANEL, a.outputs - column);
+        const T* bias = a.bias ? static_cast<const T*>(a.bias) + column : nullptr;
+        for (int64_t r = 0; r < rows; ++r, sums += count * PANEL) {
+            const int64_t to = (row + r) * a.outputs + column;
+            if (a.float_output)
+                write_row(static_cast<float*>(a.output) + to, sums, bias, width);
+            else
+                write_row(static_cast<T*>(a.output) + to, sums, bias, width);
+        }
+    }
+
+    template <class To>
+    static void write_row(To* to, const float* sums, const T* bias, int64_t count) {
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) {
+            const Vector sum = load(sums + i);
+            store(to + i, bias ? sum + load(bias + i) : sum);
+        }
+        for (; i < count; ++i) assign(to[i], bias ? sums[i] + to_float(bias[i]) : sums[i]);
+    }
+};
+
+// Large pages: a step reads every weight once, from one end to the other.
+void use_large_pages(void* begin, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t PAGE = 1 << 12;
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + PAGE - 1) / PAGE * PAGE;
+    const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + bytes) / PAGE * PAGE;
+    // Where the system does not want to, nothing is lost.
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+template <class T>
+void pack(const PackArguments& a) {
+    constexpr int64_t PER = Step<T>::PER;
+    const int64_t panels = blocks_of(a.outputs, PANEL), row = a.inputs / PER * PER;
+    use_large_pages(a.packed, panels * PANEL * row * sizeof(T));
+#pragma omp parallel for num_threads(a.threads)
+    for (int64_t panel = 0; panel < panels; ++panel) {
+        T* to = static_cast<T*>(a.packed) + panel * PANEL * row;
+        const int64_t count = std::min(PANEL, a.outputs - panel * PANEL);
+        if (count < PANEL) std::fill(to, to + PANEL * row, T{});
+        for (int64_t k = 0; k < row; k += LINE)
+            for (int64_t column = 0; column < count; ++column) {
+                const T* from = static_cast<const T*>(a.weight) + (panel * PANEL + column) * row;
+                for (int64_t i = k; i < std::min(k + LINE, row); ++i)
+                    to[(i / PER * PANEL + column) * PER + i % PER] = from[i];
+            }
+    }
+}
+
+}  // namespace
+}  // namespace gllm
+
+extern "C" {
+
+void gllm_linear(const gllm::LinearArguments* a) {
+    a->is_bfloat16 ? gllm::Linear<gllm::bfloat16>(*a).run() : gllm::Linear<float>(*a).run();
+}
+void gllm_pack(const gllm::PackArguments* a) {
+    a->is_bfloat16 ? gllm::pack<gllm::bfloat16>(*a) : gllm::pack<float>(*a);
+}
+}

@@ -1,0 +1,67 @@
+"""Products with packed weights against float64, and that no row hears of the others."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gllm.kernels.linear import linear, prepare
+
+SHAPES = [(1, 2, 1), (16, 8, 3), (70, 31, 5), (70, 64, 24), (70, 64, 25), (129, 900, 200)]
+"""(outputs, inputs, rows): within a panel and beyond, odd inputs, few rows and many."""
+
+
+def operands(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(outputs + rows)
+    made = [(rows, inputs), (outputs, inputs), (outputs,)]
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_equals_float64(
+    way: str, shape: tuple[int, int, int], dtype: torch.dtype, biased: bool
+) -> None:
+    x, weight, bias = operands(*shape, dtype)
+    wanted = x.double() @ weight.double().t() + (bias.double() if biased else 0)
+    result = linear(x, prepare(weight), bias if biased else None)
+    assert result.dtype == dtype
+    # Sums are taken in float32; what is left is the rounding of the result.
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writes_where_it_is_told(way: str, dtype: torch.dtype) -> None:
+    x, weight, _ = operands(70, 64, 5, dtype)
+    out = torch.full((7, 70), 5.0)
+    linear(x, prepare(weight), None, out[1:6])
+    assert (out[[0, 6]] == 5.0).all()
+    wanted = x.double() @ weight.double().t()
+    torch.testing.assert_close(out[1:6].double(), wanted, rtol=2**-8, atol=0.05)
+
+
+def test_rows_may_be_apart(way: str) -> None:
+    x, weight, _ = operands(48, 64, 10, torch.float32)
+    matrix = prepare(weight)
+    torch.testing.assert_close(linear(x[::2], matrix, None), linear(x, matrix, None)[::2])
+    assert torch.equal(linear(x.t().contiguous().t(), matrix, None), linear(x, matrix, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_do_not_depend_on_others(way: str, dtype: torch.dtype) -> None:
+    if way == "torch":
+        pytest.skip("torch rounds differently for other numbers of rows")
+    x, weight, _ = operands(129, 900, 200, dtype)
+    matrix = prepare(weight)
+    whole = linear(x, matrix, None)
+    for rows in (1, 3, 17, 24, 25, 193):
+        assert torch.equal(linear(x[:rows], matrix, None), whole[:rows])
+
+
+def test_not_a_number_stays_in_its_row(way: str) -> None:
+    x, weight, _ = operands(70, 64, 30, torch.bfloat16)
+    x[4, 7] = float("nan")
+    failed = linear(x, prepare(weight), None).isnan()
+    assert failed[4].all()
+    assert failed.sum() == 70
