@@ -6,7 +6,15 @@ from torch import Tensor
 
 from gllm.kernels.linear import linear, prepare
 
-SHAPES = [(1, 2, 1), (16, 8, 3), (70, 31, 5), (70, 64, 24), (70, 64, 25), (129, 900, 200)]
+SHAPES = [
+    (1, 2, 1),
+    (16, 8, 0),
+    (16, 8, 3),
+    (70, 31, 5),
+    (70, 64, 24),
+    (70, 64, 25),
+    (129, 900, 200),
+]
 """(outputs, inputs, rows): within a panel and beyond, odd inputs, few rows and many."""
 
 

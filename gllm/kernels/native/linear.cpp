@@ -2,8 +2,8 @@
 //
 // Owns the order in which weights, inputs and sums pass through the caches. A weight is packed into
 // panels of PANEL outputs; a panel is [units, PANEL]. For few rows the weights are read from memory
-// once, one panel after the other, while the next is fetched; for many rows blocks of inputs stay in
-// the second cache and blocks of panels in the first. Source: Goto and van de Geijn, "Anatomy of
+// once, one panel after the other, while the next is fetched; for many rows blocks of inputs and of
+// panels stay in the second cache. Source: Goto and van de Geijn, "Anatomy of
 // High-Performance Matrix Multiplication" (2008), section 4.
 
 #include <sys/mman.h>
@@ -16,13 +16,12 @@
 namespace gllm {
 
 constexpr int64_t PANEL = LANES;
-constexpr int64_t ROWS = 192;   // of inputs that stay in the second cache
-constexpr int64_t DEPTH = 192;  // units of panels that stay in the first
-constexpr int64_t LINE = 64;    // bytes
+constexpr int64_t ROWS = 140;   // of inputs, and
+constexpr int64_t DEPTH = 896;  // units of two panels: so many stay in the second cache
 
 // Rows of a tile so that its sums fit into the registers, beside one panel and beside two.
 #if defined(__AVX512F__)
-constexpr int ALONE = 24, IN_PAIRS = 12;
+constexpr int ALONE = 24, IN_PAIRS = 14;
 #elif defined(__AVX__)
 constexpr int ALONE = 6, IN_PAIRS = 3;
 #else
@@ -108,6 +107,7 @@ class Linear {
           panels(blocks_of(a.outputs, PANEL)), few(a.rows <= ALONE) {}
 
     void run() const {
+        if (a.rows == 0) return;
         const int64_t row_blocks = few ? 1 : blocks_of(a.rows, ROWS);
         const int64_t fair = blocks_of(panels * row_blocks, 4 * a.threads);
         const int64_t group = few ? fair : 2 * blocks_of(std::min<int64_t>(fair, 8), 2);
@@ -152,17 +152,18 @@ class Linear {
     void block(int64_t row, int64_t rows, int64_t panel, int64_t end, float* sums) const {
         std::fill(sums, sums + rows * PANEL * 2 * blocks_of(end - panel, 2), 0.0f);
         const int64_t tiles = blocks_of(rows, IN_PAIRS);
-        for (int64_t begin = 0; begin < units; begin += DEPTH)
+        const int64_t deep = blocks_of(units, blocks_of(units, DEPTH));
+        for (int64_t begin = 0; begin < units; begin += deep)
             for (int64_t p = panel; p < end; p += 2)
-                tiles_of(row, rows, tiles, begin, p, sums + (p - panel) * rows * PANEL);
+                tiles_of(row, rows, tiles, begin, deep, p, sums + (p - panel) * rows * PANEL);
         for (int64_t p = panel; p < end; p += 2)
             write(row, rows, p, 2, sums + (p - panel) * rows * PANEL);
     }
 
     // All rows by two panels, or the one left.
-    void tiles_of(int64_t row, int64_t rows, int64_t tiles, int64_t begin, int64_t panel,
+    void tiles_of(int64_t row, int64_t rows, int64_t tiles, int64_t begin, int64_t deep, int64_t panel,
                   float* sums) const {
-        const int64_t depth = std::min(DEPTH, units - begin), size = units * PANEL;
+        const int64_t depth = std::min(deep, units - begin), size = units * PANEL;
         const Unit* now = weight + panel * size + begin * PANEL;
         // Behind the last panel there is nothing to read: the other half of the sums is not used.
         const int64_t apart = panel + 1 < panels ? size : 0;
@@ -211,7 +212,7 @@ void use_large_pages(void* begin, int64_t bytes) {
 
 template <class T>
 void pack(const PackArguments& a) {
-    constexpr int64_t PER = Step<T>::PER;
+    constexpr int64_t PER = Step<T>::PER, RUN = 64;
     const int64_t panels = blocks_of(a.outputs, PANEL), row = a.inputs / PER * PER;
     use_large_pages(a.packed, panels * PANEL * row * sizeof(T));
 #pragma omp parallel for num_threads(a.threads)
@@ -219,10 +220,10 @@ void pack(const PackArguments& a) {
         T* to = static_cast<T*>(a.packed) + panel * PANEL * row;
         const int64_t count = std::min(PANEL, a.outputs - panel * PANEL);
         if (count < PANEL) std::fill(to, to + PANEL * row, T{});
-        for (int64_t k = 0; k < row; k += LINE)
+        for (int64_t k = 0; k < row; k += RUN)
             for (int64_t column = 0; column < count; ++column) {
                 const T* from = static_cast<const T*>(a.weight) + (panel * PANEL + column) * row;
-                for (int64_t i = k; i < std::min(k + LINE, row); ++i)
+                for (int64_t i = k; i < std::min(k + RUN, row); ++i)
                     to[(i / PER * PANEL + column) * PER + i % PER] = from[i];
             }
     }
