@@ -38,7 +38,7 @@ LENGTH_SCALE = 0.2
 CONTEXT = 1024
 """The demo model's: the trace's lengths, up to 14,050 tokens, are scaled and cut to it."""
 SHARES = (0.7, 0.9)
-"""Of capacity: loaded, yet no queue that only grows. The first is the one that AIM is for."""
+"""Of capacity: loaded, yet no queue that only grows."""
 AIM = 0.5
 """Most that throttle's coefficients of variation may be of sarathi's."""
 NEIGHBOURS = 16
@@ -206,7 +206,7 @@ def page(serve: Serve, how: str, requests: int, rounds: int) -> str:
         f"x {LENGTH_SCALE}, cut to {CONTEXT} tokens, prompts of random tokens, no two alike, "
         "greedy. Arrivals are Poisson at a share of capacity, the same for all policies of a "
         "round; capacity is what throttle serves with all requests there at once, measured before "
-        f"each round. Rounds: {rounds}; figures are their medians. The aim is for the first share.",
+        f"each round. Rounds: {rounds}; figures are their medians.",
         "Counted are all micro-batches from the first arrival to the last token; each has at "
         "least one row. CV: standard deviation over mean. Around running mean: the same of decode "
         f"rows less their mean over {NEIGHBOURS + 1} micro-batches, so without what the load "
