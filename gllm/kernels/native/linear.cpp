@@ -6,8 +6,6 @@
 // panels stay in the second cache. Source: Goto and van de Geijn, "Anatomy of
 // High-Performance Matrix Multiplication" (2008), section 4.
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -199,22 +197,10 @@ class Linear {
     }
 };
 
-// Large pages: a step reads every weight once, from one end to the other.
-void use_large_pages(void* begin, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    constexpr uintptr_t PAGE = 1 << 12;
-    const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + PAGE - 1) / PAGE * PAGE;
-    const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + bytes) / PAGE * PAGE;
-    // Where the system does not want to, nothing is lost.
-    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
-}
-
 template <class T>
 void pack(const PackArguments& a) {
     constexpr int64_t PER = Step<T>::PER, RUN = 64;
     const int64_t panels = blocks_of(a.outputs, PANEL), row = a.inputs / PER * PER;
-    use_large_pages(a.packed, panels * PANEL * row * sizeof(T));
 #pragma omp parallel for num_threads(a.threads)
     for (int64_t panel = 0; panel < panels; ++panel) {
         T* to = static_cast<T*>(a.packed) + panel * PANEL * row;
