@@ -38,9 +38,11 @@ class Timeline:
     def tpot(self) -> float | None:
         """Time per output token: from first to last output, shared by all tokens but the first.
 
-        None with fewer than two tokens.
+        None with fewer than two tokens, or none that was seen: some have no text.
         """
-        return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else None
+        if self.tokens < 2 or not self.times:
+            return None
+        return (self.times[-1] - self.times[0]) / (self.tokens - 1)
 
     @property
     def itl(self) -> list[float]:
