@@ -21,6 +21,7 @@ from gllm.config import EngineConfig, SamplingParams
 from gllm.engine_api import Delta, EngineUnavailable, ModelInfo, check_request, truncated
 from gllm.messages import (
     AnyMessage,
+    Bubbles,
     Fatal,
     Loaded,
     Progress,
@@ -122,6 +123,11 @@ class Engine:
     def stage_loads(self) -> dict[int, StageLoad]:
         """What each stage computed so far, by stage."""
         return self._client.stage_loads if self.state != "loading" else {}
+
+    @property
+    def bubbles(self) -> Bubbles:
+        """What the pipeline lost so far."""
+        return self._client.bubbles if self.state != "loading" else Bubbles()
 
     def healthy(self) -> bool:
         """Whether the engine lives and no pending work is stuck."""
@@ -285,10 +291,8 @@ class Engine:
     def _handle(self, messages: list[AnyMessage]) -> None:
         for message in messages:
             match message:
-                case Tokens():
-                    self._client.on_tokens(message)
-                case StageLoad():
-                    self._client.on_stage_load(message)
+                case Tokens() | StageLoad() | Bubbles():
+                    self._client.hear(message)
                 case Progress(stage):
                     self._progress[stage] = message
                     self._show_progress()

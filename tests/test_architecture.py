@@ -18,12 +18,13 @@ STANDARD = sys.stdlib_module_names
 ALLOWED: dict[str, set[str]] = {
     "gllm.scheduler": {"gllm.scheduler"},
     "gllm.metrics": set(),
+    "gllm.bubbles": {"gllm.scheduler"},
     "gllm.config": {"gllm.scheduler"},
     "gllm.messages": {"gllm.scheduler", "msgspec"},
     "gllm.step_log": {"gllm.scheduler", "msgspec"},
     "gllm.sim": {
-        *("gllm.config", "gllm.metrics", "gllm.scheduler", "gllm.sim", "gllm.step_log"),
-        *("matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
+        *("gllm.bubbles", "gllm.config", "gllm.metrics", "gllm.scheduler", "gllm.sim"),
+        *("gllm.step_log", "matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
     },
     "gllm.kernels": {"gllm.kernels", "numpy", "torch"},
     "gllm.models": {"gllm.models", "gllm.kernels", "torch", "safetensors", "huggingface_hub"},
@@ -32,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.engine_api": {"gllm.config", "gllm.messages", "gllm.scheduler", "gllm.text"},
     "gllm.runtime": {
         *("gllm.config", "gllm.messages", "gllm.scheduler", "gllm.kernels", "gllm.models"),
-        *("gllm.transport", "gllm.runtime", "gllm.step_log"),
+        *("gllm.transport", "gllm.runtime", "gllm.step_log", "gllm.bubbles"),
         *("msgspec", "numpy", "setproctitle", "torch", "uvloop", "zmq"),
     },
     "gllm.engine": {

@@ -39,8 +39,11 @@ class Stage:
     ) -> None:
         self.steps = 0
         self.busy_seconds = 0.0
-        self.idle_seconds = 0.0
         self._times: deque[StepTime] = deque()
+        self._begun: float | None = None
+        """Since when a step is being computed."""
+        self._accepted = 0
+        self._ended = 0
         self._executor = executor
         self._receiver = receiver
         self._sender = sender
@@ -63,8 +66,14 @@ class Stage:
         """Sequences that coming plans may name."""
         self._executor.register(message)
 
+    @property
+    def is_busy(self) -> bool:
+        """Some step has not been computed yet."""
+        return self._ended < self._accepted
+
     def plan(self, plan: StepPlan) -> None:
         """Build a step's inputs now; it computes when its turn comes."""
+        self._accepted += 1
         batch: Batch | str
         try:
             batch = self._executor.prepare(plan)
@@ -73,9 +82,13 @@ class Stage:
             batch = describe(error)
         self._planned.put((plan, batch))
 
-    def take_times(self) -> list[StepTime]:
-        """When the steps since the last call were computed."""
-        return [self._times.popleft() for _ in range(len(self._times))]
+    def take_times(self) -> tuple[list[StepTime], float]:
+        """When the steps since the last call were computed, and until when they are all that this
+        stage began."""
+        # In this order, for steps end meanwhile.
+        now, begun = time.monotonic(), self._begun
+        times = [self._times.popleft() for _ in range(len(self._times))]
+        return times, now if begun is None else begun
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -90,10 +103,11 @@ class Stage:
                 self._compute(plan, batch)
             except StepFailed as error:
                 self._fail(plan, str(error))
+            self._begun = None
+            self._ended += 1
 
     def _compute(self, plan: StepPlan, batch: Batch | str) -> None:
         """One step. Raises StepFailed where it brought nothing, here or on a stage before."""
-        begin = time.monotonic()
         hidden = None
         if self._receiver is not None:
             tokens = sum(row.num_tokens for row in plan.rows)
@@ -103,7 +117,7 @@ class Stage:
         if batch.has_placeholders:
             with self._sampled:
                 self._sampled.wait_for(lambda: self._unsampled == 0)
-        ready = time.monotonic()
+        begin = self._begun = time.monotonic()
         try:
             output = self._executor.compute(batch, hidden)
         except Exception as error:
@@ -117,9 +131,8 @@ class Stage:
             self._computed.put((plan, batch, output))
         end = time.monotonic()
         self.steps += 1
-        self.idle_seconds += ready - begin
-        self.busy_seconds += end - ready
-        self._times.append(StepTime(plan.step, ready, end))
+        self.busy_seconds += end - begin
+        self._times.append(StepTime(plan.step, begin, end))
 
     def _fail(self, plan: StepPlan, error: str) -> None:
         """The step's sequences end; those of other steps go on."""

@@ -223,16 +223,17 @@ class Worker:
         if self.done.is_set():
             return
         stage = self._stage
-        self._frontend.send(
-            StageLoad(self.spec.stage, stage.steps, stage.busy_seconds, stage.idle_seconds)
-        )
-        times = StageTimes(self.spec.stage, stage.take_times())
+        self._frontend.send(StageLoad(self.spec.stage, stage.steps, stage.busy_seconds))
+        times = StageTimes(self.spec.stage, *stage.take_times())
         if self._driver is None:
             self._stages[0].send(times)
         else:
             self._handle([times])
         if self._log is not None:
             self._log.flush()
+        if stage.is_busy or times.steps:
+            # Once more when all is done, so that bubbles are known up to there.
+            self._report_load_later()
 
     def _fail(self, error: BaseException) -> None:
         """Say why, and end."""
