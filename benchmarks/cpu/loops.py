@@ -120,6 +120,8 @@ class _Loop:
         return spent
 
     def _step(self, batch: Any, hidden: Any) -> None:
+        from gllm.kernels.sampling import likeliest
+
         output = self._executor.compute(batch, hidden)
         if self._executor.is_last and len(output):
-            output.argmax(dim=-1).tolist()
+            likeliest(output).tolist()

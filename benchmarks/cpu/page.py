@@ -75,8 +75,9 @@ def _tree(pid: int) -> list[int]:
 
 
 def _cpu_seconds(pid: int) -> float:
+    """Of a process and those below it that have ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
