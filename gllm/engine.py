@@ -21,6 +21,7 @@ from gllm.config import EngineConfig, SamplingParams
 from gllm.engine_api import Delta, EngineUnavailable, ModelInfo, check_request, truncated
 from gllm.messages import (
     AnyMessage,
+    Bubbles,
     Fatal,
     Loaded,
     Progress,
@@ -59,7 +60,7 @@ class Engine:
     """One pipeline. `async with Engine(EngineConfig("demo")) as engine: ...`
 
     Construction reads the model's configuration and raises ModelError or ValueError; `start` makes
-    the workers. `progress`: show a bar while weights are read.
+    the workers, if none are given that were made before. `progress`: show a bar for the weights.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Engine:
         served_model_name: str | None = None,
         log_level: str = "warning",
         progress: bool = False,
+        workers: Workers | None = None,
     ) -> None:
         self.state = "loading"
         self.cause = ""
@@ -90,6 +92,7 @@ class Engine:
         self.num_blocks = 0
         self.kv_bytes = 0
         self._log_level = log_level
+        self._given = workers
         self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=not progress)
         self._progress: dict[int, Progress] = {}
         self._loaded: dict[int, Loaded] = {}
@@ -123,6 +126,11 @@ class Engine:
         """What each stage computed so far, by stage."""
         return self._client.stage_loads if self.state != "loading" else {}
 
+    @property
+    def bubbles(self) -> Bubbles:
+        """What the pipeline lost so far."""
+        return self._client.bubbles if self.state != "loading" else Bubbles()
+
     def healthy(self) -> bool:
         """Whether the engine lives and no pending work is stuck."""
         if self.state not in ("ready", "draining"):
@@ -134,7 +142,8 @@ class Engine:
 
         Raises EngineError where one fails.
         """
-        self._workers = Workers(self.config, self._folder, self._layers, self._log_level)
+        self._workers = self._given or Workers(len(self._layers))
+        self._workers.tell(self.config, self._folder, self._layers, self._log_level)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = Inbox(self._context, self._workers.frontend)
         self._stages = [Outbox(self._context, a, FRONTEND) for a in self._workers.inboxes]
@@ -252,8 +261,6 @@ class Engine:
             params.include_stop_str_in_output,
         )
 
-    # Start-up.
-
     async def _wait_for(self, reached: dict[int, Loaded] | set[int]) -> None:
         while len(reached) < len(self._layers):
             await self._news.wait()
@@ -280,15 +287,11 @@ class Engine:
             if delta.error:
                 raise EngineError(f"the warm-up step failed: {delta.error}")
 
-    # What the workers say, and what becomes of them.
-
     def _handle(self, messages: list[AnyMessage]) -> None:
         for message in messages:
             match message:
-                case Tokens():
-                    self._client.on_tokens(message)
-                case StageLoad():
-                    self._client.on_stage_load(message)
+                case Tokens() | StageLoad() | Bubbles():
+                    self._client.hear(message)
                 case Progress(stage):
                     self._progress[stage] = message
                     self._show_progress()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gllm.config import FieldError, SamplingParams
-from gllm.messages import StageLoad, TokenLogprobs
+from gllm.messages import Bubbles, StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
 
@@ -99,6 +99,10 @@ class EngineLike(Protocol):
     @property
     def stage_loads(self) -> Mapping[int, StageLoad]:
         """What each stage computed so far, by stage."""
+
+    @property
+    def bubbles(self) -> Bubbles:
+        """What the pipeline lost so far."""
 
     def healthy(self) -> bool:
         """Whether the engine lives and no pending work is stuck."""

@@ -145,6 +145,8 @@ class StageTimes(Message, frozen=True):
 
     stage: int
     steps: list[StepTime]
+    until: float
+    """Every step that it began before this time has been told."""
 
 
 # Driver to frontend.
@@ -157,6 +159,15 @@ class Tokens(Message, frozen=True):
     stats: Stats
     logprobs: list[RowLogprobs] = []
     """Of sequences in the outcome that asked for them."""
+
+
+class Bubbles(Message, frozen=True):
+    """What the pipeline lost since its start, as gllm.bubbles defines it."""
+
+    seconds: list[float] = []
+    """Of each stage."""
+    work_seconds: float = 0.0
+    """Time in which there was work for at least one stage."""
 
 
 # Workers to parent, and back.
@@ -205,8 +216,6 @@ class StageLoad(Message, frozen=True):
     steps: int
     busy_seconds: float
     """Time spent computing."""
-    idle_seconds: float
-    """Time spent waiting for the activations of a step whose plan was there."""
 
 
 class Shutdown(Message, frozen=True):
@@ -222,6 +231,7 @@ AnyMessage = (
     | Linked
     | StageTimes
     | Tokens
+    | Bubbles
     | Progress
     | Loaded
     | Start

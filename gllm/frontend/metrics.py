@@ -41,7 +41,6 @@ COUNTERS = {
 STAGE_COUNTERS = {
     "stage_steps": ("steps", "Micro-batches computed by a stage"),
     "stage_busy_seconds": ("busy_seconds", "Seconds a stage spent computing"),
-    "stage_idle_seconds": ("idle_seconds", "Seconds a stage waited for a planned step"),
 }
 
 
@@ -80,24 +79,25 @@ class EngineCollector(Collector):
         return histogram
 
     def _stages(self, model: list[str]) -> Iterator[Metric]:
-        loads = {
-            str(stage): {
-                "steps": load.steps,
-                "busy_seconds": load.busy_seconds,
-                "idle_seconds": load.idle_seconds,
-            }
-            for stage, load in sorted(self._engine.stage_loads.items())
-        }
+        labels = (*LABELS, "stage")
+        loads, bubbles = self._engine.stage_loads, self._engine.bubbles
         for name, (key, text) in STAGE_COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, "stage"))
-            for stage, load in loads.items():
-                counter.add_metric([*model, stage], load[key])
+            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
+            for stage, load in sorted(loads.items()):
+                counter.add_metric([*model, str(stage)], getattr(load, key))
             yield counter
-        text = "Share of a stage's time spent computing while a step was planned: 1 - bubble"
-        share = GaugeMetricFamily(PREFIX + "stage_busy_share", text, labels=(*LABELS, "stage"))
-        for stage, load in loads.items():
-            total = load["busy_seconds"] + load["idle_seconds"]
-            share.add_metric([*model, stage], load["busy_seconds"] / total if total else 0.0)
+        text = "Seconds in which there was work for at least one stage"
+        work = CounterMetricFamily(PREFIX + "pipeline_work_seconds", text, labels=LABELS)
+        work.add_metric(model, bubbles.work_seconds)
+        yield work
+        text = "Seconds a stage was idle though the work at hand could have kept it busy"
+        lost = CounterMetricFamily(PREFIX + "stage_bubble_seconds", text, labels=labels)
+        text = "stage_bubble_seconds over pipeline_work_seconds since the start, 0 to 1"
+        share = GaugeMetricFamily(PREFIX + "stage_bubble_share", text, labels=labels)
+        for stage, seconds in enumerate(bubbles.seconds):
+            lost.add_metric([*model, str(stage)], seconds)
+            share.add_metric([*model, str(stage)], seconds / (bubbles.work_seconds or 1.0))
+        yield lost
         yield share
 
 

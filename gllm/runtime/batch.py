@@ -39,11 +39,6 @@ class Batch:
     released: list[int]
     """Sequences that no later plan names."""
 
-    @property
-    def has_placeholders(self) -> bool:
-        """Whether the step before has to be sampled before this one is computed."""
-        return bool(self.placeholders)
-
 
 @dataclass(slots=True)
 class BlockTables:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gllm.messages import Abort, Sampling, StageLoad, Submit, TokenLogprobs, Tokens
+from gllm.messages import Abort, Bubbles, Sampling, StageLoad, Submit, TokenLogprobs, Tokens
 from gllm.runtime.bus import Outbox
 from gllm.scheduler.plan import End, First, Stats
 
@@ -61,6 +61,7 @@ class EngineClient:
     def __init__(self, driver: Outbox) -> None:
         self.stats = Stats()
         self.stage_loads: dict[int, StageLoad] = {}
+        self.bubbles = Bubbles()
         self.step_sizes: Counter[int] = Counter()
         """Micro-batches by their tokens, rounded up to a power of two."""
         self._driver = driver
@@ -115,23 +116,29 @@ class EngineClient:
         self.abort(sorted(stream.alive))
         self._requests -= 1
 
-    def on_tokens(self, message: Tokens) -> None:
-        """A step has finished."""
-        self._progress = time.monotonic()
-        self.stats = message.stats
-        if tokens := message.outcome.step_tokens:
-            self.step_sizes[1 << (tokens - 1).bit_length()] += 1
-        self._deliver(message)
-
-    def on_stage_load(self, message: StageLoad) -> None:
-        """A stage tells how busy it was."""
-        self.stage_loads[message.stage] = message
+    def hear(self, message: Tokens | StageLoad | Bubbles) -> None:
+        """What the pipeline says."""
+        match message:
+            case Tokens():
+                self._on_tokens(message)
+            case StageLoad(stage):
+                self.stage_loads[stage] = message
+            case Bubbles():
+                self.bubbles = message
 
     def fail_all(self, cause: str) -> None:
         """The engine is gone: every request ends with an error now."""
         for seq, stream in self._streams.items():
             stream.end(End(seq, "error", error=cause))
         self._streams.clear()
+
+    def _on_tokens(self, message: Tokens) -> None:
+        """A step has finished."""
+        self._progress = time.monotonic()
+        self.stats = message.stats
+        if tokens := message.outcome.step_tokens:
+            self.step_sizes[1 << (tokens - 1).bit_length()] += 1
+        self._deliver(message)
 
     def _deliver(self, message: Tokens) -> None:
         outcome = message.outcome

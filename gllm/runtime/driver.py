@@ -10,8 +10,10 @@ from typing import Protocol
 
 import msgspec
 
+from gllm.bubbles import BubbleMeter
 from gllm.messages import (
     Abort,
+    Bubbles,
     Message,
     Register,
     Result,
@@ -22,7 +24,7 @@ from gllm.messages import (
     Tokens,
     encode,
 )
-from gllm.scheduler.plan import End, Outcome
+from gllm.scheduler.plan import End, Outcome, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
 
@@ -52,6 +54,7 @@ class Driver:
         self._others = others
         self._frontend = frontend
         self._outcomes: list[tuple[Outcome, list[RowLogprobs]]] = []
+        self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
 
     def submit(self, message: Submit) -> None:
         """Take a request in and register its sequences with the stages that need them."""
@@ -91,10 +94,13 @@ class Driver:
     def observe(self, message: StageTimes) -> None:
         """Hear how long a stage took."""
         self.scheduler.observe(message.stage, message.steps)
+        meter = self._meter
+        meter.hear(message.stage, message.steps, message.until)
+        self._frontend.send(Bubbles(meter.seconds, meter.work_seconds))
 
     def turn(self) -> None:
         """After a batch of messages: fill the pipeline first, then tell the frontend."""
-        while (plan := self.scheduler.schedule(time.monotonic())) is not None:
+        while (plan := self._schedule()) is not None:
             step = Step(plan)
             payload = encode(step)
             for stage in self._others:
@@ -103,6 +109,13 @@ class Driver:
         outcomes, self._outcomes = self._outcomes, []
         for outcome, logprobs in outcomes:
             self._frontend.send(Tokens(outcome, self.scheduler.stats(), logprobs))
+
+    def _schedule(self) -> StepPlan | None:
+        """The next plan; what work is left beside it is noted."""
+        now = time.monotonic()
+        plan = self.scheduler.schedule(now)
+        self._meter.want(now, self.scheduler.parallelism())
+        return plan
 
     def _register(self, message: Submit) -> None:
         """The sampling goes to the last stage, ids to all, the prompt to the first, and to the last

@@ -3,7 +3,8 @@
 Owns what a stage remembers between steps. Knows nothing of processes, threads and sockets: the
 worker calls `prepare` on one thread, `compute` on another and `sample` on a third, each in plan
 order. What they share is handed over in the Batch; the one exception is the last token of each
-sequence, which `sample` leaves for `compute` of a batch with placeholders.
+sequence, which `sample` leaves for `compute` of a batch with placeholders. Those are at one stage
+alone, where one thread does both.
 """
 
 from collections.abc import Callable

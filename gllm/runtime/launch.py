@@ -40,40 +40,49 @@ class Edge:
 
 
 class Workers:
-    """The processes of one pipeline on this host, one for each entry of `layers`."""
+    """The processes of one pipeline on this host. They import torch from the moment this is made;
+    `tell` says what they are to be."""
 
-    def __init__(
-        self, config: EngineConfig, folder: Path, layers: list[range], log_level: str
-    ) -> None:
+    def __init__(self, stages: int) -> None:
         self._sockets = Path(tempfile.mkdtemp(prefix="gllm-"))
         self.frontend = f"ipc://{self._sockets}/frontend"
-        self.inboxes = [f"ipc://{self._sockets}/stage-{i}" for i in range(len(layers))]
+        self.inboxes = [f"ipc://{self._sockets}/stage-{i}" for i in range(stages)]
         self.processes: list[subprocess.Popen[bytes]] = []
         self._watched: dict[int, int] = {}
-        edges = [Edge(f"gllm-edge-{i}") for i in range(len(layers) - 1)]
+        # Of stage i: edges i and i + 1. Nothing comes in at the beginning or goes out at the end.
+        edges = [Edge(f"gllm-edge-{i}") for i in range(stages - 1)]
+        self._edges = [[], *(edge.descriptors for edge in edges), []]
         try:
-            for stage, part in enumerate(layers):
-                spec = WorkerSpec(
-                    parent=os.getpid(),
-                    stage=stage,
-                    stages=len(layers),
-                    layers=(part.start, part.stop),
-                    layer_counts=[len(each) for each in layers],
-                    folder=str(folder),
-                    config=config,
-                    frontend=self.frontend,
-                    inboxes=self.inboxes,
-                    incoming=edges[stage - 1].descriptors if stage else [],
-                    outgoing=edges[stage].descriptors if stage < len(edges) else [],
-                    log_level=log_level,
-                )
-                self.processes.append(_spawn(spec))
+            for stage in range(stages):
+                self.processes.append(self._spawn(stage))
         except BaseException:
             self.kill()
             raise
         finally:
             for edge in edges:
                 edge.close()
+
+    def tell(self, config: EngineConfig, folder: Path, layers: list[range], log_level: str) -> None:
+        """Give each process its stage of the model in the folder; one entry of `layers` each."""
+        for stage, part in enumerate(layers):
+            spec = WorkerSpec(
+                stage=stage,
+                stages=len(layers),
+                layers=(part.start, part.stop),
+                layer_counts=[len(each) for each in layers],
+                folder=str(folder),
+                config=config,
+                frontend=self.frontend,
+                inboxes=self.inboxes,
+                incoming=self._edges[stage],
+                outgoing=self._edges[stage + 1],
+                log_level=log_level,
+            )
+            pipe = self.processes[stage].stdin
+            assert pipe is not None
+            # One that is gone already is found by `watch`.
+            with suppress(BrokenPipeError), pipe:
+                pipe.write(msgspec.json.encode(spec) + b"\n")
 
     def watch(self, died: Callable[[int, str], None]) -> None:
         """Call `died` with the stage and how, once, when a worker is gone. Needs a running loop."""
@@ -108,7 +117,14 @@ class Workers:
             with suppress(ProcessLookupError):
                 process.kill()
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
         self.hide()
+
+    def _spawn(self, stage: int) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "gllm.runtime", str(stage), str(os.getpid())]
+        inherited = [*self._edges[stage], *self._edges[stage + 1]]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
 
     def _unwatch(self, stage: int) -> None:
         descriptor = self._watched.pop(stage)
@@ -121,10 +137,3 @@ class Workers:
         code = process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         return f"the worker of stage {stage} (process {process.pid}) {how}"
-
-
-def _spawn(spec: WorkerSpec) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "gllm.runtime.worker", msgspec.json.encode(spec).decode()]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, pass_fds=[*spec.incoming, *spec.outgoing]
-    )

@@ -9,12 +9,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gllm.config import MAX_LOGPROBS
 from gllm.kernels.logprobs import log_probabilities, score
-from gllm.kernels.sampling import SamplingPlan, plan_sampling, sample
+from gllm.kernels.sampling import SamplingPlan, all_finite, plan_sampling, sample
 from gllm.messages import RowLogprobs, TokenLogprobs
 from gllm.runtime.logprobs import NOT_FINITE, entries_of
 from gllm.runtime.sampling_state import SamplingState, edit_logits
@@ -98,9 +97,7 @@ def draw(logits: Tensor, rows: SampledRows) -> Drawn:
 
 def _faults(logits: Tensor, rows: SampledRows) -> list[str]:
     """Why each row cannot be drawn, as far as its logits and its prompt's tell."""
-    lowest, highest = logits.aminmax(dim=-1)
-    finite = (torch.isfinite(lowest) & torch.isfinite(highest)).tolist()
-    errors = ["" if good else NOT_FINITE for good in finite]
+    errors = ["" if finite else NOT_FINITE for finite in all_finite(logits)]
     for row in rows.told:
         errors[row] = errors[row] or rows.states[row].fault
     return errors

@@ -1,6 +1,6 @@
-"""What a worker process is told at its birth.
+"""What a worker process is told once the parent knows it.
 
-Owns the one message that goes by command line. Imports no torch: the parent writes it.
+Owns the one message that goes by standard input. Imports no torch: the parent writes it.
 """
 
 import msgspec
@@ -9,10 +9,8 @@ from gllm.config import EngineConfig
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What the parent tells a worker at its birth."""
+    """What a worker is to be."""
 
-    parent: int
-    """Process id of the parent."""
     stage: int
     stages: int
     layers: tuple[int, int]

@@ -4,7 +4,9 @@ Owns the order of a stage's work and the hand-over between its threads. Knows no
 and of where plans come from.
 
 A step's inputs are built while the steps before still compute; its activations are awaited, without
-using the CPU, only by the compute thread. Sampling runs beside the next step's computing.
+using the CPU, only by the compute thread. Behind a pipeline sampling runs beside the next step's
+computing. A single stage computes no further without its tokens, so its compute thread samples: a
+change of threads takes longer than most sampling.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +27,14 @@ from gllm.scheduler.plan import StepPlan, StepResult, StepTime
 from gllm.transport.base import Receiver, Sender, StepFailed
 
 log = logging.getLogger(__name__)
+
+
+class Computed(NamedTuple):
+    """A step of the last stage before it is sampled."""
+
+    plan: StepPlan
+    batch: Batch
+    logits: torch.Tensor
 
 
 class Stage:
@@ -39,8 +50,11 @@ class Stage:
     ) -> None:
         self.steps = 0
         self.busy_seconds = 0.0
-        self.idle_seconds = 0.0
         self._times: deque[StepTime] = deque()
+        self._begun: float | None = None
+        """Since when a step is being computed."""
+        self._accepted = 0
+        self._ended = 0
         self._executor = executor
         self._receiver = receiver
         self._sender = sender
@@ -48,13 +62,10 @@ class Stage:
         self._fault = fault
         self._loop = asyncio.get_running_loop()
         self._planned: queue.SimpleQueue[tuple[StepPlan, Batch | str]] = queue.SimpleQueue()
-        self._computed: queue.SimpleQueue[tuple[StepPlan, Batch, torch.Tensor]] = (
-            queue.SimpleQueue()
-        )
-        self._unsampled = 0
-        """Steps handed to the sampler and not finished by it."""
-        self._sampled = threading.Condition()
-        for work in (self._compute_steps, self._sample_steps):
+        self._computed: queue.SimpleQueue[Computed | StepResult] = queue.SimpleQueue()
+        """For the sampler's thread, where there is one."""
+        self._samples_apart = sender is None and receiver is not None
+        for work in [self._compute_steps] + [self._sample_steps] * self._samples_apart:
             threading.Thread(
                 target=self._guard, args=(work,), name=work.__name__, daemon=True
             ).start()
@@ -63,8 +74,14 @@ class Stage:
         """Sequences that coming plans may name."""
         self._executor.register(message)
 
+    @property
+    def is_busy(self) -> bool:
+        """Some step has not been computed yet."""
+        return self._ended < self._accepted
+
     def plan(self, plan: StepPlan) -> None:
         """Build a step's inputs now; it computes when its turn comes."""
+        self._accepted += 1
         batch: Batch | str
         try:
             batch = self._executor.prepare(plan)
@@ -73,9 +90,13 @@ class Stage:
             batch = describe(error)
         self._planned.put((plan, batch))
 
-    def take_times(self) -> list[StepTime]:
-        """When the steps since the last call were computed."""
-        return [self._times.popleft() for _ in range(len(self._times))]
+    def take_times(self) -> tuple[list[StepTime], float]:
+        """When the steps since the last call were computed, and until when they are all that this
+        stage began."""
+        # In this order, for steps end meanwhile.
+        now, begun = time.monotonic(), self._begun
+        times = [self._times.popleft() for _ in range(len(self._times))]
+        return times, now if begun is None else begun
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -90,20 +111,17 @@ class Stage:
                 self._compute(plan, batch)
             except StepFailed as error:
                 self._fail(plan, str(error))
+            self._ended += 1
 
     def _compute(self, plan: StepPlan, batch: Batch | str) -> None:
         """One step. Raises StepFailed where it brought nothing, here or on a stage before."""
-        begin = time.monotonic()
         hidden = None
         if self._receiver is not None:
             tokens = sum(row.num_tokens for row in plan.rows)
             hidden = self._receiver.receive(plan.step, tokens)
         if isinstance(batch, str):
             raise StepFailed(batch)
-        if batch.has_placeholders:
-            with self._sampled:
-                self._sampled.wait_for(lambda: self._unsampled == 0)
-        ready = time.monotonic()
+        begin = self._begun = time.monotonic()
         try:
             output = self._executor.compute(batch, hidden)
         except Exception as error:
@@ -111,43 +129,45 @@ class Stage:
             raise StepFailed(describe(error)) from error
         if self._sender is not None:
             self._sender.send(plan.step, output)
-        else:
-            with self._sampled:
-                self._unsampled += 1
-            self._computed.put((plan, batch, output))
         end = time.monotonic()
         self.steps += 1
-        self.idle_seconds += ready - begin
-        self.busy_seconds += end - ready
-        self._times.append(StepTime(plan.step, ready, end))
+        self.busy_seconds += end - begin
+        self._times.append(StepTime(plan.step, begin, end))
+        self._begun = None
+        if self._sender is None:
+            self._bring(Computed(plan, batch, output))
 
     def _fail(self, plan: StepPlan, error: str) -> None:
         """The step's sequences end; those of other steps go on."""
+        self._begun = None
         if self._sender is not None:
             self._sender.fail(plan.step, error)
         else:
-            # Results go out in step order, so it waits for the steps that are being sampled.
-            with self._sampled:
-                self._sampled.wait_for(lambda: self._unsampled == 0)
-            self._hand_over(StepResult(plan.step, [], error), [])
+            self._bring(StepResult(plan.step, [], error))
+
+    def _bring(self, item: Computed | StepResult) -> None:
+        """The last stage's results go out in the order of steps, whoever samples."""
+        if self._samples_apart:
+            self._computed.put(item)
+        else:
+            self._finish(item)
 
     def _sample_steps(self) -> None:
         while True:
-            plan, batch, logits = self._computed.get()
-            logprobs: list[RowLogprobs] = []
-            try:
-                sampled, logprobs = self._executor.sample(batch, logits)
-                result = StepResult(plan.step, sampled)
-            except Exception as error:
-                log.exception("step %d could not be sampled", plan.step)
-                result = StepResult(plan.step, [], describe(error))
-            self._hand_over(result, logprobs)
-            with self._sampled:
-                self._unsampled -= 1
-                self._sampled.notify()
+            self._finish(self._computed.get())
 
-    def _hand_over(self, result: StepResult, logprobs: list[RowLogprobs]) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, Result(result, logprobs))
+    def _finish(self, item: Computed | StepResult) -> None:
+        """Sample where that is left to do, and deliver."""
+        logprobs: list[RowLogprobs] = []
+        if isinstance(item, Computed):
+            step = item.plan.step
+            try:
+                sampled, logprobs = self._executor.sample(item.batch, item.logits)
+                item = StepResult(step, sampled)
+            except Exception as error:
+                log.exception("step %d could not be sampled", step)
+                item = StepResult(step, [], describe(error))
+        self._loop.call_soon_threadsafe(self._deliver, Result(item, logprobs))
 
 
 def describe(error: BaseException) -> str:

@@ -1,18 +1,17 @@
 """A worker process: one pipeline stage, and on the first stage the driver.
 
 Owns the process's life: handshake with the parent, links to its neighbours, its end. Knows nothing
-of requests (driver.py) and arithmetic (executor.py). Run as `python -m gllm.runtime.worker SPEC`.
+of requests (driver.py) and arithmetic (executor.py). __main__.py comes before it.
 """
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
-import signal
-import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -52,7 +51,6 @@ from gllm.step_log import Start as LogStart
 from gllm.transport.base import EdgeShape
 from gllm.transport.registry import open_edges
 
-PR_SET_PDEATHSIG = 1
 LOAD_REPORT_SECONDS = 0.5
 
 
@@ -82,7 +80,7 @@ class Worker:
         """From loading to the parent's Shutdown, or a fault."""
         self._inbox.start(self._handle, self._fail)
         try:
-            await asyncio.to_thread(self._load)
+            await in_own_thread(self._load)
         except Exception as error:
             self._fail(error)
         await self.done.wait()
@@ -100,9 +98,9 @@ class Worker:
         model = read_config(Path(spec.folder))
         executor = StageExecutor(model, spec.config, spec.stage, spec.stages, range(*spec.layers))
         executor.load(Path(spec.folder), self._report_progress)
-        # What is loaded stays: the collector need not look at it again.
-        gc.collect()
+        # What is loaded stays: the collector need never look at it.
         gc.freeze()
+        gc.enable()
         self._executor = executor
         loaded = Loaded(spec.stage, executor.weight_bytes, executor.block_bytes)
         self._loop.call_soon_threadsafe(self._frontend.send, loaded)
@@ -223,16 +221,17 @@ class Worker:
         if self.done.is_set():
             return
         stage = self._stage
-        self._frontend.send(
-            StageLoad(self.spec.stage, stage.steps, stage.busy_seconds, stage.idle_seconds)
-        )
-        times = StageTimes(self.spec.stage, stage.take_times())
+        self._frontend.send(StageLoad(self.spec.stage, stage.steps, stage.busy_seconds))
+        times = StageTimes(self.spec.stage, *stage.take_times())
         if self._driver is None:
             self._stages[0].send(times)
         else:
             self._handle([times])
         if self._log is not None:
             self._log.flush()
+        if stage.is_busy or times.steps:
+            # Once more when all is done, so that bubbles are known up to there.
+            self._report_load_later()
 
     def _fail(self, error: BaseException) -> None:
         """Say why, and end."""
@@ -243,11 +242,27 @@ class Worker:
         self.done.set()
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the parent's thread that made it is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+async def in_own_thread(function: Callable[[], None]) -> None:
+    """Run a function on a thread that ends with it.
+
+    OpenMP gives every thread that forks helpers of its own, and keeps them as long as the thread
+    lives; with more of them than cores it does not wait actively at barriers, and the compute
+    thread's steps take a tenth longer.
+    """
+    done = asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        error = None
+        try:
+            function()
+        except BaseException as raised:
+            error = raised
+        done.get_loop().call_soon_threadsafe(
+            done.set_result if error is None else done.set_exception, error
+        )
+
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    await done
 
 
 async def serve(spec: WorkerSpec) -> bool:
@@ -257,19 +272,16 @@ async def serve(spec: WorkerSpec) -> bool:
     return not worker.failed
 
 
-def main() -> None:
-    """Entry of the process."""
-    spec = msgspec.json.decode(sys.argv[1], type=WorkerSpec)
-    die_with_parent(spec.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act upon.
-    setproctitle.setproctitle(f"gllm-stage-{spec.stage}")
+def work(stage: int, told: bytes) -> None:
+    """Be the worker of this stage that the parent's line describes; nothing without a line, for the
+    parent has ended. Does not return."""
+    if not told:
+        os._exit(1)
+    setproctitle.setproctitle(f"gllm-stage-{stage}")
+    spec = msgspec.json.decode(told, type=WorkerSpec)
     logging.basicConfig(
-        level=spec.log_level.upper(), format=f"%(levelname)s stage {spec.stage}: %(message)s"
+        level=spec.log_level.upper(), format=f"%(levelname)s stage {stage}: %(message)s"
     )
     well = uvloop.run(serve(spec))
     # Threads that wait for steps are daemons; nothing is left to clean up.
     os._exit(0 if well else 1)
-
-
-if __name__ == "__main__":
-    main()

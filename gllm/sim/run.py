@@ -7,8 +7,9 @@ stage was and what it lost to bubbles. Knows nothing of where the log came from.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from operator import attrgetter
 
+from gllm.bubbles import Change, Spell, Sweep
 from gllm.metrics import Timeline
 from gllm.scheduler.plan import Row, Sampled, StepTime
 from gllm.scheduler.work import Work, work_of
@@ -77,28 +78,6 @@ class StageUse:
         return self.bubble / self.span if self.span else 0.0
 
 
-class Spell(NamedTuple):
-    """A stretch of time in which nothing changed.
-
-    The work at hand could keep `wanted` stages busy, whatever the plans were; what is missing to
-    that number is bubble, shared by the stages that are idle.
-    """
-
-    begin: float
-    end: float
-    busy: tuple[int, ...]
-    """Stages that computed."""
-    idle: tuple[int, ...]
-    """The others."""
-    wanted: int
-
-    @property
-    def bubble_share(self) -> float:
-        """Of an idle stage's time, 0..1."""
-        missing = max(0, self.wanted - len(self.busy))
-        return missing / len(self.idle) if self.idle else 0.0
-
-
 @dataclass
 class Run:
     """A whole run."""
@@ -136,30 +115,22 @@ class Run:
         """What the stages did from `begin` to `end`, cut to the run, in order of time and without
         gaps until the log's last word on stages and work."""
         begin, end = max(begin, self.begin), min(end, self.end)
-        running = [0] * len(self.start.layers)
-        wanted, before = 0, begin
-        for time, stage, value in self._changes():
-            now = min(time, end)
-            if now > before:
-                busy = tuple(stage for stage, count in enumerate(running) if count)
-                idle = tuple(stage for stage, count in enumerate(running) if not count)
-                yield Spell(before, now, busy, idle, wanted)
-                before = now
-            if stage is None:
-                wanted = value
-            else:
-                running[stage] += value
+        sweep = Sweep(len(self.start.layers), begin)
+        for change in sorted(self._changes(), key=attrgetter("time")):
+            spell = sweep.until(min(change.time, end))
+            if spell is not None:
+                yield spell
+            sweep.take(change)
 
-    def _changes(self) -> list[tuple[float, int | None, int]]:
-        """By time: (time, stage, steps it computes more), or (time, None, parallelism)."""
-        changes: list[tuple[float, int | None, int]] = []
+    def _changes(self) -> Iterator[Change]:
+        """Of the work at hand, then of stages, each in its order."""
         for time, wanted in self.parallelism:
-            changes.append((time, None, wanted))
+            yield Change(time, None, wanted)
         for step in self.steps:
             for stage, times in enumerate(step.stages):
                 if times is not None:
-                    changes += [(times.start, stage, 1), (times.end, stage, -1)]
-        return sorted(changes, key=lambda change: change[0])
+                    yield Change(times.start, stage, 1)
+                    yield Change(times.end, stage, -1)
 
 
 def run_of(events: Iterable[Event], warm_ups: bool = False) -> Run:

@@ -103,12 +103,34 @@ def test_many_at_once_and_a_disconnect(server: Server) -> None:
 
 def gauge(server: Server, name: str) -> float:
     """A value from /metrics; the engine reports it with its next step."""
+    server.post("/v1/completions", {"prompt": [9], "max_tokens": 1})
+    return by_stage(server, name)[0]
+
+
+def by_stage(server: Server, name: str) -> list[float]:
+    """A value from /metrics for each stage; once for what has no stage."""
     import urllib.request
 
-    server.post("/v1/completions", {"prompt": [9], "max_tokens": 1})
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    return float(next(x for x in lines if x.startswith(f"gllm:{name}{{")).split()[-1])
+    return [float(line.split()[-1]) for line in lines if line.startswith(f"gllm:{name}{{")]
+
+
+def test_every_stage_reports_its_bubbles(server: Server) -> None:
+    body = {**TEXT, "prompt": [[5 + i] * 20 for i in range(12)], "max_tokens": 16}
+    assert server.post("/v1/completions", body)[0] == 200
+
+    def adds_up() -> bool:
+        """While there is work somebody computes, or something is lost."""
+        busy = by_stage(server, "stage_busy_seconds_total")
+        lost = by_stage(server, "stage_bubble_seconds_total")
+        (work,) = by_stage(server, "pipeline_work_seconds_total")
+        return len(busy) == len(lost) and 0 < work <= sum(busy) + sum(lost)
+
+    wait_until(adds_up)
+    shares = by_stage(server, "stage_bubble_share")
+    assert len(shares) == len(server.workers())
+    assert all(0 <= share < 1 for share in shares)
 
 
 def test_malformed_requests_are_refused_and_leave_nothing(tiny_model: Path) -> None:

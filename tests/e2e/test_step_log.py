@@ -7,12 +7,14 @@ import pytest
 
 from gllm.config import EngineConfig, SamplingParams
 from gllm.engine import Engine, EngineError
+from gllm.messages import Bubbles
 from gllm.sim.replay import replay_calls
 from gllm.sim.run import run_of
 from gllm.step_log import read_step_log
 
 
-async def serve(config: EngineConfig, count: int) -> None:
+async def serve(config: EngineConfig, count: int) -> Bubbles:
+    """Serve requests; what the pipeline says it lost."""
     async with Engine(config) as engine:
 
         async def one(index: int) -> None:
@@ -28,7 +30,8 @@ async def serve(config: EngineConfig, count: int) -> None:
                 assert not delta.error
 
         await asyncio.gather(*(one(index) for index in range(count)))
-        await asyncio.sleep(1.2)  # Stages report their times twice a second.
+        await asyncio.sleep(1.7)  # Stages report their times twice a second, and once afterwards.
+        return engine.bubbles
 
 
 @pytest.mark.parametrize(("stages", "policy"), [(1, "auto"), (2, "balance"), (4, "throttle")])
@@ -39,7 +42,7 @@ async def test_everything_is_written(
     config = EngineConfig.of(
         str(tiny_model), pipeline_parallel_size=stages, policy=policy, step_log=str(log)
     )
-    await serve(config, 5)
+    bubbles = await serve(config, 5)
     events = list(read_step_log(log))
     run = run_of(events)
     assert run.start.scheduler.stages == stages
@@ -58,6 +61,9 @@ async def test_everything_is_written(
         assert times.end <= step.committed
     agreement = replay_calls(events)
     assert agreement.equal == agreement.plans > 0
+    uses = run_of(events, warm_ups=True).stage_uses()
+    close = pytest.approx([use.bubble for use in uses], abs=0.01 * bubbles.work_seconds)
+    assert bubbles.seconds == close
 
 
 async def test_a_file_that_cannot_be_written_is_named(tiny_model: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gllm.config import SamplingParams
 from gllm.engine_api import Delta, ModelInfo, check_request, truncated
-from gllm.messages import StageLoad, TokenLogprobs
+from gllm.messages import Bubbles, StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
@@ -55,8 +55,9 @@ class FakeEngine:
     stats: Stats = field(default_factory=lambda: Stats(running=2, waiting=1, kv_usage=0.25))
     step_sizes: Mapping[int, int] = field(default_factory=lambda: {1: 4, 8: 2})
     stage_loads: Mapping[int, StageLoad] = field(
-        default_factory=lambda: {0: StageLoad(0, 10, 3.0, 1.0), 1: StageLoad(1, 10, 2.0, 2.0)}
+        default_factory=lambda: {0: StageLoad(0, 10, 3.0), 1: StageLoad(1, 10, 2.0)}
     )
+    bubbles: Bubbles = field(default_factory=lambda: Bubbles([0.5, 1.0], 4.0))
     calls: list[Call] = field(default_factory=list)
     defaults: dict[str, float] = field(default_factory=dict)
     num_requests: int = 0

@@ -68,8 +68,10 @@ async def test_metrics(server):
     assert found[f"gllm:time_to_first_token_seconds_count{{{model}}}"] == 2
     assert found[f"gllm:e2e_request_latency_seconds_count{{{model}}}"] == 3
     assert found[f"gllm:inter_token_latency_seconds_count{{{model}}}"] >= 8
-    assert found[f'gllm:stage_busy_share{{{model},stage="0"}}'] == 0.75
-    assert found[f'gllm:stage_idle_seconds_total{{{model},stage="1"}}'] == 2.0
+    assert found[f'gllm:stage_busy_seconds_total{{{model},stage="0"}}'] == 3.0
+    assert found[f'gllm:stage_bubble_seconds_total{{{model},stage="1"}}'] == 1.0
+    assert found[f'gllm:stage_bubble_share{{{model},stage="0"}}'] == 0.125
+    assert found[f"gllm:pipeline_work_seconds_total{{{model}}}"] == 4.0
     steps = f'gllm:iteration_tokens_total_bucket{{le="8.0",{model}}}'
     assert found[steps] == 6
     assert found[f"gllm:request_queue_time_seconds_count{{{model}}}"] == 2

@@ -142,7 +142,7 @@ def test_lookahead_reads_the_token_that_was_sampled(
         plans.append(pipeline.plan([row]))
     plans[-1].released.append(2)
     batches = [executor.prepare(plan) for plan in plans]
-    assert [batch.has_placeholders for batch in batches] == [False, True, True, True, True]
+    assert [bool(batch.placeholders) for batch in batches] == [False, True, True, True, True]
     tokens = []
     for batch in batches:
         results, _ = executor.sample(batch, executor.compute(batch, None))

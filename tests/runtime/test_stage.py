@@ -23,12 +23,11 @@ class FakeExecutor:
         self.log: list[str] = []
         self.sampling = threading.Event()
         self.sampling.set()
-        self.placeholders: set[int] = set()
 
     def prepare(self, step: StepPlan) -> Any:
         if step.step == 1:
             raise KeyError("prepare")
-        return SimpleNamespace(step=step.step, has_placeholders=step.step in self.placeholders)
+        return SimpleNamespace(step=step.step)
 
     def compute(self, batch: Any, hidden: torch.Tensor | None) -> torch.Tensor:
         self.log.append(f"compute {batch.step}")
@@ -78,30 +77,47 @@ async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None
     assert stage.busy_seconds > 0
 
 
-async def test_sampling_runs_beside_the_next_step() -> None:
+class FakeReceiver:
+    def receive(self, step: int, tokens: int) -> torch.Tensor:
+        return torch.zeros(tokens, 3)
+
+
+async def test_behind_a_pipeline_sampling_runs_beside_the_next_step() -> None:
     executor = FakeExecutor()
     executor.sampling.clear()
-    stage, results = make_stage(executor)
+    stage, results = make_stage(executor, receiver=FakeReceiver())
     stage.plan(plan(4))
+    stage.plan(plan(2))
     stage.plan(plan(5))
-    while executor.log != ["compute 4", "compute 5"]:
+    while executor.log != ["compute 4", "compute 2", "compute 5"]:
         await asyncio.sleep(0.01)
     executor.sampling.set()
-    assert [result.step for result in await results.take(2)] == [4, 5]
+    assert [result.step for result in await results.take(3)] == [4, 2, 5]
 
 
-async def test_a_placeholder_waits_for_the_step_before() -> None:
+async def test_a_single_stage_computes_no_further_before_it_has_sampled() -> None:
     executor = FakeExecutor()
     executor.sampling.clear()
-    executor.placeholders = {5}
     stage, results = make_stage(executor)
     stage.plan(plan(4))
     stage.plan(plan(5))
     await asyncio.sleep(0.1)
     assert executor.log == ["compute 4"]
+    assert stage.is_busy
     executor.sampling.set()
     await results.take(2)
     assert executor.log == ["compute 4", "sample 4", "compute 5", "sample 5"]
+
+
+async def test_times_are_told_up_to_the_step_that_is_being_computed() -> None:
+    executor = FakeExecutor()
+    stage, results = make_stage(executor)
+    stage.plan(plan(4))
+    await results.take(1)
+    (time,), until = stage.take_times()
+    assert time.step == 4
+    assert time.start <= time.end <= until
+    assert stage.take_times()[0] == []
 
 
 class FakeSender:

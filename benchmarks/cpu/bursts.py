@@ -1,0 +1,191 @@
+"""Policies under bursts, on a real pipeline of two stages.
+
+Requests come in groups, with the lengths of Azure's traces scaled down; throttle, sarathi and
+prefill-first serve the very same ones, in turns. Run as
+`python -m benchmarks.cpu.bursts --model FOLDER`; it prints the figures and writes them into
+docs/benchmarks/bursts.md. Figures of workloads that were not run again stay.
+"""
+
+import argparse
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import uvloop
+
+from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from gllm.config import EngineConfig
+from gllm.engine import Engine
+from gllm.experiments.real import LOG_SECONDS, serve_jobs
+from gllm.sim.report import look_up, show, summarize, text_table
+from gllm.sim.run import Run, run_of
+from gllm.sim.workload import Job, make_jobs, scaled
+from gllm.step_log import Start, read_step_log
+
+POLICIES = ("throttle", "sarathi", "prefill-first")
+WORKLOADS = ("azure-code", "azure-conv")
+STAGES = 2
+LENGTH_SCALE, CONTEXT = 1 / 8, 2048
+BURST = 8
+"""Requests that come at one moment."""
+SHARE = 0.7
+"""Of what throttle serves with all requests there at once."""
+PROBES = 48
+"""Requests by which that is measured."""
+
+COLUMNS = [
+    ("total_tokens_per_second", "tokens/s", 1.0, True),
+    ("ttft.mean", "TTFT mean, ms", 1e3, False),
+    ("ttft.p99", "TTFT p99, ms", 1e3, False),
+    ("itl.p50", "ITL p50, ms", 1e3, False),
+    ("itl.p99", "ITL p99, ms", 1e3, False),
+]
+"""(path in a run's summary, label, factor, whether more is better)."""
+BESIDE = [
+    ("steps", "micro-batches", 1.0),
+    ("tokens_per_step.mean", "tokens in each", 1.0),
+    ("tokens_per_step.p99", "p99", 1.0),
+    ("bubble_share", "bubbles by stage, %", 100.0),
+]
+"""What explains the others."""
+
+
+class Logged:
+    """An engine and the part of its step log that is new."""
+
+    def __init__(self, engine: Engine, log: Path) -> None:
+        self._engine = engine
+        self._log = log
+        self._seen = 0
+
+    async def serve(self, jobs: list[Job], seed: int) -> Run:
+        """What serving the jobs came to."""
+        await serve_jobs(self._engine, jobs, seed)
+        return await self.news()
+
+    async def news(self) -> Run:
+        """What came since the last call."""
+        await asyncio.sleep(LOG_SECONDS)
+        events = list(read_step_log(self._log))
+        new, self._seen = events[self._seen :], len(events)
+        start = events[0]
+        assert isinstance(start, Start), "read_step_log has checked it"
+        return run_of([msgspec.structs.replace(start, warm_ups=0), *new])
+
+
+def jobs_of(workload: str, count: int, rate: float, seed: int) -> list[Job]:
+    """Scaled requests in bursts."""
+    jobs = make_jobs(workload, count, rate, f"burst:{BURST}", seed)
+    return [scaled(job, LENGTH_SCALE, CONTEXT) for job in jobs]
+
+
+async def measure(
+    config: EngineConfig, workloads: list[str], seconds: float, rounds: int
+) -> dict[str, Any]:
+    """Every policy on the same requests, round by round, in alternating order."""
+    with TemporaryDirectory(prefix="gllm-") as folder:
+        engines: dict[str, Logged] = {}
+        started: list[Engine] = []
+        try:
+            for policy in POLICIES:
+                log = Path(folder) / f"{policy}.jsonl"
+                scheduler = replace(config.scheduler, policy=policy, prefix_cache=False)
+                engine = Engine(replace(config, scheduler=scheduler, step_log=str(log)))
+                await engine.start()
+                started.append(engine)
+                engines[policy] = Logged(engine, log)
+                await engines[policy].news()
+            return {
+                workload: await _measure_one(engines, workload, seconds, rounds)
+                for workload in workloads
+            }
+        finally:
+            for engine in started:
+                await engine.stop()
+
+
+async def _measure_one(
+    engines: dict[str, Logged], workload: str, seconds: float, rounds: int
+) -> dict[str, Any]:
+    probes = [job._replace(arrival=0.0) for job in jobs_of(workload, PROBES, 1.0, seed=1)]
+    probe = await engines[POLICIES[0]].serve(probes, seed=1)
+    rate = SHARE * PROBES / (probe.end - probe.begin)
+    count = max(BURST, round(rate * seconds))
+    foreign = ForeignCpu()
+    summaries: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
+    for turn in range(rounds):
+        jobs = jobs_of(workload, count, rate, seed=2 + turn)
+        for policy in POLICIES if turn % 2 == 0 else reversed(POLICIES):
+            summaries[policy].append(summarize(await engines[policy].serve(jobs, seed=2 + turn)))
+    return {
+        "rate": rate,
+        "requests": count,
+        "rounds": rounds,
+        "foreign_cores": foreign.cores(),
+        "policies": {policy: _medians(each) for policy, each in summaries.items()},
+    }
+
+
+def _medians(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of what the page shows; by stage where it is shown by stage."""
+    found: dict[str, Any] = {}
+    for path in [column[0] for column in COLUMNS] + [column[0] for column in BESIDE]:
+        values = [look_up(summary, path) for summary in summaries]
+        by_stage = isinstance(values[0], list)
+        found[path] = [median(v) for v in zip(*values, strict=True)] if by_stage else median(values)
+    return found
+
+
+def page(results: dict[str, Any]) -> str:
+    """The figures in words and tables; the best of a column in bold."""
+    parts = [origin("benchmarks.cpu.bursts")]
+    for workload, measured in results.items():
+        policies = measured["policies"]
+        rows = []
+        for policy, figures in policies.items():
+            row = [policy]
+            for path, _, factor, more in COLUMNS:
+                best = (max if more else min)(each[path] for each in policies.values())
+                shown = show(figures[path], factor)
+                row.append(f"**{shown}**" if figures[path] == best else shown)
+            rows.append(row + [show(figures[path], factor) for path, _, factor in BESIDE])
+        header = ["policy", *(c[1] for c in COLUMNS), *(c[1] for c in BESIDE)]
+        parts += [
+            f"## {workload}: {measured['requests']} requests, {show(measured['rate'])} a second",
+            f"Medians of {measured['rounds']} rounds; others used {measured['foreign_cores']:.2f} "
+            f"cores.\n\n{text_table(header, rows)}",
+        ]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals in a run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/bursts.md"))
+    options = parser.parse_args()
+    config = EngineConfig.of(
+        options.model,
+        pipeline_parallel_size=STAGES,
+        dtype=options.dtype,
+        max_model_len=CONTEXT,
+        kv_cache_memory=2**30,
+    )
+    older = options.output.with_suffix(".json")
+    results = msgspec.json.decode(older.read_bytes()) if older.is_file() else {}
+    work = measure(config, list(options.workloads), options.seconds, options.rounds)
+    results |= uvloop.run(work)
+    title = "Policies under bursts, two stages"
+    write_results(options.output, title, page(results), results)
+
+
+if __name__ == "__main__":
+    main()

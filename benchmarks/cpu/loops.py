@@ -1,0 +1,127 @@
+"""Plain loops over a served run's micro-batches: a stage's arithmetic and nothing around it.
+
+Owns processes that hold one stage each and compute, with inputs built beforehand, what an engine
+computed before: the floor under a served step. Knows nothing of engines; it is fed their step log.
+"""
+
+import multiprocessing as mp
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from gllm.config import EngineConfig
+from gllm.messages import Register, Sampling
+from gllm.models.config import read_config
+from gllm.models.split import split_layers
+from gllm.step_log import Add, Event, Schedule, Start
+
+
+class Loops:
+    """One process for each stage of an engine's configuration, with as many threads as there."""
+
+    def __init__(self, config: EngineConfig, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for stage in range(config.pipeline_parallel_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, config, folder, stage))
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def prepare(self, events: list[Event]) -> None:
+        """Take in what an engine logged since the last call, from its start on."""
+        self._ask("prepare", events)
+
+    def seconds(self) -> list[list[float]]:
+        """By stage, each step's time, computed one after the other by all stages at once."""
+        return self._ask("seconds")
+
+    def kernel_seconds(self) -> list[list[float]]:
+        """The same, counting only what runs inside of tensor operations and compiled kernels."""
+        return self._ask("kernel_seconds")
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(None)
+            process.join()
+
+    def _ask(self, *question: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send(question)
+        return [pipe.recv() for pipe in self._pipes]
+
+
+def _work(pipe: Connection, config: EngineConfig, folder: Path, stage: int) -> None:
+    """A process's life: answer questions with the method that each names."""
+    loop = _Loop(config, folder, stage)
+    while (question := pipe.recv()) is not None:
+        name, *arguments = question
+        pipe.send(getattr(loop, name)(*arguments))
+
+
+class _Loop:
+    """One stage and the micro-batches that it is to compute."""
+
+    def __init__(self, config: EngineConfig, folder: Path, stage: int) -> None:
+        # Here, not above: the parent needs no torch.
+        from gllm.runtime.device import set_threads, threads
+        from gllm.runtime.executor import StageExecutor
+
+        stages = config.pipeline_parallel_size
+        set_threads(threads(config.threads, stages))
+        described = read_config(folder)
+        layers = split_layers(described.model, stages, config.layers)[stage]
+        self._executor = StageExecutor(described, config, stage, stages, layers)
+        self._executor.load(folder, lambda done, total: None)
+        self._batches: list[tuple[Any, Any]] = []
+
+    def prepare(self, events: list[Event]) -> None:
+        """Build all inputs; activations of a stage before are made up."""
+        import torch
+
+        executor = self._executor
+        self._batches = []
+        for event in events:
+            if isinstance(event, Start):
+                executor.allocate(event.scheduler.num_blocks, event.scheduler.block_size)
+            elif isinstance(event, Add):
+                greedy = Sampling(temperature=0.0)
+                prompt = len(event.prompt)
+                executor.register(Register(event.seq, prompt, event.prompt, greedy, event.n))
+            elif isinstance(event, Schedule) and event.plan is not None:
+                batch = executor.prepare(event.plan)
+                shape = batch.num_tokens, executor.model.hidden_size
+                made_up = torch.randn(shape).to(executor.dtype)
+                self._batches.append((batch, None if executor.is_first else made_up))
+
+    def seconds(self) -> list[float]:
+        """Each step's time; on the last stage with the likeliest tokens."""
+        spent = []
+        for batch, hidden in self._batches:
+            begin = time.perf_counter()
+            self._step(batch, None if hidden is None else hidden.clone())
+            spent.append(time.perf_counter() - begin)
+        return spent
+
+    def kernel_seconds(self) -> list[float]:
+        """Each step's time within its operations."""
+        from benchmarks.cpu.operations import Operations
+
+        spent = []
+        with Operations() as operations:
+            for batch, hidden in self._batches:
+                operations.seconds = 0.0
+                self._step(batch, None if hidden is None else hidden.clone())
+                spent.append(operations.seconds)
+        return spent
+
+    def _step(self, batch: Any, hidden: Any) -> None:
+        from gllm.kernels.sampling import likeliest
+
+        output = self._executor.compute(batch, hidden)
+        if self._executor.is_last and len(output):
+            likeliest(output).tolist()

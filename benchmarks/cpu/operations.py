@@ -1,0 +1,60 @@
+"""How long tensor operations and compiled kernels take, without the Python between them.
+
+Owns the clock around each of them. Knows nothing of what they compute.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gllm.kernels.native.library import Library
+
+
+class Operations:
+    """A context in which `seconds` counts up."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._mode = _Mode(self)
+        self._call = Library.__call__
+
+    def __enter__(self) -> Self:
+        inner = self._call
+
+        def timed(library: Library, arguments: ctypes.Structure) -> None:
+            self.time(lambda: inner(library, arguments))
+
+        Library.__call__ = timed  # type: ignore[method-assign, assignment]
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
+        Library.__call__ = self._call  # type: ignore[method-assign]
+
+    def time(self, work: Callable[[], Any]) -> Any:
+        """Do it and count its time."""
+        begin = time.perf_counter()
+        result = work()
+        self.seconds += time.perf_counter() - begin
+        return result
+
+
+class _Mode(TorchDispatchMode):
+    """Sees each operation after composite ones were taken apart."""
+
+    def __init__(self, operations: Operations) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._operations.time(lambda: func(*args, **(kwargs or {})))

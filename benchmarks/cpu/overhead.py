@@ -1,0 +1,127 @@
+"""What of a served step is not arithmetic, at one stage with all cores.
+
+Decodes of one batch size are served; their micro-batches are computed again by a plain loop, and
+once more with a clock around each tensor operation and compiled kernel. What a served step takes
+beyond that is host overhead: Python, scheduling, inputs, streams, text, and what they take from the
+arithmetic's cores. Run as `python -m benchmarks.cpu.overhead --model FOLDER`; it prints the figures
+and writes them into docs/benchmarks/overhead.md.
+"""
+
+import argparse
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import uvloop
+
+from benchmarks.cpu.page import origin, write_results
+from benchmarks.cpu.rounds import Bench, bench
+from gllm.config import EngineConfig
+from gllm.sim.report import show, text_table
+from gllm.sim.workload import Job
+
+PROMPT, OUTPUT = 128, 64
+AIM, AIM_BATCH = 0.05, 16
+
+
+class Steps(NamedTuple):
+    """Median milliseconds of one round's steps of full batches of decodes."""
+
+    served: float
+    """From a step's start to the next one's."""
+    computing: float
+    """The stage's own time within it."""
+    loop: float
+    """In a plain loop."""
+    kernels: float
+    """In its operations alone."""
+
+    @property
+    def overhead(self) -> float:
+        """Share of a served step."""
+        return 1 - self.kernels / self.served
+
+
+async def measure(made: Bench, batch: int, seed: int) -> Steps:
+    """One round."""
+    done = await made.round([Job(0.0, PROMPT, OUTPUT)] * batch, seed)
+    kernels = await asyncio.to_thread(made.loops.kernel_seconds)
+    full = [i for i, s in enumerate(done.run.steps) if s.decode_tokens == s.work.tokens == batch]
+    times = [time for i in full if (time := done.run.steps[i].stages[0]) is not None]
+    return Steps(
+        *(
+            1e3 * median(values)
+            for values in (
+                [after.start - before.start for before, after in pairwise(times)],
+                [time.end - time.start for time in times],
+                [done.loop_seconds[0][i] for i in full],
+                [kernels[0][i] for i in full],
+            )
+        )
+    )
+
+
+async def measure_all(
+    config: EngineConfig, batches: list[int], rounds: int
+) -> dict[int, list[Steps]]:
+    """Batch sizes in turn, round by round, and one round before that does not count."""
+    measured: dict[int, list[Steps]] = {batch: [] for batch in batches}
+    async with bench(config) as made:
+        for turn in range(rounds + 1):
+            for place, batch in enumerate(batches):
+                steps = await measure(made, batch, turn * len(batches) + place)
+                if turn:
+                    measured[batch].append(steps)
+    return measured
+
+
+def page(measured: dict[int, list[Steps]], rounds: int) -> str:
+    """The figures in words and a table."""
+    rows, overheads = [], {}
+    for batch, steps in measured.items():
+        overheads[batch] = median(each.overhead for each in steps)
+        rows.append(
+            [
+                str(batch),
+                *(show(median(values)) for values in zip(*steps, strict=True)),
+                f"{overheads[batch]:.1%}",
+                f"{min(s.overhead for s in steps):.1%} to {max(s.overhead for s in steps):.1%}",
+            ]
+        )
+    header = ["decodes", "served step, ms", "of it computing", "plain loop", "kernels", "overhead"]
+    parts = [
+        f"{origin('benchmarks.cpu.overhead')} Rounds: {rounds}, medians of their medians; prompts "
+        f"of {PROMPT} tokens, {OUTPUT} new ones.",
+        text_table([*header, "spread"], rows),
+    ]
+    if AIM_BATCH in overheads:
+        word = "met" if overheads[AIM_BATCH] <= AIM else "**missed**"
+        parts.append(f"Aim: at most {AIM:.0%} at {AIM_BATCH} decodes: {word}.")
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/overhead.md"))
+    options = parser.parse_args()
+    config = EngineConfig.of(
+        options.model, dtype=options.dtype, max_model_len=1024, kv_cache_memory=2**29
+    )
+    measured = uvloop.run(measure_all(config, options.batches, options.rounds))
+    results: dict[str, Any] = {
+        str(batch): [each._asdict() for each in steps] for batch, steps in measured.items()
+    }
+    write_results(
+        options.output, "Host overhead at one stage", page(measured, options.rounds), results
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Pages of docs/benchmarks: figures that a command writes anew, beside words that stay.
+
+Owns the marks between the two and what a page says of the machine. Knows nothing of what is
+measured.
+"""
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.policies import processor
+
+BEGIN, END = "<!-- figures, overwritten by the command -->", "<!-- end of figures -->"
+
+
+def origin(module: str) -> str:
+    """The command that runs and what it runs on, for the head of its figures."""
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    versions = f"Python {platform.python_version()}, torch {version('torch')}"
+    return (
+        f"Made by `{command}`. {os.cpu_count()} cores, {processor()}, {versions}, "
+        f"{datetime.date.today()}."
+    )
+
+
+def write_figures(path: Path, title: str, figures: str) -> None:
+    """Put figures between the page's marks; all else of an old page stays as it is."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else f"# {title}\n\n{BEGIN}\n{END}\n"
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n\n{figures.strip()}\n\n{END}{after}", encoding="utf-8")
+
+
+def write_results(page: Path, title: str, figures: str, results: dict[str, Any]) -> None:
+    """The figures into the page, the numbers behind them into a JSON file beside it; print both."""
+    write_figures(page, title, figures)
+    page.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    print(figures)
+
+
+class ForeignCpu:
+    """What others used of this machine's cores since it was made."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    def cores(self) -> float:
+        """Cores that processes which are not this one or below it kept busy, on average."""
+        (begin, all_begin, own_begin), (end, all_end, own_end) = self._begin, self._now()
+        return max(0.0, (all_end - all_begin - own_end + own_begin) / max(end - begin, 1e-9))
+
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds of CPU since boot: (idle ones too, per core; all processes'; own tree's)."""
+        tick = os.sysconf("SC_CLK_TCK")
+        fields = [int(x) / tick for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        busy = sum(fields) - fields[3] - fields[4]
+        return sum(fields) / (os.cpu_count() or 1), busy, sum(map(_cpu_seconds, _tree(os.getpid())))
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all below it."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(c) for t in threads for c in (t / "children").read_text().split()]
+    except OSError:
+        return []
+    return [pid, *(each for child in children for each in _tree(child))]
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process and those below it that have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")

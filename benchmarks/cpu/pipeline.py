@@ -1,0 +1,141 @@
+"""What a pipeline of two stages loses to its own machinery.
+
+`--pp 2` with one thread a stage, against two independent loops over half of the model each, with
+one thread each, at the same time: the same micro-batches, inputs built beforehand, likeliest tokens
+instead of sampling, and nothing else. Run as `python -m benchmarks.cpu.pipeline --model FOLDER`; it
+prints the figures and writes them into docs/benchmarks/pipeline.md.
+"""
+
+import argparse
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import uvloop
+
+from benchmarks.cpu.page import origin, write_results
+from benchmarks.cpu.rounds import Bench, Round, bench
+from gllm.config import EngineConfig
+from gllm.sim.report import show, text_table
+from gllm.sim.workload import Job
+
+STAGES = 2
+AIM, BUBBLES = 0.95, 0.05
+"""Least ratio of throughputs, and most bubble share of a stage."""
+MARGIN = 64
+"""Tokens of context beyond the longest request."""
+
+
+class Workload(NamedTuple):
+    """Requests that are there at once, all alike."""
+
+    requests: int
+    prompt: int
+    output: int
+
+    @property
+    def jobs(self) -> list[Job]:
+        """As the engine is asked."""
+        return [Job(0.0, self.prompt, self.output)] * self.requests
+
+
+WORKLOADS = {"decode-heavy": Workload(32, 32, 128), "prefill-heavy": Workload(16, 512, 4)}
+
+
+def figures_of(rounds: list[Round]) -> dict[str, Any]:
+    """Medians over rounds; ratios are taken within a round."""
+    stages = range(STAGES)
+    return {
+        "served_tokens_per_second": median(r.tokens / r.served_seconds for r in rounds),
+        "loops_tokens_per_second": median(r.tokens / r.loops_seconds for r in rounds),
+        "ratio": median(r.loops_seconds / r.served_seconds for r in rounds),
+        "ratios": [r.loops_seconds / r.served_seconds for r in rounds],
+        "bubble_share": [median(r.bubble_shares[s] for r in rounds) for s in stages],
+        "busy_over_loop": [
+            median(r.busy_seconds[s] / sum(r.loop_seconds[s]) for r in rounds) for s in stages
+        ],
+        "loop_seconds": [median(sum(r.loop_seconds[s]) for r in rounds) for s in stages],
+        "micro_batches": median(len(r.run.steps) for r in rounds),
+        "foreign_cores": [r.foreign_cores for r in rounds],
+    }
+
+
+def page(results: dict[str, dict[str, Any]], rounds: int) -> str:
+    """The figures in words and a table."""
+    header = ["workload", "micro-batches", "pipeline, tokens/s", "loops, tokens/s", "ratio"]
+    header += ["spread", "bubbles by stage, %", "busy over loop by stage", "loops by stage, s"]
+    rows = [
+        [
+            f"{name}: {work.requests} x {work.prompt} + {work.output}",
+            show(figures["micro_batches"]),
+            show(figures["served_tokens_per_second"]),
+            show(figures["loops_tokens_per_second"]),
+            f"{figures['ratio']:.3f}",
+            f"{min(figures['ratios']):.3f} to {max(figures['ratios']):.3f}",
+            show(figures["bubble_share"], 100),
+            show(figures["busy_over_loop"]),
+            show(figures["loop_seconds"]),
+        ]
+        for (name, work), figures in zip(WORKLOADS.items(), results.values(), strict=True)
+    ]
+    foreign = max(max(figures["foreign_cores"]) for figures in results.values())
+    return "\n\n".join(
+        [
+            f"{origin('benchmarks.cpu.pipeline')} Rounds: {rounds}, medians; others used at most "
+            f"{foreign:.2f} cores.",
+            text_table(header, rows),
+            verdict(results),
+        ]
+    )
+
+
+def verdict(results: dict[str, dict[str, Any]]) -> str:
+    """What the aims say."""
+    words = []
+    for name, figures in results.items():
+        met = "met" if figures["ratio"] >= AIM else "**missed**"
+        few = "met" if max(figures["bubble_share"]) <= BUBBLES else "**missed**"
+        words.append(f"{name} {met}, bubbles {few}")
+    return f"Aims: ratio at least {AIM}, bubbles at most {BUBBLES:.0%}. {'; '.join(words)}."
+
+
+async def measure(config: EngineConfig, rounds: int) -> dict[str, dict[str, Any]]:
+    """All workloads in turn, round by round, and one round before that does not count."""
+    measured: dict[str, list[Round]] = {name: [] for name in WORKLOADS}
+    async with bench(config) as made:
+        for turn in range(rounds + 1):
+            for place, (name, work) in enumerate(WORKLOADS.items()):
+                done = await _one(made, work, turn * len(WORKLOADS) + place)
+                if turn:
+                    measured[name].append(done)
+    return {name: figures_of(each) for name, each in measured.items()}
+
+
+async def _one(made: Bench, work: Workload, seed: int) -> Round:
+    return await made.round(work.jobs, seed)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/pipeline.md"))
+    options = parser.parse_args()
+    longest = max(work.prompt + work.output for work in WORKLOADS.values())
+    config = EngineConfig.of(
+        options.model,
+        pipeline_parallel_size=STAGES,
+        threads=1,
+        dtype=options.dtype,
+        max_model_len=longest + MARGIN,
+        kv_cache_memory=2**30,
+    )
+    results = uvloop.run(measure(config, options.rounds))
+    title = "A pipeline of two stages against plain loops over its halves"
+    write_results(options.output, title, page(results, options.rounds), results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Rounds of one workload: an engine serves it, then plain loops compute the same micro-batches.
+
+Owns the order of the two sides and what is kept of a round. Knows nothing of what is made of it.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.cpu.loops import Loops
+from benchmarks.cpu.page import ForeignCpu
+from gllm.config import EngineConfig
+from gllm.engine import Engine
+from gllm.experiments.real import LOG_SECONDS, serve_jobs
+from gllm.models.hub import resolve
+from gllm.sim.run import Run, run_of
+from gllm.sim.workload import Job
+from gllm.step_log import Event, Start, read_step_log
+
+
+@dataclass(frozen=True)
+class Round:
+    """What both sides did with one workload."""
+
+    jobs: list[Job]
+    served_seconds: float
+    """From the first request's way into the engine to the last token's way out."""
+    run: Run
+    loop_seconds: list[list[float]]
+    """By stage, of each micro-batch of the run."""
+    foreign_cores: float
+    """What others used of the machine meanwhile."""
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output."""
+        return sum(job.prompt + job.output for job in self.jobs)
+
+    @property
+    def loops_seconds(self) -> float:
+        """Until the slower loop was through."""
+        return max(map(sum, self.loop_seconds))
+
+    @property
+    def bubble_shares(self) -> list[float]:
+        """By stage, of the time in which it was served."""
+        return [use.bubble_share for use in self.run.stage_uses()]
+
+    @property
+    def busy_seconds(self) -> list[float]:
+        """By stage, what it computed while it was served."""
+        return [use.busy for use in self.run.stage_uses()]
+
+
+class Bench:
+    """An engine, its step log and the loops beside it."""
+
+    def __init__(self, engine: Engine, log: Path, loops: Loops) -> None:
+        self.loops = loops
+        self._engine = engine
+        self._log = log
+        self._seen = 0
+
+    async def round(self, jobs: list[Job], seed: int) -> Round:
+        """Serve the jobs, with prompts that no other seed has, and compute the same again."""
+        foreign = ForeignCpu()
+        begin = time.perf_counter()
+        await serve_jobs(self._engine, jobs, seed)
+        served = time.perf_counter() - begin
+        run = run_of(await self.news())
+        seconds = await asyncio.to_thread(self.loops.seconds)
+        return Round(jobs, served, run, seconds, foreign.cores())
+
+    async def news(self) -> list[Event]:
+        """The log's start and what was logged since the last call; the loops are fed with it."""
+        await asyncio.sleep(LOG_SECONDS)
+        events = list(read_step_log(self._log))
+        new, self._seen = events[self._seen :], len(events)
+        await asyncio.to_thread(self.loops.prepare, new)
+        start = events[0]
+        assert isinstance(start, Start), "read_step_log has checked it"
+        return [msgspec.structs.replace(start, warm_ups=0), *new]
+
+
+@asynccontextmanager
+async def bench(config: EngineConfig) -> AsyncIterator[Bench]:
+    """Both sides, started and warm."""
+    with tempfile.TemporaryDirectory(prefix="gllm-") as folder:
+        log = Path(folder) / "steps.jsonl"
+        scheduler = replace(config.scheduler, prefix_cache=False)
+        config = replace(config, step_log=str(log), scheduler=scheduler)
+        loops = Loops(config, resolve(config.model))
+        try:
+            async with Engine(config) as engine:
+                made = Bench(engine, log, loops)
+                await made.news()
+                yield made
+        finally:
+            loops.close()

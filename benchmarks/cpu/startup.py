@@ -1,0 +1,134 @@
+"""From the command to a server that is ready, against what no server can do without.
+
+The floor is measured in a process of its own, which imports torch and reads every tensor of the
+model into memory; both sides in turns, files in the system's cache. Run as
+`python -m benchmarks.cpu.startup --model FOLDER`; it prints the figures and writes them into
+docs/benchmarks/startup.md.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from gllm.models.hub import resolve
+from gllm.sim.report import show, text_table
+
+AIM = 1.5
+FLOOR = """
+import time
+begin = time.perf_counter()
+import torch
+imported = time.perf_counter()
+import sys
+from safetensors import safe_open
+loaded = time.perf_counter()
+for path in sys.argv[1:]:
+    with safe_open(path, framework="pt") as file:
+        tensors = [file.get_tensor(name).clone() for name in file.keys()]
+print(imported - begin, time.perf_counter() - loaded)
+"""
+READY = "is ready"
+"""In the line that the server logs when it takes requests."""
+
+
+def floor(files: Sequence[Path]) -> tuple[float, float]:
+    """Seconds to import torch, and to read the files."""
+    command = [sys.executable, "-c", FLOOR, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported, read = map(float, done.stdout.split())
+    return imported, read
+
+
+def ready(folder: Path, flags: Sequence[str]) -> float:
+    """Seconds from the command to /ready's 200. Raises RuntimeError where it never comes."""
+    command = [sys.executable, "-m", "gllm.serve", str(folder), "--port", "0", *flags]
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            # The line tells when, without asking again and again; the next one tells where.
+            for line in server.stderr:
+                if READY in line:
+                    seconds = time.perf_counter() - begin
+                    break
+            else:
+                raise RuntimeError(f"the server ended with {server.wait()}")
+            url = server.stderr.readline().split()[2].replace("/v1/chat/completions", "/ready")
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                assert answer.status == 200, "it said that it was ready"
+        finally:
+            server.terminate()
+            server.stderr.read()
+    return seconds
+
+
+def measure(folder: Path, stages: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Both sides in turns, after one turn that fills the system's cache."""
+    files = sorted(folder.glob("*.safetensors"))
+    floors: list[tuple[float, float]] = []
+    servers: dict[int, list[float]] = {count: [] for count in stages}
+    foreign = ForeignCpu()
+    for turn in range(rounds + 1):
+        floors.append(floor(files))
+        for count in stages:
+            servers[count].append(ready(folder, ["--pp", str(count)]))
+        if turn == 0:
+            floors.clear()
+            for times in servers.values():
+                times.clear()
+    return {
+        "import_seconds": median(imported for imported, _ in floors),
+        "read_seconds": median(read for _, read in floors),
+        "floor_seconds": median(map(sum, floors)),
+        "ready_seconds": {str(count): median(times) for count, times in servers.items()},
+        "ratios": {
+            str(count): median(s / sum(f) for s, f in zip(times, floors, strict=True))
+            for count, times in servers.items()
+        },
+        "foreign_cores": foreign.cores(),
+    }
+
+
+def page(results: dict[str, Any], rounds: int) -> str:
+    """The figures in words and a table."""
+    rows = [
+        [
+            stages,
+            show(results["ready_seconds"][stages]),
+            show(results["floor_seconds"]),
+            f"{ratio:.2f} ({'met' if ratio <= AIM else '**missed**'})",
+        ]
+        for stages, ratio in results["ratios"].items()
+    ]
+    return "\n\n".join(
+        [
+            f"{origin('benchmarks.cpu.startup')} Rounds: {rounds}, medians; others used "
+            f"{results['foreign_cores']:.2f} cores. Floor: {show(results['import_seconds'])} s to "
+            f"import torch and {show(results['read_seconds'])} s to read the weights.",
+            text_table(["stages", "command to ready, s", "floor, s", f"ratio, aim {AIM}"], rows),
+        ]
+    )
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/startup.md"))
+    options = parser.parse_args()
+    results = measure(resolve(options.model), options.stages, options.rounds)
+    title = "From the command to a ready server"
+    write_results(options.output, title, page(results, options.rounds), results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""One pipeline behind HTTP: the engine, the HTTP server, and the signals that end them.
+
+Owns their order from start to end. Knows nothing of command lines, routes and requests.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+
+from aiohttp import web
+
+from gllm.config import EngineConfig, ServerConfig
+from gllm.engine import Engine
+from gllm.frontend.app import make_app, make_runner
+from gllm.runtime.launch import Workers
+
+log = logging.getLogger("gllm")
+
+DEAD_SECONDS = 5.0
+"""For how long a server whose engine died still answers, with 503, before it ends."""
+
+
+class Server:
+    """The engine, the HTTP server, and the signals that end them."""
+
+    def __init__(self, engine: EngineConfig, server: ServerConfig, workers: Workers) -> None:
+        """Raises as Engine does."""
+        self._config = server
+        name, level = server.served_model_name, server.log_level
+        self._engine = Engine(engine, name, level, progress=True, workers=workers)
+        self._told_to_end = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal or the engine's death; the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        runner = make_runner(make_app(self._engine, self._config), self._config)
+        await runner.setup()
+        site = web.TCPSite(runner, self._config.host, self._config.port)
+        await site.start()
+        try:
+            return await self._serve(runner)
+        finally:
+            await runner.cleanup()
+
+    async def _serve(self, runner: web.AppRunner) -> int:
+        told = asyncio.ensure_future(self._told_to_end.wait())
+        started = asyncio.ensure_future(self._engine.start())
+        await asyncio.wait({told, started}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            await asyncio.wait({started})
+            return 0
+        await started
+        self._greet(runner)
+        # What start-up made stays: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        died = asyncio.ensure_future(self._engine.died.wait())
+        await asyncio.wait({told, died}, return_when=asyncio.FIRST_COMPLETED)
+        if not died.done():
+            log.info("draining %d requests", self._engine.num_requests)
+            await self._engine.drain(self._config.shutdown_timeout)
+        if self._engine.state == "dead":
+            log.error("the engine is down: %s", self._engine.cause)
+            await asyncio.wait({told}, timeout=DEAD_SECONDS)
+            await self._engine.stop()
+            return 1
+        await self._engine.stop()
+        return 0
+
+    def _on_signal(self) -> None:
+        if self._told_to_end.is_set():
+            # Workers die with their parent.
+            os._exit(1)
+        self._told_to_end.set()
+
+    def _greet(self, runner: web.AppRunner) -> None:
+        """Say what is served, how much fits, and how to ask."""
+        engine = self._engine
+        host, port = runner.addresses[0][:2]
+        length, blocks = engine.model.max_model_len, engine.num_blocks
+        tokens = blocks * engine.config.scheduler.block_size
+        log.info(
+            "KV cache: %.1f MiB, %d blocks, %.1f requests of full length (%d tokens)",
+            engine.kv_bytes / 2**20, blocks, tokens / length, length,
+        )  # fmt: skip
+        question = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
+        log.info(
+            "%s is ready:\ncurl -N http://%s:%d/v1/chat/completions "
+            "-H 'Content-Type: application/json' -d '%s'",
+            engine.model.name, host, port, question,
+        )  # fmt: skip
