@@ -249,17 +249,16 @@ async def in_own_thread(function: Callable[[], None]) -> None:
     lives; with more of them than cores it does not wait actively at barriers, and the compute
     thread's steps take a tenth longer.
     """
-    done = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
 
     def run() -> None:
-        error = None
         try:
             function()
-        except BaseException as raised:
-            error = raised
-        done.get_loop().call_soon_threadsafe(
-            done.set_result if error is None else done.set_exception, error
-        )
+        except BaseException as error:
+            loop.call_soon_threadsafe(done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(done.set_result, None)
 
     threading.Thread(target=run, name=function.__name__, daemon=True).start()
     await done
