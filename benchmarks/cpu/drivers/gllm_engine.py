@@ -1,0 +1,22 @@
+"""gllm's embeddable engine in process."""
+
+from benchmarks.cpu.drivers.timing import Prompts, measure, task
+from gllm import LLM, SamplingParams
+
+
+def main() -> None:
+    given = task()
+    quantization = {} if given.weights == "bf16" else {"quantization": given.weights}
+    options = {"dtype": "bfloat16", "threads": given.threads, "prefix_cache": False}
+    options |= {"kv_cache_memory": given.kv_bytes} | quantization
+    with LLM(given.model, progress=False, **options) as llm:
+
+        def generate(prompts: Prompts, new: int) -> None:
+            params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+            llm.generate(prompts, params)
+
+        measure(given, generate)
+
+
+if __name__ == "__main__":
+    main()
