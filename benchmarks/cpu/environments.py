@@ -18,8 +18,8 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "transformers": ("torch==2.13.0", "transformers[serving]==5.23.0", "accelerate==1.14.0"),
     "openvino": ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[nncf]==2.2.0"),
 }
-"""Requirements by environment, installed in this order: torch by itself before what needs it, so
-that a CPU build at hand is taken."""
+"""Requirements by environment. torch is pinned where it is not by others, so that a CPU build of it
+at hand is taken."""
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 """What peers require for pictures and sound. PyPI's builds are for CUDA and fail beside a CPU build
 of torch, and then so does whatever looks whether they are there."""
@@ -67,8 +67,9 @@ def install(work: Workplace, name: str) -> None:
     if not python.exists():
         run([sys.executable, "-m", "venv", work.environment(name)], log)
     pip, env = [python, "-m", "pip", "--quiet"], variables(python, {})
-    for requirement in missing:
-        run([*pip, "install", requirement], log, env)
+    if missing:
+        # All at once: what one of them requires must not undo another's pin.
+        run([*pip, "install", *requirements], log, env)
     if unwanted := found_versions(python, list(UNWANTED)):
         run([*pip, "uninstall", "--yes", *unwanted], log, env)
 

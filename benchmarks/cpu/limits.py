@@ -25,7 +25,7 @@ READ_BYTES = 2**30
 """As large as the weights: no cache holds it."""
 GEMM = (1024, 896, 4864)
 """Tokens, inputs, outputs: the largest product of a layer of the model."""
-REPEATS = 7
+REPEATS = 21
 
 
 class Rates(NamedTuple):

@@ -21,7 +21,8 @@ CMAKE_FLAGS = (
     *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"),
 )
 GGUF_TYPES = {"bf16": "bf16", "int8": "q8_0"}
-OPENVINO_FORMATS = {"bf16": "bf16", "int8": "int8"}
+OPENVINO_FORMATS = {"bf16": "fp16", "int8": "int8"}
+"""It keeps 16 bits as fp16 and makes bfloat16 of them when it loads them."""
 
 
 def model_folder(work: Workplace, weights: str) -> Path:

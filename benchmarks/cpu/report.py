@@ -111,7 +111,7 @@ def speed_table(results: Results) -> str:
         [peer, *(with_spread(results, peer, cell, key) for cell in cells)]
         for peer in peers_of(results)
     ]
-    table.append(["physical limit", *(show(most.get(cell)) or NOTHING for cell in cells)])
+    table.append(["physical limit, bf16", *(show(most.get(cell)) or NOTHING for cell in cells)])
     return text_table(["tokens/s", *cells], table)
 
 

@@ -7,8 +7,8 @@ from gllm import LLM, SamplingParams
 def main() -> None:
     given = task()
     quantization = {} if given.weights == "bf16" else {"quantization": given.weights}
-    options = {"dtype": "bfloat16", "threads": given.threads, "prefix_cache": False}
-    options |= {"kv_cache_memory": given.kv_bytes} | quantization
+    options: dict[str, object] = {"dtype": "bfloat16", "prefix_cache": False}
+    options |= {"threads": given.threads, "kv_cache_memory": given.kv_bytes} | quantization
     with LLM(given.model, progress=False, **options) as llm:
 
         def generate(prompts: Prompts, new: int) -> None:
