@@ -15,6 +15,7 @@ import datetime
 import os
 import platform
 import shlex
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -62,7 +63,7 @@ def empty_results(config: CompareConfig, argv: list[str]) -> Results:
 
 def main(argv: list[str]) -> int:
     """The command. Exit status: 0; 1 where nothing could be measured; 2 for what cannot be asked;
-    130 after Ctrl-C, when the rounds before it are kept."""
+    130 after Ctrl-C or SIGTERM, when the rounds before it are kept."""
     values = make_parser().parse_args(argv)
     try:
         config = from_flags(CompareConfig, values)
@@ -74,6 +75,8 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
+    # What it started ends with it in this case, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     session = Session(work, peers, empty_results(config, argv))
     try:
         session.prepare()

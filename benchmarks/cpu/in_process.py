@@ -5,7 +5,6 @@ Owns the drivers' tasks and the rows made of their results. Knows nothing of eng
 
 import dataclasses
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from benchmarks.cpu.options import CompareConfig
 from benchmarks.cpu.peers import Peer
 from benchmarks.cpu.results import Row
 from benchmarks.cpu.watch import MemoryWatch
-from benchmarks.cpu.workplace import ROOT, PeerError, Workplace, tail, variables
+from benchmarks.cpu.workplace import PeerError, Workplace, background, tail, variables
 
 
 def task_of(config: CompareConfig, work: Workplace, peer: Peer, source: Path) -> Task:
@@ -46,10 +45,8 @@ def drive(config: CompareConfig, work: Workplace, peer: Peer, source: Path, turn
     env = variables(python, peer.variables(work))
     command = [str(python), "-m", f"benchmarks.cpu.drivers.{peer.driver}"]
     command.append(json.dumps(dataclasses.asdict(given)))
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT)
-        with process, MemoryWatch(process.pid) as memory:
-            process.wait()
+    with background(command, log, env) as process, MemoryWatch(process.pid) as memory:
+        process.wait()
     if process.returncode or not output.exists():
         raise PeerError(f"its driver failed ({process.returncode}): {tail(log)}")
     rows: list[dict[str, Any]] = json.loads(output.read_text())

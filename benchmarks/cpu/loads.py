@@ -5,12 +5,10 @@ like. Prompts are words of the model's tokenizer, no two alike, so that no prefi
 server that takes text alone gets the very same ids.
 """
 
-import json
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
-from benchmarks.cpu.model import DEMO, FIRST_WORD, VOCABULARY, text_of, tokenizer_json
+from benchmarks.cpu.model import FIRST_WORD, VOCABULARY, word
 from benchmarks.cpu.options import CompareConfig
 from benchmarks.cpu.peers import Server
 from gllm.bench.client import request_body
@@ -72,11 +70,6 @@ def _trace(trace: str, count: int, seed: int) -> LoadConfig:
     return LoadConfig(*(trace, count), scale_length=LENGTH_SCALE, max_length=LONGEST, seed=seed)
 
 
-@cache
-def _tokenizer() -> dict[str, object]:
-    return tokenizer_json(json.loads((DEMO / "tokenizer.json").read_text()))
-
-
 def requests_of(cell: Cell, server: Server, model: str) -> tuple[list[Planned], list[bytes]]:
     """The cell's requests in the order of their arrivals, and their JSON for that server."""
     config = replace(
@@ -89,4 +82,4 @@ def requests_of(cell: Cell, server: Server, model: str) -> tuple[list[Planned], 
 def _in_words(planned: Planned, server: Server) -> Planned:
     """The same request with ids of words, or with those words."""
     ids = [FIRST_WORD + each for each in planned.prompt if isinstance(each, int)]
-    return planned._replace(prompt=ids if server.takes_ids else text_of(_tokenizer(), ids))
+    return planned._replace(prompt=ids if server.takes_ids else "".join(map(word, ids)))

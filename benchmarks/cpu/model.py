@@ -8,11 +8,12 @@ FOLDER` makes it, in a process of its own: torch and the weights take memory and
 import json
 import shutil
 import sys
-from collections.abc import Sequence
-from itertools import count, islice, product
+from itertools import product
 from pathlib import Path
-from string import ascii_lowercase
+from string import ascii_lowercase, ascii_uppercase
 from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
 
 DEMO = Path(__file__).parents[2] / "gllm" / "demo"
 VOCABULARY = 151_936
@@ -35,9 +36,11 @@ SHAPE: dict[str, Any] = {
 }
 """Qwen2.5-0.5B's config.json; the special tokens are the demo tokenizer's."""
 SEED = 0
-FIRST_WORD = 2048
-"""Ids from here on are words of their own: a text of them is tokenized into the same ids again,
-for servers that take text alone."""
+SPECIAL_TOKENS, BYTES = 3, 256
+PAIRS = ["".join(letters) for letters in product(ascii_lowercase[:20], ascii_uppercase[:20])]
+FIRST_WORD = SPECIAL_TOKENS + BYTES + 2 * len(PAIRS)
+"""Ids from here on are words: a text of them is tokenized into the same ids again, for servers that
+take text alone."""
 LAYER_PARAMETERS = 896 * (896 + 2 * 128 + 896) + 3 * 896 * 4864
 """Of the matrices that multiply every token."""
 BODY_PARAMETERS = 24 * LAYER_PARAMETERS
@@ -50,30 +53,29 @@ KV_BYTES = 24 * 2 * 2 * 64 * 2
 """Of one token in the cache, in 16 bits: layers, keys and values, heads, their size."""
 
 
-def made_up_words(taken: set[str], wanted: int) -> list[str]:
-    """So many different words of lower-case letters behind a space, in the spelling of byte-level
-    tokenizers, none of them taken."""
-    spelled = (
-        "Ġ" + "".join(letters)
-        for length in count(3)
-        for letters in product(ascii_lowercase, repeat=length)
-    )
-    return list(islice((word for word in spelled if word not in taken), wanted))
+def word(place: int) -> str:
+    """The text of an id from FIRST_WORD on: a space and two pairs of letters."""
+    first, second = divmod(place - FIRST_WORD, len(PAIRS))
+    return f" {PAIRS[first]}{PAIRS[second]}"
 
 
 def tokenizer_json(demo: dict[str, Any]) -> dict[str, Any]:
-    """The demo model's tokenizer.json with a word for every id that it lacks."""
-    vocabulary: dict[str, int] = demo["model"]["vocab"]
-    words = made_up_words(set(vocabulary), VOCABULARY - FIRST_WORD)
-    more = {word: FIRST_WORD + place for place, word in enumerate(words)}
-    # Without it, a word would be put together from pairs that the tokenizer knows.
-    return demo | {"model": demo["model"] | {"vocab": vocabulary | more, "ignore_merges": True}}
+    """The demo model's tokenizer.json with a vocabulary as large as the model's.
 
-
-def text_of(tokenizer: dict[str, Any], ids: Sequence[int]) -> str:
-    """A text that is tokenized into these ids, all of them of words."""
-    spelled = {place: word for word, place in tokenizer["model"]["vocab"].items()}
-    return "".join(spelled[each].replace("Ġ", " ") for each in ids)
+    Letters are merged into pairs, a pair behind a space into the beginning of a word, and that and
+    another pair into the word. A pair is of a small and a capital letter, so that nothing else in a
+    word can be merged: any tokenizer of byte pairs finds the same word, in whatever order it looks.
+    """
+    space = "Ġ"  # as byte-level tokenizers spell it
+    starts = [space + pair for pair in PAIRS]
+    words = [space + word(place)[1:] for place in range(FIRST_WORD, VOCABULARY)]
+    special = [token["content"] for token in demo["added_tokens"]]
+    vocabulary = [*special, *sorted(ByteLevel.alphabet()), *PAIRS, *starts, *words]
+    merges = [[pair[0], pair[1]] for pair in PAIRS]
+    merges += [[space, pair] for pair in PAIRS]
+    merges += [[text[:3], text[3:]] for text in words]
+    ids = {text: place for place, text in enumerate(vocabulary)}
+    return demo | {"model": demo["model"] | {"vocab": ids, "merges": merges}}
 
 
 def make_model(folder: Path) -> None:

@@ -22,7 +22,7 @@ from benchmarks.cpu.serving import send_cells
 from benchmarks.cpu.session import Session, say
 
 WARM_UP_SEED = 10**6
-SHARES = (0.25, 0.5, 0.75, 1.0)
+SHARES = (0.4, 0.7, 1.0)
 """Of capacity, where no rates are given."""
 
 

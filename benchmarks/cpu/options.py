@@ -52,7 +52,7 @@ class CompareConfig:
         "other server does with all requests there at once",
         parse=parse_rates,
     )
-    requests: int = option(48, "requests at each rate of Poisson arrivals")
+    requests: int = option(32, "requests at each rate of Poisson arrivals")
     prompt: int = option(128, "prompt tokens")
     new: int = option(64, "output tokens")
     prefills: tuple[int, ...] = option(

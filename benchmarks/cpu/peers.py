@@ -15,6 +15,10 @@ from benchmarks.cpu.workplace import OURS, Workplace
 
 CONTEXT_SERVED = 4096
 """Tokens of a request at most: what vLLM has to find room for in its cache."""
+BATCHED_TOKENS = 2048
+"""In a step at most, as vLLM and gllm have it, for those that would have it otherwise."""
+TRANSFORMERS_BLOCK = 256
+"""Tokens."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,11 @@ def no_variables(work: Workplace) -> dict[str, str]:
     return {}
 
 
-def openmp_variables(work: Workplace) -> dict[str, str]:
-    """Threads, for those that have no flag for them."""
-    return {"OMP_NUM_THREADS": str(work.threads)}
+def transformers_variables(work: Workplace) -> dict[str, str]:
+    """Threads, and a cache of models, which its server lists: it has to be there."""
+    cache = work.folder / "hub"
+    cache.mkdir(exist_ok=True)
+    return {"OMP_NUM_THREADS": str(work.threads), "HF_HUB_CACHE": str(cache)}
 
 
 def llama_variables(work: Workplace) -> dict[str, str]:
@@ -107,6 +113,8 @@ def serve_transformers(work: Workplace, source: Path, port: int, slots: int) -> 
     python = work.python("transformers")
     command = [python.parent / "transformers", "serve", source, "--continuous-batching"]
     command += ["--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "bfloat16"]
+    command += ["--cb-num-blocks", work.kv_bytes // (TRANSFORMERS_BLOCK * KV_BYTES)]
+    command += ["--cb-max-batch-tokens", BATCHED_TOKENS]
     return Server(tuple(command), model=str(source), takes_ids=False, ignores_eos=False)
 
 
@@ -118,7 +126,7 @@ PEERS: dict[str, Peer] = {
         Peer("vllm", "vllm", "bf16", model_folder, serve_vllm, "vllm_llm", vllm_variables),
         Peer(
             *("transformers", "transformers", "bf16", model_folder),
-            *(serve_transformers, "transformers_generate", openmp_variables),
+            *(serve_transformers, "transformers_generate", transformers_variables),
         ),
         Peer("openvino", "openvino", "bf16", openvino_ir, None, "openvino_pipeline"),
         Peer(

@@ -5,12 +5,10 @@ modes make cells, `send_cells` sends them.
 """
 
 import asyncio
-import os
-import signal
 import socket
 import subprocess
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ from benchmarks.cpu.loads import Cell, requests_of
 from benchmarks.cpu.peers import Peer, Server
 from benchmarks.cpu.results import Row
 from benchmarks.cpu.watch import CpuWatch, MemoryWatch
-from benchmarks.cpu.workplace import ROOT, PeerError, Workplace, tail, variables
+from benchmarks.cpu.workplace import PeerError, Workplace, background, tail, variables
 from gllm.bench.client import Outcome, open_session, send
 from gllm.bench.load import Planned
 from gllm.bench.options import ServeConfig
@@ -31,8 +29,6 @@ from gllm.bench.server import ServerError, wait_until_ready
 
 START_SECONDS = 600.0
 """In which a server has to be ready: some compile their kernels first."""
-END_SECONDS = 20.0
-"""That a server gets to end after SIGTERM."""
 FIGURES = (
     *("output_throughput", "total_token_throughput", "request_throughput"),
     *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("median", "p99")),
@@ -58,33 +54,13 @@ def free_port() -> int:
 
 @contextmanager
 def started(peer: Peer, work: Workplace, source: Path, slots: int) -> Iterator[Running]:
-    """A fresh server of a peer; its whole process group is ended with the block."""
+    """A fresh server of a peer, ended with the block."""
     assert peer.serve is not None
     port, log = free_port(), work.log(f"serve-{peer.name}")
     server = peer.serve(work, source, port, slots)
-    command = [str(word) for word in server.command]
     env = variables(work.python(peer.environment), peer.variables(work))
-    with log.open("wb") as out:
-        try:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=out, env=env, cwd=ROOT, start_new_session=True
-            )
-        except OSError as error:
-            raise PeerError(f"{command[0]} does not start: {error}") from None
-    try:
+    with background(server.command, log, env) as process:
         yield Running(server, f"http://127.0.0.1:{port}", process, log)
-    finally:
-        end(process)
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and its group, first as it would like to."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(END_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def send_cells(

@@ -83,10 +83,13 @@ class CpuWatch:
         return _Mark(time.monotonic(), busy_seconds(), cpu_seconds(own))
 
     def foreign(self) -> float:
-        """What strangers used, as a share (0..1) of all cores since the beginning."""
+        """What strangers used, as a share (0..1) of all cores since the beginning.
+
+        The clocks count in ticks of some milliseconds: it says little of less than a second.
+        """
         end, begin = self._mark(), self._begin
         used = (end.busy - begin.busy) - (end.ours - begin.ours)
-        return max(0.0, used / ((end.now - begin.now) * (os.cpu_count() or 1)))
+        return min(max(0.0, used / ((end.now - begin.now) * (os.cpu_count() or 1))), 1.0)
 
 
 class MemoryWatch:

@@ -5,9 +5,11 @@ Owns the layout of the work folder and the logs. Knows nothing of peers.
 
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 """The project's, from where modules of benchmarks/ run in any environment."""
 OURS = "gllm"
 """The environment that this process runs in."""
+END_SECONDS = 20.0
+"""That a process gets to end after SIGTERM."""
 LOG_LINES = 3
 """Of a log's end, told with an error."""
 
@@ -77,6 +81,34 @@ def run(
             raise PeerError(f"{words[0]} does not run: {error}") from None
     if done.returncode:
         raise PeerError(f"{Path(words[0]).name} failed ({done.returncode}): {tail(log)}")
+
+
+@contextmanager
+def background(
+    command: Sequence[object], log: Path, env: Mapping[str, str]
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process with an empty log; it and all that it started are ended with the block.
+
+    Raises PeerError where the command does not run.
+    """
+    words = [str(word) for word in command]
+    with log.open("wb") as out:
+        try:
+            # A session of its own: a process group to end, and no Ctrl-C from the terminal.
+            process = subprocess.Popen(
+                words, stdout=out, stderr=out, env=env, cwd=ROOT, start_new_session=True
+            )
+        except OSError as error:
+            raise PeerError(f"{words[0]} does not run: {error}") from None
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def tail(log: Path) -> str:

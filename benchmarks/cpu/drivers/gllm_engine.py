@@ -6,9 +6,10 @@ from gllm import LLM, SamplingParams
 
 def main() -> None:
     given = task()
-    quantization = {} if given.weights == "bf16" else {"quantization": given.weights}
     options: dict[str, object] = {"dtype": "bfloat16", "prefix_cache": False}
-    options |= {"threads": given.threads, "kv_cache_memory": given.kv_bytes} | quantization
+    options |= {"threads": given.threads, "kv_cache_memory": given.kv_bytes}
+    if given.weights != "bf16":
+        options["quantization"] = given.weights
     with LLM(given.model, progress=False, **options) as llm:
 
         def generate(prompts: Prompts, new: int) -> None:
