@@ -1,0 +1,167 @@
+"""The page of the comparison: docs/benchmarks/cpu.md, its pictures, and the figures behind them.
+
+Owns the words and which pictures there are. Knows nothing of how anything was measured: it is made
+of the results' files.
+"""
+
+import shutil
+from pathlib import Path
+from statistics import median
+
+from benchmarks.cpu import results
+from benchmarks.cpu.aims import verdict_table
+from benchmarks.cpu.loads import rate_name
+from benchmarks.cpu.report import (
+    SPEEDS,
+    cells_of,
+    latency_table,
+    limits,
+    load_table,
+    machine_table,
+    peers_of,
+    speed_table,
+    use_table,
+    values,
+)
+from benchmarks.cpu.results import Results
+from benchmarks.cpu.workplace import ROOT
+from gllm.sim.plots import Panel, Series, plot_bars, plot_grid
+
+DOCS = ROOT / "docs" / "benchmarks"
+HEAD = """# Beside other engines on a CPU
+
+Made by `python -m benchmarks.cpu.compare --mode docs` of the results in [cpu/](cpu/); overwritten \
+by it.
+
+A random model in the shape of Qwen2.5-0.5B (494 M parameters, bfloat16), the same for all. Every \
+peer runs in an environment of its own, is started afresh in every round, and the order of peers \
+alternates. Ratios are medians of the rounds' ratios. Foreign CPU is what processes other than the \
+peer and the client used meanwhile, as a share of all cores. Peak PSS is the largest sum over the \
+peer's processes; llama.cpp's includes its memory-mapped weights. Limits are rooflines of the read \
+bandwidth and the bfloat16 GEMM rate measured in the same run: nothing computes and reads at both \
+at once, least of all at batch 16."""
+TITLES = {
+    "server": "Servers: equal requests at once",
+    "poisson": "Servers: lengths of traces",
+    "in-process": "In process, without HTTP",
+}
+NOTES = {
+    "server": "Streamed `/v1/completions` with the same token ids for all, greedy, outputs of full "
+    "length, no prefix cache; {streams} requests are sent at once, {prompt} prompt and {new} "
+    "output tokens each. Throughput counts prefill time too. {repeats} repeats in each of {rounds} "
+    "rounds: median (least-largest).",
+    "poisson": "Lengths of the Azure traces divided by 8; at once, and with Poisson arrivals of "
+    "azure-conv's lengths, {requests} requests at each rate. {rounds} rounds: median "
+    "(least-largest).",
+    "in-process": "Decode: batches of {streams} prompts of {prompt} tokens, {new} new ones; the "
+    "time of the batch less that of the same batch with one new token. Prefill: one prompt, one "
+    "new token. {repeats} repeats in each of {rounds} rounds: median (least-largest). llama.cpp "
+    "by its own `llama-batched-bench`.",
+}
+
+
+def sections(found: Results) -> list[str]:
+    """A mode's part of the page: what was measured, tables, verdicts."""
+    if found.mode == "poisson":
+        tables = [f"### {cell}\n\n{load_table(found, cell)}" for cell in cells_of(found)]
+    else:
+        tables = [speed_table(found)]
+    if found.mode == "server":
+        tables.append(latency_table(found))
+    if found.rows:
+        tables.append(use_table(found))
+    if verdicts := verdict_table(found):
+        tables.append(f"Aims:\n\n{verdicts}")
+    versions = "; ".join(f"{peer}: {told}" for peer, told in found.versions.items())
+    asked = {
+        name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+        for name, value in found.asked.items()
+    }
+    return [
+        f"## {TITLES[found.mode]}",
+        f"`{found.command}`, {found.date}. {found.device}, {found.asked['threads']} threads. "
+        f"{versions}.",
+        NOTES[found.mode].format(**asked),
+        *tables,
+        *refusals(found),
+        machine_table(found),
+    ]
+
+
+def refusals(found: Results) -> list[str]:
+    """Peers that are missing, or failed on their way, and why."""
+    lines = [f"- {peer}: {why}" for peer, why in found.refused.items()]
+    return ["Not measured, or not to the end:\n\n" + "\n".join(lines)] if lines else []
+
+
+def write_docs(folder: Path) -> Path:
+    """Write the page of a folder of results; its path.
+
+    Raises ValueError where there are none, OSError as open does.
+    """
+    pages = [HEAD]
+    target = DOCS / "cpu"
+    for mode in TITLES:
+        path = folder / f"{mode}.json"
+        if path.exists():
+            found = results.load(path)
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / path.name)
+            parts = sections(found)
+            pages += [*parts[:3], f"![{TITLES[mode]}](cpu/{draw(found, target)})", *parts[3:]]
+    if len(pages) == 1:
+        raise ValueError(f"{folder} has no results: measure first, with the same --work")
+    page = DOCS / "cpu.md"
+    page.write_text("\n\n".join(pages) + "\n", encoding="utf-8")
+    return page
+
+
+def draw(found: Results, folder: Path) -> str:
+    """A mode's picture; its name."""
+    name = f"{found.mode}.png"
+    if found.mode == "poisson":
+        plot_grid(rate_panels(found), folder / name)
+    else:
+        title = f"{TITLES[found.mode]}: tokens/s, medians"
+        plot_bars(speed_bars(found), folder / name, "tokens/s", title)
+    return name
+
+
+def speed_bars(found: Results) -> dict[str, dict[str, float]]:
+    """Each cell's medians by peer, and the machine's limit."""
+    key, most = SPEEDS[found.mode], limits(found)
+    bars = {}
+    for cell in cells_of(found):
+        bars[cell] = {
+            peer: median(got)
+            for peer in peers_of(found)
+            if (got := values(found.rows, peer, cell, key))
+        }
+        if cell in most:
+            bars[cell]["limit"] = most[cell]
+    return bars
+
+
+PANELS = {
+    "TTFT, p50": ("median_ttft_ms", "ms"),
+    "TTFT, p99": ("p99_ttft_ms", "ms"),
+    "ITL, p99": ("p99_itl_ms", "ms"),
+    "throughput": ("output_throughput", "output tokens/s"),
+}
+
+
+def rate_panels(found: Results) -> list[Panel]:
+    """Latencies and throughput over the rate of arrivals."""
+    rates = {rate_name(rate): rate for rate in found.asked["rates"]}
+    panels = []
+    for title, (key, unit) in PANELS.items():
+        series: Series = {
+            peer: [
+                (rate, median(got))
+                for cell, rate in rates.items()
+                if (got := values(found.rows, peer, cell, key))
+            ]
+            for peer in peers_of(found)
+        }
+        panels.append(Panel(title, "requests/s", unit, series, log_y=unit == "ms"))
+    return panels

@@ -1,0 +1,26 @@
+"""The model in llama.cpp's format, by llama.cpp's own converter.
+
+Owns what that converter has to be told of a tokenizer that was made up. Run as `python -m
+benchmarks.cpu.gguf SOURCES MODEL FILE TYPE` in gllm's environment; SOURCES is llama.cpp's folder.
+"""
+
+import importlib
+import sys
+
+PRE_TOKENIZER = "gpt-2"
+
+
+def convert(sources: str, model: str, file: str, kind: str) -> None:
+    """Write a GGUF file; kind: bf16 or q8_0."""
+    sys.path.insert(0, sources)
+    family = importlib.import_module("conversion.qwen").Qwen2Model
+    # It knows pre-tokenizers by a hash of what published tokenizers make of a text.
+    family.get_vocab_base_pre = lambda _self, _tokenizer: PRE_TOKENIZER
+    # It looks for a SentencePiece model first, with a package that is not needed otherwise.
+    family.set_vocab = family._set_vocab_gpt2
+    sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", file, "--outtype", kind]
+    importlib.import_module("convert_hf_to_gguf").main()
+
+
+if __name__ == "__main__":
+    convert(*sys.argv[1:5])

@@ -1,0 +1,106 @@
+"""The model that all peers serve: random weights in the shape of Qwen2.5-0.5B, and its tokenizer.
+
+Owns the shape, the seed and the words. Knows nothing of peers. Speed does not depend on what the
+weights say, so they are drawn, and nothing has to be downloaded. `python -m benchmarks.cpu.model
+FOLDER` makes it, in a process of its own: torch and the weights take memory and threads.
+"""
+
+import json
+import shutil
+import sys
+from itertools import product
+from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+DEMO = Path(__file__).parents[2] / "gllm" / "demo"
+VOCABULARY = 151_936
+CONTEXT = 32_768
+ROPE_THETA = 1e6
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Qwen2.5-0.5B's config.json; the special tokens are the demo tokenizer's."""
+SEED = 0
+SPECIAL_TOKENS, BYTES = 3, 256
+PAIRS = ["".join(letters) for letters in product(ascii_lowercase[:20], ascii_uppercase[:20])]
+FIRST_WORD = SPECIAL_TOKENS + BYTES + 2 * len(PAIRS)
+"""Ids from here on are words: a text of them is tokenized into the same ids again, for servers that
+take text alone."""
+LAYER_PARAMETERS = 896 * (896 + 2 * 128 + 896) + 3 * 896 * 4864
+"""Of the matrices that multiply every token."""
+BODY_PARAMETERS = 24 * LAYER_PARAMETERS
+HEAD_PARAMETERS = VOCABULARY * 896
+WEIGHT_BYTES = 2 * (BODY_PARAMETERS + HEAD_PARAMETERS)
+"""In bfloat16; the head is the embedding."""
+PAIR_FLOPS = 24 * 4 * 896
+"""Of one query and one key: their product and the value's share, in all heads of all layers."""
+KV_BYTES = 24 * 2 * 2 * 64 * 2
+"""Of one token in the cache, in 16 bits: layers, keys and values, heads, their size."""
+
+
+def word(place: int) -> str:
+    """The text of an id from FIRST_WORD on: a space and two pairs of letters."""
+    first, second = divmod(place - FIRST_WORD, len(PAIRS))
+    return f" {PAIRS[first]}{PAIRS[second]}"
+
+
+def tokenizer_json(demo: dict[str, Any]) -> dict[str, Any]:
+    """The demo model's tokenizer.json with a vocabulary as large as the model's.
+
+    Letters are merged into pairs, a pair behind a space into the beginning of a word, and that and
+    another pair into the word. A pair is of a small and a capital letter, so that nothing else in a
+    word can be merged: any tokenizer of byte pairs finds the same word, in whatever order it looks.
+    """
+    space = "Ġ"  # as byte-level tokenizers spell it
+    starts = [space + pair for pair in PAIRS]
+    words = [space + word(place)[1:] for place in range(FIRST_WORD, VOCABULARY)]
+    special = [token["content"] for token in demo["added_tokens"]]
+    vocabulary = [*special, *sorted(ByteLevel.alphabet()), *PAIRS, *starts, *words]
+    merges = [[pair[0], pair[1]] for pair in PAIRS]
+    merges += [[space, pair] for pair in PAIRS]
+    merges += [[text[:3], text[3:]] for text in words]
+    ids = {text: place for place, text in enumerate(vocabulary)}
+    return demo | {"model": demo["model"] | {"vocab": ids, "merges": merges}}
+
+
+def make_model(folder: Path) -> None:
+    """Write the Hugging Face folder; nothing where it is there."""
+    if (folder / "model.safetensors").exists():
+        return
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    torch.manual_seed(SEED)
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, dtype="bfloat16")).bfloat16()
+    model.save_pretrained(partial)
+    # Older readers than the writer look for the base where it used to be.
+    config = json.loads((partial / "config.json").read_text())
+    config |= {"rope_theta": ROPE_THETA, "torch_dtype": "bfloat16"}
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    tokenizer = tokenizer_json(json.loads((DEMO / "tokenizer.json").read_text()))
+    (partial / "tokenizer.json").write_text(json.dumps(tokenizer))
+    told = json.loads((DEMO / "tokenizer_config.json").read_text())
+    told["model_max_length"] = CONTEXT
+    (partial / "tokenizer_config.json").write_text(json.dumps(told))
+    partial.rename(folder)
+
+
+if __name__ == "__main__":
+    make_model(Path(sys.argv[1]))

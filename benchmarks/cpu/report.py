@@ -1,0 +1,188 @@
+"""Rows in numbers: medians, spreads, ratios to other peers, and tables of them.
+
+Owns the arithmetic and the tables. Knows nothing of files and of how rows are measured.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+
+from benchmarks.cpu.drivers.timing import decode_name, prefill_name
+from benchmarks.cpu.limits import Rates
+from benchmarks.cpu.loads import streams_name
+from benchmarks.cpu.results import Results, Row
+from gllm.sim.report import show, text_table
+
+SPEEDS = {"server": "output_throughput", "in-process": "tokens_per_second"}
+"""The figure that a mode is about."""
+NOTHING = "-"
+
+
+def values(rows: Iterable[Row], peer: str, cell: str, key: str) -> list[float]:
+    """A figure in all rounds and repeats."""
+    return [row.figures[key] for row in rows if (row.peer, row.cell) == (peer, cell)]
+
+
+def by_round(rows: Iterable[Row], peer: str, cell: str, key: str) -> dict[int, float]:
+    """A figure's median over the repeats of each round."""
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        if (row.peer, row.cell) == (peer, cell):
+            found.setdefault(row.round, []).append(row.figures[key])
+    return {turn: median(each) for turn, each in found.items()}
+
+
+def ratio(
+    rows: Sequence[Row],
+    peer: str,
+    others: Iterable[str],
+    cell: str,
+    key: str,
+    best: Callable[[Iterable[float]], float] = max,
+) -> float | None:
+    """A peer's figure beside the best of the others': the median of the rounds' ratios, so that
+    what slowed a whole round down falls out. None where no round has both.
+    """
+    ours = by_round(rows, peer, cell, key)
+    theirs = [by_round(rows, other, cell, key) for other in others]
+    ratios = []
+    for turn, value in ours.items():
+        rivals = [each[turn] for each in theirs if turn in each]
+        if rivals and best(rivals):
+            ratios.append(value / best(rivals))
+    return median(ratios) if ratios else None
+
+
+def peers_of(results: Results) -> list[str]:
+    """Peers with rows, in the order that they were made ready in."""
+    measured = {row.peer for row in results.rows}
+    return [name for name in results.versions if name in measured]
+
+
+def cells_of(results: Results) -> list[str]:
+    """Cells with rows, in the order that they were measured in."""
+    return list(dict.fromkeys(row.cell for row in results.rows))
+
+
+def middle(results: Results, peer: str, cell: str, key: str) -> str:
+    """The median of a figure, as it is shown."""
+    found = values(results.rows, peer, cell, key)
+    return show(median(found)) if found else NOTHING
+
+
+def with_spread(results: Results, peer: str, cell: str, key: str) -> str:
+    """Median and, of several, the least and the largest."""
+    found = values(results.rows, peer, cell, key)
+    if len(found) < 2:
+        return middle(results, peer, cell, key)
+    return f"{show(median(found))} ({show(min(found))}-{show(max(found))})"
+
+
+def rates_of(results: Results) -> list[Rates]:
+    """The machine's rates with each number of threads: the best of all rounds, limits being what
+    it can do undisturbed."""
+    threads = sorted({rates.threads for rates in results.limits})
+    alike = [[rates for rates in results.limits if rates.threads == each] for each in threads]
+    return [
+        Rates(
+            group[0].threads,
+            max(rates.bytes_per_second for rates in group),
+            max(rates.flops_per_second for rates in group),
+        )
+        for group in alike
+    ]
+
+
+def limits(results: Results) -> dict[str, float]:
+    """The physical limit of a mode's cells, in the unit of its speed."""
+    if not results.limits:
+        return {}
+    rates, asked = rates_of(results)[-1], results.asked
+    prompt, new = asked["prompt"], asked["new"]
+    if results.mode == "server":
+        return {streams_name(n): rates.served(n, prompt, new) for n in asked["streams"]}
+    found = {decode_name(n): rates.decode(n, prompt, new) for n in asked["streams"]}
+    return found | {prefill_name(length): rates.prefill(length) for length in asked["prefills"]}
+
+
+def speed_table(results: Results) -> str:
+    """Tokens a second of every peer in every cell, over the machine's limits."""
+    key, cells, most = SPEEDS[results.mode], cells_of(results), limits(results)
+    table = [
+        [peer, *(with_spread(results, peer, cell, key) for cell in cells)]
+        for peer in peers_of(results)
+    ]
+    table.append(["physical limit, bf16", *(show(most.get(cell)) or NOTHING for cell in cells)])
+    return text_table(["tokens/s", *cells], table)
+
+
+def use_table(results: Results) -> str:
+    """Memory of every peer, and what strangers used of the machine meanwhile."""
+    table = []
+    for peer in peers_of(results):
+        rows = [row for row in results.rows if row.peer == peer]
+        foreign = [row.foreign for row in rows]
+        memory = max(row.pss for row in rows)
+        table.append(
+            [peer, show(memory / 1e9), show(median(foreign), 100), show(max(foreign), 100)]
+        )
+    return text_table(["", "peak PSS, GB", "foreign CPU, %, median", "largest"], table)
+
+
+LATENCIES = {
+    "TTFT ms, median": "median_ttft_ms",
+    "TPOT ms, median": "median_tpot_ms",
+    "ITL ms, p99": "p99_itl_ms",
+}
+
+
+def latency_table(results: Results) -> str:
+    """Latencies of every server, cells between slashes; each is a median of rounds and repeats."""
+    cells = cells_of(results)
+    table = [
+        [
+            peer,
+            *(
+                " / ".join(middle(results, peer, cell, key) for cell in cells)
+                for key in LATENCIES.values()
+            ),
+        ]
+        for peer in peers_of(results)
+    ]
+    return text_table([" / ".join(cells), *LATENCIES], table)
+
+
+LOADED = {
+    "output tokens/s": "output_throughput",
+    "total tokens/s": "total_token_throughput",
+    "TTFT ms, p50": "median_ttft_ms",
+    "p99": "p99_ttft_ms",
+    "ITL ms, p50": "median_itl_ms",
+    "ITL p99": "p99_itl_ms",
+}
+
+
+def load_table(results: Results, cell: str) -> str:
+    """Throughput and latencies of every server under one load of a trace's lengths."""
+    table = [
+        [
+            peer,
+            *(with_spread(results, peer, cell, key) for key in LOADED.values()),
+            show(median(r.foreign for r in results.rows if (r.peer, r.cell) == (peer, cell)), 100),
+        ]
+        for peer in peers_of(results)
+        if values(results.rows, peer, cell, "output_throughput")
+    ]
+    return text_table(["", *LOADED, "foreign CPU, %"], table)
+
+
+def machine_table(results: Results) -> str:
+    """What limits are computed from."""
+    table = [
+        [
+            str(rates.threads),
+            show(rates.bytes_per_second / 1e9),
+            show(rates.flops_per_second / 1e9),
+        ]
+        for rates in rates_of(results)
+    ]
+    return text_table(["threads", "GB/s read", "bf16 GFLOP/s"], table)

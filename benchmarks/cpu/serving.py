@@ -1,0 +1,136 @@
+"""Peers as servers: each started afresh, loaded and ended.
+
+Owns a server's life, and what is noted of a load on it. Knows nothing of what the loads are for:
+modes make cells, `send_cells` sends them.
+"""
+
+import asyncio
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+import uvloop
+
+from benchmarks.cpu.loads import Cell, requests_of
+from benchmarks.cpu.peers import Peer, Server
+from benchmarks.cpu.results import Row
+from benchmarks.cpu.watch import CpuWatch, MemoryWatch
+from benchmarks.cpu.workplace import PeerError, Workplace, background, tail, variables
+from gllm.bench.client import Outcome, open_session, send
+from gllm.bench.load import Planned
+from gllm.bench.options import ServeConfig
+from gllm.bench.report import failure_lines, summarize
+from gllm.bench.runner import run_load
+from gllm.bench.server import ServerError, wait_until_ready
+
+START_SECONDS = 600.0
+"""In which a server has to be ready: some compile their kernels first."""
+FIGURES = (
+    *("output_throughput", "total_token_throughput", "request_throughput"),
+    *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("median", "p99")),
+)
+"""What is kept of a load, by the names of `gllm bench serve`."""
+
+
+class Running(NamedTuple):
+    """A server that has been started."""
+
+    server: Server
+    url: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(peer: Peer, work: Workplace, source: Path, slots: int) -> Iterator[Running]:
+    """A fresh server of a peer, ended with the block."""
+    assert peer.serve is not None
+    port, log = free_port(), work.log(f"serve-{peer.name}")
+    server = peer.serve(work, source, port, slots)
+    env = variables(work.python(peer.environment), peer.variables(work))
+    with background(server.command, log, env) as process:
+        yield Running(server, f"http://127.0.0.1:{port}", process, log)
+
+
+def send_cells(
+    peer: Peer, work: Workplace, source: Path, slots: int, cells: Iterable[Cell], turn: int
+) -> list[Row]:
+    """Start the peer's server, send it the first cell to warm up, then the others one after the
+    other; a row for each of them.
+
+    slots: requests at once at most. Raises PeerError where the server does not start or a request
+    fails.
+    """
+    with started(peer, work, source, slots) as running:
+        return uvloop.run(_send_cells(peer, running, list(cells), turn))
+
+
+async def _send_cells(peer: Peer, running: Running, cells: list[Cell], turn: int) -> list[Row]:
+    root = running.process.pid
+    rows = []
+    async with open_session(ServeConfig(), None) as session:
+        model = await _ready(session, running)
+        await _send(session, running, model, cells[0])
+        for cell in cells[1:]:
+            with MemoryWatch(root) as memory:
+                cpu = CpuWatch(root)
+                figures = await _send(session, running, model, cell)
+                foreign = cpu.foreign()
+            rows.append(Row(peer.name, cell.name, turn, figures, foreign, memory.peak))
+    return rows
+
+
+async def _ready(session: aiohttp.ClientSession, running: Running) -> str:
+    """The model's name, once the server is ready. Raises PeerError where it ends or takes too
+    long."""
+    asked = running.server.model
+    waiting = asyncio.ensure_future(wait_until_ready(session, running.url, asked, START_SECONDS))
+    while not (await asyncio.wait({waiting}, timeout=0.5))[0]:
+        if running.process.poll() is not None:
+            waiting.cancel()
+            raise PeerError(f"its server ended while it started: {tail(running.log)}")
+    try:
+        return waiting.result().name
+    except ServerError as error:
+        raise PeerError(f"{error}: {tail(running.log)}") from None
+
+
+async def _send(
+    session: aiohttp.ClientSession, running: Running, model: str, cell: Cell
+) -> dict[str, float]:
+    """Send a cell's requests; its figures. Raises PeerError where a request fails."""
+    load, bodies = requests_of(cell, running.server, model)
+    url = running.url + cell.config.endpoint
+
+    async def send_one(place: int) -> Outcome:
+        return await send(session, url, bodies[place], load[place].prompt_tokens)
+
+    measured = await run_load([each.arrival for each in load], send_one, None, False)
+    if measured.interrupted:
+        raise KeyboardInterrupt
+    outcomes = [measured.outcomes[place] for place in sorted(measured.outcomes)]
+    check(load, outcomes)
+    figures = summarize(outcomes, measured.seconds)
+    return {name: figures[name] for name in FIGURES}
+
+
+def check(load: list[Planned], outcomes: list[Outcome]) -> None:
+    """Raises PeerError where a request failed or had another length than was asked for."""
+    if failures := failure_lines(outcomes):
+        raise PeerError(" / ".join(failures))
+    for planned, outcome in zip(load, outcomes, strict=True):
+        asked = (planned.prompt_tokens, planned.output_tokens)
+        served = (outcome.prompt_tokens, outcome.line.tokens)
+        if asked != served:
+            raise PeerError(f"it served {served} prompt and output tokens where {asked} were asked")
