@@ -20,15 +20,19 @@ class Operations:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._mode = _Mode(self)
-        self._call = Library.__call__
+        self._call, self._run = Library.__call__, Library.run
 
     def __enter__(self) -> Self:
-        inner = self._call
+        call, run = self._call, self._run
 
-        def timed(library: Library, arguments: ctypes.Structure) -> None:
-            self.time(lambda: inner(library, arguments))
+        def timed_call(library: Library, arguments: ctypes.Structure) -> None:
+            self.time(lambda: call(library, arguments))
 
-        Library.__call__ = timed  # type: ignore[method-assign, assignment]
+        def timed_run(library: Library, calls: ctypes.Array[Any], count: int) -> None:
+            self.time(lambda: run(library, calls, count))
+
+        Library.__call__ = timed_call  # type: ignore[method-assign, assignment]
+        Library.run = timed_run  # type: ignore[method-assign, assignment]
         self._mode.__enter__()
         return self
 
@@ -40,6 +44,7 @@ class Operations:
     ) -> None:
         self._mode.__exit__(kind, error, trace)
         Library.__call__ = self._call  # type: ignore[method-assign]
+        Library.run = self._run  # type: ignore[method-assign]
 
     def time(self, work: Callable[[], Any]) -> Any:
         """Do it and count its time."""

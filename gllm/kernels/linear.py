@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.native.library import LinearArguments, PackArguments, native, pointer
+from gllm.kernels.native.library import (
+    LinearArguments,
+    PackArguments,
+    UnpackArguments,
+    native,
+    pointer,
+)
 
 PANEL = 16
 """Outputs of a panel, as in linear.cpp."""
@@ -26,13 +32,18 @@ class Matrix:
     is_packed: bool
 
 
+def plain(weight: Tensor) -> Matrix:
+    """weight [outputs, inputs] as it is."""
+    return Matrix(weight, len(weight), False)
+
+
 def prepare(weight: Tensor) -> Matrix:
     """Lay out weight [outputs, inputs]; the caller should drop it then."""
     outputs, inputs = weight.shape
     library = native(weight)
     # Two neighbouring bfloat16 are multiplied at once.
     if library is None or inputs % 2:
-        return Matrix(weight, outputs, False)
+        return plain(weight)
     packed = torch.empty(-(-outputs // PANEL) * PANEL, inputs, dtype=weight.dtype)
     weight = weight.contiguous()
     is_bfloat16 = weight.dtype == torch.bfloat16
@@ -69,3 +80,21 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = 
         )
     )
     return out
+
+
+def rows_of(matrix: Matrix, chosen: Tensor) -> Tensor:
+    """Rows of the weight by index [n] int64: [n, inputs]."""
+    if not matrix.is_packed:
+        return functional.embedding(chosen, matrix.weight)
+    library, inputs = native(matrix.weight), matrix.weight.shape[1]
+    assert library is not None, "packed by compiled kernels"
+    if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < matrix.outputs:
+        raise IndexError(f"a row beyond the weight's {matrix.outputs}")
+    result = torch.empty(len(chosen), inputs, dtype=matrix.weight.dtype)
+    library(
+        UnpackArguments(
+            *(pointer(tensor) for tensor in (result, matrix.weight, chosen)),
+            *(len(chosen), inputs, result.dtype == torch.bfloat16, torch.get_num_threads()),
+        )
+    )
+    return result

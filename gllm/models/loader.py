@@ -76,10 +76,6 @@ class Checkpoint:
         self.weight_bytes += result.nbytes
         return result
 
-    def mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor as it is in its file, of the stored type; pages are read when they are used."""
-        return self._tensor(name, shape)
-
     def finish(self) -> None:
         """Check that nothing of the stage was left unread. Raises ModelError."""
         left = sorted(name for name in self._unread if not self._ignored.fullmatch(name))
@@ -104,10 +100,9 @@ class Checkpoint:
                 f"{self.folder}: tensor {name!r} is of type {tensor.dtype}; quantized "
                 "checkpoints are not implemented"
             )
-        if name in self._unread:
-            self._unread.remove(name)
-            self._done += tensor.nbytes
-            self._progress(self._done, self._total)
+        self._unread.discard(name)
+        self._done += tensor.nbytes
+        self._progress(self._done, self._total)
         return tensor
 
     def _open(self, prefix: str) -> dict[str, tuple[Any, str]]:
@@ -133,11 +128,6 @@ class Weights:
         self._checkpoint = checkpoint
         self._prefix = prefix
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What tensors are read as."""
-        return self._checkpoint.dtype
-
     def at(self, part: str) -> "Weights":
         """Those below `part`, a name without the final dot."""
         return Weights(self._checkpoint, f"{self._prefix}{part}.")
@@ -145,11 +135,6 @@ class Weights:
     def read(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape."""
         return self._checkpoint.read([self._prefix + name], [shape])
-
-    def mapped(self, name: str, *shape: int) -> Tensor:
-        """One tensor of this shape and of the type it is stored in, left in its file: for what is
-        looked up row by row."""
-        return self._checkpoint.mapped(self._prefix + name, shape)
 
     def read_exact(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape in float32, for what a smaller type would round too much."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.linear import linear, prepare
+from gllm.kernels.linear import Matrix, linear, plain, prepare, rows_of
 from gllm.kernels.rotary import Angles, inverse_frequencies, rotary_angles
 from gllm.models import spec
 from gllm.models.attention import LayerCache, Step
@@ -41,13 +41,15 @@ class StageInputs:
 class Embedding:
     """From token ids to the residual stream."""
 
-    def __init__(self, model: spec.Model, weights: Weights) -> None:
+    def __init__(self, model: spec.Model, weights: Weights, shared: Matrix | None) -> None:
+        """`shared`: the LM head's weight, where it is the same and on this stage."""
         described = model.embedding
-        shape = (model.vocab_size, model.hidden_size)
-        self.table = weights.mapped(f"{described.name}.weight", *shape)
-        self.dtype = weights.dtype
-        # As rows are: checkpoints were trained with a scale of their own precision.
-        self.scale = torch.tensor(described.scale, dtype=self.dtype)
+        if shared is None:
+            shape = (model.vocab_size, model.hidden_size)
+            shared = plain(weights.read(f"{described.name}.weight", *shape))
+        self.table = shared
+        # As the table is: checkpoints were trained with a scale of their own precision.
+        self.scale = torch.tensor(described.scale, dtype=shared.weight.dtype)
         self.scaled = described.scale != 1
         self.positions: Tensor | None = None
         if described.positions is not None:
@@ -59,7 +61,7 @@ class Embedding:
 
     def __call__(self, inputs: StageInputs) -> Tensor:
         """The residual stream [tokens, hidden]."""
-        hidden = functional.embedding(inputs.token_ids, self.table).to(self.dtype)
+        hidden = rows_of(self.table, inputs.token_ids)
         if self.scaled:
             hidden = hidden * self.scale
         if self.positions is not None:
@@ -110,7 +112,6 @@ class ModelStage:
             for rope in {layer.attention.rope for layer in described}
             if rope is not None
         }
-        self.embedding = Embedding(model, weights) if layers.start == 0 else None
         made = [
             Layer(layer, weights.at(model.layer_name.format(index)), model.hidden_size)
             for layer, index in zip(described, layers, strict=True)
@@ -118,6 +119,9 @@ class ModelStage:
         self.layers = Layers(made, described, model.hidden_size)
         is_last = layers.stop == model.num_layers
         self.head = Head(model, weights) if is_last else None
+        is_tied = model.head.name == model.embedding.name and not model.head.unit_rows
+        shared = self.head.matrix if self.head is not None and is_tied else None
+        self.embedding = Embedding(model, weights, shared) if layers.start == 0 else None
 
     def forward(
         self, inputs: StageInputs, hidden: Tensor | None, kv: Sequence[LayerCache]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gllm.kernels.linear import linear, prepare
+from gllm.kernels.linear import linear, prepare, rows_of
 
 SHAPES = [
     (1, 2, 1),
@@ -73,3 +73,18 @@ def test_not_a_number_stays_in_its_row(way: str) -> None:
     failed = linear(x, prepare(weight), None).isnan()
     assert failed[4].all()
     assert failed.sum() == 70
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chosen", [[], [0], [69, 3, 3, 16, 15], [*range(70)]])
+def test_rows_come_back(way: str, dtype: torch.dtype, chosen: list[int]) -> None:
+    _, weight, _ = operands(70, 62, 1, dtype)
+    ids = torch.tensor(chosen, dtype=torch.int64)
+    assert torch.equal(rows_of(prepare(weight), ids), weight[ids])
+
+
+@pytest.mark.parametrize("chosen", [[-1], [3, 70]])
+def test_rows_that_are_not_there_are_refused(way: str, chosen: list[int]) -> None:
+    _, weight, _ = operands(70, 62, 1, torch.float32)
+    with pytest.raises(IndexError):
+        rows_of(prepare(weight), torch.tensor(chosen))

@@ -95,6 +95,14 @@ class PackArguments(ctypes.Structure):
     )
 
 
+class UnpackArguments(ctypes.Structure):
+    """As in linear.cpp."""
+
+    _fields_ = _fields(
+        ("output packed chosen", Pointer), ("rows inputs", Long), ("is_bfloat16 threads", Int)
+    )
+
+
 FUNCTIONS = {
     "gllm_attention": AttentionArguments,
     "gllm_add_rms_norm": NormArguments,
@@ -102,6 +110,7 @@ FUNCTIONS = {
     "gllm_gate": GateArguments,
     "gllm_linear": LinearArguments,
     "gllm_pack": PackArguments,
+    "gllm_unpack": UnpackArguments,
 }
 
 
@@ -117,15 +126,23 @@ class Library:
             self._functions[arguments] = function
         run = library.gllm_run
         run.argtypes, run.restype = [Pointer, Long], None
-        self.run_program = run
+        self._run = run
+
+    def run(self, calls: ctypes.Array[Any], count: int) -> None:
+        """Run recorded calls (program.py), without Python's lock meanwhile."""
+        self._run(calls, count)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a result."""
         return torch.empty(shape, dtype=dtype)
 
+    def function(self, arguments: ctypes.Structure) -> Any:
+        """The one that takes the arguments."""
+        return self._functions[type(arguments)]
+
     def __call__(self, arguments: ctypes.Structure) -> None:
         """Without Python's lock meanwhile."""
-        self._functions[type(arguments)](arguments)
+        self.function(arguments)(arguments)
 
 
 def builds() -> dict[str, Path]:

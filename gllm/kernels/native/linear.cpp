@@ -42,6 +42,14 @@ struct PackArguments {
     int32_t is_bfloat16, threads;
 };
 
+struct UnpackArguments {
+    void* output;  // [rows, inputs]
+    const void* packed;
+    const int64_t* chosen;  // [rows]: outputs
+    int64_t rows, inputs;
+    int32_t is_bfloat16, threads;
+};
+
 namespace {
 
 int64_t blocks_of(int64_t size, int64_t block) { return (size + block - 1) / block; }
@@ -215,6 +223,18 @@ void pack(const PackArguments& a) {
     }
 }
 
+template <class T>
+void unpack(const UnpackArguments& a) {
+    constexpr int64_t PER = Step<T>::PER;
+#pragma omp parallel for num_threads(a.threads) if (a.rows > 64)
+    for (int64_t r = 0; r < a.rows; ++r) {
+        const int64_t panel = a.chosen[r] / PANEL, column = a.chosen[r] % PANEL;
+        const T* from = static_cast<const T*>(a.packed) + panel * PANEL * a.inputs + column * PER;
+        T* to = static_cast<T*>(a.output) + r * a.inputs;
+        for (int64_t i = 0; i < a.inputs; ++i) to[i] = from[i / PER * PANEL * PER + i % PER];
+    }
+}
+
 }  // namespace
 }  // namespace gllm
 
@@ -225,5 +245,8 @@ void gllm_linear(const gllm::LinearArguments* a) {
 }
 void gllm_pack(const gllm::PackArguments* a) {
     a->is_bfloat16 ? gllm::pack<gllm::bfloat16>(*a) : gllm::pack<float>(*a);
+}
+void gllm_unpack(const gllm::UnpackArguments* a) {
+    a->is_bfloat16 ? gllm::unpack<gllm::bfloat16>(*a) : gllm::unpack<float>(*a);
 }
 }

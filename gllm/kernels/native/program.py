@@ -61,8 +61,7 @@ class Recorder(Library):
         """memory [bytes] uint8: where buffers are."""
         self.calls: list[ctypes.Structure] = []
         self.tokens = tokens
-        self.run_program = library.run_program
-        self._functions = library._functions
+        self.library = library
         self._memory = memory
         self._used = 0
 
@@ -71,7 +70,7 @@ class Recorder(Library):
 
     def address(self, arguments: ctypes.Structure) -> int | None:
         """Of the function that takes the arguments."""
-        return ctypes.cast(self._functions[type(arguments)], ctypes.c_void_p).value
+        return ctypes.cast(self.library.function(arguments), ctypes.c_void_p).value
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A buffer behind those given out since `reuse`. Raises NotRecorded where none is left."""
@@ -113,7 +112,7 @@ class Program:
             table += [recorded.address(arguments), ctypes.addressof(arguments)]
         self._table = (ctypes.c_void_p * len(table))(*table)
         self._count = len(calls)
-        self._run = recorded.run_program
+        self._library = recorded.library
         self._attentions = [call for call in calls if isinstance(call, AttentionArguments)]
         ropes = {pointer(cosine): rope for rope, (cosine, _) in angles.items()}
         self._rotations = [
@@ -148,7 +147,7 @@ class Program:
         for call in self._attentions:
             for name, value in where[call.window]:
                 setattr(call, name, value)
-        self._run(self._table, self._count)
+        self._library.run(self._table, self._count)
 
 
 def _where(plan: AttentionPlan) -> list[tuple[str, int]]:
