@@ -4,6 +4,7 @@ Owns how limits of containers (cgroups v1 and v2) and affinities are read. Knows
 imports torch only where a torch setting is asked for.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,13 @@ def set_threads(count: int) -> None:
     import torch
 
     torch.set_num_threads(count)
+
+
+def return_memory() -> None:
+    """Give freed memory back to the system, which the allocator would keep."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # the GNU C library's
+        trim(0)
 
 
 def compute_dtype(requested: str, checkpoint: str) -> "torch.dtype":

@@ -39,7 +39,7 @@ from gllm.messages import (
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.runtime.bus import Inbox, Outbox
-from gllm.runtime.device import set_threads, threads
+from gllm.runtime.device import return_memory, set_threads, threads
 from gllm.runtime.driver import Driver
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.spec import WorkerSpec
@@ -98,6 +98,7 @@ class Worker:
         model = read_config(Path(spec.folder))
         executor = StageExecutor(model, spec.config, spec.stage, spec.stages, range(*spec.layers))
         executor.load(Path(spec.folder), self._report_progress)
+        return_memory()
         # What is loaded stays: the collector need never look at it.
         gc.freeze()
         gc.enable()
