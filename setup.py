@@ -11,7 +11,7 @@ FLAVORS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     FLAVORS["avx2"] = ["-mavx2", "-mfma"]
     FLAVORS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
-    FLAVORS["avx512"] += ["-mfma", "-mprefer-vector-width=512"]
+    FLAVORS["avx512"] += ["-mavx512vnni", "-mfma", "-mprefer-vector-width=512"]
 
 
 def names(file: str) -> list[str]:
@@ -24,8 +24,8 @@ def native(flavor: str, flags: list[str]) -> Extension:
     """One build of the compiled kernels. Where there is no compiler gllm does without."""
     return Extension(
         f"gllm.kernels.native._{flavor}",
-        sources=[str(NATIVE / name) for name in ("attention.cpp", "elementwise.cpp")],
-        depends=[str(NATIVE / name) for name in ("multiply.h", "simd.h")],
+        sources=[str(NATIVE / name) for name in ("attention.cpp", "elementwise.cpp", "int8.cpp")],
+        depends=[str(NATIVE / name) for name in ("int8_dot.h", "multiply.h", "simd.h", "unrolled.h")],
         # Units and their parts share memory; vectors are passed between inlined functions only.
         extra_compile_args=[
             *("-std=c++17", "-O3", "-fopenmp", "-fno-strict-aliasing", "-ffp-contract=fast"),

@@ -18,7 +18,9 @@ from torch import Tensor
 
 FLAVORS = MappingProxyType(
     {
-        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"},
+        "avx512": {
+            *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"),
+        },
         "avx2": {"avx2", "fma"},
         "portable": set[str](),
     }
@@ -75,11 +77,29 @@ class GateArguments(ctypes.Structure):
     )
 
 
+class QuantizeArguments(ctypes.Structure):
+    """As in int8.cpp."""
+
+    _fields_ = _fields(
+        ("x codes scales", Pointer), ("rows size padded", Long), ("is_bfloat16 threads", Int)
+    )
+
+
+class Int8Arguments(ctypes.Structure):
+    """As in int8.cpp."""
+
+    _fields_ = _fields(
+        ("x", QuantizeArguments), ("weights scales offsets bias output", Pointer), ("outputs", Long)
+    )
+
+
 FUNCTIONS = {
     "gllm_attention": AttentionArguments,
     "gllm_add_rms_norm": NormArguments,
     "gllm_rotate_and_store": RotaryArguments,
     "gllm_gate": GateArguments,
+    "gllm_quantize_rows": QuantizeArguments,
+    "gllm_linear_int8": Int8Arguments,
 }
 
 
