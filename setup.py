@@ -25,7 +25,9 @@ def native(flavor: str, flags: list[str]) -> Extension:
     return Extension(
         f"gllm.kernels.native._{flavor}",
         sources=[str(NATIVE / name) for name in ("attention.cpp", "elementwise.cpp", "int8.cpp")],
-        depends=[str(NATIVE / name) for name in ("int8_dot.h", "multiply.h", "simd.h", "unrolled.h")],
+        depends=[
+            str(NATIVE / name) for name in ("int8_dot.h", "multiply.h", "simd.h", "unrolled.h")
+        ],
         # Units and their parts share memory; vectors are passed between inlined functions only.
         extra_compile_args=[
             *("-std=c++17", "-O3", "-fopenmp", "-fno-strict-aliasing", "-ffp-contract=fast"),

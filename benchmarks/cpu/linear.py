@@ -87,7 +87,9 @@ def measure(inputs: int, outputs: int, rows: list[int], kinds: list[str], budget
         for kind in kinds:
             median = statistics.median(times[kind])
             stored, work = inputs * outputs * BYTES[kind], 2 * count * inputs * outputs
-            cells.append(f"{median * 1e6:.0f} | {stored / median / 1e9:.1f} | {work / median / 1e9:.0f}")
+            cells.append(
+                f"{median * 1e6:.0f} | {stored / median / 1e9:.1f} | {work / median / 1e9:.0f}"
+            )
         print(f"| {inputs} x {outputs} | {count} | {' | '.join(cells)} |", flush=True)
 
 

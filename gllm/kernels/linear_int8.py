@@ -26,8 +26,8 @@ GROUP = 4
 """Inputs whose products are summed at once."""
 PANEL = 64
 """Outputs whose weights lie together, group by group."""
-PANELS_AT_ONCE = 64
-"""That the reference turns into a larger type."""
+SLAB = 64 * PANEL
+"""Outputs whose weights are quantized, or by the reference turned into a larger type, at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,78 +61,82 @@ class Int8Matrix:
 def quantize_rows(x: Tensor) -> Rows:
     """x [rows, size], each row with the scale of its largest magnitude."""
     x = x.contiguous()
-    made = _room(x)
+    rows, size = x.shape
+    codes = x.new_empty(rows, -(-size // GROUP) * GROUP, dtype=torch.uint8)
+    made = Rows(codes, x.new_empty(rows, dtype=torch.float32))
     library = native(x)
     if library is not None:
-        library(_quantization(x, made))
+        pointers = (x.data_ptr(), codes.data_ptr(), made.scales.data_ptr())
+        flags = (x.dtype == torch.bfloat16, torch.get_num_threads())
+        library(QuantizeArguments(*pointers, rows, size, *flags))
         return made
     numbers = x.to(torch.float32)
     most = numbers.abs().amax(dim=1)
     finite = most.isfinite()
-    largest = torch.full_like(most, LARGEST)  # A number / tensor is its reciprocal times the number.
+    largest = torch.full_like(
+        most, LARGEST
+    )  # A number / tensor is its reciprocal times the number.
     made.scales.copy_(torch.where(finite, most / largest, torch.nan))
     inverse = torch.where(finite & (most >= SMALLEST), largest / most, 0.0)[:, None]
     whole = torch.where(inverse > 0, numbers * inverse, 0.0).round()
-    made.codes.fill_(ZERO)
-    made.codes[:, : x.shape[1]] = (whole + ZERO).to(torch.uint8)
+    codes.fill_(ZERO)[:, :size] = (whole + ZERO).to(torch.uint8)
     return made
 
 
 def prepare_int8(weight: Tensor) -> Int8Matrix:
     """Quantize weight [outputs, inputs] by its rows, and lay it out; the caller should drop it."""
-    rows = quantize_rows(weight)
-    padding = -len(weight) % PANEL
-    codes = rows.codes.bitwise_xor_(ZERO).view(torch.int8)
-    codes = functional.pad(codes, (0, 0, 0, padding))
-    offsets = codes.sum(dim=1, dtype=torch.int32) * -ZERO
-    groups = codes.view(torch.int32).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
-    packed = groups.view(torch.int8).unflatten(2, (PANEL, GROUP))
-    return Int8Matrix(packed, functional.pad(rows.scales, (0, padding)), offsets, len(weight))
+    outputs, inputs = weight.shape
+    panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
+    codes = weight.new_empty(panels, groups, PANEL, GROUP, dtype=torch.int8)
+    scales = weight.new_zeros(panels, PANEL, dtype=torch.float32)
+    offsets = weight.new_zeros(panels, PANEL, dtype=torch.int32)
+    for first in range(0, outputs, SLAB):
+        rows = quantize_rows(weight[first : first + SLAB])
+        slab = rows.codes.bitwise_xor_(ZERO).view(torch.int8)
+        slab = functional.pad(slab, (0, 0, 0, -len(slab) % PANEL))
+        at = slice(first // PANEL, (first + len(slab)) // PANEL)
+        words = slab.view(torch.int32).unflatten(0, (-1, PANEL)).transpose(1, 2)
+        codes[at].view(torch.int32)[..., 0] = words
+        scales[at].view(-1)[: len(rows.scales)] = rows.scales
+        offsets[at] = slab.sum(dim=1, dtype=torch.int32).view(-1, PANEL) * -ZERO
+    return Int8Matrix(codes, scales.flatten(), offsets.flatten(), outputs)
 
 
-def linear_int8(x: Tensor, matrix: Int8Matrix, bias: Tensor | None) -> Tensor:
-    """x W^T + b: x [tokens, inputs], bias [outputs] alike; the result [tokens, outputs]."""
+def linear_int8(
+    x: Tensor, matrix: Int8Matrix, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """x W^T + b: x [tokens, inputs], bias [outputs] alike; the result [tokens, outputs].
+
+    out [tokens, outputs]: where it goes instead, of x's type or float32, contiguous.
+    """
     if x.dtype == torch.float16:
         wide = None if bias is None else bias.to(torch.float32)
-        return linear_int8(x.to(torch.float32), matrix, wide).to(x.dtype)
+        result = linear_int8(x.to(torch.float32), matrix, wide)
+        return result.to(x.dtype) if out is None else out.copy_(result)
     x = x.contiguous()
-    result = x.new_empty(len(x), matrix.outputs)
+    result = x.new_empty(len(x), matrix.outputs) if out is None else out
     library = native(x)
     if library is None:
         return _product(quantize_rows(x), matrix, bias, result)
-    scratch = _room(x)
     library(
         Int8Arguments(
-            _quantization(x, scratch),
-            *(pointer(tensor) for tensor in (matrix.codes, matrix.scales, matrix.offsets)),
-            *(pointer(bias), pointer(result), matrix.outputs),
+            *(x.data_ptr(), matrix.codes.data_ptr(), matrix.scales.data_ptr()),
+            *(matrix.offsets.data_ptr(), pointer(bias), result.data_ptr()),
+            *(*x.shape, matrix.outputs),
+            *(x.dtype == torch.bfloat16, result.dtype == torch.float32, torch.get_num_threads()),
         )
     )
     return result
 
 
-def _room(x: Tensor) -> Rows:
-    """Where the codes and scales of x [rows, size] go."""
-    rows, size = x.shape
-    codes = x.new_empty(rows, -(-size // GROUP) * GROUP, dtype=torch.uint8)
-    return Rows(codes, x.new_empty(rows, dtype=torch.float32))
-
-
-def _quantization(x: Tensor, to: Rows) -> QuantizeArguments:
-    return QuantizeArguments(
-        *(pointer(x), pointer(to.codes), pointer(to.scales)),
-        *(*x.shape, to.codes.shape[1], x.dtype == torch.bfloat16, torch.get_num_threads()),
-    )
-
-
 def _product(rows: Rows, matrix: Int8Matrix, bias: Tensor | None, to: Tensor) -> Tensor:
-    """to [rows, outputs] becomes what the compiled kernels make of codes; float64 holds all sums."""
+    """to [rows, outputs] becomes what compiled kernels make of codes; float64 holds all sums."""
     numbers = rows.codes.to(torch.float64) - ZERO
-    for panel in range(0, len(matrix.codes), PANELS_AT_ONCE):
-        codes = matrix.codes[panel : panel + PANELS_AT_ONCE].to(torch.float64)
-        sums = numbers @ codes.transpose(1, 2).flatten(0, 1).flatten(1).t()
-        outputs = slice(panel * PANEL, min(panel * PANEL + sums.shape[1], matrix.outputs))
-        sums = sums[:, : outputs.stop - outputs.start].to(torch.float32)
+    for first in range(0, matrix.outputs, SLAB):
+        outputs = slice(first, min(first + SLAB, matrix.outputs))
+        slab = matrix.codes[first // PANEL : (first + SLAB) // PANEL].to(torch.float64)
+        sums = numbers @ slab.transpose(1, 2).flatten(0, 1).flatten(1).t()
+        sums = sums[:, : outputs.stop - first].to(torch.float32)
         result = sums * (rows.scales[:, None] * matrix.scales[outputs])
         to[:, outputs] = result if bias is None else result + bias[outputs]
     return to

@@ -115,7 +115,8 @@ class Head:
         else:
             shape = (model.vocab_size, model.hidden_size)
             weight = weights.read(f"{described.name}.weight", *shape)
-        self.matrix = prepare(functional.normalize(weight) if described.unit_rows else weight)
+        weight = functional.normalize(weight) if described.unit_rows else weight
+        self.matrix = prepare(weight, weights.quantization)
         self.vocabulary = model.vocab_size
         bias = f"{described.name}.bias"
         self.bias = weights.read(bias, model.vocab_size) if described.bias else None
@@ -126,7 +127,7 @@ class Head:
         result = torch.empty(len(hidden), self.vocabulary, dtype=torch.float32)
         for begin in range(0, len(hidden), HEAD_ROWS):
             rows = slice(begin, begin + HEAD_ROWS)
-            result[rows] = linear(self.norm(hidden[rows]), self.matrix, self.bias)
+            linear(self.norm(hidden[rows]), self.matrix, self.bias, result[rows])
         if self.scale != 1:
             result *= self.scale
         if self.softcap is not None:

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 // A product that is rounded before it is added to is part of the definition.
 #ifdef __clang__
@@ -28,25 +29,24 @@ constexpr int64_t QUANTIZED_ALONE = 1 << 14;  // elements from which on threads 
 
 struct QuantizeArguments {
     const void* x;   // [rows, size]
-    uint8_t* codes;  // [rows, padded]; ZERO behind size
+    uint8_t* codes;  // [rows, size rounded up to GROUP]
     float* scales;   // [rows]
-    int64_t rows, size, padded;
+    int64_t rows, size;
     int32_t is_bfloat16, threads;
 };
 
 struct Int8Arguments {
-    QuantizeArguments x;
-    const int8_t* weights;   // [panels, padded / GROUP, PANEL, GROUP]
+    const void* x;           // [rows, inputs]
+    const int8_t* weights;   // [panels, groups, PANEL, GROUP]
     const float* scales;     // [panels * PANEL]
     const int32_t* offsets;  // [panels * PANEL]: what sums begin at where they are biased
     const void* bias;        // [outputs], or null
     void* output;            // [rows, outputs]
-    int64_t outputs;
+    int64_t rows, inputs, outputs;
+    int32_t is_bfloat16, float_output, threads;
 };
 
 namespace {
-
-typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1)));
 
 // The largest magnitude, as bits: what is not finite is larger than all that is.
 template <class T>
@@ -63,20 +63,22 @@ uint32_t largest_bits(const T* x, int64_t size) {
     return result;
 }
 
+int64_t padded(int64_t size) { return (size + GROUP - 1) / GROUP * GROUP; }
+
 // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low bits.
 template <class T>
-void quantize_row(const T* x, int64_t size, uint8_t* codes, int64_t padded, float* scale) {
+void quantize_row(const T* x, int64_t size, uint8_t* codes, float* scale) {
     const uint32_t bits = largest_bits(x, size);
     const float most = as<float>(bits);
-    const bool finite = bits < 0x7f800000;
+    const bool finite = bits < 0x7f800000, counts = finite && most >= SMALLEST;
     *scale = finite ? most / LARGEST : NAN;
-    std::fill(codes + (finite && most >= SMALLEST ? size : 0), codes + padded, ZERO);
-    if (!finite || most < SMALLEST) return;
+    std::fill(codes + (counts ? size : 0), codes + padded(size), ZERO);
+    if (!counts) return;
     const float inverse = LARGEST / most;
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
         const Words shifted = as<Words>(load(x + i) * inverse + 12582912.0f);
-        const Bytes made = __builtin_convertvector(shifted, Bytes) + static_cast<uint8_t>(ZERO);
+        const Bytes made = low_bytes(shifted) + static_cast<uint8_t>(ZERO);
         std::memcpy(codes + i, &made, sizeof(made));
     }
     for (; i < size; ++i) {
@@ -90,10 +92,10 @@ void quantize(const QuantizeArguments& a) {
     const T* x = static_cast<const T*>(a.x);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < a.rows; ++row)
-        quantize_row(x + row * a.size, a.size, a.codes + row * a.padded, a.padded, a.scales + row);
+        quantize_row(x + row * a.size, a.size, a.codes + row * padded(a.size), a.scales + row);
 }
 
-// Weights to fetch while others are multiplied: `LINES` cache lines for each group of inputs.
+// Weights to fetch while others are multiplied: LINES cache lines for each group of inputs.
 template <int LINES>
 struct Fetch {
     const int8_t* next;
@@ -103,7 +105,8 @@ struct Fetch {
     }
 };
 
-// Sums [HEIGHT, WIDTH * LANES] of a tile; codes [HEIGHT, row], weights a panel's from some output.
+// to [HEIGHT, PANEL]: sums of VECTORS * LANES outputs; codes: rows `row` bytes apart; weights: of a
+// panel, from the first of these outputs on; start [VECTORS * LANES].
 template <int HEIGHT, class Fetching>
 inline void multiply_tile(const uint8_t* codes, int64_t row, const int8_t* weights, int64_t groups,
                           const int32_t* start, int32_t* to, Fetching fetch) {
@@ -128,36 +131,38 @@ inline void multiply_tile(const uint8_t* codes, int64_t row, const int8_t* weigh
 
 class Product {
   public:
-    explicit Product(const Int8Arguments& given)
-        : a(given), groups(a.x.padded / GROUP), panel_bytes(a.x.padded * PANEL),
-          panels((a.outputs + PANEL - 1) / PANEL), chunks((a.x.rows + ROW_CHUNK - 1) / ROW_CHUNK) {}
+    Product(const Int8Arguments& given, const uint8_t* codes, const float* scales)
+        : a(given), codes(codes), row_scales(scales), row_bytes(padded(a.inputs)),
+          panel_bytes(row_bytes * PANEL), panels((a.outputs + PANEL - 1) / PANEL),
+          chunks((a.rows + ROW_CHUNK - 1) / ROW_CHUNK) {}
 
     // All tasks, a panel after the other; within a parallel region, by all of its threads.
-    template <class T>
+    template <class T, class Out>
     void run() const {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t task = 0; task < panels * chunks; ++task) {
             const int64_t panel = task / chunks, first = task % chunks * ROW_CHUNK;
-            multiply_panel<T>(panel, first, std::min(a.x.rows - first, ROW_CHUNK));
+            multiply_panel<T, Out>(panel, first, std::min(a.rows - first, ROW_CHUNK));
         }
     }
 
   private:
     const Int8Arguments& a;
-    const int64_t groups, panel_bytes, panels, chunks;
+    const uint8_t* codes;
+    const float* row_scales;
+    const int64_t row_bytes, panel_bytes, panels, chunks;
 
-    template <class T>
+    template <class T, class Out>
     void multiply_panel(int64_t panel, int64_t first, int64_t rows) const {
         int32_t sums[ROWS * PANEL];
         const int64_t tiles = (rows + ROWS - 1) / ROWS;
-        // Tiles share the lines of the next panel.
-        const int lines = panel + 1 == panels ? 0 : (tiles == 1 ? 4 : tiles < 4 ? 2 : 1);
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-            const int64_t row = first + tile * ROWS;
-            const int height = static_cast<int>(std::min<int64_t>(first + rows - row, ROWS));
-            const int64_t line = tile * lines;
+        // Tiles share the lines of the next panel; a single one keeps memory busy by itself.
+        const int lines = panel + 1 == panels || tiles == 1 ? 0 : tiles < 4 ? 2 : 1;
+        for (int64_t tile = 0, row = first; tile < tiles; ++tile) {
+            const int64_t left = tiles - tile, line = tile * lines;
+            const int height = static_cast<int>((first + rows - row + left - 1) / left);
             multiply_rows<ROWS>(height, row, panel, line < 4 ? lines : 0, line, sums);
-            for (int r = 0; r < height; ++r) write<T>(row + r, panel, sums + r * PANEL);
+            for (int r = 0; r < height; ++r, ++row) write<T, Out>(row, panel, sums + r * PANEL);
         }
     }
 
@@ -168,9 +173,7 @@ class Product {
             if (height < HEIGHT)
                 return multiply_rows<HEIGHT - 1>(height, row, panel, lines, line, sums);
         const int8_t* next = a.weights + (panel + 1) * panel_bytes + line * 64;
-        if (lines == 4)
-            multiply_columns<HEIGHT>(row, panel, Fetch<4>{next}, sums);
-        else if (lines == 2)
+        if (lines == 2)
             multiply_columns<HEIGHT>(row, panel, Fetch<2>{next}, sums);
         else if (lines == 1)
             multiply_columns<HEIGHT>(row, panel, Fetch<1>{next}, sums);
@@ -181,23 +184,24 @@ class Product {
     template <int HEIGHT, class Fetching>
     void multiply_columns(int64_t row, int64_t panel, Fetching fetch, int32_t* sums) const {
         static constexpr int32_t none[PANEL] = {};
-        const uint8_t* codes = a.x.codes + row * a.x.padded;
+        const uint8_t* rows = codes + row * row_bytes;
+        const int64_t groups = row_bytes / GROUP;
         const int8_t* weights = a.weights + panel * panel_bytes;
         const int32_t* start = SUMS_BIASED ? a.offsets + panel * PANEL : none;
         constexpr int64_t STEP = VECTORS * LANES;
-        multiply_tile<HEIGHT>(codes, a.x.padded, weights, groups, start, sums, fetch);
+        multiply_tile<HEIGHT>(rows, row_bytes, weights, groups, start, sums, fetch);
         for (int64_t n = STEP; n < PANEL; n += STEP)
-            multiply_tile<HEIGHT>(codes, a.x.padded, weights + n * GROUP, groups, start + n,
+            multiply_tile<HEIGHT>(rows, row_bytes, weights + n * GROUP, groups, start + n,
                                   sums + n, Fetch<0>{});
     }
 
     // Sums [PANEL] of a row, as numbers.
-    template <class T>
+    template <class T, class Out>
     void write(int64_t row, int64_t panel, const int32_t* sums) const {
         const int64_t first = panel * PANEL, count = std::min(a.outputs - first, PANEL);
         const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
-        T* to = static_cast<T*>(a.output) + row * a.outputs + first;
-        const float scale = a.x.scales[row];
+        Out* to = static_cast<Out*>(a.output) + row * a.outputs + first;
+        const float scale = row_scales[row];
         const float* scales = a.scales + first;
         int64_t i = 0;
         for (; i + LANES <= count; i += LANES) {
@@ -214,13 +218,15 @@ class Product {
     }
 };
 
-template <class T>
+template <class T, class Out>
 void linear(const Int8Arguments& a) {
-    const Product product(a);
-#pragma omp parallel num_threads(a.x.threads)
+    const std::unique_ptr<uint8_t[]> codes(new uint8_t[a.rows * padded(a.inputs)]);
+    const std::unique_ptr<float[]> scales(new float[a.rows]);
+    const Product product(a, codes.get(), scales.get());
+#pragma omp parallel num_threads(a.threads)
     {
-        quantize<T>(a.x);
-        product.run<T>();
+        quantize<T>({a.x, codes.get(), scales.get(), a.rows, a.inputs, a.is_bfloat16, a.threads});
+        product.run<T, Out>();
     }
 }
 
@@ -235,6 +241,12 @@ void gllm_quantize_rows(const gllm::QuantizeArguments* a) {
 }
 
 void gllm_linear_int8(const gllm::Int8Arguments* a) {
-    a->x.is_bfloat16 ? gllm::linear<gllm::bfloat16>(*a) : gllm::linear<float>(*a);
+    using gllm::bfloat16;
+    if (!a->is_bfloat16)
+        gllm::linear<float, float>(*a);
+    else if (a->float_output)
+        gllm::linear<bfloat16, float>(*a);
+    else
+        gllm::linear<bfloat16, bfloat16>(*a);
 }
 }

@@ -14,6 +14,17 @@ constexpr int64_t GROUP = 4;   // inputs that are multiplied and summed at once
 constexpr int64_t PANEL = 64;  // outputs whose weights lie together, group by group
 constexpr int32_t ZERO = 128;  // the code of an activation of 0
 
+typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1)));
+
+// The lowest byte of each word.
+inline Bytes low_bytes(Words words) {
+#ifdef __AVX512F__
+    return (Bytes)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)words);
+#else
+    return __builtin_convertvector(__builtin_convertvector(words, Halves), Bytes);
+#endif
+}
+
 // SUMS_BIASED: codes are multiplied as they are, ZERO included.
 // ROWS, VECTORS: of a tile, so that its sums fit into the registers.
 #if defined(__AVX512VNNI__)

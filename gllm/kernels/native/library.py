@@ -81,7 +81,7 @@ class QuantizeArguments(ctypes.Structure):
     """As in int8.cpp."""
 
     _fields_ = _fields(
-        ("x codes scales", Pointer), ("rows size padded", Long), ("is_bfloat16 threads", Int)
+        ("x codes scales", Pointer), ("rows size", Long), ("is_bfloat16 threads", Int)
     )
 
 
@@ -89,7 +89,9 @@ class Int8Arguments(ctypes.Structure):
     """As in int8.cpp."""
 
     _fields_ = _fields(
-        ("x", QuantizeArguments), ("weights scales offsets bias output", Pointer), ("outputs", Long)
+        ("x weights scales offsets bias output", Pointer),
+        ("rows inputs outputs", Long),
+        ("is_bfloat16 float_output threads", Int),
     )
 
 
