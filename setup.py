@@ -11,7 +11,7 @@ FLAVORS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     FLAVORS["avx2"] = ["-mavx2", "-mfma"]
     FLAVORS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
-    FLAVORS["avx512"] += ["-mfma", "-mprefer-vector-width=512"]
+    FLAVORS["avx512"] += ["-mavx512vnni", "-mfma", "-mprefer-vector-width=512"]
 
 
 def names(file: str) -> list[str]:

@@ -19,6 +19,7 @@ MAX_LOGPROBS = 20
 """Most likeliest tokens that are told at one place of a text."""
 MAX_BAD_WORDS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8")
 
 
 class FieldError(ValueError):
@@ -60,6 +61,9 @@ class EngineConfig:
         None, "layers of each stage, as 10,14; default: balanced by cost", parse=parse_layers
     )
     dtype: str = option("auto", "arithmetic and KV cache", choices=DTYPES)
+    quantization: str = option(
+        "none", "int8: linear maps by 8-bit weights and activations", choices=QUANTIZATIONS
+    )
     device: str = option("auto", "where to compute", choices=("auto", "cpu"))
     max_model_len: int | None = option(None, "longest prompt + output; default: the model's")
     kv_cache_memory: int | None = option(
@@ -86,6 +90,10 @@ class EngineConfig:
                 f"layers {self.layers} has to give at least one layer to each of the "
                 f"{stages} stages (pipeline_parallel_size)"
             )
+        for name, choices in (("dtype", DTYPES), ("quantization", QUANTIZATIONS)):
+            if getattr(self, name) not in choices:
+                given = getattr(self, name)
+                raise ValueError(f"{name} is {given!r}, but has to be one of {', '.join(choices)}")
         for name in ("max_model_len", "kv_cache_memory", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -68,6 +68,8 @@ def test_bytes(text: str, value: int) -> None:
         {"max_model_len": 0},
         {"kv_cache_memory": -1},
         {"threads": 0},
+        {"dtype": "int8"},
+        {"quantization": "int4"},
         {"health_timeout": 0.0},
         {"health_timeout": math.nan},
         {"block_size": 0},

@@ -7,13 +7,14 @@ Sources: Fedus, Zoph and Shazeer, "Switch Transformers" (2022), section 2; DeepS
 (correction).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gllm.kernels.activation import gate
+from gllm.kernels.linear import Matrix, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,19 @@ def _only_best_groups(scores: Tensor, routing: Routing) -> Tensor:
 
 
 def run_experts(
-    x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Sequence[Matrix],
+    down: Sequence[Matrix],
+    activation: str,
 ) -> Tensor:
     """Weighted sum of what its experts make of each token; x [tokens, hidden], the result alike.
 
-    experts and weights [tokens, active], as `route` gives them; up [experts, 2 * inner, hidden],
-    the gate first; down [experts, hidden, inner]. Tokens are gathered expert by expert, and each
-    token's parts are added in the order of its experts' numbers, whatever else is in the batch.
+    experts and weights [tokens, active], as `route` gives them; up [2 * inner, hidden] of each
+    expert, the gate first; down [hidden, inner] of each. Tokens are gathered expert by expert, and
+    each token's parts are added in the order of its experts' numbers, whatever else is in the
+    batch.
     """
     order = experts.flatten().argsort(stable=True)
     tokens = order // experts.shape[1]
@@ -76,8 +83,8 @@ def run_experts(
         if not count:
             continue
         rows = tokens[begin : begin + count]
-        inner = gate(activation, functional.linear(x[rows], up[expert]))
-        made = functional.linear(inner, down[expert]).to(torch.float32)
+        inner = gate(activation, linear(x[rows], up[expert], None))
+        made = linear(inner, down[expert], None).to(torch.float32)
         result.index_add_(0, rows, made * flat[order[begin : begin + count], None])
         begin += count
     return result.to(x.dtype)

@@ -1,7 +1,8 @@
 """Linear maps by weights that never change.
 
 Owns how a weight is laid out in memory: where there are compiled kernels it is put into the panels
-that they read, once, and the original is dropped. Does not know where weights come from.
+that they read, once, and the original is dropped. What quantized ones are made of is in files of
+their own. Does not know where weights come from.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gllm.kernels.linear_int8 import Int8Matrix, linear_int8, prepare_int8
 from gllm.kernels.native.library import (
     LinearArguments,
     PackArguments,
@@ -23,8 +25,8 @@ PANEL = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """A weight, ready to be multiplied by."""
+class PlainMatrix:
+    """A weight in a type of floating-point numbers."""
 
     weight: Tensor
     """[outputs, inputs]; in panels where it is packed."""
@@ -32,13 +34,19 @@ class Matrix:
     is_packed: bool
 
 
-def plain(weight: Tensor) -> Matrix:
+Matrix = PlainMatrix | Int8Matrix
+"""A weight, ready to be multiplied by."""
+
+
+def plain(weight: Tensor) -> PlainMatrix:
     """weight [outputs, inputs] as it is."""
-    return Matrix(weight, len(weight), False)
+    return PlainMatrix(weight, len(weight), False)
 
 
-def prepare(weight: Tensor) -> Matrix:
-    """Lay out weight [outputs, inputs]; the caller should drop it then."""
+def prepare(weight: Tensor, quantization: str = "none") -> Matrix:
+    """Lay out weight [outputs, inputs], as it is or in int8; the caller should drop it then."""
+    if quantization == "int8":
+        return prepare_int8(weight)
     outputs, inputs = weight.shape
     library = native(weight)
     # Two neighbouring bfloat16 are multiplied at once.
@@ -53,7 +61,7 @@ def prepare(weight: Tensor) -> Matrix:
             *(is_bfloat16, torch.get_num_threads()),
         )
     )
-    return Matrix(packed, outputs, True)
+    return PlainMatrix(packed, outputs, True)
 
 
 def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -61,6 +69,8 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = 
 
     out: where the result goes, contiguous, of x's dtype or float32.
     """
+    if isinstance(matrix, Int8Matrix):
+        return linear_int8(x, matrix, bias, out)
     if not matrix.is_packed:
         result = functional.linear(x, matrix.weight, bias)
         return result if out is None else out.copy_(result)
@@ -82,7 +92,7 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = 
     return out
 
 
-def rows_of(matrix: Matrix, chosen: Tensor) -> Tensor:
+def rows_of(matrix: PlainMatrix, chosen: Tensor) -> Tensor:
     """Rows of the weight by index [n] int64: [n, inputs]."""
     if not matrix.is_packed:
         return functional.embedding(chosen, matrix.weight)

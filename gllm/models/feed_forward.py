@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from gllm.kernels.activation import activate, gate
 from gllm.kernels.experts import Routing, route, run_experts
+from gllm.kernels.linear import Matrix, prepare
 from gllm.models import spec
 from gllm.models.loader import Weights
 from gllm.models.parts import Linear, stacked
@@ -51,16 +52,14 @@ class Experts:
             described.active_groups,
             described.group_score == "best two",
         )
-        up = _stacked(described.expert.up, described.count)
-        down = _stacked(described.expert.down, described.count)
-        inner = described.expert.inner
-        gates = [inner] * len(up.names)
-        self.up = stacked(up, weights, gates, hidden).view(described.count, 2 * inner, hidden)
-        downs = [hidden] * described.count
-        self.down = stacked(down, weights, downs, inner).view(described.count, hidden, inner)
+        expert, inner = described.expert, described.expert.inner
+        self.up = _each(expert.up, described.count, weights, [inner, inner], hidden)
+        self.down = _each(expert.down, described.count, weights, [hidden], inner)
         self.shared = MLP(described.shared, weights, hidden) if described.shared else None
         self.shared_gate = (
-            Linear(described.shared_gate, weights, [1], hidden) if described.shared_gate else None
+            Linear(described.shared_gate, weights, [1], hidden, exact=True)
+            if described.shared_gate
+            else None
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -77,6 +76,10 @@ class Experts:
         return result + shared
 
 
-def _stacked(one: spec.Linear, count: int) -> spec.Linear:
-    """The maps of all experts as one."""
-    return replace(one, names=tuple(n.format(e) for e in range(count) for n in one.names))
+def _each(
+    one: spec.Linear, count: int, weights: Weights, outputs: list[int], inputs: int
+) -> list[Matrix]:
+    """The map of each expert."""
+    names = (tuple(name.format(expert) for name in one.names) for expert in range(count))
+    experts = (stacked(replace(one, names=of_one), weights, outputs, inputs) for of_one in names)
+    return [prepare(weight, weights.quantization) for weight in experts]

@@ -28,7 +28,7 @@ class Layers:
     """Layers that share a residual stream."""
 
     def __init__(self, layers: list[Layer], described: Sequence[spec.Layer], hidden: int) -> None:
-        self._layers = layers
+        self.each = layers
         self._ropes = {layer.attention.rope for layer in described if layer.attention.rope}
         self._windows = {layer.attention.window for layer in described}
         self._hidden = hidden
@@ -59,7 +59,7 @@ class Layers:
 
     def _run(self, hidden: Tensor, step: Step, kv: Sequence[LayerCache]) -> Tensor | None:
         delta = None
-        for layer, cache in zip(self._layers, kv, strict=True):
+        for layer, cache in zip(self.each, kv, strict=True):
             delta = layer(hidden, delta, step, cache)
         return delta
 
@@ -77,7 +77,7 @@ class Layers:
         self._delta = None
         try:
             with recording(library, tokens, memory) as recorded:
-                for layer, cache in zip(self._layers, kv, strict=True):
+                for layer, cache in zip(self.each, kv, strict=True):
                     recorded.reuse()
                     self._delta = layer(self._stream, self._delta, step, cache)
         except NotRecorded:

@@ -124,13 +124,17 @@ class Checkpoint:
 class Weights:
     """Tensors of a checkpoint whose names begin alike."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str = "") -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str = "", quantization: str = "none"
+    ) -> None:
         self._checkpoint = checkpoint
         self._prefix = prefix
+        self.quantization = quantization
+        """What linear maps are to be made of these weights, by a name of gllm.kernels.linear."""
 
     def at(self, part: str) -> "Weights":
         """Those below `part`, a name without the final dot."""
-        return Weights(self._checkpoint, f"{self._prefix}{part}.")
+        return Weights(self._checkpoint, f"{self._prefix}{part}.", self.quantization)
 
     def read(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape."""

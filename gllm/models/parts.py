@@ -37,15 +37,17 @@ class Linear:
         outputs: Sequence[int],
         inputs: int,
         order: Tensor | None = None,
+        exact: bool = False,
     ) -> None:
         """`outputs`: of each projection; `order` [sum of outputs] int64: which stored output each
-        one is, where they are stored in another order."""
+        one is, where they are stored in another order; `exact`: not to be quantized."""
         weight = stacked(described, weights, outputs, inputs)
         rows = [sum(outputs)] if len(described.names) == 1 else outputs
         bias = weights.fused(described.names, "bias", rows) if described.bias else None
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
-        self.matrix, self.bias = prepare(weight), bias
+        self.matrix = prepare(weight, "none" if exact else weights.quantization)
+        self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, inputs] to [tokens, outputs]."""

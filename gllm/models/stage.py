@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.linear import Matrix, linear, plain, prepare, rows_of
+from gllm.kernels.linear import PlainMatrix, linear, plain, prepare, rows_of
 from gllm.kernels.rotary import Angles, inverse_frequencies, rotary_angles
 from gllm.models import spec
 from gllm.models.attention import LayerCache, Step
@@ -41,7 +41,7 @@ class StageInputs:
 class Embedding:
     """From token ids to the residual stream."""
 
-    def __init__(self, model: spec.Model, weights: Weights, shared: Matrix | None) -> None:
+    def __init__(self, model: spec.Model, weights: Weights, shared: PlainMatrix | None) -> None:
         """`shared`: the LM head's weight, where it is the same and on this stage."""
         described = model.embedding
         if shared is None:
@@ -77,7 +77,9 @@ class Head:
         self.norm = Norm(model.norm, weights, model.hidden_size)
         shape = (model.vocab_size, model.hidden_size)
         weight = weights.read(f"{described.name}.weight", *shape)
-        self.matrix = prepare(functional.normalize(weight) if described.unit_rows else weight)
+        weight = functional.normalize(weight) if described.unit_rows else weight
+        self.matrix = prepare(weight, weights.quantization)
+        self.is_tied = described.name == model.embedding.name and not described.unit_rows
         self.vocabulary = model.vocab_size
         bias = f"{described.name}.bias"
         self.bias = weights.read(bias, model.vocab_size) if described.bias else None
@@ -119,8 +121,8 @@ class ModelStage:
         self.layers = Layers(made, described, model.hidden_size)
         is_last = layers.stop == model.num_layers
         self.head = Head(model, weights) if is_last else None
-        is_tied = model.head.name == model.embedding.name and not model.head.unit_rows
-        shared = self.head.matrix if self.head is not None and is_tied else None
+        matrix = self.head.matrix if self.head is not None and self.head.is_tied else None
+        shared = matrix if isinstance(matrix, PlainMatrix) else None
         self.embedding = Embedding(model, weights, shared) if layers.start == 0 else None
 
     def forward(

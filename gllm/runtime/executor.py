@@ -46,6 +46,7 @@ class StageExecutor:
         self.is_first = stage == 0
         self.is_last = stage == stages - 1
         self.dtype = compute_dtype(engine_config.dtype, model_config.dtype)
+        self._quantization = engine_config.quantization
         block_size = engine_config.scheduler.block_size
         self.block_bytes = block_bytes(self._described, block_size, self.dtype)
         self.weight_bytes = 0
@@ -62,7 +63,8 @@ class StageExecutor:
         """
         with Checkpoint(folder, self.dtype, self.model, self.layers) as checkpoint:
             checkpoint.report_to(progress)
-            self._stage = ModelStage(self.model, Weights(checkpoint), self.layers, self._longest)
+            weights = Weights(checkpoint, quantization=self._quantization)
+            self._stage = ModelStage(self.model, weights, self.layers, self._longest)
             checkpoint.finish()
         self.weight_bytes = checkpoint.weight_bytes
 

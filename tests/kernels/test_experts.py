@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gllm.kernels.activation import gate
 from gllm.kernels.experts import Routing, route, run_experts
+from gllm.kernels.linear import prepare
 
 
 def sigmoid(x: float) -> float:
@@ -95,6 +96,14 @@ def test_half_precision_logits_are_routed_in_float32() -> None:
     torch.testing.assert_close(weights.sum(-1), torch.ones(3))
 
 
+def run(
+    x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str = "silu"
+) -> Tensor:
+    """up [experts, 2 * inner, hidden], down [experts, hidden, inner]."""
+    matrices = [[prepare(weight) for weight in stack] for stack in (up, down)]
+    return run_experts(x, experts, weights, *matrices, activation)
+
+
 def made(seed: int, tokens: int) -> tuple[Tensor, ...]:
     """x, experts, weights, up and down of 5 experts, two of them for each token."""
     generator = torch.Generator().manual_seed(seed)
@@ -114,7 +123,7 @@ def test_experts_match_a_token_at_a_time(seed: int, tokens: int, activation: str
         for expert, weight in zip(experts[token].tolist(), weights[token].tolist(), strict=True):
             inner = gate(activation, (up[expert] @ x[token])[None])[0]
             wanted[token] += weight * (down[expert] @ inner)
-    actual = run_experts(x, experts, weights, up, down, activation)
+    actual = run(x, experts, weights, up, down, activation)
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -123,19 +132,17 @@ def test_experts_match_a_token_at_a_time(seed: int, tokens: int, activation: str
 def test_tokens_do_not_change_each_other(seed: int, counts: list[int]) -> None:
     """Whole or in parts a batch gives the same, but for the rounding of products."""
     x, experts, weights, up, down = made(seed, sum(counts))
-    whole = run_experts(x, experts, weights, up, down, "silu")
+    whole = run(x, experts, weights, up, down)
     ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    parts = [
-        run_experts(x[a:b], experts[a:b], weights[a:b], up, down, "silu") for a, b in pairwise(ends)
-    ]
+    parts = [run(x[a:b], experts[a:b], weights[a:b], up, down) for a, b in pairwise(ends)]
     torch.testing.assert_close(whole, torch.cat(parts), rtol=1e-5, atol=1e-5)
 
 
 def test_a_bad_token_spoils_no_other() -> None:
     x, experts, weights, up, down = made(3, 6)
-    wanted = run_experts(x, experts, weights, up, down, "silu")
+    wanted = run(x, experts, weights, up, down)
     x[2] = math.nan
-    actual = run_experts(x, experts, weights, up, down, "silu")
+    actual = run(x, experts, weights, up, down)
     others = [0, 1, 3, 4, 5]
     torch.testing.assert_close(actual[others], wanted[others], rtol=1e-5, atol=1e-5)
     assert actual[2].isnan().all()
@@ -143,7 +150,7 @@ def test_a_bad_token_spoils_no_other() -> None:
 
 def test_parts_are_added_in_float32() -> None:
     x, experts, weights, up, down = made(5, 9)
-    wanted = run_experts(x, experts, weights, up, down, "silu")
-    half = run_experts(x.bfloat16(), experts, weights, up.bfloat16(), down.bfloat16(), "silu")
+    wanted = run(x, experts, weights, up, down)
+    half = run(x.bfloat16(), experts, weights, up.bfloat16(), down.bfloat16())
     assert half.dtype == torch.bfloat16
     assert ((half - wanted).norm() / wanted.norm()).item() < 0.02

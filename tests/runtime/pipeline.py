@@ -42,6 +42,7 @@ class Pipeline:
     block_size: int = 4
     num_blocks: int = 64
     dtype: str = "float32"
+    quantization: str = "none"
     held: dict[int, Held] = field(default_factory=dict)
     steps: int = 0
     logprobs: list[RowLogprobs] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Pipeline:
             str(self.folder),
             pipeline_parallel_size=self.stages,
             dtype=self.dtype,
+            quantization=self.quantization,
             block_size=self.block_size,
         )
         cut = split_layers(self.config.model, self.stages)

@@ -20,7 +20,9 @@ from torch import Tensor
 
 FLAVORS = MappingProxyType(
     {
-        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"},
+        "avx512": {
+            *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"),
+        },
         "avx2": {"avx2", "fma"},
         "portable": set[str](),
     }
@@ -103,6 +105,24 @@ class UnpackArguments(ctypes.Structure):
     )
 
 
+class QuantizeArguments(ctypes.Structure):
+    """As in int8.cpp."""
+
+    _fields_ = _fields(
+        ("x codes scales", Pointer), ("rows size", Long), ("is_bfloat16 threads", Int)
+    )
+
+
+class Int8Arguments(ctypes.Structure):
+    """As in int8.cpp."""
+
+    _fields_ = _fields(
+        ("x weights scales offsets bias output", Pointer),
+        ("rows inputs outputs", Long),
+        ("is_bfloat16 float_output threads", Int),
+    )
+
+
 FUNCTIONS = {
     "gllm_attention": AttentionArguments,
     "gllm_add_rms_norm": NormArguments,
@@ -111,6 +131,8 @@ FUNCTIONS = {
     "gllm_linear": LinearArguments,
     "gllm_pack": PackArguments,
     "gllm_unpack": UnpackArguments,
+    "gllm_quantize_rows": QuantizeArguments,
+    "gllm_linear_int8": Int8Arguments,
 }
 
 

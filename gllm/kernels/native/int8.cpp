@@ -1,0 +1,252 @@
+// Linear maps by 8-bit numbers: rows of activations become codes and a scale each, codes are
+// multiplied by packed 8-bit weights, and sums become numbers again.
+//
+// Owns the way through weights: every panel of them is read from memory once, the next one fetched
+// meanwhile. Floats are rounded as the reference implementation (gllm/kernels/linear_int8.py) does.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+// A product that is rounded before it is added to is part of the definition.
+#ifdef __clang__
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include "int8_dot.h"
+#include "unrolled.h"
+
+namespace gllm {
+
+constexpr float LARGEST = 127.0f;             // code of a row's largest number, without ZERO
+constexpr float SMALLEST = 7.52316385e-37f;   // 2^-120: rows below it count as zeros
+constexpr int64_t ROW_CHUNK = 192;            // rows of a task
+constexpr int64_t QUANTIZED_ALONE = 1 << 14;  // elements from which on threads are worth waking
+
+struct QuantizeArguments {
+    const void* x;   // [rows, size]
+    uint8_t* codes;  // [rows, size rounded up to GROUP]
+    float* scales;   // [rows]
+    int64_t rows, size;
+    int32_t is_bfloat16, threads;
+};
+
+struct Int8Arguments {
+    const void* x;           // [rows, inputs]
+    const int8_t* weights;   // [panels, groups, PANEL, GROUP]
+    const float* scales;     // [panels * PANEL]
+    const int32_t* offsets;  // [panels * PANEL]: what sums begin at where they are biased
+    const void* bias;        // [outputs], or null
+    void* output;            // [rows, outputs]
+    int64_t rows, inputs, outputs;
+    int32_t is_bfloat16, float_output, threads;
+};
+
+namespace {
+
+// The largest magnitude, as bits: what is not finite is larger than all that is.
+template <class T>
+uint32_t largest_bits(const T* x, int64_t size) {
+    Words most{};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const Words bits = as<Words>(load(x + i)) & 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    uint32_t result = 0;
+    for (int lane = 0; lane < LANES; ++lane) result = std::max<uint32_t>(result, most[lane]);
+    for (; i < size; ++i) result = std::max(result, as<uint32_t>(to_float(x[i])) & 0x7fffffff);
+    return result;
+}
+
+int64_t padded(int64_t size) { return (size + GROUP - 1) / GROUP * GROUP; }
+
+// Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low bits.
+template <class T>
+void quantize_row(const T* x, int64_t size, uint8_t* codes, float* scale) {
+    const uint32_t bits = largest_bits(x, size);
+    const float most = as<float>(bits);
+    const bool finite = bits < 0x7f800000, counts = finite && most >= SMALLEST;
+    *scale = finite ? most / LARGEST : NAN;
+    std::fill(codes + (counts ? size : 0), codes + padded(size), ZERO);
+    if (!counts) return;
+    const float inverse = LARGEST / most;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const Words shifted = as<Words>(load(x + i) * inverse + 12582912.0f);
+        const Bytes made = low_bytes(shifted) + static_cast<uint8_t>(ZERO);
+        std::memcpy(codes + i, &made, sizeof(made));
+    }
+    for (; i < size; ++i) {
+        const float product = to_float(x[i]) * inverse;
+        codes[i] = static_cast<uint8_t>(as<uint32_t>(product + 12582912.0f) + ZERO);
+    }
+}
+
+template <class T>
+void quantize(const QuantizeArguments& a) {
+    const T* x = static_cast<const T*>(a.x);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < a.rows; ++row)
+        quantize_row(x + row * a.size, a.size, a.codes + row * padded(a.size), a.scales + row);
+}
+
+// Weights to fetch while others are multiplied: LINES cache lines for each group of inputs.
+template <int LINES>
+struct Fetch {
+    const int8_t* next;
+    void operator()(int64_t group) const {
+        for (int line = 0; line < LINES; ++line)
+            __builtin_prefetch(next + (group * PANEL * GROUP) + line * 64, 0, 2);
+    }
+};
+
+// to [HEIGHT, PANEL]: sums of VECTORS * LANES outputs; codes: rows `row` bytes apart; weights: of a
+// panel, from the first of these outputs on; start [VECTORS * LANES].
+template <int HEIGHT, class Fetching>
+inline void multiply_tile(const uint8_t* codes, int64_t row, const int8_t* weights, int64_t groups,
+                          const int32_t* start, int32_t* to, Fetching fetch) {
+    Sums sums[HEIGHT * VECTORS];
+    unrolled<HEIGHT * VECTORS>([&](auto i) { sums[i] = load_sums(start + i % VECTORS * LANES); });
+    for (int64_t group = 0; group < groups; ++group) {
+        const int8_t* at = weights + group * PANEL * GROUP;
+        fetch(group);
+        Weights w[VECTORS];
+        unrolled<VECTORS>([&](auto v) { w[v] = load_weights(at + v * LANES * GROUP); });
+        unrolled<HEIGHT>([&](auto r) {
+            const Codes x(codes + r * row + group * GROUP);
+            unrolled<VECTORS>([&](auto v) {
+                sums[r * VECTORS + v] = dot(sums[r * VECTORS + v], x, w[v]);
+            });
+        });
+    }
+    unrolled<HEIGHT * VECTORS>([&](auto i) {
+        store(to + i / VECTORS * PANEL + i % VECTORS * LANES, sums[i]);
+    });
+}
+
+class Product {
+  public:
+    Product(const Int8Arguments& given, const uint8_t* codes, const float* scales)
+        : a(given), codes(codes), row_scales(scales), row_bytes(padded(a.inputs)),
+          panel_bytes(row_bytes * PANEL), panels((a.outputs + PANEL - 1) / PANEL),
+          chunks((a.rows + ROW_CHUNK - 1) / ROW_CHUNK) {}
+
+    // All tasks, a panel after the other; within a parallel region, by all of its threads.
+    template <class T, class Out>
+    void run() const {
+#pragma omp for schedule(static) nowait
+        for (int64_t task = 0; task < panels * chunks; ++task) {
+            const int64_t panel = task / chunks, first = task % chunks * ROW_CHUNK;
+            multiply_panel<T, Out>(panel, first, std::min(a.rows - first, ROW_CHUNK));
+        }
+    }
+
+  private:
+    const Int8Arguments& a;
+    const uint8_t* codes;
+    const float* row_scales;
+    const int64_t row_bytes, panel_bytes, panels, chunks;
+
+    template <class T, class Out>
+    void multiply_panel(int64_t panel, int64_t first, int64_t rows) const {
+        int32_t sums[ROWS * PANEL];
+        const int64_t tiles = (rows + ROWS - 1) / ROWS;
+        // Tiles share the lines of the next panel; a single one keeps memory busy by itself.
+        const int lines = panel + 1 == panels || tiles == 1 ? 0 : tiles < 4 ? 2 : 1;
+        for (int64_t tile = 0, row = first; tile < tiles; ++tile) {
+            const int64_t left = tiles - tile, line = tile * lines;
+            const int height = static_cast<int>((first + rows - row + left - 1) / left);
+            multiply_rows<ROWS>(height, row, panel, line < 4 ? lines : 0, line, sums);
+            for (int r = 0; r < height; ++r, ++row) write<T, Out>(row, panel, sums + r * PANEL);
+        }
+    }
+
+    template <int HEIGHT>
+    void multiply_rows(int height, int64_t row, int64_t panel, int lines, int64_t line,
+                       int32_t* sums) const {
+        if constexpr (HEIGHT > 1)
+            if (height < HEIGHT)
+                return multiply_rows<HEIGHT - 1>(height, row, panel, lines, line, sums);
+        const int8_t* next = a.weights + (panel + 1) * panel_bytes + line * 64;
+        if (lines == 2)
+            multiply_columns<HEIGHT>(row, panel, Fetch<2>{next}, sums);
+        else if (lines == 1)
+            multiply_columns<HEIGHT>(row, panel, Fetch<1>{next}, sums);
+        else
+            multiply_columns<HEIGHT>(row, panel, Fetch<0>{next}, sums);
+    }
+
+    template <int HEIGHT, class Fetching>
+    void multiply_columns(int64_t row, int64_t panel, Fetching fetch, int32_t* sums) const {
+        static constexpr int32_t none[PANEL] = {};
+        const uint8_t* rows = codes + row * row_bytes;
+        const int64_t groups = row_bytes / GROUP;
+        const int8_t* weights = a.weights + panel * panel_bytes;
+        const int32_t* start = SUMS_BIASED ? a.offsets + panel * PANEL : none;
+        constexpr int64_t STEP = VECTORS * LANES;
+        multiply_tile<HEIGHT>(rows, row_bytes, weights, groups, start, sums, fetch);
+        for (int64_t n = STEP; n < PANEL; n += STEP)
+            multiply_tile<HEIGHT>(rows, row_bytes, weights + n * GROUP, groups, start + n,
+                                  sums + n, Fetch<0>{});
+    }
+
+    // Sums [PANEL] of a row, as numbers.
+    template <class T, class Out>
+    void write(int64_t row, int64_t panel, const int32_t* sums) const {
+        const int64_t first = panel * PANEL, count = std::min(a.outputs - first, PANEL);
+        const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
+        Out* to = static_cast<Out*>(a.output) + row * a.outputs + first;
+        const float scale = row_scales[row];
+        const float* scales = a.scales + first;
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) {
+            Integers whole;
+            std::memcpy(&whole, sums + i, sizeof(whole));
+            Vector value = __builtin_convertvector(whole, Vector) * (scale * load(scales + i));
+            if (bias) value += load(bias + i);
+            store(to + i, value);
+        }
+        for (; i < count; ++i) {
+            const float value = static_cast<float>(sums[i]) * (scale * scales[i]);
+            assign(to[i], bias ? value + to_float(bias[i]) : value);
+        }
+    }
+};
+
+template <class T, class Out>
+void linear(const Int8Arguments& a) {
+    const std::unique_ptr<uint8_t[]> codes(new uint8_t[a.rows * padded(a.inputs)]);
+    const std::unique_ptr<float[]> scales(new float[a.rows]);
+    const Product product(a, codes.get(), scales.get());
+#pragma omp parallel num_threads(a.threads)
+    {
+        quantize<T>({a.x, codes.get(), scales.get(), a.rows, a.inputs, a.is_bfloat16, a.threads});
+        product.run<T, Out>();
+    }
+}
+
+}  // namespace
+}  // namespace gllm
+
+extern "C" {
+
+void gllm_quantize_rows(const gllm::QuantizeArguments* a) {
+#pragma omp parallel num_threads(a->threads) if (a->rows * a->size >= gllm::QUANTIZED_ALONE)
+    a->is_bfloat16 ? gllm::quantize<gllm::bfloat16>(*a) : gllm::quantize<float>(*a);
+}
+
+void gllm_linear_int8(const gllm::Int8Arguments* a) {
+    using gllm::bfloat16;
+    if (!a->is_bfloat16)
+        gllm::linear<float, float>(*a);
+    else if (a->float_output)
+        gllm::linear<bfloat16, float>(*a);
+    else
+        gllm::linear<bfloat16, bfloat16>(*a);
+}
+}

@@ -1,0 +1,93 @@
+"""Models with 8-bit linear maps: the same tokens in every setting, logits near to float32's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gllm.kernels.linear import PlainMatrix
+from gllm.kernels.linear_int8 import Int8Matrix
+from gllm.models.attention import Attention, LatentAttention
+from gllm.models.feed_forward import MLP, Experts
+from tests.runtime.pipeline import Pipeline
+from tests.runtime.test_greedy import SETTINGS, Scheduled, prompts
+from tests.tiny_models import save
+
+FAMILIES = ("qwen2", "gemma3", "gpt2", "falcon-40b", "baichuan2-13b", "qwen2-moe", "deepseek-v2")
+"""Tied and untied heads, stored either way, with biases, experts, latent attention."""
+TOLERANCE = 0.15
+"""On |a - b| / |b| of all logits. These models are 48 wide, so errors hardly average out, and a
+router may pick another expert; bfloat16 alone is off by up to half of it."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_in_every_setting(family: str, tmp_path: Path) -> None:
+    folder = save(family, tmp_path)
+    made = {}
+    for name, (stages, blocks, options) in SETTINGS.items():
+        pipeline = Scheduled(folder, stages, blocks, options | {"quantization": "int8"})
+        for seq, prompt in enumerate(prompts()):
+            pipeline.add(seq, prompt)
+        made[name] = pipeline.run()
+    alone = {}
+    for seq, prompt in enumerate(prompts()):
+        pipeline = Scheduled(folder, 1, options={"quantization": "int8"})
+        pipeline.add(seq, prompt)
+        alone |= pipeline.run()
+    assert all(tokens == alone for tokens in made.values())
+
+
+def logits(folder: Path, dtype: str, quantization: str) -> torch.Tensor:
+    """Of 37 tokens, one in each row of a batch behind a chunk of them all."""
+    pipeline = Pipeline(folder, 2, dtype=dtype, quantization=quantization)
+    tokens = torch.randint(131, (37,), generator=torch.Generator().manual_seed(1)).tolist()
+    pipeline.add(1, tokens)
+    pipeline.logits(pipeline.plan([pipeline.row(1, 37)]))
+    again = pipeline.row(1, 0)._replace(num_tokens=1)
+    rows = [again._replace(start=position) for position in range(37)]
+    return pipeline.logits(pipeline.plan(rows))[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_near_those_of_float32(family: str, dtype: str, tmp_path: Path) -> None:
+    folder = save(family, tmp_path)
+    wanted, actual = logits(folder, "float32", "none"), logits(folder, dtype, "int8")
+    error = ((actual - wanted).norm() / wanted.norm()).item()
+    assert 0 < error < TOLERANCE
+
+
+def test_what_is_quantized(tmp_path: Path) -> None:
+    """Linear maps and the head; not what gates experts, nor what latent attention absorbs."""
+    stages = {
+        family: Pipeline(save(family, tmp_path / family), quantization="int8").executors[0]._stage
+        for family in ("qwen2-moe", "deepseek-v2")
+    }
+    for stage in stages.values():
+        assert isinstance(stage.head.matrix, Int8Matrix)
+    first, second = stages["qwen2-moe"].layers.each[:2]
+    assert isinstance(first.attention, Attention)
+    assert isinstance(first.mlp, Experts)
+    assert isinstance(second.mlp, MLP)
+    maps = (first.attention.qkv, first.attention.out, second.mlp.up, second.mlp.down)
+    matrices = [linear.matrix for linear in maps] + first.mlp.up + first.mlp.down
+    assert all(isinstance(matrix, Int8Matrix) for matrix in matrices)
+    assert isinstance(first.mlp.shared_gate.matrix, PlainMatrix)
+    assert first.mlp.router.dtype == torch.float32
+    latent = stages["deepseek-v2"].layers.each[0].attention
+    assert isinstance(latent, LatentAttention)
+    assert isinstance(latent.kv_down.matrix, Int8Matrix)
+    assert latent.key_up.dtype == latent.value_up.dtype == torch.float32
+
+
+def test_a_weight_that_is_not_finite_ends_requests_not_the_stage(tmp_path: Path) -> None:
+    """As with plain weights: a row's logits are not finite, and the sampler says so."""
+    from safetensors.torch import load_file, save_file
+
+    folder = save("qwen2", tmp_path)
+    content = load_file(folder / "model.safetensors")
+    content["model.layers.0.mlp.down_proj.weight"][3, 4] = torch.nan
+    save_file(content, folder / "model.safetensors")
+    pipeline = Pipeline(folder, quantization="int8")
+    pipeline.add(1, [3, 4, 5])
+    assert "not finite" in pipeline.run([pipeline.row(1, 3)])[0].error
