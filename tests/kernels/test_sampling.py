@@ -150,3 +150,18 @@ def test_extreme_numbers_pick_tokens_with_weight(number: float, size: int) -> No
     for invert in (sampling._invert, sampling._invert_whole):
         tokens = invert(weights.clone(), numbers)
         assert bool((weights.gather(1, tokens[:, None]) > 0).all())
+
+
+def test_the_likeliest_is_the_first_of_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -2.0], [0.0, 0.0, 0.0, 0.0], [-5.0, -9.0, -5.5, -4.0]])
+    assert sampling.likeliest(logits).tolist() == [1, 0, 3]
+    torch.manual_seed(0)
+    random = torch.randn(9, 1000)
+    assert torch.equal(sampling.likeliest(random), random.argmax(dim=-1))
+
+
+def test_rows_with_anything_that_is_not_finite() -> None:
+    logits = torch.zeros(5, 700)
+    for row, bad in enumerate((math.nan, math.inf, -math.inf)):
+        logits[row, 300 + row] = bad
+    assert sampling.all_finite(logits) == [False, False, False, True, True]
