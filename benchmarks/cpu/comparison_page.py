@@ -11,6 +11,7 @@ from statistics import median
 from benchmarks.cpu import results
 from benchmarks.cpu.aims import verdict_table
 from benchmarks.cpu.loads import rate_name
+from benchmarks.cpu.peers import PEERS
 from benchmarks.cpu.report import (
     SPEEDS,
     cells_of,
@@ -39,7 +40,7 @@ alternates. Ratios are medians of the rounds' ratios. Foreign CPU is what proces
 peer and the client used meanwhile, as a share of all cores. Peak PSS is the largest sum over the \
 peer's processes; llama.cpp's includes its memory-mapped weights. Limits are rooflines of the read \
 bandwidth and the bfloat16 GEMM rate measured in the same run: nothing computes and reads at both \
-at once, least of all at batch 16."""
+at once, least of all at batch 16. Pictures show speeds as shares of them."""
 TITLES = {
     "server": "Servers: equal requests at once",
     "poisson": "Servers: lengths of traces",
@@ -108,7 +109,8 @@ def write_docs(folder: Path) -> Path:
             target.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target / path.name)
             parts = sections(found)
-            pages += [*parts[:3], f"![{TITLES[mode]}](cpu/{draw(found, target)})", *parts[3:]]
+            pictures = [f"![{TITLES[mode]}](cpu/{name})" for name in draw(found, target)]
+            pages += [*parts[:3], *pictures, *parts[3:]]
     if len(pages) == 1:
         raise ValueError(f"{folder} has no results: measure first, with the same --work")
     page = DOCS / "cpu.md"
@@ -116,30 +118,33 @@ def write_docs(folder: Path) -> Path:
     return page
 
 
-def draw(found: Results, folder: Path) -> str:
-    """A mode's picture; its name."""
-    name = f"{found.mode}.png"
+def draw(found: Results, folder: Path) -> list[str]:
+    """A mode's pictures; their names."""
     if found.mode == "poisson":
-        plot_grid(rate_panels(found), folder / name)
-    else:
-        title = f"{TITLES[found.mode]}: tokens/s, medians"
-        plot_bars(speed_bars(found), folder / name, "tokens/s", title)
-    return name
+        plot_grid(rate_panels(found), folder / "poisson.png")
+        return ["poisson.png"]
+    names = []
+    for weights in ("bf16", "int8"):
+        if bars := speed_bars(found, weights):
+            names.append(f"{found.mode}-{weights}.png")
+            plot_bars(bars, folder / names[-1], "of the limit", f"{TITLES[found.mode]}, {weights}")
+    return names
 
 
-def speed_bars(found: Results) -> dict[str, dict[str, float]]:
-    """Each cell's medians by peer, and the machine's limit."""
+def speed_bars(found: Results, weights: str) -> dict[str, dict[str, float]]:
+    """Each cell's medians by peer with such weights, as shares of the machine's bfloat16 limit;
+    nothing without peers."""
     key, most = SPEEDS[found.mode], limits(found)
-    bars = {}
-    for cell in cells_of(found):
-        bars[cell] = {
-            peer: median(got)
-            for peer in peers_of(found)
+    peers = [peer for peer in peers_of(found) if PEERS[peer].weights == weights]
+    bars = {
+        cell: {
+            peer: median(got) / most[cell]
+            for peer in peers
             if (got := values(found.rows, peer, cell, key))
         }
-        if cell in most:
-            bars[cell]["limit"] = most[cell]
-    return bars
+        for cell in cells_of(found)
+    }
+    return bars if peers else {}
 
 
 PANELS = {
@@ -152,7 +157,7 @@ PANELS = {
 
 def rate_panels(found: Results) -> list[Panel]:
     """Latencies and throughput over the rate of arrivals."""
-    rates = {rate_name(rate): rate for rate in found.asked["rates"]}
+    rates = {rate_name(rate): rate for rate in found.asked["rates"] or ()}
     panels = []
     for title, (key, unit) in PANELS.items():
         series: Series = {

@@ -114,7 +114,7 @@ def test_the_page_of_all_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(page, "DOCS", tmp_path / "docs")
     with pytest.raises(ValueError, match="has no results: measure first"):
         page.write_docs(tmp_path)
-    speeds = {"gllm": 30.0, "openvino": 30.0}
+    speeds = {"gllm": 30.0, "openvino": 30.0, "openvino-int8": 40.0}
     alone = [
         Row(peer, "decode b=1", 0, {"tokens_per_second": speed}, 0.02, 10**9)
         for peer, speed in speeds.items()
@@ -131,8 +131,10 @@ def test_the_page_of_all_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "transformers: pip failed" in text
     assert "gllm, decode b=1, x the best | 1 " in text
     assert "### 0.5 requests/s" in text
+    for picture in ("server-bf16", "poisson", "in-process-bf16", "in-process-int8"):
+        assert f"](cpu/{picture}.png)" in text
+        assert (tmp_path / "docs" / "cpu" / f"{picture}.png").stat().st_size > 1000
     for mode in ("server", "poisson", "in-process"):
-        assert (tmp_path / "docs" / "cpu" / f"{mode}.png").stat().st_size > 1000
         assert (tmp_path / "docs" / "cpu" / f"{mode}.json").exists()
     assert cells_of(poisson) == ["0.5 requests/s", "azure-conv / 8, 32 at once"]
 
