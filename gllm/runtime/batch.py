@@ -109,9 +109,11 @@ def build_inputs(
     )
     attention = {window: plan_attention(rows, cache.dtype, window) for window in cache.windows}
     ids = _token_ids(plan.rows, followed) if tokens else np.empty(0, dtype=np.int64)
+    unknown = np.flatnonzero(ids == ON_DEVICE)
+    owners = np.searchsorted(query_start, unknown, side="right") - 1
     placeholders = [
-        (row, plan.rows[int(np.searchsorted(query_start, row, side="right")) - 1].seq)
-        for row in np.flatnonzero(ids == ON_DEVICE).tolist()
+        (token, plan.rows[owner].seq)
+        for token, owner in zip(unknown.tolist(), owners.tolist(), strict=True)
     ]
     inputs = StageInputs(torch.from_numpy(ids), torch.from_numpy(positions), attention)
     return inputs, placeholders

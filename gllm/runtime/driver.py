@@ -102,7 +102,7 @@ class Driver:
         """After a batch of messages: fill the pipeline first, then tell the frontend."""
         while (plan := self._schedule()) is not None:
             step = Step(plan)
-            payload = encode(step)
+            payload = encode(step) if self._others else b""
             for stage in self._others:
                 stage.send_encoded(payload)
             self._local(step)
