@@ -22,6 +22,8 @@ ZERO = 128
 """The code of 0."""
 SMALLEST = 2.0**-120
 """Rows that have nothing above it count as zeros: 127 divided by it is still a float."""
+MOST_INPUTS = (2**31 - 1) // LARGEST**2
+"""Whose sums fit into 32 bits."""
 GROUP = 4
 """Inputs whose products are summed at once."""
 PANEL = 64
@@ -83,8 +85,16 @@ def quantize_rows(x: Tensor) -> Rows:
 
 
 def prepare_int8(weight: Tensor) -> Int8Matrix:
-    """Quantize weight [outputs, inputs] by its rows, and lay it out; the caller should drop it."""
+    """Quantize weight [outputs, inputs] by its rows, and lay it out; the caller should drop it.
+
+    Raises ValueError for more inputs than MOST_INPUTS.
+    """
     outputs, inputs = weight.shape
+    if inputs > MOST_INPUTS:
+        raise ValueError(
+            f"a weight has {inputs} inputs, but 8-bit sums fit into 32 bits up to {MOST_INPUTS}: "
+            "serve this model without --quantization int8"
+        )
     panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
     codes = weight.new_empty(panels, groups, PANEL, GROUP, dtype=torch.int8)
     scales = weight.new_zeros(panels, PANEL, dtype=torch.float32)

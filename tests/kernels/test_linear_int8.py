@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gllm.kernels.linear_int8 import Int8Matrix, linear_int8, prepare_int8, quantize_rows
+from gllm.kernels.linear_int8 import (
+    MOST_INPUTS,
+    Int8Matrix,
+    linear_int8,
+    prepare_int8,
+    quantize_rows,
+)
 
 TYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SIZES = st.one_of(st.integers(1, 20), st.integers(60, 70), st.integers(120, 300))
@@ -67,7 +73,7 @@ def test_products_are_exact(
     same_bits(linear_int8(x, prepare_int8(weight), bias), wanted(x, weight, bias))
 
 
-@pytest.mark.parametrize("inputs", [4864, 33000])
+@pytest.mark.parametrize("inputs", [4864, MOST_INPUTS])
 def test_the_largest_sums_are_exact(way: str, inputs: int) -> None:
     """All codes at their ends: nothing saturates, nothing overflows."""
     signs = torch.randint(0, 2, (3, inputs), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
@@ -148,6 +154,12 @@ def test_close_to_the_unquantized_product(way: str) -> None:
     limit = 1.001 * (sizes + 300 * x_step * weight_step)
     actual = linear_int8(x, prepare_int8(weight), None)
     assert ((actual - exact).abs() <= limit).all()
+
+
+def test_more_inputs_than_sums_have_room_for_are_refused() -> None:
+    prepare_int8(torch.zeros(1, MOST_INPUTS))
+    with pytest.raises(ValueError, match=f"{MOST_INPUTS + 1} inputs.*quantization"):
+        prepare_int8(torch.zeros(1, MOST_INPUTS + 1))
 
 
 def test_a_matrix_takes_a_byte_for_a_weight() -> None:
