@@ -37,15 +37,40 @@ namespace {
 
 int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
+// Where the keys and values of a block are.
+struct Block {
+    const char *keys[KEYS], *values[KEYS];
+    int64_t count = 0;
+};
+
 // What one thread keeps from tile to tile.
 template <class Unit>
 struct Scratch {
+    Block block, coming;
     std::vector<Unit> queries, keys, values, weights;
     std::vector<float> scores, sums, most, total;
 };
 
 struct Tile {
     int64_t row, kv_head, first, tokens;  // first: token of the row
+    int64_t position, begin, end;         // of the first token; of the keys it sees
+};
+
+// Where the positions of a sequence are in the cache, one after the other.
+class Slots {
+  public:
+    Slots(const int64_t* table, int64_t block_size, int64_t position)
+        : block(table + position / block_size), offset(position % block_size), size(block_size) {}
+
+    int64_t next() {
+        const int64_t slot = *block * size + offset;
+        if (++offset == size) ++block, offset = 0;
+        return slot;
+    }
+
+  private:
+    const int64_t* block;
+    int64_t offset, size;
 };
 
 template <class T>
@@ -65,7 +90,7 @@ class Attention {
             const int64_t count = a.query_start[row + 1] - a.query_start[row];
             for (int64_t first = 0; first < count; first += most)
                 for (int64_t head = 0; head < a.kv_heads; ++head)
-                    tiles.push_back({row, head, first, std::min(most, count - first)});
+                    tiles.push_back(tile_of(row, head, first, std::min(most, count - first)));
         }
         // The costliest ones, at the end of chunks, first.
         std::reverse(tiles.begin(), tiles.end());
@@ -74,7 +99,8 @@ class Attention {
         {
             Scratch<Unit> scratch;
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < count; ++i) attend(tiles[i], scratch);
+            for (int64_t i = 0; i < count; ++i)
+                attend(tiles[i], tiles[std::min(i + a.threads, count - 1)], scratch);
         }
     }
 
@@ -82,12 +108,16 @@ class Attention {
     const AttentionArguments& a;
     const int64_t group, units, width;
 
-    void attend(const Tile& tile, Scratch<Unit>& s) const {
-        const int64_t rows = tile.tokens * group;
-        const int64_t row_tokens = a.query_start[tile.row + 1] - a.query_start[tile.row];
-        const int64_t position = a.context_len[tile.row] - row_tokens + tile.first;
+    Tile tile_of(int64_t row, int64_t head, int64_t first, int64_t tokens) const {
+        const int64_t row_tokens = a.query_start[row + 1] - a.query_start[row];
+        const int64_t position = a.context_len[row] - row_tokens + first;
         const int64_t begin = a.window ? std::max<int64_t>(position - a.window + 1, 0) : 0;
-        const int64_t end = position + tile.tokens;
+        return {row, head, first, tokens, position, begin, position + tokens};
+    }
+
+    // next: what this thread may get after this tile.
+    void attend(const Tile& tile, const Tile& next, Scratch<Unit>& s) const {
+        const int64_t rows = tile.tokens * group;
         s.queries.assign(rows * units, Unit{});
         s.keys.resize(units * KEYS);
         s.values.resize(KEYS / PER * width);
@@ -97,15 +127,22 @@ class Attention {
         s.most.assign(rows, -INFINITY);
         s.total.assign(rows, 0.0f);
         pack_queries(tile, s.queries.data());
-        for (int64_t key = begin; key < end; key += KEYS) {
-            const int64_t count = std::min(KEYS, end - key);
-            pack_keys(tile, key, count, s.keys.data(), s.values.data());
-            fetch(tile, key + KEYS, std::min(key + 2 * KEYS, end));
-            multiply(s.queries.data(), units, s.keys.data(), KEYS, s.scores.data(), KEYS, rows,
-                     KEYS, units, false);
-            for (int64_t r = 0; r < rows; ++r) weigh(tile, r, position + r / group, key, count, s);
+        locate(tile, tile.begin, s.block);
+        for (int64_t key = tile.begin; key < tile.end; key += KEYS) {
+            const int64_t count = s.block.count, wide = rounded_up(count, LANES);
+            if (key + KEYS < tile.end)
+                locate(tile, key + KEYS, s.coming);
+            else
+                locate(next, next.begin, s.coming);
+            pack(s.block, s.keys.data(), s.values.data());
+            multiply(s.queries.data(), units, s.keys.data(), KEYS, s.scores.data(), KEYS, rows, wide,
+                     units, false, Wanted(s.coming.keys, s.coming.count, a.key_dim * sizeof(T)));
+            for (int64_t r = 0; r < rows; ++r)
+                weigh(tile, r, tile.position + r / group, key, count, s);
             multiply(s.weights.data(), KEYS / PER, s.values.data(), width, s.sums.data(), width,
-                     rows, width, KEYS / PER, true);
+                     rows, width, wide / PER, true,
+                     Wanted(s.coming.values, s.coming.count, a.value_dim * sizeof(T)));
+            std::swap(s.block, s.coming);
         }
         write(tile, s);
     }
@@ -114,24 +151,21 @@ class Attention {
     void weigh(const Tile& tile, int64_t r, int64_t position, int64_t key, int64_t count,
                Scratch<Unit>& s) const {
         float* scores = s.scores.data() + r * KEYS;
+        const int64_t wide = rounded_up(count, LANES);
+        if (a.softcap != 0 || a.slopes) change(scores, wide, tile.kv_head * group + r % group, key - position);
+        const float scale = a.softcap != 0 || a.slopes ? 1.0f : a.scale;
         const int64_t oldest = a.window ? position - a.window + 1 : 0;
         const int64_t low = std::max<int64_t>(oldest - key, 0);
         const int64_t high = std::min(count, position + 1 - key);
-        const float slope = a.slopes ? a.slopes[tile.kv_head * group + r % group] : 0.0f;
         Vector most = broadcast(-INFINITY);
-        for (int64_t j = 0; j < KEYS; j += LANES) {
-            Vector score = load(scores + j) * a.scale;
-            if (a.softcap != 0) score = a.softcap * tanh(score / a.softcap);
-            if (a.slopes)
-                for (int lane = 0; lane < LANES; ++lane)
-                    score[lane] += slope * static_cast<float>(key + j + lane - position);
+        for (int64_t j = 0; j < wide; j += LANES) {
             if (j < low || j + LANES > high)
-                for (int lane = 0; lane < LANES; ++lane)
-                    if (j + lane < low || j + lane >= high) score[lane] = -INFINITY;
-            store(scores + j, score);
+                for (int64_t i = j; i < j + LANES; ++i)
+                    if (i < low || i >= high) scores[i] = -INFINITY;
+            const Vector score = load(scores + j);
             most = score > most ? score : most;
         }
-        const float before = s.most[r], now = std::max(before, largest(most));
+        const float before = s.most[r], now = std::max(before, largest(most) * scale);
         Unit* weights = s.weights.data() + r * (KEYS / PER);
         if (now == -INFINITY) {
             std::fill(weights, weights + KEYS / PER, Unit{});
@@ -139,8 +173,8 @@ class Attention {
         }
         const float kept = std::exp(before - now);
         Vector total{};
-        for (int64_t j = 0; j < KEYS; j += LANES) {
-            const Vector weight = exp(load(scores + j) - now);
+        for (int64_t j = 0; j < wide; j += LANES) {
+            const Vector weight = exp(load(scores + j) * scale - now);
             total += weight;
             store(reinterpret_cast<Stored*>(weights) + j, weight);
         }
@@ -149,6 +183,19 @@ class Attention {
         if (kept != 1.0f) {
             float* sums = s.sums.data() + r * width;
             for (int64_t d = 0; d < width; d += LANES) store(sums + d, load(sums + d) * kept);
+        }
+    }
+
+    // Scale scores of keys from `distance` behind the query on, bend them, add what distance costs.
+    void change(float* scores, int64_t count, int64_t head, int64_t distance) const {
+        const float slope = a.slopes ? a.slopes[head] : 0.0f;
+        for (int64_t j = 0; j < count; j += LANES) {
+            Vector score = load(scores + j) * a.scale;
+            if (a.softcap != 0) score = a.softcap * tanh(score / a.softcap);
+            if (a.slopes)
+                for (int lane = 0; lane < LANES; ++lane)
+                    score[lane] += slope * static_cast<float>(distance + j + lane);
+            store(scores + j, score);
         }
     }
 
@@ -176,42 +223,30 @@ class Attention {
         }
     }
 
-    // Ask for keys and values while others are computed: blocks lie anywhere, nothing foresees them.
-    void fetch(const Tile& tile, int64_t first, int64_t end) const {
-        constexpr int64_t LINE = 64 / sizeof(T);
-        for (int64_t position = first; position < end; ++position) {
-            const int64_t slot = slot_of(tile, position);
-            const T* key = static_cast<const T*>(a.keys) + slot * a.key_row;
-            const T* value = static_cast<const T*>(a.values) + slot * a.value_row;
-            for (int64_t d = 0; d < a.key_dim; d += LINE)
-                __builtin_prefetch(key + tile.kv_head * a.key_dim + d);
-            for (int64_t d = 0; d < a.value_dim; d += LINE)
-                __builtin_prefetch(value + tile.kv_head * a.value_dim + d);
+    void locate(const Tile& tile, int64_t first, Block& block) const {
+        const T* keys = static_cast<const T*>(a.keys) + tile.kv_head * a.key_dim;
+        const T* values = static_cast<const T*>(a.values) + tile.kv_head * a.value_dim;
+        Slots slots(a.block_table + tile.row * a.table_row, a.block_size, first);
+        block.count = std::min(KEYS, tile.end - first);
+        for (int64_t i = 0; i < block.count; ++i) {
+            const int64_t slot = slots.next();
+            block.keys[i] = reinterpret_cast<const char*>(keys + slot * a.key_row);
+            block.values[i] = reinterpret_cast<const char*>(values + slot * a.value_row);
         }
     }
 
-    int64_t slot_of(const Tile& tile, int64_t position) const {
-        const int64_t* table = a.block_table + tile.row * a.table_row;
-        return table[position / a.block_size] * a.block_size + position % a.block_size;
-    }
-
-    // keys [units, KEYS] and values [KEYS / PER, width], both zero behind what there is.
-    void pack_keys(const Tile& tile, int64_t first, int64_t count, Unit* keys, Unit* values) const {
-        const T* all_keys = static_cast<const T*>(a.keys) + tile.kv_head * a.key_dim;
-        const T* all_values = static_cast<const T*>(a.values) + tile.kv_head * a.value_dim;
-        if (count < KEYS || a.key_dim % PER) std::fill(keys, keys + units * KEYS, Unit{});
-        if (count < KEYS || width != a.value_dim)
+    // keys [units, KEYS] and values [KEYS / PER, width], both zero behind what there is, as far as
+    // vectors reach.
+    void pack(const Block& block, Unit* keys, Unit* values) const {
+        const bool ragged = block.count % LANES != 0;
+        if (ragged || a.key_dim % PER) std::fill(keys, keys + units * KEYS, Unit{});
+        if (ragged || width != a.value_dim)
             std::fill(values, values + KEYS / PER * width, Unit{});
-        for (int64_t j = 0; j < count; j += LANES) {
-            const int64_t some = std::min<int64_t>(LANES, count - j);
-            const T *key_rows[LANES], *value_rows[LANES];
-            for (int64_t i = 0; i < some; ++i) {
-                const int64_t slot = slot_of(tile, first + j + i);
-                key_rows[i] = all_keys + slot * a.key_row;
-                value_rows[i] = all_values + slot * a.value_row;
-            }
-            pack_columns(key_rows, some, keys + j);
-            pack_rows(value_rows, some, values + j / PER * width);
+        for (int64_t j = 0; j < block.count; j += LANES) {
+            const int64_t some = std::min<int64_t>(LANES, block.count - j);
+            pack_columns(reinterpret_cast<const T* const*>(block.keys + j), some, keys + j);
+            pack_rows(reinterpret_cast<const T* const*>(block.values + j), some,
+                      values + j / PER * width);
         }
     }
 

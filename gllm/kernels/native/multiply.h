@@ -4,20 +4,19 @@
 // dimension takes: one float, or two neighbouring bfloat16 where the processor multiplies those.
 #pragma once
 
+#include <utility>
+
 #include "simd.h"
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
 namespace gllm {
 
-// Rows and vectors of a tile, so that its sums fit into the registers.
+// Rows and vectors of a tile, so that its sums fit into the registers; few rows take more vectors.
 #if defined(__AVX512F__)
-constexpr int TILE = 6, WIDE = 4;
+constexpr int TALL = 14, TALL_VECTORS = 2, FLAT = 6, FLAT_VECTORS = 4;
 #elif defined(__AVX__)
-constexpr int TILE = 6, WIDE = 1;
+constexpr int TALL = 6, TALL_VECTORS = 1, FLAT = 2, FLAT_VECTORS = 2;
 #else
-constexpr int TILE = 2, WIDE = 1;
+constexpr int TALL = 2, TALL_VECTORS = 1, FLAT = 1, FLAT_VECTORS = 1;
 #endif
 
 template <class T>
@@ -45,43 +44,89 @@ inline Vector multiply_add(Vector sum, uint32_t a, const uint32_t* b) {
 }
 #endif
 
+// What will be needed soon, asked for row by row while something else is computed: many requests at
+// once would hold up the loads behind them.
+class Wanted {
+  public:
+    Wanted() = default;
+    Wanted(const char* const* rows, int64_t count, int64_t bytes)
+        : row(rows), end(rows + count), size(bytes) {}
+
+    void step() {
+        if (row == end) return;
+        for (int64_t byte = 0; byte < size; byte += 64) __builtin_prefetch(*row + byte, 0, 2);
+        ++row;
+    }
+
+  private:
+    const char *const *row = nullptr, *const *end = nullptr;
+    int64_t size = 0;
+};
+
 // ROWS rows and VECTORS * LANES columns of C; inner: units.
 template <int ROWS, int VECTORS, class Unit>
 inline void multiply_tile(const Unit* a, int64_t a_row, const Unit* b, int64_t b_row, float* c,
-                          int64_t c_row, int64_t inner, bool add) {
+                          int64_t c_row, int64_t inner, bool add, Wanted& wanted) {
     Vector sums[ROWS][VECTORS];
+#pragma GCC unroll 32
     for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v)
             sums[r][v] = add ? load(c + r * c_row + v * LANES) : Vector{};
-    for (int64_t k = 0; k < inner; ++k)
+    for (int64_t k = 0; k < inner; ++k) {
+        wanted.step();
+#pragma GCC unroll 32
         for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v)
                 sums[r][v] = multiply_add(sums[r][v], a[r * a_row + k], b + k * b_row + v * LANES);
+    }
+#pragma GCC unroll 32
     for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) store(c + r * c_row + v * LANES, sums[r][v]);
 }
 
-template <int VECTORS, class Unit>
-inline void multiply_columns(const Unit* a, int64_t a_row, const Unit* b, int64_t b_row, float* c,
-                             int64_t c_row, int64_t rows, int64_t inner, bool add) {
-    int64_t r = 0;
-    for (; r + TILE <= rows; r += TILE)
-        multiply_tile<TILE, VECTORS>(a + r * a_row, a_row, b, b_row, c + r * c_row, c_row, inner, add);
-    for (; r + 2 <= rows; r += 2)
-        multiply_tile<2, VECTORS>(a + r * a_row, a_row, b, b_row, c + r * c_row, c_row, inner, add);
-    for (; r < rows; ++r)
-        multiply_tile<1, VECTORS>(a + r * a_row, a_row, b, b_row, c + r * c_row, c_row, inner, add);
+template <class Unit>
+using TileOf = void (*)(const Unit*, int64_t, const Unit*, int64_t, float*, int64_t, int64_t, bool,
+                        Wanted&);
+
+// By rows.
+template <int VECTORS, class Unit, int... ROWS>
+inline TileOf<Unit> tile_of(int64_t rows, std::integer_sequence<int, ROWS...>) {
+    static constexpr TileOf<Unit> all[] = {multiply_tile<ROWS + 1, VECTORS, Unit>...};
+    return all[rows - 1];
 }
 
-// a [rows, inner], b [inner, columns], c [rows, columns]; columns: a multiple of LANES.
+// From column `n` on as far as VECTORS go; returns where they end. Tiles are of like heights.
+template <int HEIGHT, int VECTORS, class Unit>
+inline int64_t multiply_columns(const Unit* a, int64_t a_row, const Unit* b, int64_t b_row, float* c,
+                                int64_t c_row, int64_t rows, int64_t columns, int64_t n,
+                                int64_t inner, bool add, Wanted& wanted) {
+    const int64_t tiles = (rows + HEIGHT - 1) / HEIGHT;
+    for (; n + VECTORS * LANES <= columns; n += VECTORS * LANES)
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
+            tile_of<VECTORS, Unit>(count, std::make_integer_sequence<int, HEIGHT>())(
+                a + first * a_row, a_row, b + n, b_row, c + first * c_row + n, c_row, inner, add,
+                wanted);
+        }
+    return n;
+}
+
+// a [rows, inner], b [inner, columns], c [rows, columns]; columns: a multiple of LANES. Meanwhile
+// what is wanted is fetched, as far as it gets.
 template <class Unit>
 inline void multiply(const Unit* a, int64_t a_row, const Unit* b, int64_t b_row, float* c,
-                     int64_t c_row, int64_t rows, int64_t columns, int64_t inner, bool add) {
+                     int64_t c_row, int64_t rows, int64_t columns, int64_t inner, bool add,
+                     Wanted wanted) {
     int64_t n = 0;
-    for (; n + WIDE * LANES <= columns; n += WIDE * LANES)
-        multiply_columns<WIDE>(a, a_row, b + n, b_row, c + n, c_row, rows, inner, add);
-    for (; n < columns; n += LANES)
-        multiply_columns<1>(a, a_row, b + n, b_row, c + n, c_row, rows, inner, add);
+    if (rows <= FLAT)
+        n = multiply_columns<FLAT, FLAT_VECTORS>(a, a_row, b, b_row, c, c_row, rows, columns, n,
+                                                 inner, add, wanted);
+    n = multiply_columns<TALL, TALL_VECTORS>(a, a_row, b, b_row, c, c_row, rows, columns, n, inner,
+                                             add, wanted);
+    multiply_columns<TALL, 1>(a, a_row, b, b_row, c, c_row, rows, columns, n, inner, add, wanted);
 }
 
 }  // namespace gllm

@@ -7,6 +7,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 namespace gllm {
 
@@ -37,12 +40,16 @@ inline Vector load(const bfloat16* from) {
     return as<Vector>(__builtin_convertvector(halves, Words) << 16);
 }
 inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
-// Rounds to nearest, ties to even; what is not a number stays so.
+// Rounds to nearest, ties to even; what is not a number stays so. Below 2^-126 it may become 0.
 inline void store(bfloat16* to, Vector value) {
+#ifdef __AVX512BF16__
+    const auto halves = _mm512_cvtneps_pbh((__m512)value);
+#else
     const Words bits = as<Words>(value);
     const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const Words chosen = value == value ? rounded : Words{} + 0x7fc0;
     const Halves halves = __builtin_convertvector(chosen, Halves);
+#endif
     std::memcpy(to, &halves, sizeof(halves));
 }
 
@@ -57,6 +64,10 @@ inline void assign(bfloat16& to, float value) {
     to.bits = value == value ? static_cast<uint16_t>(rounded) : 0x7fc0;
 }
 
+#ifdef __AVX512F__
+inline float sum(Vector value) { return _mm512_reduce_add_ps((__m512)value); }
+inline float largest(Vector value) { return _mm512_reduce_max_ps((__m512)value); }
+#else
 inline float sum(Vector value) {
     float total = 0;
     for (int lane = 0; lane < LANES; ++lane) total += value[lane];
@@ -67,6 +78,7 @@ inline float largest(Vector value) {
     for (int lane = 1; lane < LANES; ++lane) most = value[lane] > most ? value[lane] : most;
     return most;
 }
+#endif
 
 // Numbers of one in the low halves of words, those of the other in the high ones.
 inline Vector interleaved(const bfloat16* low, const bfloat16* high) {
@@ -109,7 +121,7 @@ inline void transpose(Vector* rows) {
 inline Vector exp(Vector x) {
     const Vector low = broadcast(-87.0f), high = broadcast(88.0f);
     const Vector inside = x < low ? low : (x > high ? high : x);
-    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits, from where it moves to the exponent.
     const Vector shifted = inside * 1.44269504f + 12582912.0f;
     const Vector whole = shifted - 12582912.0f;
     const Vector rest = inside - whole * 0.693359375f + whole * 2.12194440e-4f;
@@ -119,8 +131,8 @@ inline Vector exp(Vector x) {
     power = power * rest + 1.6666665459e-1f;
     power = power * rest + 5.0000001201e-1f;
     power = power * rest * rest + rest + 1.0f;
-    const Integers scale = (__builtin_convertvector(whole, Integers) + 127) << 23;
-    return x < low ? Vector{} : power * as<Vector>(scale);
+    const Vector scaled = as<Vector>(as<Integers>(power) + (as<Integers>(shifted) << 23));
+    return x < low ? Vector{} : scaled;
 }
 
 inline Vector tanh(Vector x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
