@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gllm.kernels.native.library import ACTIVATIONS as COMPILED
 from gllm.kernels.native.library import GateArguments, native, pointer
 
 
@@ -36,10 +37,10 @@ def gate(kind: str, gate_up: Tensor) -> Tensor:
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), equations 5 and 6.
     """
     library = native(gate_up)
-    if library is not None and kind in ("silu", "gelu_tanh") and gate_up.is_contiguous():
+    if library is not None and kind in COMPILED and gate_up.is_contiguous():
         tokens, size = len(gate_up), gate_up.shape[1] // 2
         output = library.empty((tokens, size), gate_up.dtype)
-        flags = (kind == "gelu_tanh", gate_up.dtype == torch.bfloat16, torch.get_num_threads())
+        flags = (COMPILED[kind], gate_up.dtype == torch.bfloat16, torch.get_num_threads())
         library(GateArguments(pointer(gate_up), pointer(output), tokens, size, *flags))
         return output
     gate, up = gate_up.chunk(2, dim=-1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gllm.kernels.activation import gate
+from gllm.kernels.gated_linear import GatedMatrix, gated_linear
 from gllm.kernels.linear import Matrix, linear
 
 
@@ -62,14 +62,13 @@ def run_experts(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    up: Sequence[Matrix],
+    up: Sequence[GatedMatrix],
     down: Sequence[Matrix],
-    activation: str,
 ) -> Tensor:
     """Weighted sum of what its experts make of each token; x [tokens, hidden], the result alike.
 
     experts and weights [tokens, active], as `route` gives them; up [2 * inner, hidden] of each
-    expert, the gate first; down [hidden, inner] of each. Tokens are gathered expert by expert, and
+    expert; down [hidden, inner] of each. Tokens are gathered expert by expert, and
     each token's parts are added in the order of its experts' numbers, whatever else is in the
     batch.
     """
@@ -83,8 +82,7 @@ def run_experts(
         if not count:
             continue
         rows = tokens[begin : begin + count]
-        inner = gate(activation, linear(x[rows], up[expert], None))
-        made = linear(inner, down[expert], None).to(torch.float32)
+        made = linear(gated_linear(x[rows], up[expert]), down[expert], None).to(torch.float32)
         result.index_add_(0, rows, made * flat[order[begin : begin + count], None])
         begin += count
     return result.to(x.dtype)

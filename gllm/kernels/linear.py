@@ -32,6 +32,8 @@ class PlainMatrix:
     """[outputs, inputs]; in panels where it is packed."""
     outputs: int
     is_packed: bool
+    is_gated: bool = False
+    """Panels of `outputs` gates and of as many that they gate take turns (gated_linear.py)."""
 
 
 Matrix = PlainMatrix | Int8Matrix
@@ -47,21 +49,29 @@ def prepare(weight: Tensor, quantization: str = "none") -> Matrix:
     """Lay out weight [outputs, inputs], as it is or in int8; the caller should drop it then."""
     if quantization == "int8":
         return prepare_int8(weight)
-    outputs, inputs = weight.shape
+    return packed(weight) or plain(weight)
+
+
+def packed(weight: Tensor, is_gated: bool = False) -> PlainMatrix | None:
+    """weight [outputs, inputs], or [2 * outputs, inputs] with the gates first, in panels; None
+    where there are no compiled kernels for it."""
+    rows, inputs = weight.shape
     library = native(weight)
     # Two neighbouring bfloat16 are multiplied at once.
     if library is None or inputs % 2:
-        return plain(weight)
-    packed = torch.empty(-(-outputs // PANEL) * PANEL, inputs, dtype=weight.dtype)
+        return None
+    outputs = rows // 2 if is_gated else rows
+    panels = -(-outputs // PANEL) * (1 + is_gated)
+    made = torch.empty(panels * PANEL, inputs, dtype=weight.dtype)
     weight = weight.contiguous()
     is_bfloat16 = weight.dtype == torch.bfloat16
     library(
         PackArguments(
-            *(pointer(packed), pointer(weight), inputs, outputs),
-            *(is_bfloat16, torch.get_num_threads()),
+            *(pointer(made), pointer(weight), inputs, outputs),
+            *(is_gated, is_bfloat16, torch.get_num_threads()),
         )
     )
-    return PlainMatrix(packed, outputs, True)
+    return PlainMatrix(made, outputs, True, is_gated)
 
 
 def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -74,8 +84,17 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = 
     if not matrix.is_packed:
         result = functional.linear(x, matrix.weight, bias)
         return result if out is None else out.copy_(result)
+    return multiply_packed(x, matrix, bias, out)
+
+
+def multiply_packed(
+    x: Tensor, matrix: PlainMatrix, bias: Tensor | None, out: Tensor | None = None, gate: int = 0
+) -> Tensor:
+    """`linear` by a packed matrix. gate: the activation (library.py) of gates, where it has some;
+    bias then [2 * outputs]."""
     library = native(x)
     assert library is not None, "packed by compiled kernels"
+    assert matrix.is_gated == bool(gate), "gates and their activation come together"
     if x.stride(1) != 1:
         x = x.contiguous()
     if out is None:
@@ -83,7 +102,7 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = 
     library(
         LinearArguments(
             *(pointer(tensor) for tensor in (out, x, matrix.weight, bias)),
-            *(len(x), x.shape[1], matrix.outputs, x.stride(0)),
+            *(len(x), x.shape[1], matrix.outputs, x.stride(0), gate),
             out.dtype == torch.float32,
             x.dtype == torch.bfloat16,
             torch.get_num_threads(),

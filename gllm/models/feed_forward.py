@@ -9,27 +9,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.activation import activate, gate
+from gllm.kernels.activation import activate
 from gllm.kernels.experts import Routing, route, run_experts
-from gllm.kernels.linear import Matrix, prepare
+from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
+from gllm.kernels.linear import prepare
 from gllm.models import spec
 from gllm.models.loader import Weights
-from gllm.models.parts import Linear, stacked
+from gllm.models.parts import Linear, stacked, stacked_bias
 
 
 class MLP:
     """One feed-forward block."""
 
     def __init__(self, described: spec.MLP, weights: Weights, hidden: int) -> None:
-        inner = described.inner
-        self.up = Linear(described.up, weights, [inner] * (1 + described.gated), hidden)
+        inner, self.activation = described.inner, described.activation
+        self.up: Linear | GatedMatrix
+        if described.gated:
+            self.up = gated(described, weights, hidden)
+        else:
+            self.up = Linear(described.up, weights, [inner], hidden)
         self.down = Linear(described.down, weights, [hidden], inner)
-        self.act = gate if described.gated else activate
-        self.activation = described.activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden]; the result is alike."""
-        return self.down(self.act(self.activation, self.up(x)))
+        if isinstance(self.up, GatedMatrix):
+            return self.down(gated_linear(x, self.up))
+        return self.down(activate(self.activation, self.up(x)))
+
+
+def gated(described: spec.MLP, weights: Weights, hidden: int) -> GatedMatrix:
+    """The maps of a gated block up to its gate."""
+    outputs = [described.inner, described.inner]
+    weight = stacked(described.up, weights, outputs, hidden)
+    bias = stacked_bias(described.up, weights, outputs)
+    return prepare_gated(weight, bias, described.activation, weights.quantization)
 
 
 class Experts:
@@ -52,9 +65,12 @@ class Experts:
             described.active_groups,
             described.group_score == "best two",
         )
-        expert, inner = described.expert, described.expert.inner
-        self.up = _each(expert.up, described.count, weights, [inner, inner], hidden)
-        self.down = _each(expert.down, described.count, weights, [hidden], inner)
+        numbered = [_numbered(described.expert, expert) for expert in range(described.count)]
+        self.up = [gated(expert, weights, hidden) for expert in numbered]
+        self.down = [
+            prepare(stacked(one.down, weights, [hidden], one.inner), weights.quantization)
+            for one in numbered
+        ]
         self.shared = MLP(described.shared, weights, hidden) if described.shared else None
         self.shared_gate = (
             Linear(described.shared_gate, weights, [1], hidden, exact=True)
@@ -66,8 +82,7 @@ class Experts:
         """x [tokens, hidden]; the result is alike."""
         logits = functional.linear(x.to(torch.float32), self.router)
         experts, shares = route(logits, self.routing, self.correction)
-        activation = self.spec.expert.activation
-        result = run_experts(x, experts, shares, self.up, self.down, activation)
+        result = run_experts(x, experts, shares, self.up, self.down)
         if self.shared is None:
             return result
         shared = self.shared(x)
@@ -76,10 +91,10 @@ class Experts:
         return result + shared
 
 
-def _each(
-    one: spec.Linear, count: int, weights: Weights, outputs: list[int], inputs: int
-) -> list[Matrix]:
-    """The map of each expert."""
-    names = (tuple(name.format(expert) for name in one.names) for expert in range(count))
-    experts = (stacked(replace(one, names=of_one), weights, outputs, inputs) for of_one in names)
-    return [prepare(weight, weights.quantization) for weight in experts]
+def _numbered(described: spec.MLP, expert: int) -> spec.MLP:
+    """The block of one expert, by its tensors' names."""
+
+    def named(maps: spec.Linear) -> spec.Linear:
+        return replace(maps, names=tuple(name.format(expert) for name in maps.names))
+
+    return replace(described, up=named(described.up), down=named(described.down))

@@ -27,6 +27,12 @@ def stacked(
     return weights.fused(names, "weight", rows, inputs)
 
 
+def stacked_bias(described: spec.Linear, weights: Weights, outputs: Sequence[int]) -> Tensor | None:
+    """Their biases [sum of outputs], where they have some."""
+    rows = [sum(outputs)] if len(described.names) == 1 else outputs
+    return weights.fused(described.names, "bias", rows) if described.bias else None
+
+
 class Linear:
     """y = x W^T + b, W stacked from the checkpoint's tensors of several projections."""
 
@@ -42,8 +48,7 @@ class Linear:
         """`outputs`: of each projection; `order` [sum of outputs] int64: which stored output each
         one is, where they are stored in another order; `exact`: not to be quantized."""
         weight = stacked(described, weights, outputs, inputs)
-        rows = [sum(outputs)] if len(described.names) == 1 else outputs
-        bias = weights.fused(described.names, "bias", rows) if described.bias else None
+        bias = stacked_bias(described, weights, outputs)
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
         self.matrix = prepare(weight, "none" if exact else weights.quantization)

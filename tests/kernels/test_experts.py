@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gllm.kernels.activation import gate
 from gllm.kernels.experts import Routing, route, run_experts
+from gllm.kernels.gated_linear import prepare_gated
 from gllm.kernels.linear import prepare
 
 
@@ -100,8 +101,8 @@ def run(
     x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str = "silu"
 ) -> Tensor:
     """up [experts, 2 * inner, hidden], down [experts, hidden, inner]."""
-    matrices = [[prepare(weight) for weight in stack] for stack in (up, down)]
-    return run_experts(x, experts, weights, *matrices, activation)
+    gated = [prepare_gated(weight, None, activation) for weight in up]
+    return run_experts(x, experts, weights, gated, [prepare(weight) for weight in down])
 
 
 def made(seed: int, tokens: int) -> tuple[Tensor, ...]:

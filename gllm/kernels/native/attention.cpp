@@ -13,7 +13,7 @@
 
 namespace gllm {
 
-constexpr int64_t KEYS = 64;        // of a block
+constexpr int64_t KEYS = 128;       // of a block
 constexpr int64_t TILE_ROWS = 112;  // queries of a tile, over all heads that share keys
 
 struct AttentionArguments {
@@ -48,7 +48,8 @@ template <class Unit>
 struct Scratch {
     Block block, coming;
     std::vector<Unit> queries, keys, values, weights;
-    std::vector<float> scores, sums, most, total;
+    std::vector<float> scores, sums, most;
+    std::vector<Vector> total;
 };
 
 struct Tile {
@@ -125,7 +126,7 @@ class Attention {
         s.scores.resize(rows * KEYS);
         s.sums.assign(rows * width, 0.0f);
         s.most.assign(rows, -INFINITY);
-        s.total.assign(rows, 0.0f);
+        s.total.assign(rows, Vector{});
         pack_queries(tile, s.queries.data());
         locate(tile, tile.begin, s.block);
         for (int64_t key = tile.begin; key < tile.end; key += KEYS) {
@@ -171,19 +172,20 @@ class Attention {
             std::fill(weights, weights + KEYS / PER, Unit{});
             return;
         }
-        const float kept = std::exp(before - now);
         Vector total{};
         for (int64_t j = 0; j < wide; j += LANES) {
             const Vector weight = exp(load(scores + j) * scale - now);
             total += weight;
             store(reinterpret_cast<Stored*>(weights) + j, weight);
         }
-        s.most[r] = now;
-        s.total[r] = s.total[r] * kept + sum(total);
-        if (kept != 1.0f) {
+        if (now != before) {
+            const float kept = std::exp(before - now);
             float* sums = s.sums.data() + r * width;
             for (int64_t d = 0; d < width; d += LANES) store(sums + d, load(sums + d) * kept);
+            s.total[r] *= kept;
+            s.most[r] = now;
         }
+        s.total[r] += total;
     }
 
     // Scale scores of keys from `distance` behind the query on, bend them, add what distance costs.
@@ -298,7 +300,7 @@ class Attention {
             const int64_t head = tile.kv_head * group + r % group;
             T* to = output + (token * a.heads + head) * a.value_dim;
             const float* sums = s.sums.data() + r * width;
-            const float share = 1.0f / s.total[r];
+            const float share = 1.0f / sum(s.total[r]);
             int64_t d = 0;
             for (; d + LANES <= a.value_dim; d += LANES) store(to + d, load(sums + d) * share);
             for (; d < a.value_dim; ++d) assign(to[d], sums[d] * share);

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "simd.h"
+#include "activation.h"
 
 namespace gllm {
 
@@ -41,7 +41,7 @@ struct GateArguments {
     const void* gate_up;  // [rows, 2 size]
     void* output;         // [rows, size]
     int64_t rows, size;
-    int32_t is_gelu, is_bfloat16, threads;
+    int32_t activation, is_bfloat16, threads;
 };
 
 namespace {
@@ -132,11 +132,6 @@ void rotate_and_store(const RotaryArguments& a) {
     }
 }
 
-inline Vector activated(Vector x, bool is_gelu) {
-    if (!is_gelu) return x / (1.0f + exp(-x));
-    return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
-}
-
 template <class T>
 void gate(const GateArguments& a) {
 #pragma omp parallel for num_threads(a.threads) if (a.rows * a.size >= PARALLEL)
@@ -146,9 +141,9 @@ void gate(const GateArguments& a) {
         T* output = static_cast<T*>(a.output) + row * a.size;
         int64_t i = 0;
         for (; i + LANES <= a.size; i += LANES)
-            store(output + i, activated(load(gate + i), a.is_gelu) * load(up + i));
+            store(output + i, activated(load(gate + i), a.activation) * load(up + i));
         for (; i < a.size; ++i) {
-            const Vector one = activated(broadcast(to_float(gate[i])), a.is_gelu);
+            const Vector one = activated(broadcast(to_float(gate[i])), a.activation);
             assign(output[i], one[0] * to_float(up[i]));
         }
     }

@@ -75,7 +75,7 @@ class GateArguments(ctypes.Structure):
     """As in elementwise.cpp."""
 
     _fields_ = _fields(
-        ("gate_up output", Pointer), ("rows size", Long), ("is_gelu is_bfloat16 threads", Int)
+        ("gate_up output", Pointer), ("rows size", Long), ("activation is_bfloat16 threads", Int)
     )
 
 
@@ -85,7 +85,7 @@ class LinearArguments(ctypes.Structure):
     _fields_ = _fields(
         ("output input weight bias", Pointer),
         ("rows inputs outputs input_row", Long),
-        ("float_output is_bfloat16 threads", Int),
+        ("gate float_output is_bfloat16 threads", Int),
     )
 
 
@@ -93,7 +93,7 @@ class PackArguments(ctypes.Structure):
     """As in linear.cpp."""
 
     _fields_ = _fields(
-        ("packed weight", Pointer), ("inputs outputs", Long), ("is_bfloat16 threads", Int)
+        ("packed weight", Pointer), ("inputs outputs", Long), ("is_gated is_bfloat16 threads", Int)
     )
 
 
@@ -122,6 +122,9 @@ class Int8Arguments(ctypes.Structure):
         ("is_bfloat16 float_output threads", Int),
     )
 
+
+ACTIVATIONS = MappingProxyType({"silu": 1, "gelu_tanh": 2})
+"""Those that are compiled, as in activation.h."""
 
 FUNCTIONS = {
     "gllm_attention": AttentionArguments,

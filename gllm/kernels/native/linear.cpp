@@ -1,14 +1,16 @@
-// Products with weights that were packed for them: y = x W^T + b.
+// Products with weights that were packed for them: y = x W^T + b, or act(x G^T + b) (x U^T + c).
 //
 // Owns the order in which weights, inputs and sums pass through the caches. A weight is packed into
 // panels of PANEL outputs; a panel is [units, PANEL]. For few rows the weights are read from memory
 // once, one panel after the other, while the next is fetched; for many rows blocks of inputs and of
-// panels stay in the second cache. Source: Goto and van de Geijn, "Anatomy of
+// panels stay in the second cache. Panels of gates and of what they gate take turns, so that both sums
+// are at hand at once. Source: Goto and van de Geijn, "Anatomy of
 // High-Performance Matrix Multiplication" (2008), section 4.
 
 #include <algorithm>
 #include <vector>
 
+#include "activation.h"
 #include "multiply.h"
 
 namespace gllm {
@@ -30,16 +32,17 @@ struct LinearArguments {
     void* output;        // [rows, outputs], floats where float_output, else as input
     const void* input;   // [rows, inputs], rows input_row elements apart
     const void* weight;  // packed
-    const void* bias;    // [outputs] as input, or null
+    const void* bias;    // [outputs] as input, or null; twice as many where gated: gates first
     int64_t rows, inputs, outputs, input_row;
+    int32_t gate;  // Activation: NONE where nothing is gated
     int32_t float_output, is_bfloat16, threads;
 };
 
 struct PackArguments {
     void* packed;        // whole panels
-    const void* weight;  // [outputs, inputs]
+    const void* weight;  // [outputs, inputs], or [2, outputs, inputs]: gates first
     int64_t inputs, outputs;
-    int32_t is_bfloat16, threads;
+    int32_t is_gated, is_bfloat16, threads;
 };
 
 struct UnpackArguments {
@@ -110,17 +113,18 @@ class Linear {
   public:
     explicit Linear(const LinearArguments& given)
         : a(given), weight(static_cast<const Unit*>(given.weight)), units(a.inputs / PER),
-          panels(blocks_of(a.outputs, PANEL)), few(a.rows <= ALONE) {}
+          panels(blocks_of(a.outputs, PANEL) * (a.gate ? 2 : 1)), few(a.rows <= ALONE) {}
 
     void run() const {
         if (a.rows == 0) return;
         const int64_t row_blocks = few ? 1 : blocks_of(a.rows, ROWS);
         const int64_t fair = blocks_of(panels * row_blocks, 4 * a.threads);
-        const int64_t group = few ? fair : 2 * blocks_of(std::min<int64_t>(fair, 8), 2);
+        const int64_t most = few ? panels : 8, step = few && !a.gate ? 1 : 2;
+        const int64_t group = blocks_of(std::min(fair, most), step) * step;
         const int64_t groups = blocks_of(panels, group);
 #pragma omp parallel num_threads(a.threads)
         {
-            std::vector<float> sums(std::min(a.rows, ROWS) * PANEL * (few ? 1 : group));
+            std::vector<float> sums(std::min(a.rows, ROWS) * PANEL * (few ? step : group));
 #pragma omp for schedule(dynamic, 1)
             for (int64_t task = 0; task < row_blocks * groups; ++task) {
                 const int64_t row = task / groups * ROWS, panel = task % groups * group;
@@ -148,10 +152,15 @@ class Linear {
         const auto multiply = multiply_of<1, Unit>(a.rows, std::make_integer_sequence<int, ALONE>());
         for (; panel < end; ++panel) {
             const Unit* now = weight + panel * units * PANEL;
-            std::fill(sums, sums + a.rows * PANEL, 0.0f);
-            multiply(row_at(0, 0), a.input_row / PER, now, 0, units, sums,
+            const bool is_gated = a.gate && panel % 2;
+            float* to = sums + (is_gated ? a.rows * PANEL : 0);
+            std::fill(to, to + a.rows * PANEL, 0.0f);
+            multiply(row_at(0, 0), a.input_row / PER, now, 0, units, to,
                      panel + 1 < end ? now + units * PANEL : nullptr);
-            write(0, a.rows, panel, 1, sums);
+            if (is_gated)
+                write_gated(0, a.rows, panel - 1, sums, to, PANEL);
+            else if (!a.gate)
+                write(0, a.rows, panel, 1, sums);
         }
     }
 
@@ -162,8 +171,13 @@ class Linear {
         for (int64_t begin = 0; begin < units; begin += deep)
             for (int64_t p = panel; p < end; p += 2)
                 tiles_of(row, rows, tiles, begin, deep, p, sums + (p - panel) * rows * PANEL);
-        for (int64_t p = panel; p < end; p += 2)
-            write(row, rows, p, 2, sums + (p - panel) * rows * PANEL);
+        for (int64_t p = panel; p < end; p += 2) {
+            const float* both = sums + (p - panel) * rows * PANEL;
+            if (a.gate)
+                write_gated(row, rows, p, both, both + PANEL, 2 * PANEL);
+            else
+                write(row, rows, p, 2, both);
+        }
     }
 
     // All rows by two panels, or the one left.
@@ -194,6 +208,28 @@ class Linear {
         }
     }
 
+    // Sums of two panels, rows of each so many floats apart.
+    void write_gated(int64_t row, int64_t rows, int64_t panel, const float* gates, const float* others,
+                     int64_t apart) const {
+        const int64_t column = panel / 2 * PANEL, width = std::min(PANEL, a.outputs - column);
+        const T* bias = a.bias ? static_cast<const T*>(a.bias) + column : nullptr;
+        float numbers[2 * PANEL] = {};
+        if (bias)
+            for (int64_t i = 0; i < width; ++i) {
+                numbers[i] = to_float(bias[i]);
+                numbers[PANEL + i] = to_float(bias[a.outputs + i]);
+            }
+        const Vector first = load(numbers), second = load(numbers + PANEL);
+        for (int64_t r = 0; r < rows; ++r, gates += apart, others += apart) {
+            T* to = static_cast<T*>(a.output) + (row + r) * a.outputs + column;
+            const Vector made = activated(load(gates) + first, a.gate) * (load(others) + second);
+            if (width == PANEL)
+                store(to, made);
+            else
+                for (int64_t i = 0; i < width; ++i) assign(to[i], made[i]);
+        }
+    }
+
     template <class To>
     static void write_row(To* to, const float* sums, const T* bias, int64_t count) {
         int64_t i = 0;
@@ -208,15 +244,17 @@ class Linear {
 template <class T>
 void pack(const PackArguments& a) {
     constexpr int64_t PER = Step<T>::PER, RUN = 64;
-    const int64_t panels = blocks_of(a.outputs, PANEL), row = a.inputs / PER * PER;
+    const int64_t parts = a.is_gated ? 2 : 1, panels = blocks_of(a.outputs, PANEL) * parts;
+    const int64_t row = a.inputs / PER * PER;
 #pragma omp parallel for num_threads(a.threads)
     for (int64_t panel = 0; panel < panels; ++panel) {
         T* to = static_cast<T*>(a.packed) + panel * PANEL * row;
-        const int64_t count = std::min(PANEL, a.outputs - panel * PANEL);
+        const int64_t first = panel / parts * PANEL, count = std::min(PANEL, a.outputs - first);
+        const T* weight = static_cast<const T*>(a.weight) + (panel % parts * a.outputs + first) * row;
         if (count < PANEL) std::fill(to, to + PANEL * row, T{});
         for (int64_t k = 0; k < row; k += RUN)
             for (int64_t column = 0; column < count; ++column) {
-                const T* from = static_cast<const T*>(a.weight) + (panel * PANEL + column) * row;
+                const T* from = weight + column * row;
                 for (int64_t i = k; i < std::min(k + RUN, row); ++i)
                     to[(i / PER * PANEL + column) * PER + i % PER] = from[i];
             }

@@ -1,0 +1,44 @@
+"""Two linear maps of which one gates the other: act(x G^T + b) * (x U^T + c).
+
+Owns how the two are computed together: where kernels are compiled, a gate and what it gates are
+both at hand as sums and only their product is written. Does not know where weights come from.
+
+Source: Shazeer, "GLU Variants Improve Transformer" (2020), equations 5 and 6.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gllm.kernels.activation import gate
+from gllm.kernels.linear import Matrix, PlainMatrix, linear, multiply_packed, packed, prepare
+from gllm.kernels.native.library import ACTIVATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMatrix:
+    """Both weights, ready to be multiplied by, and the activation of the first."""
+
+    both: Matrix
+    bias: Tensor | None
+    """[2 * outputs]: the gates' first."""
+    activation: str
+
+
+def prepare_gated(
+    weight: Tensor, bias: Tensor | None, activation: str, quantization: str = "none"
+) -> GatedMatrix:
+    """weight [2 * outputs, inputs] and bias [2 * outputs], the gates first; the caller should drop
+    the weight. activation: of activation.py."""
+    both: Matrix | None = None
+    if quantization == "none" and activation in ACTIVATIONS:
+        both = packed(weight, is_gated=True)
+    return GatedMatrix(both or prepare(weight, quantization), bias, activation)
+
+
+def gated_linear(x: Tensor, matrix: GatedMatrix) -> Tensor:
+    """x [tokens, inputs]; the result [tokens, outputs]."""
+    both = matrix.both
+    if isinstance(both, PlainMatrix) and both.is_gated:
+        return multiply_packed(x, both, matrix.bias, gate=ACTIVATIONS[matrix.activation])
+    return gate(matrix.activation, linear(x, both, matrix.bias))
