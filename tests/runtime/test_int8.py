@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gllm.kernels.gated_linear import GatedMatrix
 from gllm.kernels.linear import PlainMatrix
 from gllm.kernels.linear_int8 import Int8Matrix
 from gllm.models.attention import Attention, LatentAttention
@@ -69,8 +70,10 @@ def test_what_is_quantized(tmp_path: Path) -> None:
     assert isinstance(first.attention, Attention)
     assert isinstance(first.mlp, Experts)
     assert isinstance(second.mlp, MLP)
-    maps = (first.attention.qkv, first.attention.out, second.mlp.up, second.mlp.down)
-    matrices = [linear.matrix for linear in maps] + first.mlp.up + first.mlp.down
+    maps = (first.attention.qkv, first.attention.out, second.mlp.down)
+    gated = [*first.mlp.up, second.mlp.up]
+    assert all(isinstance(matrix, GatedMatrix) for matrix in gated)
+    matrices = [linear.matrix for linear in maps] + [up.both for up in gated] + first.mlp.down
     assert all(isinstance(matrix, Int8Matrix) for matrix in matrices)
     assert isinstance(first.mlp.shared_gate.matrix, PlainMatrix)
     assert first.mlp.router.dtype == torch.float32
