@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.cpu.loads import Cell, requests_of
 from benchmarks.cpu.peers import Peer, Server
 from benchmarks.cpu.results import Row
-from benchmarks.cpu.watch import CpuWatch, MemoryWatch
+from benchmarks.cpu.watch import CpuWatch, pss_bytes, tree
 from benchmarks.cpu.workplace import PeerError, Workplace, background, tail, variables
 from gllm.bench.client import Outcome, open_session, send
 from gllm.bench.load import Planned
@@ -83,11 +83,12 @@ async def _send_cells(peer: Peer, running: Running, cells: list[Cell], turn: int
         model = await _ready(session, running)
         await _send(session, running, model, cells[0])
         for cell in cells[1:]:
-            with MemoryWatch(root) as memory:
-                cpu = CpuWatch(root)
-                figures = await _send(session, running, model, cell)
-                foreign = cpu.foreign()
-            rows.append(Row(peer.name, cell.name, turn, figures, foreign, memory.peak))
+            cpu = CpuWatch(root)
+            figures = await _send(session, running, model, cell)
+            foreign = cpu.foreign()
+            # Not meanwhile: a look takes milliseconds of a core, and servers keep what they took.
+            memory = pss_bytes(tree(root))
+            rows.append(Row(peer.name, cell.name, turn, figures, foreign, memory))
     return rows
 
 

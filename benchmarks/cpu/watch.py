@@ -95,11 +95,11 @@ class CpuWatch:
 class MemoryWatch:
     """Looks at a tree's memory again and again until the context ends.
 
-    Between two looks memory may have risen and fallen: servers keep what they once took, so little
-    is missed. A look costs some milliseconds for a gigabyte of small pages.
+    Between two looks memory may have risen and fallen: engines keep what they once took, so little
+    is missed. A look takes a core some milliseconds for each gigabyte of small pages.
     """
 
-    def __init__(self, root: int, seconds: float = 1.0) -> None:
+    def __init__(self, root: int, seconds: float = 5.0) -> None:
         self._root, self._seconds = root, seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)

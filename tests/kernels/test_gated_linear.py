@@ -51,7 +51,7 @@ def test_rows_do_not_depend_on_others(way: str, dtype: torch.dtype) -> None:
     x, weight, bias = operands(129, 900, 200, dtype)
     matrix = prepare_gated(weight, bias, "silu")
     whole = gated_linear(x, matrix)
-    for rows in (1, 3, 17, 24, 25, 193):
+    for rows in (1, 3, 13, 14, 17, 28, 29, 193):
         assert torch.equal(gated_linear(x[:rows], matrix), whole[:rows])
 
 

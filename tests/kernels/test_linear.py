@@ -11,8 +11,9 @@ SHAPES = [
     (16, 8, 0),
     (16, 8, 3),
     (70, 31, 5),
-    (70, 64, 24),
-    (70, 64, 25),
+    (70, 64, 14),
+    (70, 64, 28),
+    (70, 64, 29),
     (129, 900, 200),
 ]
 """(outputs, inputs, rows): within a panel and beyond, odd inputs, few rows and many."""
@@ -63,7 +64,7 @@ def test_rows_do_not_depend_on_others(way: str, dtype: torch.dtype) -> None:
     x, weight, _ = operands(129, 900, 200, dtype)
     matrix = prepare(weight)
     whole = linear(x, matrix, None)
-    for rows in (1, 3, 17, 24, 25, 193):
+    for rows in (1, 3, 13, 14, 17, 28, 29, 193):
         assert torch.equal(linear(x[:rows], matrix, None), whole[:rows])
 
 

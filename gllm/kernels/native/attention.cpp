@@ -153,8 +153,9 @@ class Attention {
                Scratch<Unit>& s) const {
         float* scores = s.scores.data() + r * KEYS;
         const int64_t wide = rounded_up(count, LANES);
-        if (a.softcap != 0 || a.slopes) change(scores, wide, tile.kv_head * group + r % group, key - position);
-        const float scale = a.softcap != 0 || a.slopes ? 1.0f : a.scale;
+        const bool bent = a.softcap != 0 || a.slopes;
+        if (bent) bend(scores, wide, tile.kv_head * group + r % group, key - position);
+        const float scale = bent ? 1.0f : a.scale;
         const int64_t oldest = a.window ? position - a.window + 1 : 0;
         const int64_t low = std::max<int64_t>(oldest - key, 0);
         const int64_t high = std::min(count, position + 1 - key);
@@ -189,7 +190,7 @@ class Attention {
     }
 
     // Scale scores of keys from `distance` behind the query on, bend them, add what distance costs.
-    void change(float* scores, int64_t count, int64_t head, int64_t distance) const {
+    void bend(float* scores, int64_t count, int64_t head, int64_t distance) const {
         const float slope = a.slopes ? a.slopes[head] : 0.0f;
         for (int64_t j = 0; j < count; j += LANES) {
             Vector score = load(scores + j) * a.scale;

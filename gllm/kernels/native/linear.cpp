@@ -2,7 +2,7 @@
 //
 // Owns the order in which weights, inputs and sums pass through the caches. A weight is packed into
 // panels of PANEL outputs; a panel is [units, PANEL]. For few rows the weights are read from memory
-// once, one panel after the other, while the next is fetched; for many rows blocks of inputs and of
+// once, one panel after the other; for many rows blocks of inputs and of
 // panels stay in the second cache. Panels of gates and of what they gate take turns, so that both sums
 // are at hand at once. Source: Goto and van de Geijn, "Anatomy of
 // High-Performance Matrix Multiplication" (2008), section 4.
@@ -18,10 +18,12 @@ namespace gllm {
 constexpr int64_t PANEL = LANES;
 constexpr int64_t ROWS = 140;   // of inputs, and
 constexpr int64_t DEPTH = 896;  // units of two panels: so many stay in the second cache
+constexpr int TURNED_ROWS = 14;  // from which on addresses of rows do not fit into the registers
+constexpr int64_t AHEAD = 256;  // vectors of weights fetched before they are needed
 
 // Rows of a tile so that its sums fit into the registers, beside one panel and beside two.
 #if defined(__AVX512F__)
-constexpr int ALONE = 24, IN_PAIRS = 14;
+constexpr int ALONE = 28, IN_PAIRS = 14;
 #elif defined(__AVX__)
 constexpr int ALONE = 6, IN_PAIRS = 3;
 #else
@@ -72,22 +74,25 @@ struct Step<bfloat16> {
 #endif
 
 // x [R, depth] times P panels, each [depth, PANEL] and panel_size units apart; sums [R, P, PANEL] are
-// added to. Meanwhile what comes after is fetched: as many units, from `next` on.
-template <int R, int P, class Unit>
+// added to. Weights that STREAM by are fetched ahead, over the end of the panel; many rows beside
+// them are turned, [depth, R].
+template <int R, int P, bool STREAM, class Unit>
 void multiply_tile(const Unit* x, int64_t x_row, const Unit* panel, int64_t panel_size,
-                   int64_t depth, float* sums, const Unit* next) {
+                   int64_t depth, float* sums) {
+    constexpr bool TURNED = STREAM && R >= TURNED_ROWS;
     Vector kept[R][P];
 #pragma GCC unroll 32
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
         for (int p = 0; p < P; ++p) kept[r][p] = load(sums + (r * P + p) * PANEL);
-    for (int64_t k = 0; k < depth; ++k, ++x, panel += PANEL) {
-        if (next) __builtin_prefetch(next + k * PANEL, 0, 2);
+    for (int64_t k = 0; k < depth; ++k, x += TURNED ? R : 1, panel += PANEL) {
+        if (STREAM) __builtin_prefetch(panel + AHEAD * PANEL, 0, 2);
 #pragma GCC unroll 32
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
             for (int p = 0; p < P; ++p)
-                kept[r][p] = multiply_add(kept[r][p], x[r * x_row], panel + p * panel_size);
+                kept[r][p] =
+                    multiply_add(kept[r][p], x[TURNED ? r : r * x_row], panel + p * panel_size);
     }
 #pragma GCC unroll 32
     for (int r = 0; r < R; ++r)
@@ -96,13 +101,29 @@ void multiply_tile(const Unit* x, int64_t x_row, const Unit* panel, int64_t pane
 }
 
 template <class Unit>
-using Multiply = void (*)(const Unit*, int64_t, const Unit*, int64_t, int64_t, float*, const Unit*);
+using Multiply = void (*)(const Unit*, int64_t, const Unit*, int64_t, int64_t, float*);
 
 // By rows of the tile.
-template <int P, class Unit, int... R>
+template <int P, bool STREAM, class Unit, int... R>
 Multiply<Unit> multiply_of(int64_t rows, std::integer_sequence<int, R...>) {
-    constexpr Multiply<Unit> all[] = {multiply_tile<R + 1, P, Unit>...};
+    constexpr Multiply<Unit> all[] = {multiply_tile<R + 1, P, STREAM, Unit>...};
     return all[rows - 1];
+}
+
+// x [rows, depth] to [depth, rows]; rows of `to` are written in order, each up to a vector beyond it.
+template <class Unit>
+void turn(const Unit* x, int64_t x_row, int64_t rows, int64_t depth, Unit* to) {
+    static_assert(sizeof(Unit) == sizeof(float));
+    Vector blocks[2][LANES] = {};
+    for (int64_t k = 0; k < depth; k += LANES) {
+        const int64_t some = std::min<int64_t>(depth - k, LANES);
+        for (int64_t r = 0; r < rows; ++r)
+            std::memcpy(&blocks[r / LANES][r % LANES], x + r * x_row + k, some * sizeof(Unit));
+        for (int64_t first = 0; first < rows; first += LANES) transpose(blocks[first / LANES]);
+        for (int64_t i = 0; i < some; ++i, to += rows)
+            for (int64_t first = 0; first < rows; first += LANES)
+                std::memcpy(to + first, &blocks[first / LANES][i], sizeof(Vector));
+    }
 }
 
 template <class T>
@@ -124,13 +145,19 @@ class Linear {
         const int64_t groups = blocks_of(panels, group);
 #pragma omp parallel num_threads(a.threads)
         {
+            std::vector<Unit> turned;
+            if constexpr (ALONE >= TURNED_ROWS)
+                if (few && a.rows >= TURNED_ROWS) {
+                    turned.resize(a.rows * units + LANES);
+                    turn(row_at(0, 0), a.input_row / PER, a.rows, units, turned.data());
+                }
             std::vector<float> sums(std::min(a.rows, ROWS) * PANEL * (few ? step : group));
 #pragma omp for schedule(dynamic, 1)
             for (int64_t task = 0; task < row_blocks * groups; ++task) {
                 const int64_t row = task / groups * ROWS, panel = task % groups * group;
                 const int64_t end = std::min(panel + group, panels);
                 if (few)
-                    stream(panel, end, sums.data());
+                    stream(turned.empty() ? row_at(0, 0) : turned.data(), panel, end, sums.data());
                 else
                     block(row, std::min(ROWS, a.rows - row), panel, end, sums.data());
             }
@@ -148,15 +175,15 @@ class Linear {
     }
 
     // All rows at once, so that weights pass by once.
-    void stream(int64_t panel, int64_t end, float* sums) const {
-        const auto multiply = multiply_of<1, Unit>(a.rows, std::make_integer_sequence<int, ALONE>());
+    void stream(const Unit* x, int64_t panel, int64_t end, float* sums) const {
+        constexpr std::make_integer_sequence<int, ALONE> heights{};
+        const auto multiply = multiply_of<1, true, Unit>(a.rows, heights);
         for (; panel < end; ++panel) {
             const Unit* now = weight + panel * units * PANEL;
             const bool is_gated = a.gate && panel % 2;
             float* to = sums + (is_gated ? a.rows * PANEL : 0);
             std::fill(to, to + a.rows * PANEL, 0.0f);
-            multiply(row_at(0, 0), a.input_row / PER, now, 0, units, to,
-                     panel + 1 < end ? now + units * PANEL : nullptr);
+            multiply(x, a.input_row / PER, now, 0, units, to);
             if (is_gated)
                 write_gated(0, a.rows, panel - 1, sums, to, PANEL);
             else if (!a.gate)
@@ -189,9 +216,9 @@ class Linear {
         const int64_t apart = panel + 1 < panels ? size : 0;
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
-            multiply_of<2, Unit>(last - first, std::make_integer_sequence<int, IN_PAIRS>())(
+            multiply_of<2, false, Unit>(last - first, std::make_integer_sequence<int, IN_PAIRS>())(
                 row_at(row + first, begin), a.input_row / PER, now, apart, depth,
-                sums + first * 2 * PANEL, nullptr);
+                sums + first * 2 * PANEL);
         }
     }
 
