@@ -37,6 +37,11 @@ class NotRecorded(Exception):
 
 
 class _OnlyViews(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch imports its compiler here: a second of start-up, 100 MB.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
