@@ -66,7 +66,9 @@ class Tokenizer:
     @cached_property
     def is_byte_level(self) -> bool:
         """Whether tokens stand for bytes, so that text is the concatenation of theirs."""
-        decoder: dict[str, Any] | None = json.loads(self._backend.to_str())["decoder"]
+        # As it would be pickled: all of the tokenizer in JSON would take its vocabulary along.
+        state = None if self._backend.decoder is None else self._backend.decoder.__getstate__()
+        decoder: dict[str, Any] | None = None if state is None else json.loads(state)
         while decoder and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
             decoder = decoder["decoders"][0]
         return decoder is not None and decoder["type"] == "ByteLevel"
