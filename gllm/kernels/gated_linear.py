@@ -6,12 +6,20 @@ both at hand as sums and only their product is written. Does not know where weig
 Source: Shazeer, "GLU Variants Improve Transformer" (2020), equations 5 and 6.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gllm.kernels.activation import gate
-from gllm.kernels.linear import Matrix, PlainMatrix, linear, multiply_packed, packed, prepare
+from gllm.kernels.linear import (
+    Matrix,
+    PlainMatrix,
+    linear,
+    multiply_packed,
+    packed_in_turns,
+    prepare,
+)
 from gllm.kernels.native.library import ACTIVATIONS
 
 
@@ -26,14 +34,18 @@ class GatedMatrix:
 
 
 def prepare_gated(
-    weight: Tensor, bias: Tensor | None, activation: str, quantization: str = "none"
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | None,
+    activation: str,
+    quantization: str = "none",
 ) -> GatedMatrix:
-    """weight [2 * outputs, inputs] and bias [2 * outputs], the gates first; the caller should drop
-    the weight. activation: of activation.py."""
+    """weight [2 * outputs, inputs] and bias [2 * outputs], the gates first; the weight whole, or
+    both halves. It is copied. activation: of activation.py."""
+    halves = weight.chunk(2) if isinstance(weight, Tensor) else weight
     both: Matrix | None = None
     if quantization == "none" and activation in ACTIVATIONS:
-        both = packed(weight, is_gated=True)
-    return GatedMatrix(both or prepare(weight, quantization), bias, activation)
+        both = packed_in_turns(*halves)
+    return GatedMatrix(both or prepare(halves, quantization), bias, activation)
 
 
 def gated_linear(x: Tensor, matrix: GatedMatrix) -> Tensor:

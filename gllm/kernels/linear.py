@@ -5,6 +5,7 @@ that they read, once, and the original is dropped. What quantized ones are made 
 their own. Does not know where weights come from.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,33 +46,58 @@ def plain(weight: Tensor) -> PlainMatrix:
     return PlainMatrix(weight, len(weight), False)
 
 
-def prepare(weight: Tensor, quantization: str = "none") -> Matrix:
-    """Lay out weight [outputs, inputs], as it is or in int8; the caller should drop it then."""
+def prepare(weight: Tensor | Sequence[Tensor], quantization: str = "none") -> Matrix:
+    """Lay out a weight [outputs, inputs], whole or in parts one below the other, as it is or in
+    int8. It is copied."""
+    parts = [weight] if isinstance(weight, Tensor) else weight
     if quantization == "int8":
-        return prepare_int8(weight)
-    return packed(weight) or plain(weight)
+        return prepare_int8(parts[0] if len(parts) == 1 else torch.cat([*parts]))
+    return packed(parts) or plain(torch.cat([*parts]))
 
 
-def packed(weight: Tensor, is_gated: bool = False) -> PlainMatrix | None:
-    """weight [outputs, inputs], or [2 * outputs, inputs] with the gates first, in panels; None
-    where there are no compiled kernels for it."""
-    rows, inputs = weight.shape
-    library = native(weight)
-    # Two neighbouring bfloat16 are multiplied at once.
-    if library is None or inputs % 2:
+def packed(parts: Sequence[Tensor]) -> PlainMatrix | None:
+    """The weight of these parts in panels; None where there are no compiled kernels for it."""
+    if any(len(part) % PANEL for part in parts[:-1]):
+        parts = [torch.cat([*parts])]
+    outputs = sum(map(len, parts))
+    made = _panels(parts[0], outputs)
+    if made is None:
         return None
-    outputs = rows // 2 if is_gated else rows
-    panels = -(-outputs // PANEL) * (1 + is_gated)
-    made = torch.empty(panels * PANEL, inputs, dtype=weight.dtype)
+    begin = 0
+    for part in parts:
+        _pack(part, made[begin:])
+        begin += len(part)
+    return PlainMatrix(made, outputs, True)
+
+
+def packed_in_turns(gates: Tensor, others: Tensor) -> PlainMatrix | None:
+    """Two weights [outputs, inputs] whose panels take turns; None where there are no compiled
+    kernels for them."""
+    padded = -(-len(gates) // PANEL) * PANEL
+    made = _panels(gates, 2 * padded)
+    if made is None:
+        return None
+    _pack(gates, made, step=2)
+    _pack(others, made[PANEL:], step=2)
+    return PlainMatrix(made, len(gates), True, is_gated=True)
+
+
+def _panels(like: Tensor, outputs: int) -> Tensor | None:
+    """Memory for so many outputs in panels."""
+    # Two neighbouring bfloat16 are multiplied at once.
+    if native(like) is None or like.shape[1] % 2:
+        return None
+    return torch.empty(-(-outputs // PANEL) * PANEL, like.shape[1], dtype=like.dtype)
+
+
+def _pack(weight: Tensor, to: Tensor, step: int = 1) -> None:
+    """Put the weight into every panel, or every second one."""
+    library = native(weight)
+    assert library is not None, "there are panels"
+    outputs, inputs = weight.shape
     weight = weight.contiguous()
-    is_bfloat16 = weight.dtype == torch.bfloat16
-    library(
-        PackArguments(
-            *(pointer(made), pointer(weight), inputs, outputs),
-            *(is_gated, is_bfloat16, torch.get_num_threads()),
-        )
-    )
-    return PlainMatrix(made, outputs, True, is_gated)
+    flags = (step, weight.dtype == torch.bfloat16, torch.get_num_threads())
+    library(PackArguments(pointer(to), pointer(weight), inputs, outputs, *flags))
 
 
 def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from gllm.kernels.qkv import Heads, rotate_and_store
 from gllm.kernels.rotary import Angles, apply_rotary
 from gllm.models import spec
 from gllm.models.loader import Weights
-from gllm.models.parts import Linear, Norm, norm_of, stacked
+from gllm.models.parts import Linear, Norm, norm_of, parts_of
 
 LayerCache = tuple[Tensor, Tensor]
 """Keys and values of a layer, each [blocks, block_size, kv_heads, elements]."""
@@ -92,7 +92,7 @@ class LatentAttention:
         self.kv_down = Linear(described.kv_down, weights, [rank + rope], hidden)
         self.kv_norm = Norm(described.kv_norm, weights, rank)
         ups = [heads * (described.plain_dim + described.value_dim)]
-        by_head = stacked(described.kv_up, weights, ups, rank).view(heads, -1, rank)
+        by_head = torch.cat(parts_of(described.kv_up, weights, ups, rank)).view(heads, -1, rank)
         parts = by_head.split((described.plain_dim, described.value_dim), dim=1)
         self.key_up, self.value_up = (part.contiguous() for part in parts)
         self.out = Linear(described.out, weights, [hidden], heads * described.value_dim)

@@ -67,14 +67,19 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The tensors of these names and shapes, one after the other along the first dimension."""
-        rows = sum(shape[0] for shape in shapes)
-        result = torch.empty((rows, *shapes[0][1:]), dtype=dtype or self.dtype)
-        begin = 0
-        for name, shape in zip(names, shapes, strict=True):
-            result[begin : begin + shape[0]] = self._tensor(name, shape)
-            begin += shape[0]
-        self.weight_bytes += result.nbytes
-        return result
+        return torch.cat(self.parts(names, shapes, dtype))
+
+    def parts(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:
+        """The tensors by themselves; to be copied, for they may be the files' memory."""
+        each = zip(names, shapes, strict=True)
+        found = [self._tensor(name, shape).to(dtype or self.dtype) for name, shape in each]
+        self.weight_bytes += sum(part.nbytes for part in found)
+        return found
 
     def finish(self) -> None:
         """Check that nothing of the stage was left unread. Raises ModelError."""
@@ -146,8 +151,14 @@ class Weights:
 
     def fused(self, names: Sequence[str], kind: str, rows: Sequence[int], *rest: int) -> Tensor:
         """Tensors `name.kind` of shapes [rows[i], *rest], stacked along the first dimension."""
+        return torch.cat(self.parts(names, kind, rows, *rest))
+
+    def parts(
+        self, names: Sequence[str], kind: str, rows: Sequence[int], *rest: int
+    ) -> list[Tensor]:
+        """The same by themselves; to be copied."""
         full = [f"{self._prefix}{name}.{kind}" for name in names]
-        return self._checkpoint.read(full, [(count, *rest) for count in rows])
+        return self._checkpoint.parts(full, [(count, *rest) for count in rows])
 
 
 def _files_of(folder: Path) -> list[Path]:

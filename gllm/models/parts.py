@@ -15,16 +15,16 @@ from gllm.models import spec
 from gllm.models.loader import Weights
 
 
-def stacked(
+def parts_of(
     described: spec.Linear, weights: Weights, outputs: Sequence[int], inputs: int
-) -> Tensor:
-    """The weight [sum of outputs, inputs] of several projections, which share one tensor where
-    there is one name only."""
+) -> list[Tensor]:
+    """The weights [outputs, inputs] of several projections, which are one where there is one name
+    only; to be copied."""
     names = described.names
     rows = [sum(outputs)] if len(names) == 1 else outputs
     if described.transposed:
-        return weights.read(f"{names[0]}.weight", inputs, sum(rows)).t().contiguous()
-    return weights.fused(names, "weight", rows, inputs)
+        return [weights.read(f"{names[0]}.weight", inputs, sum(rows)).t().contiguous()]
+    return weights.parts(names, "weight", rows, inputs)
 
 
 def stacked_bias(described: spec.Linear, weights: Weights, outputs: Sequence[int]) -> Tensor | None:
@@ -47,11 +47,11 @@ class Linear:
     ) -> None:
         """`outputs`: of each projection; `order` [sum of outputs] int64: which stored output each
         one is, where they are stored in another order; `exact`: not to be quantized."""
-        weight = stacked(described, weights, outputs, inputs)
+        parts = parts_of(described, weights, outputs, inputs)
         bias = stacked_bias(described, weights, outputs)
         if order is not None:
-            weight, bias = weight[order], None if bias is None else bias[order]
-        self.matrix = prepare(weight, "none" if exact else weights.quantization)
+            parts, bias = [torch.cat(parts)[order]], None if bias is None else bias[order]
+        self.matrix = prepare(parts, "none" if exact else weights.quantization)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:

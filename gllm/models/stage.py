@@ -75,10 +75,10 @@ class Head:
     def __init__(self, model: spec.Model, weights: Weights) -> None:
         described = model.head
         self.norm = Norm(model.norm, weights, model.hidden_size)
-        shape = (model.vocab_size, model.hidden_size)
-        weight = weights.read(f"{described.name}.weight", *shape)
-        weight = functional.normalize(weight) if described.unit_rows else weight
-        self.matrix = prepare(weight, weights.quantization)
+        parts = weights.parts([described.name], "weight", [model.vocab_size], model.hidden_size)
+        if described.unit_rows:
+            parts = [functional.normalize(part) for part in parts]
+        self.matrix = prepare(parts, weights.quantization)
         self.is_tied = described.name == model.embedding.name and not described.unit_rows
         self.vocabulary = model.vocab_size
         bias = f"{described.name}.bias"

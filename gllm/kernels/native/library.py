@@ -93,7 +93,7 @@ class PackArguments(ctypes.Structure):
     """As in linear.cpp."""
 
     _fields_ = _fields(
-        ("packed weight", Pointer), ("inputs outputs", Long), ("is_gated is_bfloat16 threads", Int)
+        ("packed weight", Pointer), ("inputs outputs", Long), ("step is_bfloat16 threads", Int)
     )
 
 

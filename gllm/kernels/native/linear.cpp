@@ -42,9 +42,9 @@ struct LinearArguments {
 
 struct PackArguments {
     void* packed;        // whole panels
-    const void* weight;  // [outputs, inputs], or [2, outputs, inputs]: gates first
+    const void* weight;  // [outputs, inputs]
     int64_t inputs, outputs;
-    int32_t is_gated, is_bfloat16, threads;
+    int32_t step, is_bfloat16, threads;  // step: 2 where every second panel is another weight's
 };
 
 struct UnpackArguments {
@@ -270,14 +270,20 @@ class Linear {
 
 template <class T>
 void pack(const PackArguments& a) {
+    using Unit = typename Step<T>::Unit;
     constexpr int64_t PER = Step<T>::PER, RUN = 64;
-    const int64_t parts = a.is_gated ? 2 : 1, panels = blocks_of(a.outputs, PANEL) * parts;
-    const int64_t row = a.inputs / PER * PER;
+    const int64_t panels = blocks_of(a.outputs, PANEL), row = a.inputs / PER * PER;
 #pragma omp parallel for num_threads(a.threads)
     for (int64_t panel = 0; panel < panels; ++panel) {
-        T* to = static_cast<T*>(a.packed) + panel * PANEL * row;
-        const int64_t first = panel / parts * PANEL, count = std::min(PANEL, a.outputs - first);
-        const T* weight = static_cast<const T*>(a.weight) + (panel % parts * a.outputs + first) * row;
+        T* to = static_cast<T*>(a.packed) + panel * a.step * PANEL * row;
+        const int64_t count = std::min(PANEL, a.outputs - panel * PANEL);
+        const T* weight = static_cast<const T*>(a.weight) + panel * PANEL * row;
+        if constexpr (sizeof(Unit) == sizeof(float))
+            if (count == PANEL) {
+                turn(reinterpret_cast<const Unit*>(weight), row / PER, PANEL, row / PER,
+                     reinterpret_cast<Unit*>(to));
+                continue;
+            }
         if (count < PANEL) std::fill(to, to + PANEL * row, T{});
         for (int64_t k = 0; k < row; k += RUN)
             for (int64_t column = 0; column < count; ++column) {
