@@ -2,10 +2,9 @@
 //
 // Owns the order in which weights, inputs and sums pass through the caches. A weight is packed into
 // panels of PANEL outputs; a panel is [units, PANEL]. For few rows the weights are read from memory
-// once, one panel after the other; for many rows blocks of inputs and of
-// panels stay in the second cache. Panels of gates and of what they gate take turns, so that both sums
-// are at hand at once. Source: Goto and van de Geijn, "Anatomy of
-// High-Performance Matrix Multiplication" (2008), section 4.
+// once, one panel after the other; for many rows blocks of inputs and of panels stay in the second
+// cache. Panels of gates and of what they gate take turns, so that both sums are at hand at once.
+// Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4.
 
 #include <algorithm>
 #include <vector>
@@ -16,10 +15,10 @@
 namespace gllm {
 
 constexpr int64_t PANEL = LANES;
-constexpr int64_t ROWS = 140;   // of inputs, and
-constexpr int64_t DEPTH = 896;  // units of two panels: so many stay in the second cache
+constexpr int64_t ROWS = 140;    // of inputs, and
+constexpr int64_t DEPTH = 896;   // units of two panels: so many stay in the second cache
+constexpr int64_t AHEAD = 256;   // vectors of weights fetched before they are needed
 constexpr int TURNED_ROWS = 14;  // from which on addresses of rows do not fit into the registers
-constexpr int64_t AHEAD = 256;  // vectors of weights fetched before they are needed
 
 // Rows of a tile so that its sums fit into the registers, beside one panel and beside two.
 #if defined(__AVX512F__)
