@@ -98,7 +98,7 @@ def complaints(result: Result) -> list[str]:
 def table(results: Iterable[Result]) -> str:
     """One line for each result, below a head, in columns."""
     head = ("kernel", "label", "arch", "registers", "spilled", "shared memory", "tensor cores")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for one in results:
         shared = f"{one.shared:,} of {SHARED_MEMORY[one.arch]:,}"
         numbers = (one.registers, one.spilled, shared, one.tensor_core_instructions)
