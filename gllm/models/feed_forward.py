@@ -96,7 +96,7 @@ class Experts:
             described.active_groups,
             described.group_score == "best two",
         )
-        numbered = [_numbered(described.expert, expert) for expert in range(described.count)]
+        numbered = [expert_of(described.expert, expert) for expert in range(described.count)]
         self.experts: StackedExperts | SingleExperts
         # Kernels for GPUs read stacks; those for CPUs lay out each weight by itself.
         if self.router.is_cuda and weights.quantization == "none" and not described.expert.up.bias:
@@ -126,7 +126,7 @@ class Experts:
         return result + shared
 
 
-def _numbered(described: spec.MLP, expert: int) -> spec.MLP:
+def expert_of(described: spec.MLP, expert: int) -> spec.MLP:
     """The block of one expert, by its tensors' names."""
 
     def named(maps: spec.Linear) -> spec.Linear:

@@ -8,7 +8,7 @@ import torch
 from gllm.kernels.experts import StackedExperts
 from gllm.models import spec
 from gllm.models.config import read_config
-from gllm.models.feed_forward import Experts, _numbered, stacked
+from gllm.models.feed_forward import Experts, expert_of, stacked
 from gllm.models.loader import Checkpoint, Weights
 from tests.tiny_models import save
 
@@ -23,7 +23,7 @@ def test_stacked_experts_are_the_same(family: str, tmp_path: Path) -> None:
     with Checkpoint(folder, torch.float32, model, every) as checkpoint:
         weights = Weights(checkpoint).at(model.layer_name.format(every[-1]))
         block = Experts(described, weights, model.hidden_size)
-        numbered = [_numbered(described.expert, number) for number in range(described.count)]
+        numbered = [expert_of(described.expert, number) for number in range(described.count)]
         stack = stacked(numbered, weights, model.hidden_size)
     assert not isinstance(block.experts, StackedExperts)
     x = torch.randn(9, model.hidden_size, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,7 @@
-"""Gated activations of the room for GPUs against torch's, interpreted."""
+"""Gated activations of the room for GPUs against torch's, interpreted.
+
+The interpreter cuts bfloat16 off where GPUs round: results are a step away, not half of one.
+"""
 
 import pytest
 import torch
@@ -36,6 +39,7 @@ def test_gates(dtype: torch.dtype, kind: str, tokens: int, size: int, seed: int)
     torch.testing.assert_close(actual.to(torch.float64), wanted, rtol=step, atol=4e-6)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_far_numbers_saturate(kind: str) -> None:
     gates = torch.tensor([[-1e4, -50.0, 0.0, 50.0, 1e4, torch.nan]])

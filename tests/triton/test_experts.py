@@ -1,4 +1,7 @@
-"""Experts of the room for GPUs against the reference, interpreted."""
+"""Experts of the room for GPUs against the reference, interpreted.
+
+The interpreter cuts bfloat16 off where GPUs round, always towards zero.
+"""
 
 import math
 
@@ -36,7 +39,7 @@ def close(actual: Tensor, wanted: Tensor, step: float) -> None:
     st.integers(0, 9),
     st.sampled_from([(5, 2, 6, 4), (3, 3, 70, 9), (1, 1, 16, 66), (9, 4, 130, 32)]),
     st.sampled_from(KINDS),
-    st.sampled_from([(torch.float32, 1e-5), (torch.float16, 2**-9), (torch.bfloat16, 2**-6)]),
+    st.sampled_from([(torch.float32, 1e-5), (torch.float16, 2**-9), (torch.bfloat16, 2**-4)]),
 )
 def test_matches_the_reference(
     seed: int,
