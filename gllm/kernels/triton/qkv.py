@@ -59,7 +59,8 @@ def _turn(
     SIZE: tl.constexpr = 2 * HALF + REST
     head = (block * GROUP + tl.arange(0, GROUP))[:, None]
     kind = source.dtype.element_ty
-    squares = tl.zeros((GROUP, 1), tl.float32)
+    if NORM:
+        squares = tl.zeros((GROUP, 1), tl.float32)
     if HALF > 0:
         pair = tl.arange(0, HALF_BLOCK)[None, :]
         in_pair = (head < heads) & (pair < HALF)
@@ -76,7 +77,8 @@ def _turn(
         rest = tl.load(source + head * SIZE + last, in_rest, 0.0).to(tl.float32)
         if NORM:
             squares += tl.sum(rest * rest, axis=1, keep_dims=True)
-    factor = 1.0 / tl.sqrt(squares / SIZE + eps)
+    if NORM:
+        factor = 1.0 / tl.sqrt(squares / SIZE + eps)
     if HALF > 0:
         if NORM:
             first *= factor * tl.load(norm + one, pair < HALF, 0.0).to(tl.float32)
