@@ -15,6 +15,9 @@ from gllm.kernels.experts import StackedExperts, run_stacked
 from gllm.kernels.triton import experts as gpu
 from gllm.kernels.triton.activation import KINDS
 
+# What is beyond float32 is infinite, as meant; NumPy would have it said.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
 
 def made(seed: int, tokens: int, sizes: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
     """x, experts, weights, up and down of (experts, picked, hidden, inner)."""
