@@ -36,6 +36,10 @@ def gate(kind: str, gate_up: Tensor) -> Tensor:
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), equations 5 and 6.
     """
+    if gate_up.is_cuda:
+        from gllm.kernels.triton import activation as gpu
+
+        return gpu.gate(kind, gate_up)
     library = native(gate_up)
     if library is not None and kind in COMPILED and gate_up.is_contiguous():
         tokens, size = len(gate_up), gate_up.shape[1] // 2

@@ -30,9 +30,19 @@ class Scores:
 def store_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
-    """Write key and value [tokens, kv_heads, head_dim] to their slots [tokens] of the cache."""
-    key_cache.flatten(0, 1).index_copy_(0, slots, key)
-    value_cache.flatten(0, 1).index_copy_(0, slots, value)
+    """Write key and value [tokens, kv_heads, head_dim] to their slots [tokens] of the cache.
+
+    Numbers beyond the range of a cache in FP8 (E4M3) become its largest.
+    """
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        flat = cache.flatten(0, 1)
+        if cache.dtype == torch.float8_e4m3fn:
+            limit = torch.finfo(cache.dtype).max
+            codes = new.to(torch.float32).clamp(-limit, limit).to(cache.dtype)
+            # As bytes: torch does not index FP8.
+            flat.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
+        else:
+            flat.index_copy_(0, slots, new.to(cache.dtype))
 
 
 def paged_attention(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear
-from gllm.kernels.linear import Matrix, linear
+from gllm.kernels.linear import Matrix, linear, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +86,26 @@ def run_experts(
         result.index_add_(0, rows, made * flat[order[begin : begin + count], None])
         begin += count
     return result.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """The weights of all experts, each kind in one tensor, as kernels for GPUs read them."""
+
+    up: Tensor
+    """[experts, 2 * inner, hidden]: the gates first."""
+    down: Tensor
+    """[experts, hidden, inner]."""
+    activation: str
+    """Of activation.py."""
+
+
+def run_stacked(x: Tensor, experts: Tensor, weights: Tensor, stacked: StackedExperts) -> Tensor:
+    """As `run_experts`; on GPUs without waiting for which experts were picked."""
+    up, down, activation = stacked.up, stacked.down, stacked.activation
+    if x.is_cuda:
+        from gllm.kernels.triton import experts as gpu
+
+        return gpu.run_experts(x, experts, weights, up, down, activation)
+    gated = [GatedMatrix(plain(one), None, activation) for one in up]
+    return run_experts(x, experts, weights, gated, [plain(one) for one in down])

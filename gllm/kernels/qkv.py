@@ -34,10 +34,14 @@ def rotate_and_store(
 
     fused [tokens, heads + 2 * kv_heads, head_dim]: queries, keys, values; may be overwritten;
     angles: none for models without rotation; cache: keys and values, each
-    [blocks, block_size, kv_heads, head_dim]; slots [tokens] int64.
+    [blocks, block_size, kv_heads, head_dim], of fused's type or FP8; slots [tokens] int64.
     """
+    if fused.is_cuda:
+        from gllm.kernels.triton import qkv as gpu
+
+        return gpu.rotate_and_store(fused, how, angles, cache, slots)
     library = native(fused)
-    if library is not None and fused.is_contiguous():
+    if library is not None and fused.is_contiguous() and cache[0].dtype == fused.dtype:
         library(_arguments(fused, how, angles, cache, slots))
         return fused[:, : how.heads]
     query, key, value = fused.split((how.heads, how.kv_heads, how.kv_heads), dim=1)

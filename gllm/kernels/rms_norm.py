@@ -16,6 +16,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x [..., n], weight [n] of the same dtype or of float32; the result has x's shape and dtype.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
     """
+    if x.is_cuda:
+        from gllm.kernels.triton import rms_norm as gpu
+
+        return gpu.rms_norm(x, weight, eps)
     library = native(x)
     if library is not None and x.is_contiguous():
         return _native(library, x, None, weight, eps)
@@ -24,6 +28,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `rms_norm` of hidden + delta, which hidden [tokens, n] becomes; delta is alike."""
+    if hidden.is_cuda:
+        from gllm.kernels.triton import rms_norm as gpu
+
+        return gpu.add_rms_norm(hidden, delta, weight, eps)
     library = native(hidden)
     if library is not None and hidden.is_contiguous() and delta.is_contiguous():
         return _native(library, hidden, delta, weight, eps)

@@ -3,6 +3,7 @@
 Owns weights in memory. The arithmetic is in gllm/kernels. Does not know layers around it.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.activation import activate
-from gllm.kernels.experts import Routing, route, run_experts
+from gllm.kernels.experts import Routing, StackedExperts, route, run_experts, run_stacked
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
-from gllm.kernels.linear import prepare
+from gllm.kernels.linear import Matrix, prepare
 from gllm.models import spec
 from gllm.models.loader import Weights
 from gllm.models.parts import Linear, parts_of, stacked_bias
@@ -46,6 +47,35 @@ def gated(described: spec.MLP, weights: Weights, hidden: int) -> GatedMatrix:
     return prepare_gated(halves, bias, described.activation, weights.quantization)
 
 
+SingleExperts = tuple[Sequence[GatedMatrix], Sequence[Matrix]]
+"""The maps of each expert up to its gate, and down."""
+
+
+def single(experts: Sequence[spec.MLP], weights: Weights, hidden: int) -> SingleExperts:
+    """The weights of experts, each by itself."""
+    up = [gated(one, weights, hidden) for one in experts]
+    parts = (parts_of(one.down, weights, [hidden], one.inner) for one in experts)
+    return up, [prepare(part, weights.quantization) for part in parts]
+
+
+def stacked(experts: Sequence[spec.MLP], weights: Weights, hidden: int) -> StackedExperts:
+    """The weights of experts that have the same shapes and no biases, in one tensor of a kind."""
+    inner, activation = experts[0].inner, experts[0].activation
+    up: Tensor | None = None
+    down: Tensor | None = None
+    for number, one in enumerate(experts):
+        halves = parts_of(one.up, weights, [inner, inner], hidden)
+        (part,) = parts_of(one.down, weights, [hidden], inner)
+        if up is None or down is None:
+            up = part.new_empty(len(experts), 2 * inner, hidden)
+            down = part.new_empty(len(experts), hidden, inner)
+        torch.cat(halves, out=up[number])
+        down[number] = part
+    assert up is not None, "there are experts"
+    assert down is not None
+    return StackedExperts(up, down, activation)
+
+
 class Experts:
     """A mixture of experts, those that all tokens share included."""
 
@@ -66,12 +96,13 @@ class Experts:
             described.active_groups,
             described.group_score == "best two",
         )
-        numbered = [_numbered(described.expert, expert) for expert in range(described.count)]
-        self.up = [gated(expert, weights, hidden) for expert in numbered]
-        self.down = [
-            prepare(parts_of(one.down, weights, [hidden], one.inner), weights.quantization)
-            for one in numbered
-        ]
+        numbered = [expert_of(described.expert, expert) for expert in range(described.count)]
+        self.experts: StackedExperts | SingleExperts
+        # Kernels for GPUs read stacks; those for CPUs lay out each weight by itself.
+        if self.router.is_cuda and weights.quantization == "none" and not described.expert.up.bias:
+            self.experts = stacked(numbered, weights, hidden)
+        else:
+            self.experts = single(numbered, weights, hidden)
         self.shared = MLP(described.shared, weights, hidden) if described.shared else None
         self.shared_gate = (
             Linear(described.shared_gate, weights, [1], hidden, exact=True)
@@ -83,7 +114,10 @@ class Experts:
         """x [tokens, hidden]; the result is alike."""
         logits = functional.linear(x.to(torch.float32), self.router)
         experts, shares = route(logits, self.routing, self.correction)
-        result = run_experts(x, experts, shares, self.up, self.down)
+        if isinstance(self.experts, StackedExperts):
+            result = run_stacked(x, experts, shares, self.experts)
+        else:
+            result = run_experts(x, experts, shares, *self.experts)
         if self.shared is None:
             return result
         shared = self.shared(x)
@@ -92,7 +126,7 @@ class Experts:
         return result + shared
 
 
-def _numbered(described: spec.MLP, expert: int) -> spec.MLP:
+def expert_of(described: spec.MLP, expert: int) -> spec.MLP:
     """The block of one expert, by its tensors' names."""
 
     def named(maps: spec.Linear) -> spec.Linear:

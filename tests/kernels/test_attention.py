@@ -131,3 +131,16 @@ def test_decodes_are_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [rows.tolist() for rows in attention_plan._group_decodes(np.array(lengths))]
     assert groups == [[1], [8], [4, 3], [5, 7], [0], [6], [2]]
     check([(length - 1, 1) for length in lengths], 4, (2, 3, 8), seed=3)
+
+
+def test_a_cache_in_fp8_keeps_numbers_within_its_range() -> None:
+    numbers = torch.tensor([1.06, -300.0, 448.0, 500.0, -1e5, math.inf, math.nan, 2.0**-9])
+    wanted = torch.tensor([1.0, -288.0, 448.0, 448.0, -448.0, 448.0, math.nan, 2.0**-9])
+    caches = [torch.zeros(2, 2, 1, 8).to(torch.float8_e4m3fn) for _ in "kv"]
+    rows = numbers.to(torch.bfloat16).expand(1, 1, 8)
+    store_kv(rows, rows, *caches, torch.tensor([2]))
+    for cache in caches:
+        found = cache.to(torch.float32)[:, :, 0]
+        torch.testing.assert_close(found[1, 0], wanted, equal_nan=True, rtol=0, atol=0)
+        assert not found[0].any()
+        assert not found[1, 1].any()

@@ -1,0 +1,65 @@
+"""Gated activations for GPUs.
+
+Owns how elements are shared out. The formulas and their sources are in gllm/kernels/activation.py;
+here the product is rounded once, behind the multiplication.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gllm.kernels.triton.ahead import Compiled
+
+BLOCK = 1024
+KINDS = ("silu", "relu", "gelu", "gelu_tanh")
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    """The activation of float32 x."""
+    if KIND == "silu":
+        made = x * tl.sigmoid(x)
+    elif KIND == "relu":
+        made = tl.where(x < 0.0, 0.0, x)
+    elif KIND == "gelu":
+        made = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(KIND == "gelu_tanh")
+        # (1 + tanh(a)) / 2 is the sigmoid of 2 a; a's factor is the square root of 2 / pi.
+        made = x * tl.sigmoid(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+    return made
+
+
+@triton.jit
+def _gate(both, output, size, row, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """both [tokens, 2 * size] with `row` elements between tokens; output [tokens, size]."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < size
+    gates = tl.load(both + token * row + column, there, 0.0).to(tl.float32)
+    others = tl.load(both + token * row + size + column, there, 0.0).to(tl.float32)
+    made = activated(gates, KIND) * others
+    tl.store(output + token * size + column, made.to(output.dtype.element_ty), there)
+
+
+def gate(kind: str, gate_up: Tensor) -> Tensor:
+    """As gllm.kernels.activation.gate: gate_up [tokens, 2 * n]; the result [tokens, n]."""
+    if kind not in KINDS:
+        raise ValueError(f"no kernel for the activation {kind!r}")
+    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+    tokens, size = len(gate_up), gate_up.shape[1] // 2
+    output = gate_up.new_empty(tokens, size)
+    if output.numel():
+        grid = (tokens, triton.cdiv(size, BLOCK))
+        _gate[grid](gate_up, output, size, gate_up.stride(0), KIND=kind, BLOCK=BLOCK)
+    return output
+
+
+def _compiled(kind: str, activation: str) -> Compiled:
+    signature = {"both": f"*{kind}", "output": f"*{kind}", "size": "i32", "row": "i32"}
+    constants = {"KIND": activation, "BLOCK": BLOCK}
+    label = f"{activation}, {kind}"
+    return Compiled(label, _gate, signature, constants, stages=3, aligned=tuple(signature))
+
+
+COMPILED = [_compiled(kind, activation) for activation in KINDS for kind in ("bf16", "fp16")]

@@ -1,0 +1,116 @@
+"""RMSNorm for GPUs, alone and behind the residual sum.
+
+Owns how rows are shared out: each is read once and kept in registers. The formula and its source
+are in gllm/kernels/rms_norm.py.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gllm.kernels.triton.ahead import Compiled
+
+LONGEST = 16384
+"""Elements of a row that registers hold."""
+TILE = 2048
+"""Elements that a program has at least: short rows share one."""
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    delta,
+    weight,
+    output,
+    rows,
+    size,
+    x_row,
+    delta_row,
+    eps,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """x and delta [rows, size], x_row and delta_row elements between rows; output [rows, size].
+
+    With ADD x becomes x + delta.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    there = (row < rows) & (column < size)
+    value = tl.load(x + row * x_row + column, there, 0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(delta + row * delta_row + column, there, 0.0).to(tl.float32)
+        # What is normalised is the sum as it is kept.
+        summed = value.to(x.dtype.element_ty)
+        tl.store(x + row * x_row + column, summed, there)
+        value = summed.to(tl.float32)
+    mean = tl.sum(value * value, axis=1, keep_dims=True) / size
+    scale = tl.load(weight + column, column < size, 0.0).to(tl.float32)
+    normed = value * (1.0 / tl.sqrt(mean + eps)) * scale
+    tl.store(output + row * size + column, normed.to(output.dtype.element_ty), there)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As gllm.kernels.rms_norm.rms_norm: x [..., n], weight [n]; the result is like x.
+
+    Raises ValueError for rows above LONGEST.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    return _launch(flat, None, weight, eps).view(x.shape)
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As gllm.kernels.rms_norm.add_rms_norm: hidden and delta [tokens, n], weight [n].
+
+    Raises ValueError for rows above LONGEST and for a hidden with gaps within its rows.
+    """
+    if hidden.stride(-1) != 1:
+        raise ValueError("a row of hidden has gaps")
+    return _launch(hidden, delta, weight, eps)
+
+
+def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    rows, size = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if delta is not None and delta.stride(1) != 1:
+        delta = delta.contiguous()
+    # Without a sum the second pointer is never read.
+    added = x if delta is None else delta
+    output = x.new_empty(rows, size)
+    if rows:
+        constants, warps = _tiles(size, delta is not None)
+        grid = (triton.cdiv(rows, constants["ROWS"]),)
+        strides = (x.stride(0), added.stride(0))
+        arguments = (x, added, weight.contiguous(), output, rows, size, *strides, eps)
+        _rms_norm[grid](*arguments, **constants, num_warps=warps)
+    return output
+
+
+def _tiles(size: int, add: bool) -> tuple[dict[str, Any], int]:
+    """Constants and warps for rows of a length."""
+    if size > LONGEST:
+        raise ValueError(f"rows of {size} are longer than {LONGEST}")
+    block = triton.next_power_of_2(size)
+    return {"ADD": add, "ROWS": max(TILE // block, 1), "BLOCK": block}, max(block // 1024, 4)
+
+
+def _compiled(label: str, size: int, add: bool, kind: str, scale: str) -> Compiled:
+    constants, warps = _tiles(size, add)
+    tensors = {"x": f"*{kind}", "delta": f"*{kind}", "weight": f"*{scale}", "output": f"*{kind}"}
+    numbers = dict.fromkeys(("rows", "size", "x_row", "delta_row"), "i32") | {"eps": "fp32"}
+    aligned = (*tensors, "size", "x_row", "delta_row")
+    return Compiled(label, _rms_norm, tensors | numbers, constants, warps, aligned=aligned)
+
+
+COMPILED = [
+    _compiled("sum, rows of 3584, bf16", 3584, True, "bf16", "bf16"),
+    _compiled("sum, rows of 4096, fp16", 4096, True, "fp16", "fp16"),
+    _compiled("sum, rows of 16384, bf16", LONGEST, True, "bf16", "fp32"),
+    _compiled("rows of 3584, bf16", 3584, False, "bf16", "bf16"),
+    _compiled("rows of 4096, fp16", 4096, False, "fp16", "fp32"),
+    _compiled("rows of 128, bf16", 128, False, "bf16", "bf16"),
+    _compiled("rows of 4096, float32", 4096, True, "fp32", "fp32"),
+]

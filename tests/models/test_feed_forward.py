@@ -1,0 +1,32 @@
+"""Experts whose weights are stacked, as for GPUs, are those whose weights are not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gllm.kernels.experts import StackedExperts
+from gllm.models import spec
+from gllm.models.config import read_config
+from gllm.models.feed_forward import Experts, expert_of, stacked
+from gllm.models.loader import Checkpoint, Weights
+from tests.tiny_models import save
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "deepseek-v3"])
+def test_stacked_experts_are_the_same(family: str, tmp_path: Path) -> None:
+    folder = save(family, tmp_path)
+    model = read_config(folder).model
+    every = range(model.num_layers)
+    described = model.layers[-1].mlp
+    assert isinstance(described, spec.Experts)
+    with Checkpoint(folder, torch.float32, model, every) as checkpoint:
+        weights = Weights(checkpoint).at(model.layer_name.format(every[-1]))
+        block = Experts(described, weights, model.hidden_size)
+        numbered = [expert_of(described.expert, number) for number in range(described.count)]
+        stack = stacked(numbered, weights, model.hidden_size)
+    assert not isinstance(block.experts, StackedExperts)
+    x = torch.randn(9, model.hidden_size, generator=torch.Generator().manual_seed(0))
+    wanted = block(x)
+    block.experts = stack
+    torch.testing.assert_close(block(x), wanted, rtol=1e-4, atol=1e-5)

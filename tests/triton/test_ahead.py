@@ -1,0 +1,49 @@
+"""All kernels compile for every architecture, fit onto it and use what it has."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gllm.kernels.aot import SHARED_MEMORY, room
+
+WITHOUT = {"ahead", "common"}
+"""Files of the room that have no kernels of their own."""
+
+
+def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A process that does not interpret kernels unless told so."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "gllm.kernels.aot", *arguments],
+        env=kept | variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", sorted({*room()} - WITHOUT))
+def test_every_file_lists_what_is_compiled(name: str) -> None:
+    module = importlib.import_module(f"gllm.kernels.triton.{name}")
+    assert module.COMPILED
+    assert len({one.label + one.kernel.__name__ for one in module.COMPILED}) == len(module.COMPILED)
+    for one in module.COMPILED:
+        assert {*one.signature, *one.constants} == {*one.kernel.arg_names}
+        assert {*one.aligned} <= {*one.signature}
+
+
+def test_the_first_of_each_kernel_is_well() -> None:
+    done = command()
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1].endswith(" compiled, all well")
+    for arch in SHARED_MEMORY:
+        assert any(f" sm_{arch} " in line for line in lines[1:])
+
+
+def test_nothing_is_compiled_where_kernels_are_interpreted() -> None:
+    done = command(TRITON_INTERPRET="1")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "TRITON_INTERPRET is set: kernels would be interpreted"
