@@ -15,7 +15,7 @@ from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
 from gllm.kernels.linear import prepare
 from gllm.models import spec
 from gllm.models.loader import Weights
-from gllm.models.parts import Linear, parts_of, stacked_bias
+from gllm.models.parts import Linear, matrices_of, stacked_bias
 
 
 class MLP:
@@ -40,9 +40,10 @@ class MLP:
 def gated(described: spec.MLP, weights: Weights, hidden: int) -> GatedMatrix:
     """The maps of a gated block up to its gate."""
     outputs = [described.inner, described.inner]
-    parts = parts_of(described.up, weights, outputs, hidden)
+    parts = matrices_of(described.up, weights, outputs, hidden)
     bias = stacked_bias(described.up, weights, outputs)
-    halves = parts[0] if len(parts) == 1 else parts
+    whole = parts[0] if len(parts) == 1 else None
+    halves = whole if isinstance(whole, Tensor) else parts
     return prepare_gated(halves, bias, described.activation, weights.quantization)
 
 
@@ -69,7 +70,7 @@ class Experts:
         numbered = [_numbered(described.expert, expert) for expert in range(described.count)]
         self.up = [gated(expert, weights, hidden) for expert in numbered]
         self.down = [
-            prepare(parts_of(one.down, weights, [hidden], one.inner), weights.quantization)
+            prepare(matrices_of(one.down, weights, [hidden], one.inner), weights.quantization)
             for one in numbered
         ]
         self.shared = MLP(described.shared, weights, hidden) if described.shared else None
