@@ -75,9 +75,9 @@ def _quantize_kernel(
     numbers = tl.load(x + token * x_row + columns, there, 0.0).to(tl.float32)
     most = tl.max(tl.abs(numbers), 1)
     scale = tl.where(most > 0, most / LARGEST, 1.0)
-    # The quotient of the largest may be rounded up.
-    share = tl.clamp(numbers / scale[:, None], -LARGEST, LARGEST, tl.PropagateNan.ALL)
-    tl.store(codes + token * inputs + columns, _to_codes(_rounded(share)), there)
+    # A quotient may be LARGEST and a bit, which is LARGEST when it is rounded.
+    share = _rounded(numbers / scale[:, None])
+    tl.store(codes + token * inputs + columns, _to_codes(share), there)
     tl.store(scales + token * groups + group, scale, group < groups)
 
 
@@ -192,7 +192,7 @@ def _tiles(tokens: int) -> tuple[int, int, int]:
     """Tokens and outputs of a program, and its warps."""
     if tokens <= 16:
         return 16, 32, 4
-    return (32, 64, 4) if tokens <= 32 else (64, 128, 4)
+    return (32, 64, 4) if tokens <= 32 else (64, 128, 8)
 
 
 def _compiled(label: str, tokens: int, floats: str, fp8: bool, bias: bool) -> Compiled:

@@ -27,7 +27,7 @@ from gllm.kernels.triton.ahead import Compiled
 
 TILE = 4096
 """Tokens that a program looks at at once."""
-WARPS = 16
+WARPS = 8
 LARGEST = tl.constexpr(3.4028234663852886e38)
 LARGEST_BITS = tl.constexpr(0x7F7FFFFF)
 """Of a distance; a forbidden token is infinitely far."""
@@ -146,7 +146,7 @@ def _last_kept(row, held, size, largest, temperature, top_k, top_p, TILE: tl.con
     cut, total = _cutoff(row, size, largest, temperature, top_k, top_p, TILE)
     count = _hold(row, held, size, largest, cut, TILE)
     last = cut.to(tl.int32, bitcast=True)
-    equals = size
+    equals = tl.full((), 0, tl.int32) + size
     if top_k > 0:
         last = _least(held, count, last, top_k.to(tl.float64), temperature, True, TILE)
         closer = _measure_up_to(held, count, last - 1, temperature, True, TILE)
@@ -246,14 +246,14 @@ def _sample_kernel(
             tl.load(counters + 2 * rows + program),
             tl.load(counters + 3 * rows + program),
         )
-        last = tl.full((), 0x7F7FFFFF, tl.int32)
-        equals = size
+        last = tl.full((), LARGEST_BITS, tl.int32)
+        equals = tl.full((), 0, tl.int32) + size
         # Two conditions: only the first is known when the kernel is compiled.
         if FILTERS:  # noqa: SIM102
             if (top_k > 0) | (top_p <= 1.0):
                 held = scratch + program.to(tl.int64) * size
-                top_k = tl.minimum(top_k, size).to(tl.int32)
-                last, equals = _last_kept(row, held, size, largest, temperature, top_k, top_p, TILE)
+                limit = tl.minimum(top_k, size).to(tl.int32)
+                last, equals = _last_kept(row, held, size, largest, temperature, limit, top_p, TILE)
         token = _draw(row, size, largest, temperature, min_p, last, equals, number, TILE, TILES)
         token = tl.minimum(token, size - 1)
     tl.store(tokens + program, token.to(tl.int64))
