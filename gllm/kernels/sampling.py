@@ -196,7 +196,8 @@ def _draw_kept(logits: Tensor, group: RandomRows, count: int) -> Tensor:
     weights.masked_fill_(before >= group.top_p[:, None] * total, 0)
     kept = (weights > 0).sum(dim=-1, keepdim=True)
     weights.masked_fill_(weights < group.min_p[:, None], 0)
-    ids, order = ids.sort(dim=-1)
+    width = max(int(kept.max()), 1)
+    ids, order = ids[:, :width].sort(dim=-1)
     column = _invert(weights.gather(1, order), group.number)
     tokens = ids.gather(1, column[:, None])[:, 0]
     if not is_all:
