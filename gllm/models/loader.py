@@ -22,6 +22,7 @@ from gllm.models.errors import ModelError
 from gllm.models.spec import Model
 
 Progress = Callable[[int, int], None]
+CPU = torch.device("cpu")
 SCALES = ("weight_scale_inv", "weight_scale")
 """What codes of 8-bit floats are multiplied by; both names mean this."""
 
@@ -35,13 +36,15 @@ class Checkpoint:
         dtype: torch.dtype,
         model: Model,
         layers: range,
-        keeps_fp8: bool = False,
+        device: torch.device = CPU,
+        keeps_fp8: bool | None = None,
     ) -> None:
-        """Tensors of a stage with these layers of the model, as `dtype`; keeps_fp8: `matrices` in
-        8-bit floats stay so. Raises ModelError."""
+        """Tensors of a stage with these layers of the model, as `dtype` on a device; keeps_fp8:
+        `matrices` in 8-bit floats stay so, on GPUs where it is not given. Raises ModelError."""
         self.folder = folder
         self.dtype = dtype
-        self.keeps_fp8 = keeps_fp8
+        self._device = device
+        self._keeps_fp8 = device.type == "cuda" if keeps_fp8 is None else keeps_fp8
         self._stored = model.stored
         self.weight_bytes = 0
         """Bytes of the tensors handed out, as they are in memory."""
@@ -98,7 +101,7 @@ class Checkpoint:
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
     ) -> list[Tensor] | list[Fp8Matrix]:
         """As `parts`; in 8-bit floats where all of them are and they are to be kept."""
-        if not self.keeps_fp8 or not all(self._is_fp8(name) for name in names):
+        if not self._keeps_fp8 or not all(self._is_fp8(name) for name in names):
             return self.parts(names, shapes)
         made = [part for part in self._all(names, shapes, None) if isinstance(part, Fp8Matrix)]
         self.weight_bytes += sum(part.nbytes for part in made)
@@ -142,7 +145,7 @@ class Checkpoint:
                 "checkpoints only those in float8_e4m3fn are implemented, where config.json has "
                 "their quantization_config"
             )
-        return tensor.to(dtype)
+        return tensor.to(self._device, dtype)
 
     def _with_scales(self, name: str, codes: Tensor, dtype: torch.dtype) -> Fp8Matrix:
         """The weight of codes in 8-bit floats."""
@@ -156,8 +159,9 @@ class Checkpoint:
         if stem + "input_scale" in self._homes:
             # For activations in 8 bits; here they keep theirs, or have scales of their own.
             self._take(stem + "input_scale")
+        codes, factors = codes.to(self._device), self._take(scales).to(self._device)
         try:
-            return prepare_fp8(codes, self._take(scales), self._stored.block, dtype)
+            return prepare_fp8(codes, factors, self._stored.block, dtype)
         except ValueError as error:
             raise ModelError(f"{self.folder}: tensor {name!r} {error} ({scales})") from error
 
@@ -166,7 +170,8 @@ class Checkpoint:
         if name not in self._homes:
             raise ModelError(f"{self.folder} lacks the tensor {name!r}")
         handle, stored = self._homes[name]
-        tensor: Tensor = handle.get_tensor(stored)
+        with CPU:  # whatever the default is meanwhile
+            tensor: Tensor = handle.get_tensor(stored)
         self._unread.discard(name)
         self._done += tensor.nbytes
         self._progress(self._done, self._total)
