@@ -29,7 +29,7 @@ def expected(x: torch.Tensor, matrix: Fp8Matrix, group: int | None) -> torch.Ten
     return functional.linear(numbers, dequantize(matrix).double())
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     st.sampled_from([1, 3, 17, 33]),
     st.sampled_from([1, 40]),
