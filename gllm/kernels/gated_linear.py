@@ -20,6 +20,7 @@ from gllm.kernels.linear import (
     packed_in_turns,
     prepare,
 )
+from gllm.kernels.linear_fp8 import Fp8Matrix
 from gllm.kernels.native.library import ACTIVATIONS
 
 
@@ -34,17 +35,18 @@ class GatedMatrix:
 
 
 def prepare_gated(
-    weight: Tensor | Sequence[Tensor],
+    weight: Tensor | Sequence[Tensor] | Sequence[Fp8Matrix],
     bias: Tensor | None,
     activation: str,
     quantization: str = "none",
 ) -> GatedMatrix:
     """weight [2 * outputs, inputs] and bias [2 * outputs], the gates first; the weight whole, or
-    both halves. It is copied. activation: of activation.py."""
+    both halves; in 8-bit floats always as parts. It is copied. activation: of activation.py."""
     halves = weight.chunk(2) if isinstance(weight, Tensor) else weight
+    floats = [half for half in halves if isinstance(half, Tensor)]
     both: Matrix | None = None
-    if quantization == "none" and activation in ACTIVATIONS:
-        both = packed_in_turns(*halves)
+    if quantization == "none" and activation in ACTIVATIONS and floats:
+        both = packed_in_turns(*floats)
     return GatedMatrix(both or prepare(halves, quantization), bias, activation)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, linear_fp8, stack_fp8
 from gllm.kernels.linear_int8 import Int8Matrix, linear_int8, prepare_int8
 from gllm.kernels.native.library import (
     LinearArguments,
@@ -37,7 +38,7 @@ class PlainMatrix:
     """Panels of `outputs` gates and of as many that they gate take turns (gated_linear.py)."""
 
 
-Matrix = PlainMatrix | Int8Matrix
+Matrix = PlainMatrix | Int8Matrix | Fp8Matrix
 """A weight, ready to be multiplied by."""
 
 
@@ -46,10 +47,17 @@ def plain(weight: Tensor) -> PlainMatrix:
     return PlainMatrix(weight, len(weight), False)
 
 
-def prepare(weight: Tensor | Sequence[Tensor], quantization: str = "none") -> Matrix:
+def prepare(
+    weight: Tensor | Sequence[Tensor] | Sequence[Fp8Matrix], quantization: str = "none"
+) -> Matrix:
     """Lay out a weight [outputs, inputs], whole or in parts one below the other, as it is or in
-    int8. It is copied."""
-    parts = [weight] if isinstance(weight, Tensor) else weight
+    int8; where all parts are in 8-bit floats it stays so. It is copied, but for a single part in
+    8-bit floats."""
+    given = [weight] if isinstance(weight, Tensor) else weight
+    codes = [part for part in given if isinstance(part, Fp8Matrix)]
+    if codes and quantization == "none":
+        return stack_fp8(codes)
+    parts = [dequantize(part) if isinstance(part, Fp8Matrix) else part for part in given]
     if quantization == "int8":
         return prepare_int8(parts[0] if len(parts) == 1 else torch.cat([*parts]))
     return packed(parts) or plain(torch.cat([*parts]))
@@ -107,6 +115,8 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = 
     """
     if isinstance(matrix, Int8Matrix):
         return linear_int8(x, matrix, bias, out)
+    if isinstance(matrix, Fp8Matrix):
+        return linear_fp8(x, matrix, bias, out)
     if not matrix.is_packed:
         result = functional.linear(x, matrix.weight, bias)
         return result if out is None else out.copy_(result)

@@ -1,15 +1,19 @@
 """What a row of logits must not, may only and should rather bring.
 
-Owns bans, allowed tokens and biases, each on one row. Does not know where the token ids come from.
+Owns bans, allowed tokens and biases, each on one row. Does not know where the token ids come from;
+they may be on the CPU where logits are on a GPU, and nobody waits for it.
 """
 
 import math
 
 from torch import Tensor
 
+from gllm.kernels.transfer import beside
+
 
 def keep_only(logits: Tensor, ids: Tensor) -> None:
     """Forbid all but some tokens, in place. logits [vocabulary] float32, ids [n] int64."""
+    ids = beside(ids, logits)
     kept = logits[ids]
     logits.fill_(-math.inf)
     logits[ids] = kept
@@ -17,10 +21,10 @@ def keep_only(logits: Tensor, ids: Tensor) -> None:
 
 def ban(logits: Tensor, ids: Tensor) -> None:
     """Forbid tokens, in place. logits [vocabulary] float32, ids [n] int64."""
-    logits[ids] = -math.inf
+    logits[beside(ids, logits)] = -math.inf
 
 
 def add_bias(logits: Tensor, ids: Tensor, bias: Tensor) -> None:
     """Add to some logits, in place. logits [vocabulary] float32, ids [n] int64, each once, bias [n]
     float32."""
-    logits[ids] += bias
+    logits[beside(ids, logits)] += beside(bias, logits)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gllm.kernels.transfer import beside
+
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
@@ -33,13 +35,17 @@ def penalize(
     """Lower the logits [rows, vocabulary] float32 of seen tokens, in place.
 
     repetition, frequency, presence: [rows] float64; 1, 0 and 0 are off. A forbidden token (-inf)
-    stays forbidden, a finite logit stays finite.
+    stays forbidden, a finite logit stays finite. All but the logits may be on the CPU where those
+    are on a GPU; nobody waits for it.
     """
-    before = logits[seen.rows, seen.ids]
+    rows, ids, counts = (beside(column, logits) for column in (seen.rows, seen.ids, seen.counts))
+    factor, each, once = (
+        beside(column, logits)[rows] for column in (repetition, frequency, presence)
+    )
+    before = logits[rows, ids]
     values = before.double()
-    factor = repetition[seen.rows]
     values = torch.where(values > 0, values / factor, values * factor)
-    values -= frequency[seen.rows] * seen.counts + presence[seen.rows] * (seen.counts > 0)
+    values -= each * counts + once * (counts > 0)
     largest = torch.finfo(logits.dtype).max
     values.clamp_(-largest, largest)
-    logits[seen.rows, seen.ids] = torch.where(before == -torch.inf, before, values.float())
+    logits[rows, ids] = torch.where(before == -torch.inf, before, values.float())

@@ -16,9 +16,9 @@ def _signed(bits: int) -> int:
     return bits - 2**64 if bits >= 2**63 else bits
 
 
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+GAMMA = _signed(0x9E3779B97F4A7C15)
+MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def _xor_shifted(x: Tensor, bits: int) -> Tensor:
@@ -28,8 +28,8 @@ def _xor_shifted(x: Tensor, bits: int) -> Tensor:
 
 def split_mix(state: Tensor) -> Tensor:
     """The SplitMix64 output for each state of an int64 tensor (two's complement, wrapping)."""
-    mixed = _xor_shifted(state + _GAMMA, 30) * _MULTIPLIER_1
-    mixed = _xor_shifted(mixed, 27) * _MULTIPLIER_2
+    mixed = _xor_shifted(state + GAMMA, 30) * MULTIPLIER_1
+    mixed = _xor_shifted(mixed, 27) * MULTIPLIER_2
     return _xor_shifted(mixed, 31)
 
 

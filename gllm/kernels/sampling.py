@@ -4,13 +4,15 @@ Owns the arithmetic of temperature, top-k, top-p and min-p. Does not know reques
 planned by `plan_sampling`, logits come masked. What is drawn for a row depends on that row alone,
 whatever else is in the batch.
 
-The filters apply in the order temperature, top-k, top-p, min-p. A token is found by inverting the
-cumulative distribution at one uniform number per row (Devroye, "Non-Uniform Random Variate
-Generation" (1986), section III.2). Top-p: Holtzman et al., "The Curious Case of Neural Text
+The filters apply in the order temperature, top-k, top-p, min-p; among equal logits they keep those
+of smaller ids. A token is found by inverting the cumulative distribution of what is kept, in the
+order of ids, at one uniform number per row (Devroye, "Non-Uniform Random Variate Generation"
+(1986), section III.2). So a set and a number decide, and no order of sorting does: on GPUs
+(triton/sampling.py) nothing is sorted. Top-p: Holtzman et al., "The Curious Case of Neural Text
 Degeneration" (2020). Min-p: Nguyen et al., "Turning Up the Heat" (2024).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.random_numbers import uniform
+from gllm.kernels.transfer import to_device
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -59,8 +62,22 @@ class SamplingPlan:
     """How each row of a batch is drawn."""
 
     greedy: Tensor
-    """[rows] int64."""
+    """[greedy rows] int64."""
     random: list[RandomRows]
+    settings: Tensor
+    """[3, rows] float32, for a GPU: temperature, top-p (infinite means off), min-p."""
+    counters: Tensor
+    """[4, rows] int64, for a GPU: top-k (0 means off), seed, choice, index."""
+
+    @property
+    def filters(self) -> bool:
+        """Whether a row has top-k or top-p."""
+        return any(group.candidates != WHOLE for group in self.random)
+
+    def on(self, device: torch.device) -> "SamplingPlan":
+        """The same with what a GPU needs there; nobody waits for the copies."""
+        settings, counters = (to_device(one, device) for one in (self.settings, self.counters))
+        return replace(self, settings=settings, counters=counters)
 
 
 def plan_sampling(
@@ -95,11 +112,20 @@ def plan_sampling(
             number=uniform(*(torch.from_numpy(word[rows]) for word in (seed, choice, index))),
         )
         groups.append(group)
-    return SamplingPlan(torch.from_numpy(np.flatnonzero(~is_random)), groups)
+    return SamplingPlan(
+        torch.from_numpy(np.flatnonzero(~is_random)),
+        groups,
+        torch.from_numpy(np.stack((temperature, limit, min_p)).astype(np.float32, copy=False)),
+        torch.from_numpy(np.stack((top_k, seed, choice, index))),
+    )
 
 
 def sample(logits: Tensor, plan: SamplingPlan) -> Tensor:
     """Token ids [rows] int64 from logits [rows, vocabulary] float32, -inf where forbidden."""
+    if logits.is_cuda:
+        from gllm.kernels.triton import sampling
+
+        return sampling.sample(logits, plan)
     if not plan.random:
         return likeliest(logits)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -119,7 +145,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def all_finite(logits: Tensor) -> list[bool]:
-    """Whether all logits of each row of [rows, vocabulary] are finite.
+    """Whether all logits of each row of [rows, vocabulary] are finite; waits for a GPU.
 
     On one thread of a CPU: a second thread that forks would have OpenMP count more threads than
     cores and put those of the stage's arithmetic to sleep at each of their barriers.
@@ -128,55 +154,60 @@ def all_finite(logits: Tensor) -> list[bool]:
         array = logits.numpy()
         finite = np.isfinite(array.min(axis=-1)) & np.isfinite(array.max(axis=-1))
         return finite.tolist()
-    return (torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))).tolist()
+    return finite_rows(logits).tolist()
+
+
+def finite_rows(logits: Tensor) -> Tensor:
+    """As `all_finite`, [rows] bool beside the logits."""
+    return torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))
 
 
 def _draw(logits: Tensor, group: RandomRows) -> Tensor:
     """Tokens [rows] for logits [rows, vocabulary], which are overwritten."""
     # Relative to the maximum before the division: a tiny temperature cannot overflow.
     logits -= logits.amax(dim=-1, keepdim=True)
-    if group.candidates > 0:
-        return _draw_top_k(logits, group)
+    if group.candidates != WHOLE:
+        # One more than can be kept, to see whether the last that is kept has an equal.
+        count = TOP_P_CANDIDATES if group.candidates == NUCLEUS else group.candidates
+        return _draw_kept(logits, group, count + 1)
     weights = logits.div_(group.temperature[:, None]).exp_()
-    if group.candidates == NUCLEUS:
-        return _draw_nucleus(weights, group, TOP_P_CANDIDATES)
     weights.masked_fill_(weights < group.min_p[:, None], 0)
     return _invert_whole(weights, group.number)
 
 
-def _draw_top_k(logits: Tensor, group: RandomRows) -> Tensor:
-    """As `_draw`, among the group's candidates."""
-    likeliest, ids = logits.topk(min(group.candidates, logits.shape[1]), dim=-1)
-    weights = likeliest.div_(group.temperature[:, None]).exp_()
-    ranks = torch.arange(weights.shape[1], device=weights.device)
-    weights.masked_fill_(ranks >= group.top_k[:, None], 0)
-    total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    return ids.gather(1, _pick_sorted(weights, total, group)[:, None])[:, 0]
-
-
-def _draw_nucleus(weights: Tensor, group: RandomRows, count: int) -> Tensor:
-    """Tokens [rows] for weights [rows, vocabulary], through the `count` likeliest tokens first."""
-    count = min(count, weights.shape[1])
-    total = _cumulative_spans(_spans(weights))[:, -1:]
-    likeliest, ids = weights.topk(count, dim=-1)
-    held = likeliest.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    short = (held < group.top_p[:, None] * total)[:, 0]
-    tokens = ids.gather(1, _pick_sorted(likeliest, total, group)[:, None])[:, 0]
-    if count < weights.shape[1] and bool(short.any()):
-        tokens[short] = _draw_nucleus(weights[short], group.pick(short), weights.shape[1])
-    return tokens
-
-
-def _pick_sorted(weights: Tensor, total: Tensor, group: RandomRows) -> Tensor:
-    """Columns [rows] drawn from descending weights [rows, n] by top-p and min-p.
-
-    total [rows, 1]: what top-p is a share of; the largest weight of a row is 1.
-    """
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    before = functional.pad(cumulative[:, :-1], (1, 0))
+def _draw_kept(logits: Tensor, group: RandomRows, count: int) -> Tensor:
+    """Tokens [rows] for logits [rows, vocabulary] relative to their maxima, among what top-k and
+    top-p keep; the `count` likeliest tokens are looked at first."""
+    temperature = group.temperature[:, None]
+    is_all = count >= logits.shape[1]
+    if is_all:
+        likeliest, ids = logits.sort(dim=-1, descending=True, stable=True)
+    else:
+        likeliest, ids = logits.topk(count, dim=-1)
+    weights = (likeliest / temperature).exp_()
+    if group.candidates == NUCLEUS:
+        total = _cumulative_spans(_spans((logits / temperature).exp_()))[:, -1:]
+    else:
+        ranks = torch.arange(weights.shape[1], device=weights.device)
+        weights.masked_fill_(ranks >= group.top_k[:, None], 0)
+        total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    before = functional.pad(weights.cumsum(dim=-1, dtype=torch.float64)[:, :-1], (1, 0))
     # The likeliest token always stays: nothing is before it.
-    dropped = (before >= group.top_p[:, None] * total) | (weights < group.min_p[:, None])
-    return _invert(weights.masked_fill(dropped, 0), group.number)
+    weights.masked_fill_(before >= group.top_p[:, None] * total, 0)
+    kept = (weights > 0).sum(dim=-1, keepdim=True)
+    weights.masked_fill_(weights < group.min_p[:, None], 0)
+    width = max(int(kept.max()), 1)
+    ids, order = ids[:, :width].sort(dim=-1)
+    column = _invert(weights.gather(1, order), group.number)
+    tokens = ids.gather(1, column[:, None])[:, 0]
+    if not is_all:
+        # Equal to the first that is dropped, or the last that was looked at: others may be equal.
+        last = likeliest.gather(1, (kept - 1).clamp_min(0))
+        unsure = (last == likeliest.gather(1, kept.clamp_max(count - 1)))[:, 0]
+        if bool(unsure.any()):
+            rest = group.pick(unsure)
+            tokens[unsure] = _draw_kept(logits[unsure], rest, logits.shape[1])
+    return tokens
 
 
 def _invert(weights: Tensor, number: Tensor) -> Tensor:

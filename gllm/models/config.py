@@ -5,7 +5,7 @@ tensors; the frontend reads it without torch.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from gllm.models.errors import ModelError
 from gllm.models.keys import Keys
 from gllm.models.registry import architecture_of, family
 from gllm.models.spec import Model
+from gllm.models.stored import stored_as
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -37,7 +38,7 @@ def read_config(folder: Path) -> ModelConfig:
     generation = _read_json(folder / "generation_config.json") or {}
     architecture = architecture_of(raw.get("architectures"))
     keys = Keys(raw)
-    model = family(architecture)(keys)
+    model = replace(family(architecture)(keys), stored=stored_as(keys))
     keys.finish()
     eos_ids = _ids(raw, "eos_token_id") | _ids(generation, "eos_token_id")
     return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)))

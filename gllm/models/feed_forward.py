@@ -16,7 +16,7 @@ from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
 from gllm.kernels.linear import Matrix, prepare
 from gllm.models import spec
 from gllm.models.loader import Weights
-from gllm.models.parts import Linear, parts_of, stacked_bias
+from gllm.models.parts import Linear, matrices_of, parts_of, stacked_bias
 
 
 class MLP:
@@ -41,9 +41,10 @@ class MLP:
 def gated(described: spec.MLP, weights: Weights, hidden: int) -> GatedMatrix:
     """The maps of a gated block up to its gate."""
     outputs = [described.inner, described.inner]
-    parts = parts_of(described.up, weights, outputs, hidden)
+    parts = matrices_of(described.up, weights, outputs, hidden)
     bias = stacked_bias(described.up, weights, outputs)
-    halves = parts[0] if len(parts) == 1 else parts
+    whole = parts[0] if len(parts) == 1 else None
+    halves = whole if isinstance(whole, Tensor) else parts
     return prepare_gated(halves, bias, described.activation, weights.quantization)
 
 
@@ -54,7 +55,7 @@ SingleExperts = tuple[Sequence[GatedMatrix], Sequence[Matrix]]
 def single(experts: Sequence[spec.MLP], weights: Weights, hidden: int) -> SingleExperts:
     """The weights of experts, each by itself."""
     up = [gated(one, weights, hidden) for one in experts]
-    parts = (parts_of(one.down, weights, [hidden], one.inner) for one in experts)
+    parts = (matrices_of(one.down, weights, [hidden], one.inner) for one in experts)
     return up, [prepare(part, weights.quantization) for part in parts]
 
 

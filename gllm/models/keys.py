@@ -47,7 +47,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "cross_attention_hidden_size": (None,),
     "is_encoder_decoder": (False, None),
     "pruned_heads": ({}, None),
-    "quantization_config": (None,),
     "tie_encoder_decoder": (False, None),
     "use_mrope": (False, None),
 }

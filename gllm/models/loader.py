@@ -17,19 +17,35 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, prepare_fp8
 from gllm.models.errors import ModelError
 from gllm.models.spec import Model
 
 Progress = Callable[[int, int], None]
+CPU = torch.device("cpu")
+SCALES = ("weight_scale_inv", "weight_scale")
+"""What codes of 8-bit floats are multiplied by; both names mean this."""
 
 
 class Checkpoint:
     """The tensors of a folder that one stage reads; a context manager that closes the files."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, model: Model, layers: range) -> None:
-        """Tensors of a stage with these layers of the model, as `dtype`. Raises ModelError."""
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        model: Model,
+        layers: range,
+        device: torch.device = CPU,
+        keeps_fp8: bool | None = None,
+    ) -> None:
+        """Tensors of a stage with these layers of the model, as `dtype` on a device; keeps_fp8:
+        `matrices` in 8-bit floats stay so, on GPUs where it is not given. Raises ModelError."""
         self.folder = folder
         self.dtype = dtype
+        self._device = device
+        self._keeps_fp8 = device.type == "cuda" if keeps_fp8 is None else keeps_fp8
+        self._stored = model.stored
         self.weight_bytes = 0
         """Bytes of the tensors handed out, as they are in memory."""
         self._progress: Progress = lambda done, total: None
@@ -76,10 +92,20 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """The tensors by themselves; to be copied, for they may be the files' memory."""
-        each = zip(names, shapes, strict=True)
-        found = [self._tensor(name, shape).to(dtype or self.dtype) for name, shape in each]
-        self.weight_bytes += sum(part.nbytes for part in found)
-        return found
+        found = self._all(names, shapes, dtype)
+        made = [dequantize(part) if isinstance(part, Fp8Matrix) else part for part in found]
+        self.weight_bytes += sum(part.nbytes for part in made)
+        return made
+
+    def matrices(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Tensor] | list[Fp8Matrix]:
+        """As `parts`; in 8-bit floats where all of them are and they are to be kept."""
+        if not self._keeps_fp8 or not all(self._is_fp8(name) for name in names):
+            return self.parts(names, shapes)
+        made = [part for part in self._all(names, shapes, None) if isinstance(part, Fp8Matrix)]
+        self.weight_bytes += sum(part.nbytes for part in made)
+        return made
 
     def finish(self) -> None:
         """Check that nothing of the stage was left unread. Raises ModelError."""
@@ -90,21 +116,62 @@ class Checkpoint:
                 f"computed wrongly: {', '.join(left[:5])} ({len(left)} in all)"
             )
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._homes:
-            raise ModelError(f"{self.folder} lacks the tensor {name!r}")
-        handle, stored = self._homes[name]
-        tensor: Tensor = handle.get_tensor(stored)
+    def _all(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype | None,
+    ) -> list[Tensor | Fp8Matrix]:
+        each = zip(names, shapes, strict=True)
+        return [self._tensor(name, shape, dtype or self.dtype) for name, shape in each]
+
+    def _is_fp8(self, name: str) -> bool:
+        """Whether a tensor is stored in 8-bit floats."""
+        home = self._homes.get(name)
+        return home is not None and home[0].get_slice(home[1]).get_dtype() == "F8_E4M3"
+
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Fp8Matrix:
+        tensor = self._take(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{self.folder}: tensor {name!r} has shape {tuple(tensor.shape)}, but by "
                 f"config.json it has to be {shape}"
             )
+        if tensor.dtype == torch.float8_e4m3fn and self._stored is not None:
+            return self._with_scales(name, tensor, dtype)
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
-                f"{self.folder}: tensor {name!r} is of type {tensor.dtype}; quantized "
-                "checkpoints are not implemented"
+                f"{self.folder}: tensor {name!r} is of type {tensor.dtype}; of quantized "
+                "checkpoints only those in float8_e4m3fn are implemented, where config.json has "
+                "their quantization_config"
             )
+        return tensor.to(self._device, dtype)
+
+    def _with_scales(self, name: str, codes: Tensor, dtype: torch.dtype) -> Fp8Matrix:
+        """The weight of codes in 8-bit floats."""
+        stem = name.removesuffix("weight")
+        scales = next((stem + end for end in SCALES if stem + end in self._homes), None)
+        if scales is None or codes.dim() != 2 or self._stored is None:
+            raise ModelError(
+                f"{self.folder}: tensor {name!r} is of type {codes.dtype} and shape "
+                f"{tuple(codes.shape)}, but there is no {stem + SCALES[0]!r} to scale it by"
+            )
+        if stem + "input_scale" in self._homes:
+            # For activations in 8 bits; here they keep theirs, or have scales of their own.
+            self._take(stem + "input_scale")
+        codes, factors = codes.to(self._device), self._take(scales).to(self._device)
+        try:
+            return prepare_fp8(codes, factors, self._stored.block, dtype)
+        except ValueError as error:
+            raise ModelError(f"{self.folder}: tensor {name!r} {error} ({scales})") from error
+
+    def _take(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        if name not in self._homes:
+            raise ModelError(f"{self.folder} lacks the tensor {name!r}")
+        handle, stored = self._homes[name]
+        with CPU:  # whatever the default is meanwhile
+            tensor: Tensor = handle.get_tensor(stored)
         self._unread.discard(name)
         self._done += tensor.nbytes
         self._progress(self._done, self._total)
@@ -159,6 +226,14 @@ class Weights:
         """The same by themselves; to be copied."""
         full = [f"{self._prefix}{name}.{kind}" for name in names]
         return self._checkpoint.parts(full, [(count, *rest) for count in rows])
+
+    def matrices(
+        self, names: Sequence[str], rows: Sequence[int], inputs: int
+    ) -> list[Tensor] | list[Fp8Matrix]:
+        """Weights [rows[i], inputs] by themselves, to be copied, in 8-bit floats where they are to
+        stay so."""
+        full = [f"{self._prefix}{name}.weight" for name in names]
+        return self._checkpoint.matrices(full, [(count, inputs) for count in rows])
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gllm.kernels.layer_norm import layer_norm
 from gllm.kernels.linear import linear, prepare
+from gllm.kernels.linear_fp8 import Fp8Matrix
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.models import spec
 from gllm.models.loader import Weights
@@ -25,6 +26,16 @@ def parts_of(
     if described.transposed:
         return [weights.read(f"{names[0]}.weight", inputs, sum(rows)).t().contiguous()]
     return weights.parts(names, "weight", rows, inputs)
+
+
+def matrices_of(
+    described: spec.Linear, weights: Weights, outputs: Sequence[int], inputs: int
+) -> list[Tensor] | list[Fp8Matrix]:
+    """As `parts_of`, in 8-bit floats where they are to stay so."""
+    if described.transposed:
+        return parts_of(described, weights, outputs, inputs)
+    rows = [sum(outputs)] if len(described.names) == 1 else outputs
+    return weights.matrices(described.names, rows, inputs)
 
 
 def stacked_bias(described: spec.Linear, weights: Weights, outputs: Sequence[int]) -> Tensor | None:
@@ -47,12 +58,15 @@ class Linear:
     ) -> None:
         """`outputs`: of each projection; `order` [sum of outputs] int64: which stored output each
         one is, where they are stored in another order; `exact`: not to be quantized."""
-        parts = parts_of(described, weights, outputs, inputs)
-        bias = stacked_bias(described, weights, outputs)
-        if order is not None:
-            parts, bias = [torch.cat(parts)[order]], None if bias is None else bias[order]
-        self.matrix = prepare(parts, "none" if exact else weights.quantization)
-        self.bias = bias
+        quantization = "none" if exact else weights.quantization
+        self.bias = stacked_bias(described, weights, outputs)
+        if order is None:
+            parts = matrices_of(described, weights, outputs, inputs)
+            self.matrix = prepare(parts, quantization)
+            return
+        ordered = torch.cat(parts_of(described, weights, outputs, inputs))[order]
+        self.matrix = prepare(ordered, quantization)
+        self.bias = None if self.bias is None else self.bias[order]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, inputs] to [tokens, outputs]."""

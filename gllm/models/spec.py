@@ -236,6 +236,14 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Fp8:
+    """Weights that are stored in 8-bit floating point, with scales."""
+
+    block: tuple[int, int] | None
+    """Outputs and inputs that share a scale; None: a whole tensor does, or each output has one."""
+
+
+@dataclass(frozen=True)
 class Model:
     """A decoder-only model."""
 
@@ -253,6 +261,8 @@ class Model:
     """What some checkpoints leave out at the beginning of names."""
     ignored: tuple[str, ...] = ()
     """Patterns of tensors that are computed here, or not needed."""
+    stored: Fp8 | None = None
+    """How weights may be stored besides as plain floats."""
 
     @property
     def num_layers(self) -> int:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gllm.kernels.masking import add_bias, ban, keep_only
 from gllm.kernels.penalties import SeenTokens, penalize
+from gllm.kernels.sampling import finite_rows
 
 VOCABULARY = 9
 LARGEST = torch.finfo(torch.float32).max
@@ -66,6 +67,19 @@ def test_extreme_penalties_keep_finite_logits_finite(repetition: float) -> None:
     penalize(logits, seen, torch.tensor([repetition], dtype=torch.float64), off, off)
     assert logits[0, :6].isfinite().all()
     assert logits[0, 6] == -math.inf
+
+
+def test_nobody_waits_for_logits_elsewhere() -> None:
+    """A device without numbers: whatever looked at one would fail."""
+    logits = torch.empty(2, 9, device="meta")
+    ids, one = torch.tensor([3, 4]), torch.ones(2, dtype=torch.float64)
+    keep_only(logits[0], ids)
+    ban(logits[0], ids)
+    add_bias(logits[0], ids, torch.ones(2))
+    penalize(logits, SeenTokens(torch.tensor([0, 1]), ids, one), one, one, one)
+    assert finite_rows(logits).shape == (2,)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        logits[0, 0].item()
 
 
 def test_bans_allowed_tokens_and_biases() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gllm.kernels import sampling
+from gllm.kernels.random_numbers import uniform
 from gllm.kernels.sampling import SamplingPlan, plan_sampling, sample
 
 DEFAULTS: dict[str, Any] = {
@@ -130,6 +131,42 @@ def test_seed_choice_and_index_each_matter() -> None:
     for other in ({"seed": 1}, {"seed": -(2**63)}, {"choice": 1}):
         changed = drawn(logits, [{"index": i} | other for i in range(64)])
         assert sum(a == b for a, b in zip(base, changed, strict=True)) < 3
+
+
+def by_definition(logits: torch.Tensor, number: float, **row: Any) -> int:
+    """The token of one row, in float64: equal logits by their ids, the draw in the order of ids."""
+    spec = DEFAULTS | row
+    relative = (logits - logits.max()).tolist()
+    order = sorted(range(len(relative)), key=lambda token: (-relative[token], token))
+    weights = [math.exp(relative[token] / spec["temperature"]) for token in order]
+    count = spec["top_k"] or len(order)
+    share = float(np.float32(spec["top_p"])) * math.fsum(weights[:count])
+    kept, before = {}, 0.0
+    for token, weight in zip(order[:count], weights, strict=False):
+        if spec["top_p"] == 1 or before < share:
+            kept[token] = weight if weight >= spec["min_p"] else 0.0
+        before += weight
+    target, passed = number * math.fsum(kept.values()), 0.0
+    for token in sorted(kept):
+        passed += kept[token]
+        if passed > target:
+            return token
+    raise AssertionError("a number below 1 falls on a token")
+
+
+@pytest.mark.parametrize("step", [0.0, 0.25, 4.0, 1000.0])
+@pytest.mark.parametrize("row", CASES, ids=str)
+def test_a_draw_is_that_of_the_definition(row: dict[str, Any], step: float) -> None:
+    """Among few equal logits and many, more of them than are looked at first."""
+    logits = torch.randn(6, 2500, generator=torch.Generator().manual_seed(4)) * 3
+    if step:
+        logits = (logits / step).round() * step
+    rows = [row | {"seed": seed} for seed in range(len(logits))]
+    wanted = []
+    for seed, one in enumerate(logits):
+        counters = (torch.tensor([value]) for value in (seed, 0, 0))
+        wanted.append(by_definition(one, uniform(*counters).item(), **row))
+    assert drawn(logits, rows) == wanted
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:

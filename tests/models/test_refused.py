@@ -67,7 +67,6 @@ REFUSED: list[tuple[str, Config, str]] = [
     ("deepseek-v2-lite", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
     ("deepseek-v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
     ("deepseek-v3", {"attention_bias": True}, "attention_bias True"),
-    ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
 ]
 
 

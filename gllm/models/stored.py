@@ -1,0 +1,98 @@
+"""How a checkpoint's quantization_config says that its weights are stored.
+
+Owns that part of config.json: 8-bit floating point (e4m3) with scales is read, everything else is
+refused by name. Knows no tensors.
+"""
+
+from typing import Any
+
+from gllm.models.errors import ModelError
+from gllm.models.keys import Keys
+from gllm.models.spec import Fp8
+
+NAME = "quantization_config"
+
+
+def stored_as(keys: Keys) -> Fp8 | None:
+    """What the file says; None where weights are stored as they are. Raises ModelError.
+
+    Modules that are not converted need no list: their tensors are in another type.
+    """
+    given = keys.get(NAME)
+    if given is None:
+        return None
+    inside = _inside(NAME, given)
+    read = inside.choice(
+        f"{NAME}.quant_method", {"fp8": _fp8, "compressed-tensors": _compressed}, default=""
+    )
+    made = read(inside)
+    inside.finish()
+    return made
+
+
+def _inside(name: str, given: Any) -> Keys:
+    """The keys of an object within the file, by their whole names."""
+    if not isinstance(given, dict):
+        raise ModelError(f"config.json: {name} is {given!r:.80}, but has to be an object")
+    return Keys({f"{name}.{key}": value for key, value in given.items()})
+
+
+def _fp8(keys: Keys) -> Fp8:
+    """As DeepSeek, Qwen and transformers write it."""
+    keys.only(f"{NAME}.fmt", "e4m3", "float8_e4m3fn")
+    # How others round activations to 8 bits, which is not done.
+    keys.skip(f"{NAME}.activation_scheme", f"{NAME}.scale_fmt")
+    keys.skip(f"{NAME}.modules_to_not_convert", f"{NAME}.ignored_layers")
+    keys.only(f"{NAME}.kv_cache_scheme")
+    return Fp8(_block(keys, f"{NAME}.weight_block_size"))
+
+
+def _compressed(keys: Keys) -> Fp8:
+    """As llm-compressor writes it: groups of modules, all in 8-bit floating point."""
+    keys.only(f"{NAME}.format", "float-quantized", "naive-quantized")
+    keys.only(f"{NAME}.quantization_status", "compressed")
+    keys.only(f"{NAME}.kv_cache_scheme")
+    keys.only(f"{NAME}.sparsity_config", {}, {"format": "dense"})
+    keys.only(f"{NAME}.transform_config", {})
+    keys.skip(f"{NAME}.ignore", f"{NAME}.global_compression_ratio", f"{NAME}.version")
+    name = f"{NAME}.config_groups"
+    given = keys.get(name)
+    groups = _inside(name, given)
+    made = {_group(f"{name}.{one}", groups.get(f"{name}.{one}")) for one in given}
+    groups.finish()
+    if len(made) != 1:
+        raise ModelError(f"config.json: {name} has {len(made)} kinds of weights, only 1 is read")
+    return made.pop()
+
+
+def _group(name: str, given: Any) -> Fp8:
+    group = _inside(name, given)
+    group.skip(f"{name}.targets", f"{name}.input_activations")
+    group.only(f"{name}.output_activations")
+    group.only(f"{name}.format", "float-quantized", "naive-quantized")
+    path = f"{name}.weights"
+    weights = _inside(path, group.get(path, default={}))
+    group.finish()
+    if (weights.get(f"{path}.type"), weights.get(f"{path}.num_bits")) != ("float", 8):
+        raise weights.error((path,), "of type float with num_bits 8", group.get(path))
+    weights.only(f"{path}.strategy", "tensor", "channel", "block")
+    weights.only(f"{path}.symmetric", True)
+    weights.only(f"{path}.dynamic", False)
+    weights.only(f"{path}.actorder")
+    weights.only(f"{path}.group_size")
+    weights.skip(f"{path}.observer", f"{path}.observer_kwargs")
+    weights.skip(f"{path}.scale_dtype", f"{path}.zp_dtype")
+    block = _block(weights, f"{path}.block_structure")
+    weights.finish()
+    return Fp8(block)
+
+
+def _block(keys: Keys, name: str) -> tuple[int, int] | None:
+    """Outputs and inputs of a block, where there are blocks."""
+    given = keys.get(name)
+    if given is None:
+        return None
+    good = isinstance(given, list) and len(given) == 2
+    if not good or not all(type(size) is int and size > 0 for size in given):
+        raise keys.error((name,), "a list of two positive integers", given)
+    return given[0], given[1]

@@ -1,0 +1,205 @@
+"""Checkpoints in 8-bit floats: the same logits as of the floats that they stand for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, prepare_fp8
+from gllm.models import loader
+from gllm.models.config import read_config
+from gllm.models.errors import ModelError
+from tests.runtime.pipeline import Pipeline
+from tests.tiny_models import save
+
+BLOCK = (16, 32)
+"""Of 48 hidden elements and heads of 8: queries, keys and values end within blocks."""
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"} | {
+    "weight_block_size": [*BLOCK],
+    "modules_to_not_convert": ["lm_head"],
+}
+TENSORS = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
+def compressed(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **more}
+    group = {"weights": weights | {"dynamic": False}, "targets": ["Linear"]}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group | {"input_activations": {"num_bits": 8}}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+STYLES: dict[str, tuple[dict[str, Any], tuple[int, int] | None, str, bool]] = {
+    "blocks": (BLOCKS, BLOCK, "weight_scale_inv", False),
+    "tensors": (TENSORS, None, "weight_scale", False),
+    "compressed channels": (compressed("channel"), None, "weight_scale", True),
+    "compressed blocks": (
+        compressed("block", block_structure=[*BLOCK]),
+        BLOCK,
+        "weight_scale",
+        False,
+    ),
+}
+"""Configuration, size of blocks, name of scales, whether each output has one."""
+
+
+def quantize(weight: Tensor, block: tuple[int, int] | None, by_row: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales, by the largest magnitude of each block."""
+    outputs, inputs = weight.shape
+    rows, columns = block or (1 if by_row else outputs, inputs)
+    scales = torch.empty(-(-outputs // rows), -(-inputs // columns))
+    codes = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn)
+    for o in range(0, outputs, rows):
+        for i in range(0, inputs, columns):
+            part = weight[o : o + rows, i : i + columns]
+            scale = part.abs().max() / 448
+            scales[o // rows, i // columns] = scale
+            codes[o : o + rows, i : i + columns] = (part / scale).to(torch.float8_e4m3fn)
+    return codes, scales if block or by_row else scales.reshape(())
+
+
+def save_both(family: str, style: str, root: Path) -> tuple[Path, Path]:
+    """A checkpoint in 8-bit floats, and one of the floats that it stands for."""
+    config, block, name, by_row = STYLES[style]
+    plain, made = save(family, root / "plain"), save(family, root / "fp8")
+    content = load_file(made / "model.safetensors")
+    stored, floats = dict(content), dict(content)
+    for key, weight in content.items():
+        if not key.endswith("_proj.weight"):
+            continue
+        codes, scales = quantize(weight, block, by_row)
+        stem = key.removesuffix("weight")
+        stored |= {key: codes, stem + name: scales}
+        if config is TENSORS:
+            stored[stem + "input_scale"] = torch.tensor(0.5)
+        floats[key] = dequantize(prepare_fp8(codes, scales, block, torch.float32))
+    save_file(stored, made / "model.safetensors")
+    save_file(floats, plain / "model.safetensors")
+    raw = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    return made, plain
+
+
+def logits(folder: Path, dtype: str = "float32") -> Tensor:
+    pipeline = Pipeline(folder, 2, dtype=dtype)
+    pipeline.add(1, [3, 4, 5, 60, 7])
+    return pipeline.logits(pipeline.plan([pipeline.row(1, 5)]))[1]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("family", ["llama2", "qwen3", "qwen3-moe", "deepseek-v3", "phi3"])
+def test_logits_are_those_of_the_floats(family: str, style: str, tmp_path: Path) -> None:
+    made, plain = save_both(family, style, tmp_path)
+    assert torch.equal(logits(made), logits(plain))
+    if family == "qwen3":
+        assert torch.equal(logits(made, "bfloat16"), logits(plain, "bfloat16"))
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen3-moe", "deepseek-v3", "phi3"])
+def test_weights_that_stay_in_8_bits(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a GPU: stacked with their scales, and the same logits."""
+    made, _ = save_both(family, "blocks", tmp_path)
+    wanted = logits(made)
+    whole = Pipeline(made).executors[0].weight_bytes
+    init = loader.Checkpoint.__init__
+
+    def keeping(self: loader.Checkpoint, *args: Any) -> None:
+        init(self, *args, keeps_fp8=True)
+
+    monkeypatch.setattr(loader.Checkpoint, "__init__", keeping)
+    pipeline = Pipeline(made)
+    layer = pipeline.executors[0]._stage.layers.each[0]
+    assert isinstance(layer.attention.out.matrix, Fp8Matrix)
+    assert pipeline.executors[0].weight_bytes < whole
+    torch.testing.assert_close(logits(made), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_progress_reaches_its_end(tmp_path: Path) -> None:
+    made, _ = save_both("qwen3", "tensors", tmp_path)
+    config = read_config(made)
+    seen: list[tuple[int, int]] = []
+    every = range(config.model.num_layers)
+    with loader.Checkpoint(made, torch.bfloat16, config.model, every) as checkpoint:
+        checkpoint.report_to(lambda done, total: seen.append((done, total)))
+        for name in sorted(checkpoint._homes):
+            if name.endswith("weight"):
+                shape = tuple(load_file(made / "model.safetensors")[name].shape)
+                checkpoint.read([name], [shape])
+        checkpoint.finish()
+    assert seen[-1][0] == seen[-1][1]
+
+
+NAME = "model.layers.1.mlp.up_proj."
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"weight_scale_inv": None}, r"up_proj\.weight'.*no '.*up_proj\.weight_scale_inv'"),
+        ({"weight_scale_inv": torch.ones(5, 3)}, r"up_proj\.weight' has scales of shape \(5, 3\)"),
+        (
+            {"weight_scale_inv": -torch.ones(5, 2)},
+            r"up_proj\.weight' has scales that are.*negative",
+        ),
+        ({"weight_scale": torch.ones(5, 2)}, r"no use for.*up_proj\.weight_scale "),
+        ({"weight": torch.ones(80, 48)}, r"no use for.*up_proj\.weight_scale_inv"),
+        (
+            {"weight": torch.ones(80, 48).to(torch.float8_e5m2)},
+            r"up_proj\.weight' is of type.*e5m2",
+        ),
+    ],
+)
+def test_bad_tensors_are_named(changes: dict[str, Tensor], named: str, tmp_path: Path) -> None:
+    made, _ = save_both("qwen3", "blocks", tmp_path)
+    content = load_file(made / "model.safetensors")
+    content |= {NAME + end: tensor for end, tensor in changes.items()}
+    content = {name: tensor for name, tensor in content.items() if tensor is not None}
+    save_file(content, made / "model.safetensors")
+    with pytest.raises(ModelError, match=named):
+        Pipeline(made)
+
+
+def test_codes_without_a_configuration_are_refused(tmp_path: Path) -> None:
+    made, plain = save_both("qwen3", "blocks", tmp_path)
+    (made / "config.json").write_text((plain / "config.json").read_text())
+    with pytest.raises(ModelError, match=r"float8_e4m3fn.*quantization_config"):
+        Pipeline(made)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"bits": 4}, "quantization_config.quant_method ''"),
+        ("fp8", "quantization_config is 'fp8', but has to be an object"),
+        ({"quant_method": "gptq"}, "quant_method 'gptq' is not implemented, only fp8, compressed"),
+        (BLOCKS | {"fmt": "e5m2"}, "quantization_config.fmt 'e5m2'"),
+        (BLOCKS | {"weight_block_size": [128]}, "weight_block_size is .128."),
+        (BLOCKS | {"brand_new": 1}, "'quantization_config.brand_new'"),
+        (TENSORS | {"kv_cache_scheme": {"bits": 8}}, "kv_cache_scheme"),
+        (compressed("group"), "weights.strategy 'group'"),
+        (compressed("tensor", num_bits=4), "num_bits 8"),
+        (compressed("tensor", brand_new=1), "weights.brand_new"),
+        (compressed("tensor") | {"format": "pack-quantized"}, "format 'pack-quantized'"),
+        (compressed("tensor") | {"config_groups": {}}, "0 kinds of weights"),
+    ],
+    ids=str,
+)
+def test_other_configurations_are_refused_by_name(
+    given: object, named: str, tmp_path: Path
+) -> None:
+    folder = save("qwen3", tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": given}))
+    with pytest.raises(ModelError, match=named):
+        read_config(folder)

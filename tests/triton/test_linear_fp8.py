@@ -1,0 +1,104 @@
+"""Products by weights in 8-bit floats against floats."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, stack_fp8
+from gllm.kernels.triton.linear_fp8 import linear_fp8, quantize
+from tests.kernels.test_linear_fp8 import quantized
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def close(actual: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    """Up to the rounding of the result, and of sums."""
+    error = (actual.double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < {torch.float16: 1e-3, torch.bfloat16: 5e-3}.get(dtype, 1e-5)
+
+
+def expected(x: torch.Tensor, matrix: Fp8Matrix, group: int | None) -> torch.Tensor:
+    """In float64; x as codes and scales of groups, if any."""
+    numbers = x.double()
+    if group is not None:
+        codes, scales = quantize(x, group)
+        numbers = codes.view(torch.float8_e4m3fn).to(torch.float32).double()
+        numbers = numbers * scales.repeat_interleave(group, 1)[:, : x.shape[1]].double()
+    return functional.linear(numbers, dequantize(matrix).double())
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([1, 3, 17, 33]),
+    st.sampled_from([1, 40]),
+    st.sampled_from([10, 64, 150]),
+    st.sampled_from([(16, 32), (8, 64), (128, 128), None]),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+)
+def test_products(
+    tokens: int,
+    outputs: int,
+    inputs: int,
+    block: tuple[int, int] | None,
+    dtype: torch.dtype,
+    fp8: bool,
+) -> None:
+    matrix = quantized(outputs, inputs, block)
+    x = torch.randn(tokens, inputs + 3, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = x[:, :inputs]
+    out = torch.full((tokens + 1, outputs), torch.nan)
+    assert linear_fp8(x, matrix, None, out[:tokens], fp8).isfinite().all()
+    assert out[tokens].isnan().all()
+    group = min(128, block[1] if block and block[1] < inputs else 128)
+    close(out[:tokens], expected(x, matrix, group if fp8 else None), torch.float32)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stacked_with_a_bias(dtype: torch.dtype, fp8: bool) -> None:
+    matrix = stack_fp8([quantized(20, 70, (8, 32), 1), quantized(12, 70, (8, 32), 2)])
+    x = torch.randn(2, 70, generator=torch.Generator().manual_seed(4)).to(dtype)
+    bias = torch.arange(32.0).to(dtype)
+    actual = linear_fp8(x, matrix, bias, fp8=fp8)
+    assert actual.dtype == dtype
+    wanted = expected(x, matrix, 32 if fp8 else None) + bias.double()
+    close(actual, wanted, dtype)
+    assert linear_fp8(x[:0], matrix, bias, fp8=fp8).shape == (0, 32)
+
+
+def test_every_code() -> None:
+    """All weights that there are, NaN among them, in both ways."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    matrix = Fp8Matrix(codes[:, None].clone(), torch.ones(1, 1), 256, 1, torch.float32)
+    x = torch.ones(1, 1)
+    for fp8 in (False, True):
+        actual = linear_fp8(x, matrix, None, fp8=fp8)[0]
+        assert torch.equal(actual.isnan(), codes.to(torch.float32).isnan())
+        finite = actual.isfinite()
+        torch.testing.assert_close(actual[finite], codes.to(torch.float32)[finite])
+
+
+def test_activations_are_rounded_to_the_nearest() -> None:
+    """As torch rounds, at and between all codes; scales by the largest of a group."""
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+    between = torch.cat((values, -values, (values[1:] + values[:-1]) / 2, values[1:] * 1.01))
+    between = between.clamp(-448, 448)
+    x = functional.pad(between, (0, -len(between) % 127)).view(-1, 127)
+    x = functional.pad(x, (1, 0), value=448.0).reshape(1, -1)
+    codes, scales = quantize(x)
+    assert torch.equal(scales, torch.ones_like(scales))
+    wanted = x.to(torch.float8_e4m3fn).to(torch.float32)
+    assert torch.equal(codes.view(torch.float8_e4m3fn).to(torch.float32), wanted)
+    codes, scales = quantize(torch.tensor([[0.0, 0.0], [-7.0, 3.5], [torch.nan, 1.0]]))
+    assert scales[:2].flatten().tolist() == [1.0, 7 / 448]
+    made = codes.view(torch.float8_e4m3fn).to(torch.float32)
+    assert made[:2].tolist() == [[0.0, 0.0], [-448.0, 224.0]]
+    assert made[2, 0].isnan()
+
+
+def test_blocks_that_tiles_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="blocks of 48 inputs"):
+        linear_fp8(torch.ones(1, 100), quantized(4, 100, (4, 48)), None, fp8=False)
