@@ -71,9 +71,11 @@ def test_what_is_quantized(tmp_path: Path) -> None:
     assert isinstance(first.mlp, Experts)
     assert isinstance(second.mlp, MLP)
     maps = (first.attention.qkv, first.attention.out, second.mlp.down)
-    gated = [*first.mlp.up, second.mlp.up]
+    assert isinstance(first.mlp.experts, tuple)
+    ups, downs = first.mlp.experts
+    gated = [*ups, second.mlp.up]
     assert all(isinstance(matrix, GatedMatrix) for matrix in gated)
-    matrices = [linear.matrix for linear in maps] + [up.both for up in gated] + first.mlp.down
+    matrices = [linear.matrix for linear in maps] + [up.both for up in gated] + downs
     assert all(isinstance(matrix, Int8Matrix) for matrix in matrices)
     assert isinstance(first.mlp.shared_gate.matrix, PlainMatrix)
     assert first.mlp.router.dtype == torch.float32
