@@ -21,15 +21,25 @@ from gllm.models.errors import ModelError
 from gllm.models.spec import Model
 
 Progress = Callable[[int, int], None]
+CPU = torch.device("cpu")
 
 
 class Checkpoint:
     """The tensors of a folder that one stage reads; a context manager that closes the files."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, model: Model, layers: range) -> None:
-        """Tensors of a stage with these layers of the model, as `dtype`. Raises ModelError."""
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        model: Model,
+        layers: range,
+        device: torch.device = CPU,
+    ) -> None:
+        """Tensors of a stage with these layers of the model, as `dtype` on a device. Raises
+        ModelError."""
         self.folder = folder
         self.dtype = dtype
+        self._device = device
         self.weight_bytes = 0
         """Bytes of the tensors handed out, as they are in memory."""
         self._progress: Progress = lambda done, total: None
@@ -77,7 +87,8 @@ class Checkpoint:
     ) -> list[Tensor]:
         """The tensors by themselves; to be copied, for they may be the files' memory."""
         each = zip(names, shapes, strict=True)
-        found = [self._tensor(name, shape).to(dtype or self.dtype) for name, shape in each]
+        kind = dtype or self.dtype
+        found = [self._tensor(name, shape).to(self._device, kind) for name, shape in each]
         self.weight_bytes += sum(part.nbytes for part in found)
         return found
 
@@ -94,7 +105,8 @@ class Checkpoint:
         if name not in self._homes:
             raise ModelError(f"{self.folder} lacks the tensor {name!r}")
         handle, stored = self._homes[name]
-        tensor: Tensor = handle.get_tensor(stored)
+        with CPU:  # whatever the default is meanwhile
+            tensor: Tensor = handle.get_tensor(stored)
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{self.folder}: tensor {name!r} has shape {tuple(tensor.shape)}, but by "

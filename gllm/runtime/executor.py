@@ -50,6 +50,7 @@ class StageExecutor:
         block_size = engine_config.scheduler.block_size
         self.block_bytes = block_bytes(self._described, block_size, self.dtype)
         self.weight_bytes = 0
+        self.device = torch.device("cpu")
         self._mirror = Mirror()
         self._tables = BlockTables()
         self._samplings: dict[int, SamplingState] = {}
@@ -61,10 +62,13 @@ class StageExecutor:
 
         Raises ModelError where the folder does not hold them.
         """
-        with Checkpoint(folder, self.dtype, self.model, self.layers) as checkpoint:
+        part = self.model, self.layers, self.device
+        with Checkpoint(folder, self.dtype, *part) as checkpoint:
             checkpoint.report_to(progress)
             weights = Weights(checkpoint, quantization=self._quantization)
-            self._stage = ModelStage(self.model, weights, self.layers, self._longest)
+            # What is made beside the weights, frequencies say, belongs there too.
+            with self.device:
+                self._stage = ModelStage(self.model, weights, self.layers, self._longest)
             checkpoint.finish()
         self.weight_bytes = checkpoint.weight_bytes
 
@@ -93,7 +97,7 @@ class StageExecutor:
         return Batch(
             plan.step,
             inputs,
-            len(inputs.positions),
+            sum(row.num_tokens for row in plan.rows),
             sample_rows,
             sampled,
             prompts,
