@@ -23,6 +23,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Let the host wait until the stream got there; at once where nothing was recorded."""
 
+    def since(self, earlier: "Event") -> float:
+        """Seconds of the device's between two timed events, both reached."""
+
 
 class Graph(Protocol):
     """Recorded work."""
@@ -54,7 +57,7 @@ class Queues(Protocol):
     def stream(self) -> Stream:
         """A new stream."""
 
-    def event(self) -> Event:
+    def event(self, timed: bool = False) -> Event:
         """A new event."""
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -77,16 +80,26 @@ class Queues(Protocol):
     def synchronize(self) -> None:
         """Let the host wait until every stream is empty."""
 
+    def room(self, work: Callable[[], None], share: float) -> int:
+        """Bytes that `share` of the device's memory leaves beside what is in use, by others too,
+        and what `work` takes at its peak; it runs."""
+
 
 class CudaEvent:
-    """An event of CUDA, without a time."""
+    """An event of CUDA."""
 
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event()
+    def __init__(self, timed: bool) -> None:
+        self.event = torch.cuda.Event(enable_timing=timed)
 
     def synchronize(self) -> None:
         """As in Event."""
         self.event.synchronize()
+
+    def since(self, earlier: Event) -> float:
+        """As in Event."""
+        assert isinstance(earlier, CudaEvent)
+        milliseconds: float = earlier.event.elapsed_time(self.event)
+        return milliseconds / 1000
 
 
 class CudaStream:
@@ -130,13 +143,15 @@ class CudaQueues:
         """As in Queues."""
         return CudaStream(self._device)
 
-    def event(self) -> Event:
+    def event(self, timed: bool = False) -> Event:
         """As in Queues."""
-        return CudaEvent()
+        return CudaEvent(timed)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """As in Queues."""
-        return torch.empty(*shape, dtype=dtype, pin_memory=True)
+        # By itself it would take the thread's current device, and set up another GPU for that.
+        with torch.cuda.device(self._device):
+            return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
     def pin(self, memory: Tensor) -> None:
         """As in Queues."""
@@ -165,3 +180,15 @@ class CudaQueues:
     def synchronize(self) -> None:
         """As in Queues."""
         torch.cuda.synchronize(self._device)
+
+    def room(self, work: Callable[[], None], share: float) -> int:
+        """As in Queues."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        held = torch.cuda.memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        work()
+        self.synchronize()
+        peak = torch.cuda.max_memory_reserved(self._device) - held
+        torch.cuda.empty_cache()
+        return max(int(total * share) - (total - free) - peak, 0)

@@ -140,17 +140,22 @@ def plan_attention(
     On a device that is not the CPU, plans of other windows differ in `window` alone:
     `dataclasses.replace` makes them without another copy of the tables.
     """
-    tokens = np.diff(rows.query_start)
-    spread = np.repeat(np.arange(len(tokens)), tokens)
-    positions = np.arange(len(spread)) + (rows.context_len - rows.query_start[1:])[spread]
-    size = rows.block_size
-    written = rows.block_table[spread, positions // size] * size + positions % size
+    written = written_slots(rows)
     if device is not None and device.type != "cpu":
         slots = upload(torch.from_numpy(written), device)
         return AttentionPlan(rows, slots, window, None, device_tables(rows, device))
     is_native = native(torch.empty(0, dtype=dtype)) is not None
     gathers = None if is_native else _gathers(rows, dtype, window)
     return AttentionPlan(rows, torch.from_numpy(written), window, gathers)
+
+
+def written_slots(rows: PagedRows) -> Ints:
+    """[tokens]: where each token's key and value are stored."""
+    tokens = np.diff(rows.query_start)
+    spread = np.repeat(np.arange(len(tokens)), tokens)
+    positions = np.arange(len(spread)) + (rows.context_len - rows.query_start[1:])[spread]
+    size = rows.block_size
+    return rows.block_table[spread, positions // size] * size + positions % size
 
 
 def device_tables(rows: PagedRows, device: torch.device) -> DeviceTables:

@@ -4,7 +4,7 @@ Owns the way from rows and block tables to columns. Knows nothing of models; wha
 described for `gllm.runtime.sampler`, not drawn here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,15 @@ from gllm.scheduler.mirror import Followed
 from gllm.scheduler.plan import ON_DEVICE, Row, StepPlan
 
 Ints = npt.NDArray[np.int64]
-PlanAttention = Callable[[PagedRows, torch.dtype, int | None], AttentionPlan]
+Windows = frozenset[int | None]
+PlanAttention = Callable[[PagedRows, torch.dtype, Windows], Mapping[int | None, AttentionPlan]]
+
+
+def plan_each(
+    rows: PagedRows, dtype: torch.dtype, windows: Windows
+) -> dict[int | None, AttentionPlan]:
+    """The attention of a step for layers with these windows."""
+    return {window: plan_attention(rows, dtype, window) for window in windows}
 
 
 @dataclass(slots=True)
@@ -89,9 +97,9 @@ class CacheShape:
     num_blocks: int
     block_size: int
     dtype: torch.dtype
-    windows: frozenset[int | None]
+    windows: Windows
     """Of the stage's layers."""
-    plan: PlanAttention = plan_attention
+    plan: PlanAttention = plan_each
     pad: Callable[[PagedRows], PagedRows] = lambda rows: rows
     """Adds rows of one token of padding each, at the end."""
 
@@ -118,7 +126,7 @@ def build_inputs(
     )
     padded = cache.pad(rows)
     padding = np.zeros(padded.query_start[-1] - query_start[-1], dtype=np.int64)
-    attention = {window: cache.plan(padded, cache.dtype, window) for window in cache.windows}
+    attention = cache.plan(padded, cache.dtype, cache.windows)
     ids = _token_ids(plan.rows, followed) if tokens else np.empty(0, dtype=np.int64)
     unknown = np.flatnonzero(ids == ON_DEVICE)
     owners = np.searchsorted(query_start, unknown, side="right") - 1

@@ -52,3 +52,7 @@ class Receiver(Protocol):
         device it is there for what is put into the stage's stream from now on. Raises StepFailed,
         TransportFault.
         """
+
+    def check(self) -> None:
+        """Raises TransportFault where what was received may not be what was sent; to be asked once
+        a device has computed with it."""

@@ -141,6 +141,11 @@ class _End:
         self._hidden = queues.zeros((shape.slots, shape.max_tokens, shape.hidden_size), dtype)
         self._ready = [queues.event() for _ in range(shape.slots)]
         self._done = [queues.event() for _ in range(shape.slots)]
+        # The first transfer sets the communicator up, and the host waits for the peer meanwhile.
+        with self.transfers.current():
+            transfer = self.group.send if rank == SENDER else self.group.recv
+            transfer([self._hidden[0, :1, :1]], 1 - rank, 0).wait()
+        queues.synchronize()
 
     def slot(self, step: int, tokens: int) -> tuple[Tensor, Event, Event]:
         """A step's [tokens, hidden_size], when a transfer may begin, when it is done with."""
@@ -175,12 +180,13 @@ class NcclSender:
             buffer.copy_(hidden)
         self._stream.record(filled)
         end.transfers.wait(filled)
+        # Before the transfer, which some groups let the host wait for.
+        end.ring.signal(step, len(hidden))
         with end.transfers.current():
             work = end.group.send([buffer], RECEIVER, 0)
+            end.watch.add(step, work, time.monotonic())
             work.wait()
         end.transfers.record(sent)
-        end.watch.add(step, work, time.monotonic())
-        end.ring.signal(step, len(hidden))
 
     def fail(self, step: int, error: str) -> None:
         """Announce an error in the place of activations."""
@@ -217,9 +223,13 @@ class NcclReceiver:
         end.transfers.wait(read)
         with end.transfers.current():
             work = end.group.recv([buffer], SENDER, 0)
+            end.watch.add(step, work, time.monotonic())
             work.wait()
         end.transfers.record(arrived)
-        end.watch.add(step, work, time.monotonic())
         self._stream.wait(arrived)
         self._last = read
         return buffer
+
+    def check(self) -> None:
+        """Raises TransportFault where transfers have been aborted."""
+        self._end.watch.check()

@@ -63,19 +63,21 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
             yield from tensors_of(getattr(thing, name), seen)
 
 
-def plan_of_one_layout(rows: PagedRows, dtype: torch.dtype, window: int | None) -> AttentionPlan:
-    """As `plan_attention`; decodes are one group over the longest context, so that all steps of a
-    bucket are laid out alike."""
-    plan = plan_attention(rows, dtype, window)
+def plan_of_one_layout(
+    rows: PagedRows, dtype: torch.dtype, windows: frozenset[int | None]
+) -> dict[int | None, AttentionPlan]:
+    """As `plan_each` for layers without windows; decodes are one group over the longest context,
+    so that all steps of a bucket are laid out alike."""
+    assert windows == {None}
+    plan = plan_attention(rows, dtype)
     count = len(rows.context_len)
     if rows.num_decodes < count or not count:
-        return plan
-    positions = np.broadcast_to(np.arange(LONGEST), (count, LONGEST))
-    hidden = positions >= rows.context_len[:, None]
-    width = rows.block_table.shape[1]
-    blocks = rows.block_table[:, np.minimum(np.arange(LONGEST) // BLOCK_SIZE, width - 1)]
-    slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-    slots[hidden] = (rows.num_blocks + 1) * BLOCK_SIZE
+        return {None: plan}
+    places = np.arange(LONGEST)
+    hidden = places >= rows.context_len[:, None]
+    blocks = rows.block_table[:, np.minimum(places // BLOCK_SIZE, rows.block_table.shape[1] - 1)]
+    slots = blocks * BLOCK_SIZE + places % BLOCK_SIZE
+    slots[hidden] = rows.num_blocks * BLOCK_SIZE
     bias = torch.zeros(count, LONGEST, dtype=dtype)
     bias.masked_fill_(torch.from_numpy(hidden), float("-inf"))
     group = DecodeGroup(
@@ -84,7 +86,8 @@ def plan_of_one_layout(rows: PagedRows, dtype: torch.dtype, window: int | None) 
         bias[:, None, None],
         torch.from_numpy(rows.context_len.copy()),
     )
-    return replace(plan, gathers=Gathers([group], [], torch.zeros(1, 1, dtype=dtype)))
+    gathers = Gathers([group], [], torch.zeros(1, 1, dtype=dtype))
+    return {None: replace(plan, gathers=gathers)}
 
 
 def executor_on(
@@ -106,7 +109,8 @@ def executor_on(
     executor = DeviceExecutor(config, engine, stage, stages, layers, queues, plan_of_one_layout)
     executor.load(folder, lambda done, total: None)
     queues.adopt(*tensors_of(executor._stage, set()))
-    executor.reserve(engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST), NUM_BLOCKS)
+    executor.reserve(engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST))
+    executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
     if graphs:
         executor.record_graphs(graphs, lambda done, total: None)
     return executor

@@ -139,6 +139,12 @@ class FakeEvent:
             merge(self._queues.host_clock, self.clock)
         self._queues.advance_some()
 
+    def since(self, earlier: "FakeEvent") -> float:
+        """Operations of the device between the two; not to be asked before it got there."""
+        assert self.reached[0], "the host did not wait"
+        assert earlier.reached[0], "the host did not wait"
+        return float(sum(self.clock.values()) - sum(earlier.clock.values()))
+
 
 class FakeStream:
     """Operations to come."""
@@ -237,7 +243,7 @@ class FakeQueues:
         self._streams.append(FakeStream(self, len(self._streams)))
         return self._streams[-1]
 
-    def event(self) -> FakeEvent:
+    def event(self, timed: bool = False) -> FakeEvent:
         return FakeEvent(self)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -263,6 +269,11 @@ class FakeQueues:
         self.advance(lambda: not any(stream.pending for stream in self._streams))
         for stream in self._streams:
             merge(self.host_clock, stream.clock)
+
+    def room(self, work: Callable[[], None], share: float) -> int:
+        work()
+        self.synchronize()
+        return int(share * 1000)
 
     # Threads of the host.
 

@@ -129,6 +129,23 @@ def test_any_order_gives_the_tokens_of_the_cpu(
     assert results == expected
 
 
+def test_the_largest_step_leaves_room(folder: Path) -> None:
+    """Its work is in order, and is done before the room is known."""
+    with as_on_a_device(), FakeQueues(4) as queues:
+        executor = executor_on(queues, folder)
+        assert executor.room(0.5, BLOCK_SIZE) == 500
+
+
+def test_a_device_tells_when_it_has_computed(folder: Path, plans: list[StepPlan]) -> None:
+    with as_on_a_device(), FakeQueues(4, eagerness=0) as queues:
+        executor = executor_on(queues, folder)
+        for message in registered():
+            executor.register(message)
+        batch = executor.prepare(plans[0])
+        executor.compute(batch, None)
+        assert executor.finish(batch) > 20
+
+
 def run_often(folder: Path, plans: list[StepPlan], ignored: str, **options: object) -> None:
     for seed in range(6):
         run(folder, plans, seed, 4, ignored=ignored, **options)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.config import EngineConfig
-from gllm.kernels.attention_plan import PagedRows, plan_attention
+from gllm.kernels.attention_plan import PagedRows
 from gllm.kernels.sampling import SamplingPlan
 from gllm.kernels.sampling import sample as draw_tokens
 from gllm.messages import RowLogprobs
@@ -28,6 +28,7 @@ from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
 from gllm.runtime.batch import Batch, CacheShape, PlanAttention
 from gllm.runtime.cuda.graphs import DecodeGraphs, bucket_of, buckets, pad_decodes
+from gllm.runtime.cuda.plans import plan_tables
 from gllm.runtime.cuda.staging import Staging
 from gllm.runtime.cuda.tokens import LastTokens, TokenReturn, Told
 from gllm.runtime.executor import StageExecutor
@@ -36,7 +37,7 @@ from gllm.runtime.logprobs import NOT_FINITE
 from gllm.runtime.sampler import Drawn, draw
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, StepPlan
-from gllm.streams import Queues
+from gllm.streams import Event, Queues
 
 NO_TOKEN = -1
 """Stands for the token of a row whose logits are not finite."""
@@ -65,6 +66,8 @@ class OnDevice:
 
     inputs: Inputs
     """On the host."""
+    began: Event
+    ended: Event
     told: Told | Drawn | None = None
     """On the last stage, once computed."""
 
@@ -80,12 +83,11 @@ class DeviceExecutor(StageExecutor):
         stages: int,
         layers: range,
         queues: Queues,
-        plan: PlanAttention = plan_attention,
+        plan: PlanAttention = plan_tables,
     ) -> None:
         """`plan`: makes attention plans on the host, always of one layout for decodes as many as
         a bucket has."""
-        super().__init__(model_config, engine_config, stage, stages, layers)
-        self.device = queues.device
+        super().__init__(model_config, engine_config, stage, stages, layers, queues.device)
         self.stream = queues.stream()
         """Computes; whoever brings activations or takes them waits for it and lets it wait."""
         self.host_seconds = 0.0
@@ -96,28 +98,42 @@ class DeviceExecutor(StageExecutor):
         self._waited = 0.0
         """Seconds of a step that the host waited for the device."""
 
-    def reserve(self, scheduler: SchedulerConfig, num_blocks: int) -> None:
-        """Make room for KV blocks and for the steps of a resolved configuration."""
+    def reserve(self, scheduler: SchedulerConfig) -> None:
+        """Make room for the steps of a resolved configuration."""
         tokens, steps = scheduler.max_num_batched_tokens, scheduler.max_in_flight
         assert tokens is not None
         assert steps is not None
         rows, size = min(tokens, scheduler.max_num_seqs), scheduler.block_size
         queues = self._queues
-        # Two blocks that no sequence holds: one that padding is written to, one that stays zero.
-        self._cache = KVCache(self._described, num_blocks + 1, size, self.dtype, queues.zeros)
-        windows = frozenset(layer.attention.window for layer in self._described)
+        self._most = tokens, rows
         self._width = -(-self._longest // size)
-        self._shape = CacheShape(num_blocks, size, self.dtype, windows, self._plan, self._padded)
         self._staging = Staging(queues, INTS_PER_TOKEN * 8 * tokens + 4 * rows * self._width)
         self._returns = TokenReturn(queues, rows, steps)
         self._last = LastTokens(queues, (steps + 1) * scheduler.max_num_seqs)
         self._graphs = DecodeGraphs(queues, self.stream)
 
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """As in StageExecutor."""
+        # Two blocks that no sequence holds: one that stays zero, one that padding is written to.
+        blocks = num_blocks + 1, block_size
+        self._cache = KVCache(self._described, *blocks, self.dtype, self._queues.zeros)
+        windows = frozenset(layer.attention.window for layer in self._described)
+        plans = self._plan, self._padded
+        self._shape = CacheShape(num_blocks, block_size, self.dtype, windows, *plans)
+
+    def room(self, share: float, block_size: int) -> int:
+        """Bytes for KV blocks that a share of the device's memory leaves beside the largest step.
+
+        To be called between `reserve` and `allocate`.
+        """
+        self.allocate(1, block_size)
+        return self._queues.room(self._largest_step, share)
+
     @torch.inference_mode()
     def record_graphs(self, most: int, progress: Callable[[int, int], None]) -> None:
         """Record decodes of up to `most` rows; `progress` hears (graphs, graphs in all).
 
-        To be called behind `reserve`, before the first step.
+        To be called behind `reserve` and `allocate`, before the first step.
         """
         sizes = buckets(most)
         shape = (self.model.hidden_size,)
@@ -140,7 +156,9 @@ class DeviceExecutor(StageExecutor):
             kept = self._last.give([seq for seq, _ in batch.sampled.owners])
             self._last.release(plan.released)
         rows = batch.sample_rows, batch.sampled.plan
-        batch.device = OnDevice(Inputs(batch.inputs, *rows, unknown, places, kept))
+        inputs = Inputs(batch.inputs, *rows, unknown, places, kept)
+        events = self._queues.event(timed=True), self._queues.event(timed=True)
+        batch.device = OnDevice(inputs, *events)
         self.host_seconds += time.perf_counter() - begin
         return batch
 
@@ -153,14 +171,22 @@ class DeviceExecutor(StageExecutor):
         """
         begin, self._waited = time.perf_counter(), 0.0
         there, flat = self._staging.put(batch.device.inputs, self.stream)
+        self.stream.record(batch.device.began)
         try:
             output = self._forward(batch, there, flat, hidden)
             if self.is_last:
                 output = self._draw(batch, there, output)
         finally:
             self._staging.release(self.stream)
+        self.stream.record(batch.device.ended)
         self.host_seconds += time.perf_counter() - begin - self._waited
         return output
+
+    def finish(self, batch: Batch) -> float:
+        """Wait until the device has computed the step; the seconds that it took."""
+        batch.device.ended.synchronize()
+        seconds: float = batch.device.ended.since(batch.device.began)
+        return seconds
 
     def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[RowLogprobs]]:
         """As in StageExecutor, but all is drawn: the host waits for the tokens."""
@@ -174,6 +200,32 @@ class DeviceExecutor(StageExecutor):
         return [Sampled(seq, epoch, token, error) for (seq, epoch), token, error in rows], (
             told.logprobs
         )
+
+    @torch.inference_mode()
+    def _largest_step(self) -> None:
+        """Prefill of as many tokens as a step may have, all in one block, and as many samples."""
+        tokens, samples = self._most
+        counts = [min(self._longest, tokens - at) for at in range(0, tokens, self._longest)]
+        lengths, blocks = np.array(counts, dtype=np.int64), self._shape.num_blocks
+        starts = np.concatenate((np.zeros(1, dtype=np.int64), lengths.cumsum()))
+        table = np.zeros((len(counts), self._width), dtype=np.int64)
+        rows = PagedRows(table, starts, lengths, 0, self._shape.block_size, blocks)
+        ids = torch.zeros(tokens, dtype=torch.int64)
+        inputs = StageInputs(
+            ids[: tokens if self.is_first else 0],
+            ids,
+            self._plan(rows, self.dtype, self._shape.windows),
+        )
+        there, _ = self._staging.put(inputs, self.stream)
+        with self.stream.current():
+            shape = tokens, self.model.hidden_size
+            hidden = torch.zeros(shape, dtype=self.dtype, device=self._queues.device)
+            hidden = self._stage.forward(
+                there, None if self.is_first else hidden, self._cache.layers
+            )
+            if self.is_last:
+                _finite(self._stage.logits(hidden[:samples]))
+        self._staging.release(self.stream)
 
     def _padded(self, rows: PagedRows) -> PagedRows:
         """Decodes as many as a bucket has, where one holds them."""
@@ -190,7 +242,7 @@ class DeviceExecutor(StageExecutor):
         empty = PagedRows(none.reshape(0, 1), none, none, 0, block_size, num_blocks)
         rows = pad_decodes(empty, size, self._width)
         longest = replace(rows, context_len=np.full(size, self._longest, dtype=np.int64))
-        plans = {window: self._plan(rows, self.dtype, window) for window in self._shape.windows}
+        plans = self._plan(rows, self.dtype, self._shape.windows)
         return StageInputs(
             torch.zeros(size if self.is_first else 0, dtype=torch.int64),
             torch.zeros(size, dtype=torch.int64),
@@ -233,8 +285,7 @@ class DeviceExecutor(StageExecutor):
         if batch.prompts or not all(state.is_plain for state in batch.sampled.states):
             return self._draw_on_host(batch, there, logits)
         with self.stream.current():
-            finite = torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))
-            logits.masked_fill_(~finite[:, None], 0)
+            finite = _finite(logits)
             tokens = draw_tokens(logits, there.plan).masked_fill_(~finite, NO_TOKEN)
             batch.device.told = self._returns.put(tokens, self.stream)
             self._keep(there, tokens)
@@ -276,3 +327,11 @@ class DeviceExecutor(StageExecutor):
         arrived.synchronize()
         self._waited += time.perf_counter() - begin
         return copy
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Whether all logits of each row of [rows, vocabulary] are finite, [rows] bool; those of other
+    rows become 0."""
+    finite = torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))
+    logits.masked_fill_(~finite[:, None], 0)
+    return finite

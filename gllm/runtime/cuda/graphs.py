@@ -45,12 +45,12 @@ def bucket_of(rows: int, sizes: Sequence[int]) -> int | None:
 def pad_decodes(rows: PagedRows, size: int, blocks: int) -> PagedRows:
     """Decodes with rows of padding up to `size`, and block tables `blocks` wide.
 
-    Rows of padding share block `num_blocks`, a place each as far as it has some.
+    Rows of padding share the block behind the one that stays zero.
     """
     used = len(rows.context_len)
     table = np.zeros((size, blocks), dtype=rows.block_table.dtype)
     table[:used, : rows.block_table.shape[1]] = rows.block_table
-    table[used:, 0] = rows.num_blocks
+    table[used:, 0] = rows.num_blocks + 1
     context_len = np.ones(size, dtype=rows.context_len.dtype)
     context_len[:used] = rows.context_len
     return replace(
