@@ -164,9 +164,12 @@ class NcclSender:
         queues: Queues,
         stream: Stream,
         make: MakeGroup = nccl_group,
+        in_background: bool = True,
     ) -> None:
+        """`in_background`: whether a thread looks after transfers."""
         self._end = _End(descriptors, shape, dtype, queues, SENDER, make)
-        self._end.watch.start()
+        if in_background:
+            self._end.watch.start()
         self._stream = stream
 
     def send(self, step: int, hidden: Tensor) -> None:
@@ -204,9 +207,12 @@ class NcclReceiver:
         queues: Queues,
         stream: Stream,
         make: MakeGroup = nccl_group,
+        in_background: bool = True,
     ) -> None:
+        """`in_background`: whether a thread looks after transfers."""
         self._end = _End(descriptors, shape, dtype, queues, RECEIVER, make)
-        self._end.watch.start()
+        if in_background:
+            self._end.watch.start()
         self._stream = stream
         self._last: Event | None = None
         """Of the slot received last: to be recorded behind what reads it."""

@@ -4,7 +4,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -89,16 +89,15 @@ class FakeWire:
         raise AssertionError("nothing fails here")
 
 
-def received(
-    edge: Edge, seed: int, ignored: str = "", checks: bool = True
-) -> tuple[list[float], FakeQueues]:
+def received(seed: int, ignored: str = "", checks: bool = True) -> tuple[list[float], FakeQueues]:
     """Twice each step's number, by two stages of which the first computes in one buffer. A slot is
     used again once the receiver asked for it, as when its step failed behind it."""
-    with FakeQueues(seed, ignored, checks, eagerness=0.4) as queues:
+    edge = Edge("test-edge")
+    with closing(edge), FakeQueues(seed, ignored, checks, eagerness=0.4) as queues:
         here, there, wire = queues.stream(), queues.stream(), FakeWire(queues)
         ends = edge.descriptors, SHAPE, torch.float32, queues
-        sender = NcclSender(*ends, here, lambda store, rank: wire)
-        receiver = NcclReceiver(*ends, there, lambda store, rank: wire)
+        sender = NcclSender(*ends, here, lambda store, rank: wire, in_background=False)
+        receiver = NcclReceiver(*ends, there, lambda store, rank: wire, in_background=False)
         hidden, done = queues.zeros((8, 5), torch.float32), queues.event()
         results = queues.pinned((STEPS, 5), torch.float32)
         order, sent, got = random.Random(seed), 0, 0
@@ -121,15 +120,15 @@ def received(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_order_brings_what_was_sent(edge: Edge, seed: int) -> None:
-    assert received(edge, seed)[0] == [2.0 * step for step in range(STEPS)]
+def test_any_order_brings_what_was_sent(seed: int) -> None:
+    assert received(seed)[0] == [2.0 * step for step in range(STEPS)]
 
 
-def test_no_wait_can_be_spared(edge: Edge) -> None:
+def test_no_wait_can_be_spared() -> None:
     def often(**options: Any) -> list[list[float]]:
-        return [received(edge, seed, **options)[0] for seed in range(30)]
+        return [received(seed, **options)[0] for seed in range(30)]
 
-    waits = received(edge, 0)[1].waits
+    waits = received(0)[1].waits
     assert len([wait for wait in waits if wait.startswith("nccl.py")]) == 4
     for wait in waits:
         with pytest.raises(Race):

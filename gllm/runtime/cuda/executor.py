@@ -90,13 +90,18 @@ class DeviceExecutor(StageExecutor):
         super().__init__(model_config, engine_config, stage, stages, layers, queues.device)
         self.stream = queues.stream()
         """Computes; whoever brings activations or takes them waits for it and lets it wait."""
-        self.host_seconds = 0.0
-        """Spent on building steps and putting their work into streams."""
+        self._prepared_seconds = self._computed_seconds = 0.0
+        """Spent by the host, each on a thread of its own."""
         self._queues, self._plan = queues, plan
         self._sizes: list[int] = []
         """Rows of decodes that there is a graph for."""
         self._waited = 0.0
         """Seconds of a step that the host waited for the device."""
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds that the host took to build steps and to put their work into streams."""
+        return self._prepared_seconds + self._computed_seconds
 
     def reserve(self, scheduler: SchedulerConfig) -> None:
         """Make room for the steps of a resolved configuration."""
@@ -136,12 +141,11 @@ class DeviceExecutor(StageExecutor):
         To be called behind `reserve` and `allocate`, before the first step.
         """
         sizes = buckets(most)
-        shape = (self.model.hidden_size,)
-        # The largest first: the others find room in its memory.
+        hidden = self._queues.zeros((sizes[-1], self.model.hidden_size), self.dtype)
         for done, size in enumerate(reversed(sizes)):
             progress(done, len(sizes))
-            hidden = None if self.is_first else self._queues.zeros((size, *shape), self.dtype)
-            self._graphs.record(size, self._example(size), hidden, self._output)
+            given = None if self.is_first else hidden[:size]
+            self._graphs.record(size, self._example(size), given, self._output)
         progress(len(sizes), len(sizes))
         self._sizes = sizes
 
@@ -159,7 +163,7 @@ class DeviceExecutor(StageExecutor):
         inputs = Inputs(batch.inputs, *rows, unknown, places, kept)
         events = self._queues.event(timed=True), self._queues.event(timed=True)
         batch.device = OnDevice(inputs, *events)
-        self.host_seconds += time.perf_counter() - begin
+        self._prepared_seconds += time.perf_counter() - begin
         return batch
 
     @torch.inference_mode()
@@ -179,7 +183,7 @@ class DeviceExecutor(StageExecutor):
         finally:
             self._staging.release(self.stream)
         self.stream.record(batch.device.ended)
-        self.host_seconds += time.perf_counter() - begin - self._waited
+        self._computed_seconds += time.perf_counter() - begin - self._waited
         return output
 
     def finish(self, batch: Batch) -> float:

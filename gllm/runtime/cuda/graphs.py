@@ -72,8 +72,6 @@ class _Recorded:
     inputs: Any
     hidden: Tensor | None
     """[bucket, hidden]"""
-    output: Tensor
-    """[bucket, ...]"""
 
 
 class DecodeGraphs:
@@ -82,11 +80,13 @@ class DecodeGraphs:
     def __init__(self, queues: Queues, stream: Stream) -> None:
         self._queues, self._stream = queues, stream
         self._recorded: dict[int, _Recorded] = {}
+        self._output: Tensor | None = None
+        """[largest bucket, ...]: of all graphs, for a vocabulary's logits are large."""
 
     def record(self, size: int, example: Any, hidden: Tensor | None, forward: Forward) -> None:
-        """Record a bucket. example: a step's inputs on the host, every later step of this bucket
-        has its layout, padding in every row; hidden [bucket, hidden]: on the device, where the
-        stage has it."""
+        """Record a bucket, the largest one first. example: a step's inputs on the host, padding in
+        every row; all later steps of this bucket have its layout. hidden [bucket, hidden]: on the
+        device, where the stage has it."""
         layout, queues = Layout(example), self._queues
         staged = queues.pinned((layout.num_bytes,), torch.uint8)
         layout.fill(staged)
@@ -97,9 +97,16 @@ class DecodeGraphs:
             for _ in range(WARM_UPS):
                 forward(inputs, hidden)
         queues.synchronize()
-        output: list[Tensor] = []
-        graph = queues.capture(self._stream, lambda: output.append(forward(inputs, hidden)))
-        self._recorded[size] = _Recorded(graph, flat, inputs, hidden, output[0])
+
+        def work() -> None:
+            made = forward(inputs, hidden)
+            if self._output is None:
+                self._output = made
+            else:
+                self._output[:size].copy_(made)
+
+        graph = queues.capture(self._stream, work)
+        self._recorded[size] = _Recorded(graph, flat, inputs, hidden)
 
     def inputs(self, size: int, flat: Tensor, hidden: Tensor | None) -> Any:
         """A bucket's own inputs, filled from a step's: flat [bytes] uint8 that begins with the
@@ -116,6 +123,6 @@ class DecodeGraphs:
     def replay(self, size: int) -> Tensor:
         """What the bucket's graph makes of its inputs, [bucket, ...]; good until the next replay of
         any. To be called within the stream."""
-        recorded = self._recorded[size]
-        recorded.graph.replay()
-        return recorded.output
+        self._recorded[size].graph.replay()
+        assert self._output is not None
+        return self._output[:size]

@@ -38,7 +38,8 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Mapping):
         return {key: _mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)([_mapped(value, change) for value in tree])
+        values = [_mapped(value, change) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return tree
 
 
