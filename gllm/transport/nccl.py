@@ -16,10 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, distributed
+from torch._C._distributed_c10d import FileStore, Store
 
 from gllm.streams import Event, Queues, Stream
 from gllm.transport.base import EdgeShape, TransportFault
@@ -57,23 +58,24 @@ class Group(Protocol):
         """End all transfers under way."""
 
 
-MakeGroup = Callable[[distributed.Store, int], Group]
+MakeGroup = Callable[[Store, int], Group]
 
 
-def nccl_group(store: distributed.Store, rank: int) -> Group:
+def nccl_group(store: Store, rank: int) -> Group:
     """A communicator of two GPUs. The time-out is ours, so that the process is not ended by
     torch's."""
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=365)
-    group: Group = distributed.ProcessGroupNCCL(store, rank, 2, options)
-    return group
+    group: Any = distributed.ProcessGroupNCCL(store, rank, 2, options)
+    return cast(Group, group)
 
 
 def meet(descriptors: list[int], rank: int, make: MakeGroup) -> Group:
     """The group of an edge's two ends, which find each other by a file that both inherited. Returns
     when both are there."""
-    path = f"/proc/{os.getpid()}/fd/{descriptors[2]}"
-    return make(distributed.FileStore(path, 2), rank)
+    # A descriptor of the store's own: it opens the file by this name until the process ends.
+    path = f"/proc/{os.getpid()}/fd/{os.dup(descriptors[2])}"
+    return make(FileStore(path, 2), rank)
 
 
 class Watch:

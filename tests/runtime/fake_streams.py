@@ -149,8 +149,8 @@ class FakeEvent:
 class FakeStream:
     """Operations to come."""
 
-    def __init__(self, queues: "FakeQueues", who: int) -> None:
-        self._queues, self.who = queues, who
+    def __init__(self, queues: "FakeQueues", who: int, rank: float) -> None:
+        self._queues, self.who, self.rank = queues, who, rank
         self.clock: Clock = {}
         self.pending: deque[Operation] = deque()
 
@@ -215,6 +215,9 @@ class FakeQueues:
         self.stream_now: FakeStream | None = None
         self._random = random.Random(seed)
         self._ignored, self._checks, self._eagerness = ignored, checks, eagerness
+        self._is_ranked = self._random.random() < 0.5
+        """Some streams nearly always go first: what lacks a wait may be late by several steps
+        (Burckhardt et al., "A Randomized Scheduler..." (2010))."""
         self._streams: list[FakeStream] = []
         self._seen: defaultdict[int, list[Seen]] = defaultdict(list)
         """Uses that a later one could race with, by the address of memory."""
@@ -240,7 +243,7 @@ class FakeQueues:
     # What gllm.streams.Queues asks for.
 
     def stream(self) -> FakeStream:
-        self._streams.append(FakeStream(self, len(self._streams)))
+        self._streams.append(FakeStream(self, len(self._streams), self._random.random()))
         return self._streams[-1]
 
     def event(self, timed: bool = False) -> FakeEvent:
@@ -344,7 +347,10 @@ class FakeQueues:
         able = [s for s in self._streams if s.pending and s.pending[0].ready()]
         if not able:
             return False
-        operation = self._random.choice(able).pending.popleft()
+        chosen = self._random.choice(able)
+        if self._is_ranked and self._random.random() < 0.95:
+            chosen = max(able, key=lambda stream: stream.rank)
+        operation = chosen.pending.popleft()
         self.check(operation.uses, operation.clock, operation.who, operation.name)
         # Not to be noted once more.
         with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():

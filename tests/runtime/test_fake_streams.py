@@ -104,7 +104,7 @@ def test_results_come_late() -> None:
 
 
 def test_a_look_into_the_device_is_found(queues: FakeQueues) -> None:
-    device = queues.zeros((4,), torch.float32)
+    device, pageable = queues.zeros((4,), torch.float32), torch.ones(4)
     with queues.stream().current():
         total = device.sum()
         with pytest.raises(HiddenSync):
@@ -112,7 +112,7 @@ def test_a_look_into_the_device_is_found(queues: FakeQueues) -> None:
         with pytest.raises(HiddenSync):
             device.nonzero()
         with pytest.raises(HiddenSync):
-            device.copy_(torch.ones(4))
+            device.copy_(pageable)
     with pytest.raises(Race):
         device.add_(1)
 

@@ -96,9 +96,9 @@ class Layout:
     def _add(self, tensor: Tensor) -> Tensor:
         if tensor.numel():
             storage = tensor.untyped_storage()
-            begin = tensor.storage_offset() * tensor.itemsize
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            end = begin + (1 + sum((n - 1) * s for n, s in steps)) * tensor.itemsize
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            last = sum(int((n - 1) * s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            end = begin + (1 + last) * tensor.itemsize
             # A storage is copied from a multiple of ALIGNMENT on, so that what is aligned in it
             # stays so.
             begin -= begin % ALIGNMENT
