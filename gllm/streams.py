@@ -171,9 +171,10 @@ class CudaQueues:
         assert isinstance(stream, CudaStream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on to use CUDA meanwhile.
-        with torch.cuda.graph(
+        recording = torch.cuda.graph(
             graph, self._memory, stream.stream, capture_error_mode="thread_local"
-        ):
+        )
+        with torch.cuda.device(self._device), recording:
             work()
         return graph
 

@@ -229,6 +229,17 @@ def test_log_probabilities_are_those_of_the_cpu(folder: Path) -> None:
     assert msgspec.to_builtins(told[1][1]) == approximately(msgspec.to_builtins(told[0][1]))
 
 
+def test_a_step_without_samples_draws_nothing(folder: Path) -> None:
+    pipeline = Pipeline(folder, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    pipeline.add(1, PROMPTS[4])
+    with as_on_a_device(), FakeQueues(2) as queues:
+        executor = executor_on(queues, folder)
+        executor.register(registered()[0])
+        plan = pipeline.plan([pipeline.row(1, 4, samples=False)])
+        batch = executor.prepare(plan)
+        assert executor.sample(batch, executor.compute(batch, None)) == ([], [])
+
+
 def test_logits_that_are_not_finite_end_their_row_only(folder: Path) -> None:
     with as_on_a_device(), FakeQueues(2) as queues:
         executor = executor_on(queues, folder)

@@ -288,6 +288,10 @@ class DeviceExecutor(StageExecutor):
         """Tokens [samples] int64, NO_TOKEN where there is none, also on their way to the host."""
         if batch.prompts or not all(state.is_plain for state in batch.sampled.states):
             return self._draw_on_host(batch, there, logits)
+        if not len(logits):
+            # Kernels are not started for no rows at all.
+            batch.device.told = Drawn([], [], [])
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
         with self.stream.current():
             finite = _finite(logits)
             tokens = draw_tokens(logits, there.plan).masked_fill_(~finite, NO_TOKEN)
