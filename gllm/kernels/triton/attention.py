@@ -170,12 +170,14 @@ def prefill_kernel(
         *(SHARED, SOFTCAP, ALIBI, WINDOW, True),
     )
 
+    # Rows without a token have no weight; they are not stored.
+    attended = attended * (1 / tl.where(total > 0, total, 1))[:, None]
     columns = tl.arange(0, VALUE_PAD)
     heads = tl.num_programs(1) // PARTS * GROUP
     at = output + ((start + token).to(tl.int64) * heads + head) * VALUE
     tl.store(
         at[:, None] + columns[None, :],
-        (attended / total[:, None]).to(output.dtype.element_ty),
+        attended.to(output.dtype.element_ty),
         mask=there[:, None] & (columns < VALUE)[None, :],
     )
 

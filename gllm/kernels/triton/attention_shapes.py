@@ -33,10 +33,10 @@ class Tiles:
 # 101,376 bytes of shared memory of sm_86 and 89; never timed. Keys are the padded dimensions of a
 # head; 512 stands for latent attention (with 64 more dimensions of the keys alone).
 PREFILL = {
-    64: Tiles(128, 64, 4, 3),
+    64: Tiles(128, 64, 8, 3),
     128: Tiles(128, 64, 8, 2),
-    256: Tiles(64, 32, 4, 2),
-    512: Tiles(32, 16, 4, 2),
+    256: Tiles(64, 32, 8, 2),
+    512: Tiles(32, 16, 8, 2),
 }
 DECODE = {
     64: Tiles(16, 64, 4, 3),
