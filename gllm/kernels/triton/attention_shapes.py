@@ -209,10 +209,12 @@ def compiled(
         Compiled(
             f"{name}, {label}",
             kernel,
-            _types(query, cached, shape) | types,
-            constants(tiles_for(shape, table), shape)
-            | ({} if shape.alibi else {"slopes": None})
-            | more,
+            {**_types(query, cached, shape), **types},
+            {
+                **constants(tiles_for(shape, table), shape),
+                **({} if shape.alibi else {"slopes": None}),
+                **more,
+            },
             tiles_for(shape, table).warps,
             tiles_for(shape, table).stages,
             tensor_cores=True,
