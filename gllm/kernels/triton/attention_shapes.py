@@ -36,7 +36,7 @@ PREFILL = {
     64: Tiles(128, 64, 8, 3),
     128: Tiles(128, 64, 8, 2),
     256: Tiles(64, 32, 8, 2),
-    512: Tiles(32, 16, 8, 2),
+    512: Tiles(32, 32, 8, 2),
 }
 DECODE = {
     64: Tiles(16, 64, 4, 3),
@@ -95,12 +95,13 @@ def shape_of(
 
 
 def tiles_for(shape: Shape, table: dict[int, Tiles]) -> Tiles:
-    """The table's choice for heads of this size; short tiles for float32."""
+    """The table's choice for heads of this size; smaller tiles for float32."""
     padded = max(_padded(shape.main), _padded(shape.value_dim))
     chosen = table[min(size for size in table if size >= padded)]
     if not shape.wide:
         return chosen
-    return Tiles(chosen.rows, max(chosen.keys // 4, 16), chosen.warps, chosen.stages)
+    rows, keys = max(chosen.rows // 2, 16), max(chosen.keys // 4, 16)
+    return Tiles(rows, keys, chosen.warps, chosen.stages)
 
 
 @dataclass(frozen=True)
