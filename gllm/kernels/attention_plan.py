@@ -160,9 +160,10 @@ def written_slots(rows: PagedRows) -> Ints:
 
 def device_tables(rows: PagedRows, device: torch.device) -> DeviceTables:
     """The tables of a step on a device; the copy does not wait."""
-    host = empty_tables(*rows.block_table.shape, torch.device("cpu"), device.type == "cuda")
+    count, blocks = rows.block_table.shape
+    host = empty_tables(count, blocks, torch.device("cpu"), device.type == "cuda")
     fill_tables(rows, host)
-    return _views(upload(host.buffer, device), *rows.block_table.shape)
+    return _views(upload(host.buffer, device), count, blocks)
 
 
 def empty_tables(

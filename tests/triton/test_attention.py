@@ -172,11 +172,11 @@ def scores_of(kind: str, heads: int) -> Scores:
 kinds = st.sampled_from(["plain", "softcap", "alibi"])
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 heads_of = st.tuples(st.integers(1, 2), st.sampled_from([1, 3, 7, 18]))
-decode_rows = st.lists(st.tuples(st.integers(0, 70), st.just(1)), max_size=3)
-chunk_rows = st.lists(st.tuples(st.integers(0, 40), st.integers(2, 20)), max_size=2)
+decode_rows = st.lists(st.tuples(st.integers(0, 45), st.just(1)), max_size=3)
+chunk_rows = st.lists(st.tuples(st.integers(0, 25), st.integers(2, 12)), max_size=2)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     decode_rows,
     chunk_rows,
@@ -214,44 +214,42 @@ def test_matches_the_reference(
         *((2, 1, 256, 256, False), (18, 1, 576, 512, True), (2, 1, 24, 40, False)),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_real_heads_in_real_tiles(
-    heads: int, kv_heads: int, key_dim: int, value_dim: int, shared: bool, dtype: torch.dtype
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, shared: bool
 ) -> None:
-    rows = [(70, 1), (0, 1), (66, 20)]
-    case = Case(rows, heads, kv_heads, key_dim, value_dim, shared, 16, dtype)
+    rows = [(40, 1), (30, 5)]
+    case = Case(rows, heads, kv_heads, key_dim, value_dim, shared, 16, torch.bfloat16)
     case.check(Scores(key_dim**-0.5), small=False)
 
 
 @pytest.mark.parametrize("processors", [1, 20])
 def test_latents_are_read_once_as_keys_and_values(processors: int) -> None:
-    case = Case([(40, 1), (3, 1), (20, 9)], 18, 1, 40, 24, True, dtype=torch.bfloat16)
+    case = Case([(40, 1), (3, 1), (20, 3)], 18, 1, 40, 24, True, dtype=torch.bfloat16)
     case.check(Scores(0.2), processors=processors)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cache_of_float8(dtype: torch.dtype, shared: bool) -> None:
-    rows = [(40, 1), (3, 1), (20, 9)]
+    rows = [(40, 1), (3, 1), (20, 4)]
     case = Case(rows, 6, 2, 24, 16, shared, dtype=dtype, cached=torch.float8_e4m3fn)
     case.check(Scores(0.2), processors=8)
 
 
 @pytest.mark.parametrize("window", [None, 45])
 def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | None) -> None:
-    rows = [(129, 1), (0, 1), (31, 1), (32, 1)]
-    assert attention_shapes.splits_for(4, 2, 130, 40) == 2
-    case = Case(rows, 4, 2, 16, 16)
-    for processors in (10, 20, 1000):
+    rows = [(97, 1), (0, 1), (32, 1)]
+    case = Case(rows, 3, 1, 16, 16)
+    for processors in (3, 1000):
         case.check(Scores(0.2), window, processors)
 
 
 def test_a_launch_is_replayed_for_other_contexts() -> None:
     """The plan's rows choose the grid; the tables say what is there, fewer rows too."""
-    case = Case([(60, 1), (30, 1)], 4, 2, 16, 16)
-    longest = np.full(4, 200)
-    rows = PagedRows(np.zeros((4, 50), dtype=np.int64), np.arange(5), longest, 4, 4, 1)
-    tables = empty_tables(4, 50, CPU)
+    case = Case([(40, 1), (10, 1)], 2, 1, 16, 16)
+    longest = np.full(4, 100)
+    rows = PagedRows(np.zeros((4, 25), dtype=np.int64), np.arange(5), longest, 4, 4, 1)
+    tables = empty_tables(4, 25, CPU)
     fill_tables(case.paged, tables)
     tables.block_table[:, case.paged.block_table.shape[1] :] = 10**6
     plan = AttentionPlan(rows, torch.empty(0), None, None, tables)

@@ -79,6 +79,24 @@ def _prefill(
     )
 
 
+@triton.jit
+def packed_rows(
+    first,
+    count,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """[ROWS] token within the chunk of `count`, query head, and whether there is such a row, of a
+    tile that begins with token `first`."""
+    packed = first * HEADS + tl.arange(0, ROWS)
+    token = packed // HEADS
+    member = tl.program_id(1) % PARTS * HEADS + packed % HEADS
+    there = (token < first + ROWS // HEADS) & (token < count) & (member < GROUP)
+    return token, tl.program_id(1) // PARTS * GROUP + member, there
+
+
 @triton.jit(do_not_specialize=["tiles", "block_table", "query_start", "context_len", "table_row"])
 def prefill_kernel(
     output,
@@ -128,11 +146,7 @@ def prefill_kernel(
     count = tl.load(query_start + row + 1) - start
     context = tl.load(context_len + row)
 
-    packed = tl.arange(0, ROWS)
-    token = first + packed // HEADS
-    member = tl.program_id(1) % PARTS * HEADS + packed % HEADS
-    head = kv_head * GROUP + member
-    there = (packed < TOKENS * HEADS) & (token < count) & (member < GROUP)
+    token, head, there = packed_rows(first, count, ROWS, GROUP, HEADS, PARTS)
     query_at = query + (start + token).to(tl.int64) * query_token + head * query_head
     queries = load_elements(query_at, there, MAIN, MAIN_PAD, True)
     rest = queries
@@ -170,12 +184,17 @@ def prefill_kernel(
         *(SHARED, SOFTCAP, ALIBI, WINDOW, True),
     )
 
+    # Rows without a token have no weight; they are not stored.
+    attended = attended * (1 / tl.where(total > 0, total, 1))[:, None]
+    # Read again, lest where rows are stored be kept in registers while keys are visited.
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1, volatile=True)
+    token, head, there = packed_rows(first, count, ROWS, GROUP, HEADS, PARTS)
     columns = tl.arange(0, VALUE_PAD)
     heads = tl.num_programs(1) // PARTS * GROUP
     at = output + ((start + token).to(tl.int64) * heads + head) * VALUE
     tl.store(
         at[:, None] + columns[None, :],
-        (attended / total[:, None]).to(output.dtype.element_ty),
+        attended.to(output.dtype.element_ty),
         mask=there[:, None] & (columns < VALUE)[None, :],
     )
 

@@ -33,10 +33,10 @@ class Tiles:
 # 101,376 bytes of shared memory of sm_86 and 89; never timed. Keys are the padded dimensions of a
 # head; 512 stands for latent attention (with 64 more dimensions of the keys alone).
 PREFILL = {
-    64: Tiles(128, 64, 4, 3),
+    64: Tiles(128, 64, 8, 3),
     128: Tiles(128, 64, 8, 2),
-    256: Tiles(64, 32, 4, 2),
-    512: Tiles(32, 16, 4, 2),
+    256: Tiles(64, 32, 8, 2),
+    512: Tiles(32, 32, 8, 2),
 }
 DECODE = {
     64: Tiles(16, 64, 4, 3),
@@ -95,12 +95,13 @@ def shape_of(
 
 
 def tiles_for(shape: Shape, table: dict[int, Tiles]) -> Tiles:
-    """The table's choice for heads of this size; short tiles for float32."""
+    """The table's choice for heads of this size; smaller tiles for float32."""
     padded = max(_padded(shape.main), _padded(shape.value_dim))
     chosen = table[min(size for size in table if size >= padded)]
     if not shape.wide:
         return chosen
-    return Tiles(chosen.rows, max(chosen.keys // 4, 16), chosen.warps, chosen.stages)
+    rows, keys = max(chosen.rows // 2, 16), max(chosen.keys // 4, 16)
+    return Tiles(rows, keys, chosen.warps, chosen.stages)
 
 
 @dataclass(frozen=True)
@@ -209,10 +210,12 @@ def compiled(
         Compiled(
             f"{name}, {label}",
             kernel,
-            _types(query, cached, shape) | types,
-            constants(tiles_for(shape, table), shape)
-            | ({} if shape.alibi else {"slopes": None})
-            | more,
+            {**_types(query, cached, shape), **types},
+            {
+                **constants(tiles_for(shape, table), shape),
+                **({} if shape.alibi else {"slopes": None}),
+                **more,
+            },
             tiles_for(shape, table).warps,
             tiles_for(shape, table).stages,
             tensor_cores=True,
