@@ -21,7 +21,8 @@ from tests.runtime.device import (
     executor_on,
     run_interleaved,
 )
-from tests.runtime.fake_streams import FakeQueues, Race
+from tests.runtime.fake_streams import FakeQueues
+from tests.runtime.memory_uses import Race
 from tests.runtime.pipeline import GREEDY, Pipeline
 from tests.tiny_models import save
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.runtime.fake_streams import FakeQueues, HiddenSync, Race
+from tests.runtime.fake_streams import FakeQueues
+from tests.runtime.memory_uses import HiddenSync, Race
 
 SEEDS = range(20)
 

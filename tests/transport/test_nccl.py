@@ -16,7 +16,8 @@ from gllm.runtime.launch import Edge
 from gllm.transport import nccl
 from gllm.transport.base import EdgeShape, StepFailed, TransportFault
 from gllm.transport.nccl import NcclReceiver, NcclSender, Watch
-from tests.runtime.fake_streams import FakeEvent, FakeQueues, FakeStream, Race
+from tests.runtime.fake_streams import FakeEvent, FakeQueues, FakeStream
+from tests.runtime.memory_uses import Race
 
 SHAPE = EdgeShape(slots=2, max_tokens=8, hidden_size=5, itemsize=4)
 STEPS = 9
@@ -175,11 +176,11 @@ def joined(edge: Edge) -> Iterator[tuple[NcclSender, NcclReceiver]]:
     ends = edge.descriptors, SHAPE, torch.float32, queues, queues, gloo
 
     def first() -> None:
-        made.append(NcclSender(*ends))  # type: ignore[arg-type]
+        made.append(NcclSender(*ends, in_background=False))  # type: ignore[arg-type]
 
     thread = threading.Thread(target=first)
     thread.start()
-    receiver = NcclReceiver(*ends)  # type: ignore[arg-type]
+    receiver = NcclReceiver(*ends, in_background=False)  # type: ignore[arg-type]
     thread.join(60)
     yield made[0], receiver
 
