@@ -20,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 class FieldError(ValueError):
@@ -64,11 +65,17 @@ class EngineConfig:
     quantization: str = option(
         "none", "int8: linear maps by 8-bit weights and activations", choices=QUANTIZATIONS
     )
-    device: str = option("auto", "where to compute", choices=("auto", "cpu"))
+    device: str = option(
+        "auto", "where to compute; auto: on GPUs where there are some", choices=DEVICES
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "on GPUs: share of each one's memory for weights, a step's work and KV cache"
+    )
     max_model_len: int | None = option(None, "longest prompt + output; default: the model's")
     kv_cache_memory: int | None = option(
         None,
-        "bytes of KV cache over all stages, as 2GiB; default: a quarter of the memory left",
+        "bytes of KV cache over all stages, as 2GiB; default: a quarter of the memory left, on "
+        "GPUs what --gpu-memory-utilization leaves",
         parse=parse_bytes,
     )
     threads: int | None = option(None, "compute threads of a stage; default: cores / stages")
@@ -90,7 +97,8 @@ class EngineConfig:
                 f"layers {self.layers} has to give at least one layer to each of the "
                 f"{stages} stages (pipeline_parallel_size)"
             )
-        for name, choices in (("dtype", DTYPES), ("quantization", QUANTIZATIONS)):
+        chosen = (("dtype", DTYPES), ("quantization", QUANTIZATIONS), ("device", DEVICES))
+        for name, choices in chosen:
             if getattr(self, name) not in choices:
                 given = getattr(self, name)
                 raise ValueError(f"{name} is {given!r}, but has to be one of {', '.join(choices)}")
@@ -98,6 +106,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but has to be at least 1")
+        share = self.gpu_memory_utilization
+        if not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization is {share}, but has to be in (0, 1]")
         if not (self.health_timeout > 0 and math.isfinite(self.health_timeout)):
             raise ValueError(f"health_timeout is {self.health_timeout}, but has to be above 0")
 

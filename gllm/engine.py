@@ -40,7 +40,7 @@ from gllm.models.spec import Model
 from gllm.models.split import split_layers
 from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
 from gllm.runtime.client import EngineClient, Piece
-from gllm.runtime.device import kv_memory
+from gllm.runtime.device import kv_blocks
 from gllm.runtime.launch import Workers
 from gllm.scheduler.plan import First, Stats
 from gllm.text.detokenizer import TextStream
@@ -274,8 +274,8 @@ class Engine:
         block_bytes = sum(loaded.block_bytes for loaded in self._loaded.values())
         scheduler, length = self.config.scheduler, self.model.max_model_len
         most = scheduler.max_num_seqs * -(-length // scheduler.block_size)
-        memory = kv_memory(self.config.kv_cache_memory)
-        self.num_blocks = min(memory // block_bytes, most)
+        stages = [(loaded.block_bytes, loaded.room) for loaded in self._loaded.values()]
+        self.num_blocks = min(kv_blocks(self.config.kv_cache_memory, stages), most)
         self.kv_bytes = self.num_blocks * block_bytes
         scheduler.resolve(len(self._layers), self.num_blocks, length)
         for stage in self._stages:

@@ -188,6 +188,8 @@ class Loaded(Message, frozen=True):
     weight_bytes: int
     block_bytes: int
     """Bytes of one KV block of the stage's layers."""
+    room: int | None = None
+    """Bytes for KV blocks in memory of the stage's own; None where stages share the machine's."""
 
 
 class Start(Message, frozen=True):
@@ -216,6 +218,8 @@ class StageLoad(Message, frozen=True):
     steps: int
     busy_seconds: float
     """Time spent computing."""
+    host_seconds: float = 0.0
+    """On a device: time that the host took to build steps and to put their work into its queues."""
 
 
 class Shutdown(Message, frozen=True):

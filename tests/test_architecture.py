@@ -35,12 +35,13 @@ ALLOWED: dict[str, set[str]] = {
         "safetensors",
         "huggingface_hub",
     },
-    "gllm.transport": {"gllm.transport", "torch", "msgspec"},
+    "gllm.streams": {"torch"},
+    "gllm.transport": {"gllm.streams", "gllm.transport", "torch", "msgspec"},
     "gllm.text": {"gllm.text", "gllm.config", "tokenizers", "jinja2"},
     "gllm.engine_api": {"gllm.config", "gllm.messages", "gllm.scheduler", "gllm.text"},
     "gllm.runtime": {
         *("gllm.config", "gllm.messages", "gllm.scheduler", "gllm.kernels", "gllm.models"),
-        *("gllm.transport", "gllm.runtime", "gllm.step_log", "gllm.bubbles"),
+        *("gllm.transport", "gllm.runtime", "gllm.step_log", "gllm.streams", "gllm.bubbles"),
         *("msgspec", "numpy", "setproctitle", "torch", "uvloop", "zmq"),
     },
     "gllm.engine": {

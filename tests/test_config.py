@@ -32,9 +32,11 @@ def test_nothing_given_is_the_default() -> None:
 def test_every_flag_reaches_its_field() -> None:
     engine, server = parse(
         "--pp 2 --layers 10,14 --kv-cache-memory 1.5GiB --max-model-len 99 --policy throttle "
+        "--device cuda --gpu-memory-utilization 0.5 "
         "--kv-threshold 0.25 --no-prefix-cache --phase-pure --max-in-flight 3 --port 1 --host ::1"
     )
     assert (engine.pipeline_parallel_size, engine.layers) == (2, (10, 14))
+    assert (engine.device, engine.gpu_memory_utilization) == ("cuda", 0.5)
     assert (engine.kv_cache_memory, engine.max_model_len) == (3 * 2**29, 99)
     assert (engine.scheduler.policy, engine.scheduler.kv_threshold) == ("throttle", 0.25)
     assert not engine.scheduler.prefix_cache
@@ -70,6 +72,10 @@ def test_bytes(text: str, value: int) -> None:
         {"threads": 0},
         {"dtype": "int8"},
         {"quantization": "int4"},
+        {"device": "tpu"},
+        {"gpu_memory_utilization": 0.0},
+        {"gpu_memory_utilization": 1.01},
+        {"gpu_memory_utilization": math.nan},
         {"health_timeout": 0.0},
         {"health_timeout": math.nan},
         {"block_size": 0},

@@ -41,6 +41,10 @@ COUNTERS = {
 STAGE_COUNTERS = {
     "stage_steps": ("steps", "Micro-batches computed by a stage"),
     "stage_busy_seconds": ("busy_seconds", "Seconds a stage spent computing"),
+    "stage_host_seconds": (
+        "host_seconds",
+        "Seconds a stage's host took to build steps and put them into its GPU's queues",
+    ),
 }
 
 

@@ -55,6 +55,10 @@ def paged_attention(
     h // (heads / kv_heads). Source: Vaswani et al., "Attention Is All You Need" (2017), equation 1;
     Ainslie et al., "GQA" (2023); softcap: Gemma Team, "Gemma 2" (2024), section 2.
     """
+    if query.is_cuda:
+        from gllm.kernels.triton import attention
+
+        return attention.paged_attention(query, key_cache, value_cache, plan, scores)
     tokens, heads, head_dim = query.shape
     shape = (tokens, heads, value_cache.shape[3])
     if plan.gathers is None:

@@ -1,7 +1,7 @@
 """Where in a paged KV cache the queries of a micro-batch look: from block tables to gathers.
 
-Owns slots, groups and masks, made once for a step and shared by all layers that see alike. Does not
-know models, requests and who owns the blocks.
+Owns slots, groups and masks, made once for a step and shared by all layers that see alike, and the
+tables that kernels on a device read. Does not know models, requests and who owns the blocks.
 
 A *slot* is a token's place in the cache, block * block_size + offset. The cache's last block is
 never written and stays zero: gathers of padding go there, so that nothing (a NaN of another
@@ -10,7 +10,7 @@ sequence, say) leaks through a masked position.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,31 @@ class PagedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceTables:
+    """`PagedRows` where kernels read it: parts of one int32 buffer, so that one copy brings all.
+
+    On the host too, to be copied from.
+    """
+
+    buffer: Tensor
+    """[rows + (rows + 1) + rows * blocks] int32: what follows, one behind the other."""
+    context_len: Tensor
+    """[rows] int32; 0 for rows without a sequence."""
+    query_start: Tensor
+    """[rows + 1] int32."""
+    block_table: Tensor
+    """[rows, blocks] int32: block ids, padding arbitrary."""
+    _tiles: dict[int, Tensor] = field(default_factory=dict)
+
+    def tiles(self, rows: PagedRows, tokens: int) -> Tensor:
+        """`prefill_tiles` on the tables' device, made once for each number of tokens."""
+        if tokens not in self._tiles:
+            found = torch.from_numpy(prefill_tiles(rows, tokens))
+            self._tiles[tokens] = upload(found, self.buffer.device)
+        return self._tiles[tokens]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """What all layers of a step with the same window share."""
 
@@ -100,18 +125,92 @@ class AttentionPlan:
     """Tokens that a token sees, itself among them; None: all."""
     gathers: Gathers | None
     """None where compiled kernels read the block tables themselves."""
+    tables: DeviceTables | None = None
+    """On the device of the step's tensors, unless that is the CPU."""
 
 
-def plan_attention(rows: PagedRows, dtype: torch.dtype, window: int | None = None) -> AttentionPlan:
-    """Where the tokens of a step, of this compute dtype, are written and look."""
+def plan_attention(
+    rows: PagedRows,
+    dtype: torch.dtype,
+    window: int | None = None,
+    device: torch.device | None = None,
+) -> AttentionPlan:
+    """Where the tokens of a step, of this compute dtype, are written and look.
+
+    On a device that is not the CPU, plans of other windows differ in `window` alone:
+    `dataclasses.replace` makes them without another copy of the tables.
+    """
+    written = written_slots(rows)
+    if device is not None and device.type != "cpu":
+        slots = upload(torch.from_numpy(written), device)
+        return AttentionPlan(rows, slots, window, None, device_tables(rows, device))
+    is_native = native(torch.empty(0, dtype=dtype)) is not None
+    gathers = None if is_native else _gathers(rows, dtype, window)
+    return AttentionPlan(rows, torch.from_numpy(written), window, gathers)
+
+
+def written_slots(rows: PagedRows) -> Ints:
+    """[tokens]: where each token's key and value are stored."""
     tokens = np.diff(rows.query_start)
     spread = np.repeat(np.arange(len(tokens)), tokens)
     positions = np.arange(len(spread)) + (rows.context_len - rows.query_start[1:])[spread]
     size = rows.block_size
-    written = rows.block_table[spread, positions // size] * size + positions % size
-    is_native = native(torch.empty(0, dtype=dtype)) is not None
-    gathers = None if is_native else _gathers(rows, dtype, window)
-    return AttentionPlan(rows, torch.from_numpy(written), window, gathers)
+    return rows.block_table[spread, positions // size] * size + positions % size
+
+
+def device_tables(rows: PagedRows, device: torch.device) -> DeviceTables:
+    """The tables of a step on a device; the copy does not wait."""
+    count, blocks = rows.block_table.shape
+    host = empty_tables(count, blocks, torch.device("cpu"), device.type == "cuda")
+    fill_tables(rows, host)
+    return _views(upload(host.buffer, device), count, blocks)
+
+
+def empty_tables(
+    rows: int, blocks: int, device: torch.device, pinned: bool = False
+) -> DeviceTables:
+    """Tables with room for so many rows and blocks, unwritten; pinned: host memory that a device
+    copies from without waiting."""
+    size = rows + rows + 1 + rows * blocks
+    buffer = torch.empty(size, dtype=torch.int32, device=device, pin_memory=pinned)
+    return _views(buffer, rows, blocks)
+
+
+def fill_tables(rows: PagedRows, tables: DeviceTables) -> None:
+    """Write a micro-batch to tables on the host that may have room for more rows and blocks.
+
+    Rows beyond it have neither tokens nor context; block ids beyond it stay as they are.
+    """
+    used, blocks = rows.block_table.shape
+    tables.context_len[:used] = torch.from_numpy(rows.context_len)
+    tables.context_len[used:] = 0
+    tables.query_start[: used + 1] = torch.from_numpy(rows.query_start)
+    tables.query_start[used + 1 :] = int(rows.query_start[-1])
+    tables.block_table[:used, :blocks] = torch.from_numpy(rows.block_table)
+
+
+def prefill_tiles(rows: PagedRows, tokens: int) -> npt.NDArray[np.int32]:
+    """[tiles, 2]: row and first token within the row, for tiles of so many tokens of the rows
+    behind the decodes. Tiles that see most come first, so that short ones fill what they leave."""
+    counts = np.diff(rows.query_start)[rows.num_decodes :]
+    tiles = -(-counts // tokens)
+    owner = np.repeat(np.arange(len(counts)), tiles)
+    first = (np.arange(len(owner)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
+    seen = (rows.context_len[rows.num_decodes :] - counts)[owner] + first
+    order = np.argsort(-seen, kind="stable")
+    return np.stack((owner + rows.num_decodes, first), axis=1)[order].astype(np.int32)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; the copy to a GPU does not wait."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _views(buffer: Tensor, rows: int, blocks: int) -> DeviceTables:
+    context_len, query_start, block_table = buffer.split((rows, rows + 1, rows * blocks))
+    return DeviceTables(buffer, context_len, query_start, block_table.view(rows, blocks))
 
 
 def _gathers(rows: PagedRows, dtype: torch.dtype, window: int | None) -> Gathers:

@@ -47,6 +47,7 @@ class Layers:
         kv: the cache of each layer, always the same. The result is good until the next call.
         """
         tokens = len(hidden)
+        self._can_record = self._can_record and hidden.is_cpu
         if self._can_record and (self._program is None or tokens > self._program.tokens):
             room = max(LEAST, 1 << (tokens - 1).bit_length())
             self._program = self._recorded(room, hidden.dtype, kv)

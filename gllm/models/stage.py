@@ -87,7 +87,8 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] float32 of hidden [rows, hidden]."""
-        result = torch.empty(len(hidden), self.vocabulary, dtype=torch.float32)
+        shape = len(hidden), self.vocabulary
+        result = torch.empty(shape, dtype=torch.float32, device=hidden.device)
         for begin in range(0, len(hidden), HEAD_ROWS):
             rows = slice(begin, begin + HEAD_ROWS)
             linear(self.norm(hidden[rows]), self.matrix, self.bias, result[rows])

@@ -4,14 +4,16 @@ Owns the way from rows and block tables to columns. Knows nothing of models; wha
 described for `gllm.runtime.sampler`, not drawn here.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention_plan import PagedRows, plan_attention
+from gllm.kernels.attention_plan import AttentionPlan, PagedRows, plan_attention
 from gllm.models.stage import StageInputs
 from gllm.runtime.logprobs import PromptRows
 from gllm.runtime.sampler import SampledRows
@@ -19,6 +21,15 @@ from gllm.scheduler.mirror import Followed
 from gllm.scheduler.plan import ON_DEVICE, Row, StepPlan
 
 Ints = npt.NDArray[np.int64]
+Windows = frozenset[int | None]
+PlanAttention = Callable[[PagedRows, torch.dtype, Windows], Mapping[int | None, AttentionPlan]]
+
+
+def plan_each(
+    rows: PagedRows, dtype: torch.dtype, windows: Windows
+) -> dict[int | None, AttentionPlan]:
+    """The attention of a step for layers with these windows."""
+    return {window: plan_attention(rows, dtype, window) for window in windows}
 
 
 @dataclass(slots=True)
@@ -29,6 +40,7 @@ class Batch:
     step: int
     inputs: StageInputs
     num_tokens: int
+    """Without those of padding, where inputs have some."""
     sample_rows: Tensor
     """[samples] int64: the token row each sampling row's logits come from."""
     sampled: SampledRows
@@ -38,6 +50,8 @@ class Batch:
     """(token row, sequence) of inputs that the step before samples; first stage only."""
     released: list[int]
     """Sequences that no later plan names."""
+    device: Any = None
+    """What an executor on a device adds (gllm/runtime/cuda/executor.py)."""
 
 
 @dataclass(slots=True)
@@ -83,8 +97,11 @@ class CacheShape:
     num_blocks: int
     block_size: int
     dtype: torch.dtype
-    windows: frozenset[int | None]
+    windows: Windows
     """Of the stage's layers."""
+    plan: PlanAttention = plan_each
+    pad: Callable[[PagedRows], PagedRows] = lambda rows: rows
+    """Adds rows of one token of padding each, at the end."""
 
 
 def build_inputs(
@@ -107,7 +124,9 @@ def build_inputs(
         cache.block_size,
         cache.num_blocks,
     )
-    attention = {window: plan_attention(rows, cache.dtype, window) for window in cache.windows}
+    padded = cache.pad(rows)
+    padding = np.zeros(padded.query_start[-1] - query_start[-1], dtype=np.int64)
+    attention = cache.plan(padded, cache.dtype, cache.windows)
     ids = _token_ids(plan.rows, followed) if tokens else np.empty(0, dtype=np.int64)
     unknown = np.flatnonzero(ids == ON_DEVICE)
     owners = np.searchsorted(query_start, unknown, side="right") - 1
@@ -115,6 +134,9 @@ def build_inputs(
         (token, plan.rows[owner].seq)
         for token, owner in zip(unknown.tolist(), owners.tolist(), strict=True)
     ]
+    if len(padding):
+        positions = np.concatenate((positions, padding))
+        ids = np.concatenate((ids, padding)) if tokens else ids
     inputs = StageInputs(torch.from_numpy(ids), torch.from_numpy(positions), attention)
     return inputs, placeholders
 

@@ -6,7 +6,7 @@ imports torch only where a torch setting is asked for.
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,15 @@ def kv_memory(requested: int | None) -> int:
     return int(memory_left() * KV_SHARE) if requested is None else requested
 
 
+def kv_blocks(requested: int | None, stages: Sequence[tuple[int, int | None]]) -> int:
+    """KV blocks, the same number on every stage, for stages of (bytes of a block, bytes of room in
+    memory of its own or None). `requested`: bytes in all, None for what there is room for."""
+    fitting = [room // block for block, room in stages if room is not None]
+    if requested is not None or not fitting:
+        fitting.append(kv_memory(requested) // sum(block for block, _ in stages))
+    return min(fitting)
+
+
 def threads(requested: int | None, stages: int) -> int:
     """Compute threads of a stage when all stages share this machine."""
     return requested or max(1, cores() // stages)
@@ -71,18 +80,32 @@ def return_memory() -> None:
         trim(0)
 
 
-def compute_dtype(requested: str, checkpoint: str) -> "torch.dtype":
-    """The number format for a configuration's `dtype` and the checkpoint's own.
+def compute_dtype(requested: str, checkpoint: str, device: str = "cpu") -> "torch.dtype":
+    """The number format for a configuration's `dtype`, the checkpoint's own and a type of device.
 
-    auto: bfloat16 where the checkpoint has it and the CPU multiplies it natively, else float32.
+    auto: on GPUs the checkpoint's own; on CPUs bfloat16 where the checkpoint has it and the CPU
+    multiplies it natively, else float32.
     """
     import torch
 
+    if requested == "auto" and device == "cuda":
+        requested = checkpoint
     if requested == "auto":
         requested = "bfloat16" if checkpoint == "bfloat16" and native_bfloat16() else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
         requested
     ]
+
+
+def gpus(requested: str) -> int:
+    """GPUs that a configuration's `device` asks for; 0 for the CPU. Raises ValueError where it asks
+    for some and there is none."""
+    import torch
+
+    found = torch.cuda.device_count() if requested != "cpu" and torch.cuda.is_available() else 0
+    if requested == "cuda" and not found:
+        raise ValueError("device is cuda, but PyTorch finds no GPU here: choose cpu or auto")
+    return found
 
 
 def native_bfloat16(proc: Path = PROC) -> bool:

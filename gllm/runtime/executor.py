@@ -27,6 +27,8 @@ from gllm.runtime.sampling_state import SamplingState, states_of
 from gllm.scheduler.mirror import Followed, Mirror
 from gllm.scheduler.plan import Sampled, StepPlan
 
+CPU = torch.device("cpu")
+
 
 class StageExecutor:
     """One stage's model part and KV cache."""
@@ -38,6 +40,7 @@ class StageExecutor:
         stage: int,
         stages: int,
         layers: range,
+        device: torch.device = CPU,
     ) -> None:
         self.model = model_config.model
         self.layers = layers
@@ -45,11 +48,12 @@ class StageExecutor:
         self._longest = engine_config.max_model_len or self.model.context_length
         self.is_first = stage == 0
         self.is_last = stage == stages - 1
-        self.dtype = compute_dtype(engine_config.dtype, model_config.dtype)
+        self.dtype = compute_dtype(engine_config.dtype, model_config.dtype, device.type)
         self._quantization = engine_config.quantization
         block_size = engine_config.scheduler.block_size
         self.block_bytes = block_bytes(self._described, block_size, self.dtype)
         self.weight_bytes = 0
+        self.device = device
         self._mirror = Mirror()
         self._tables = BlockTables()
         self._samplings: dict[int, SamplingState] = {}
@@ -61,10 +65,13 @@ class StageExecutor:
 
         Raises ModelError where the folder does not hold them.
         """
-        with Checkpoint(folder, self.dtype, self.model, self.layers) as checkpoint:
+        part = self.model, self.layers, self.device
+        with Checkpoint(folder, self.dtype, *part) as checkpoint:
             checkpoint.report_to(progress)
             weights = Weights(checkpoint, quantization=self._quantization)
-            self._stage = ModelStage(self.model, weights, self.layers, self._longest)
+            # What is made beside the weights, frequencies say, belongs there too.
+            with self.device:
+                self._stage = ModelStage(self.model, weights, self.layers, self._longest)
             checkpoint.finish()
         self.weight_bytes = checkpoint.weight_bytes
 
@@ -93,7 +100,7 @@ class StageExecutor:
         return Batch(
             plan.step,
             inputs,
-            len(inputs.positions),
+            sum(row.num_tokens for row in plan.rows),
             sample_rows,
             sampled,
             prompts,

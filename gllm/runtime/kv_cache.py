@@ -4,7 +4,7 @@ Owns its layout and size. Knows nothing of who holds which block: that is the sc
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,8 +26,15 @@ class KVCache:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], num_blocks: int, block_size: int, dtype: torch.dtype
+        self,
+        layers: Sequence[Layer],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
+        """`zeros`: makes tensors of a shape; default: on the CPU."""
+        zeros = zeros or _zeros
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = []
@@ -35,9 +42,9 @@ class KVCache:
         for layer in layers:
             cached = layer.attention.cached
             shape = (num_blocks + 1, block_size, cached.heads)
-            keys = _zeros((*shape, cached.key), dtype)
+            keys = zeros((*shape, cached.key), dtype)
             shared = keys[..., : cached.value]
-            values = shared if cached.shared else _zeros((*shape, cached.value), dtype)
+            values = shared if cached.shared else zeros((*shape, cached.value), dtype)
             self.layers.append((keys, values))
 
 

@@ -25,13 +25,15 @@ STOP_SECONDS = 5.0
 
 
 class Edge:
-    """What two neighbouring stages share: an anonymous file, and an event for each step sent.
+    """What two neighbouring stages share: an anonymous file for what is sent, an event for each
+    step, and another file for transports whose ends have to find each other.
 
     Descriptors are inherited, so nothing has a name and nothing is left behind.
     """
 
     def __init__(self, name: str) -> None:
-        self.descriptors = [os.memfd_create(name), os.eventfd(0, os.EFD_SEMAPHORE)]
+        event = os.eventfd(0, os.EFD_SEMAPHORE)
+        self.descriptors = [os.memfd_create(name), event, os.memfd_create(f"{name}-meeting")]
 
     def close(self) -> None:
         """Close this process's copies."""

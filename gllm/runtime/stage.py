@@ -6,7 +6,8 @@ and of where plans come from.
 A step's inputs are built while the steps before still compute; its activations are awaited, without
 using the CPU, only by the compute thread. Behind a pipeline sampling runs beside the next step's
 computing. A single stage computes no further without its tokens, so its compute thread samples: a
-change of threads takes longer than most sampling.
+change of threads takes longer than most sampling. Where a device computes, one thread gives it work
+and another waits for it.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Computed(NamedTuple):
-    """A step of the last stage before it is sampled."""
+    """A step of the last stage before it is sampled, or of any stage on a device."""
 
     plan: StepPlan
     batch: Batch
@@ -47,14 +49,17 @@ class Stage:
         sender: Sender | None,
         deliver: Callable[[Result], None],
         fault: Callable[[BaseException], None],
+        finish: Callable[[Batch], float] | None = None,
     ) -> None:
+        """`finish`: waits for a device that `executor.compute` only gives work to, and tells the
+        seconds that it took for a step; None where computing is over when `compute` returns."""
         self.steps = 0
         self.busy_seconds = 0.0
         self._times: deque[StepTime] = deque()
-        self._begun: float | None = None
-        """Since when a step is being computed."""
+        self._under_way: deque[float] = deque()
+        """Since when steps are being computed."""
         self._accepted = 0
-        self._ended = 0
+        self._failed = 0
         self._executor = executor
         self._receiver = receiver
         self._sender = sender
@@ -64,7 +69,8 @@ class Stage:
         self._planned: queue.SimpleQueue[tuple[StepPlan, Batch | str]] = queue.SimpleQueue()
         self._computed: queue.SimpleQueue[Computed | StepResult] = queue.SimpleQueue()
         """For the sampler's thread, where there is one."""
-        self._samples_apart = sender is None and receiver is not None
+        self._device_finish = finish
+        self._samples_apart = finish is not None or (sender is None and receiver is not None)
         for work in [self._compute_steps] + [self._sample_steps] * self._samples_apart:
             threading.Thread(
                 target=self._guard, args=(work,), name=work.__name__, daemon=True
@@ -77,7 +83,7 @@ class Stage:
     @property
     def is_busy(self) -> bool:
         """Some step has not been computed yet."""
-        return self._ended < self._accepted
+        return self.steps + self._failed < self._accepted
 
     def plan(self, plan: StepPlan) -> None:
         """Build a step's inputs now; it computes when its turn comes."""
@@ -94,9 +100,11 @@ class Stage:
         """When the steps since the last call were computed, and until when they are all that this
         stage began."""
         # In this order, for steps end meanwhile.
-        now, begun = time.monotonic(), self._begun
+        until = time.monotonic()
+        with suppress(IndexError):
+            until = self._under_way[0]
         times = [self._times.popleft() for _ in range(len(self._times))]
-        return times, now if begun is None else begun
+        return times, until
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -111,7 +119,6 @@ class Stage:
                 self._compute(plan, batch)
             except StepFailed as error:
                 self._fail(plan, str(error))
-            self._ended += 1
 
     def _compute(self, plan: StepPlan, batch: Batch | str) -> None:
         """One step. Raises StepFailed where it brought nothing, here or on a stage before."""
@@ -121,25 +128,31 @@ class Stage:
             hidden = self._receiver.receive(plan.step, tokens)
         if isinstance(batch, str):
             raise StepFailed(batch)
-        begin = self._begun = time.monotonic()
+        begin = time.monotonic()
+        self._under_way.append(begin)
         try:
             output = self._executor.compute(batch, hidden)
         except Exception as error:
             log.exception("step %d failed", plan.step)
+            self._under_way.pop()
             raise StepFailed(describe(error)) from error
         if self._sender is not None:
             self._sender.send(plan.step, output)
-        end = time.monotonic()
+        if self._device_finish is None:
+            self._note(plan.step, begin, time.monotonic())
+        if self._sender is None or self._device_finish is not None:
+            self._bring(Computed(plan, batch, output))
+
+    def _note(self, step: int, begin: float, end: float) -> None:
+        """The oldest step under way has been computed."""
         self.steps += 1
         self.busy_seconds += end - begin
-        self._times.append(StepTime(plan.step, begin, end))
-        self._begun = None
-        if self._sender is None:
-            self._bring(Computed(plan, batch, output))
+        self._times.append(StepTime(step, begin, end))
+        self._under_way.popleft()
 
     def _fail(self, plan: StepPlan, error: str) -> None:
         """The step's sequences end; those of other steps go on."""
-        self._begun = None
+        self._failed += 1
         if self._sender is not None:
             self._sender.fail(plan.step, error)
         else:
@@ -159,6 +172,10 @@ class Stage:
     def _finish(self, item: Computed | StepResult) -> None:
         """Sample where that is left to do, and deliver."""
         logprobs: list[RowLogprobs] = []
+        if isinstance(item, Computed) and self._device_finish is not None:
+            self._wait_for_device(item, self._device_finish)
+            if self._sender is not None:
+                return
         if isinstance(item, Computed):
             step = item.plan.step
             try:
@@ -168,6 +185,15 @@ class Stage:
                 log.exception("step %d could not be sampled", step)
                 item = StepResult(step, [], describe(error))
         self._loop.call_soon_threadsafe(self._deliver, Result(item, logprobs))
+
+    def _wait_for_device(self, item: Computed, finish: Callable[[Batch], float]) -> None:
+        """Until the step has been computed. Raises TransportFault where that was by activations
+        that did not come."""
+        seconds = finish(item.batch)
+        if self._receiver is not None:
+            self._receiver.check()
+        end = time.monotonic()
+        self._note(item.plan.step, end - seconds, end)
 
 
 def describe(error: BaseException) -> str:

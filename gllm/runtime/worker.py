@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import setproctitle
@@ -39,7 +40,7 @@ from gllm.messages import (
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.runtime.bus import Inbox, Outbox
-from gllm.runtime.device import return_memory, set_threads, threads
+from gllm.runtime.device import gpus, return_memory, set_threads, threads
 from gllm.runtime.driver import Driver
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.spec import WorkerSpec
@@ -50,6 +51,9 @@ from gllm.step_log import LoggedScheduler, StepLog
 from gllm.step_log import Start as LogStart
 from gllm.transport.base import EdgeShape
 from gllm.transport.registry import open_edges
+
+if TYPE_CHECKING:
+    from gllm.runtime.cuda.start import OnGpu
 
 LOAD_REPORT_SECONDS = 0.5
 
@@ -75,6 +79,7 @@ class Worker:
         """Stages that the driver has heard of; its own among them once it has started."""
         self._reporting = False
         self._log: StepLog | None = None
+        self._gpu: OnGpu | None = None
 
     async def run(self) -> None:
         """From loading to the parent's Shutdown, or a fault."""
@@ -96,14 +101,24 @@ class Worker:
         spec = self.spec
         set_threads(threads(spec.config.threads, spec.stages))
         model = read_config(Path(spec.folder))
-        executor = StageExecutor(model, spec.config, spec.stage, spec.stages, range(*spec.layers))
+        part = spec.stage, spec.stages, range(*spec.layers)
+        count = gpus(spec.config.device)
+        executor: StageExecutor
+        if count:
+            from gllm.runtime.cuda.start import OnGpu
+
+            self._gpu = OnGpu(model, spec.config, *part, count)
+            executor = self._gpu.executor
+        else:
+            executor = StageExecutor(model, spec.config, *part)
         executor.load(Path(spec.folder), self._report_progress)
+        room = None if self._gpu is None else self._gpu.room()
         return_memory()
         # What is loaded stays: the collector need never look at it.
         gc.freeze()
         gc.enable()
         self._executor = executor
-        loaded = Loaded(spec.stage, executor.weight_bytes, executor.block_bytes)
+        loaded = Loaded(spec.stage, executor.weight_bytes, executor.block_bytes, room)
         self._loop.call_soon_threadsafe(self._frontend.send, loaded)
 
     def _report_progress(self, done: int, total: int) -> None:
@@ -165,8 +180,13 @@ class Worker:
             executor.dtype.itemsize,
         )
         edges = (spec.incoming, spec.outgoing)
-        receiver, sender = open_edges(spec.transport, *edges, shape, executor.dtype)
-        self._stage = Stage(executor, receiver, sender, self._deliver, self._fail)
+        transport, device = spec.transport, None
+        if self._gpu is not None:
+            self._gpu.record_graphs()
+            transport, device = self._gpu.transport, (self._gpu.queues, self._gpu.executor.stream)
+        receiver, sender = open_edges(transport, *edges, shape, executor.dtype, device)
+        finish = None if self._gpu is None else self._gpu.executor.finish
+        self._stage = Stage(executor, receiver, sender, self._deliver, self._fail, finish)
         if spec.stage == 0:
             others = list(self._stages.values())
             self._driver = Driver(
@@ -222,7 +242,8 @@ class Worker:
         if self.done.is_set():
             return
         stage = self._stage
-        self._frontend.send(StageLoad(self.spec.stage, stage.steps, stage.busy_seconds))
+        host = 0.0 if self._gpu is None else self._gpu.executor.host_seconds
+        self._frontend.send(StageLoad(self.spec.stage, stage.steps, stage.busy_seconds, host))
         times = StageTimes(self.spec.stage, *stage.take_times())
         if self._driver is None:
             self._stages[0].send(times)

@@ -35,7 +35,8 @@ class Sender(Protocol):
     """The earlier stage's end. Called on the compute thread."""
 
     def send(self, step: int, hidden: "torch.Tensor") -> None:
-        """hidden: [tokens, hidden_size]. It may be changed once this returns."""
+        """hidden: [tokens, hidden_size]. It may be changed once this returns; on a device, by what
+        is put into the stage's stream from then on."""
 
     def fail(self, step: int, error: str) -> None:
         """Tell the following stages that there is no activation for this step."""
@@ -47,6 +48,11 @@ class Receiver(Protocol):
     def receive(self, step: int, tokens: int) -> "torch.Tensor":
         """[tokens, hidden_size] of this step; waits for it without using the CPU.
 
-        The tensor is the receiver's, to overwrite as well, until the step has committed. Raises
-        StepFailed, TransportFault.
+        The tensor is the receiver's, to overwrite as well, until the step has committed; on a
+        device it is there for what is put into the stage's stream from now on. Raises StepFailed,
+        TransportFault.
         """
+
+    def check(self) -> None:
+        """Raises TransportFault where what was received may not be what was sent; to be asked once
+        a device has computed with it."""

@@ -11,7 +11,11 @@ from gllm.transport.base import EdgeShape, Receiver, Sender
 if TYPE_CHECKING:
     import torch
 
+    from gllm.streams import Queues, Stream
+
 TRANSPORTS = {
+    "host-staging": ("gllm.transport.host_staging", "HostStagingReceiver", "HostStagingSender"),
+    "nccl": ("gllm.transport.nccl", "NcclReceiver", "NcclSender"),
     "shared-memory": ("gllm.transport.shared_memory", "SharedMemoryReceiver", "SharedMemorySender"),
 }
 
@@ -22,11 +26,15 @@ def open_edges(
     outgoing: list[int],
     shape: EdgeShape,
     dtype: "torch.dtype",
+    device: "tuple[Queues, Stream] | None" = None,
 ) -> tuple[Receiver | None, Sender | None]:
-    """A stage's two edges by their descriptors; none where the pipeline begins and ends."""
+    """A stage's two edges by their descriptors; none where the pipeline begins and ends.
+
+    device: what computes the stage, and the stream that it computes in; None on a CPU.
+    """
     module, receiver, sender = TRANSPORTS[transport]
     ends = vars(importlib.import_module(module))
     return (
-        ends[receiver](incoming, shape, dtype) if incoming else None,
-        ends[sender](outgoing, shape, dtype) if outgoing else None,
+        ends[receiver](incoming, shape, dtype, *(device or ())) if incoming else None,
+        ends[sender](outgoing, shape, dtype, *(device or ())) if outgoing else None,
     )

@@ -76,6 +76,29 @@ def test_shares() -> None:
     assert device.threads(None, 1000) == 1
 
 
+def test_blocks_fit_the_stage_with_the_least_room() -> None:
+    assert device.kv_blocks(1000, [(3, None), (7, None)]) == 100
+    assert device.kv_blocks(None, [(3, 299), (7, 490)]) == 70
+    assert device.kv_blocks(1000, [(3, 900), (7, 1400)]) == 100
+    assert device.kv_blocks(1000, [(3, 90), (7, 1400)]) == 30
+
+
+def test_gpus_that_are_asked_for_have_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert device.gpus("auto") == 2 * there
+        assert device.gpus("cpu") == 0
+    with pytest.raises(ValueError, match="device is cuda"):
+        device.gpus("cuda")
+
+
+def test_gpus_compute_in_the_checkpoints_own_type() -> None:
+    for name in ("bfloat16", "float16", "float32"):
+        assert device.compute_dtype("auto", name, "cuda") == getattr(torch, name)
+    assert device.compute_dtype("float16", "bfloat16", "cuda") == torch.float16
+
+
 def test_bfloat16_needs_both_the_checkpoint_and_the_cpu(
     machine: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

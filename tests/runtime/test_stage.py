@@ -5,11 +5,13 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from gllm.messages import Result, RowLogprobs
 from gllm.runtime.stage import Stage
 from gllm.scheduler.plan import Row, Sampled, StepPlan, StepResult
+from gllm.transport.base import TransportFault
 
 
 def plan(step: int, tokens: int = 1) -> StepPlan:
@@ -57,8 +59,9 @@ class Results:
 def make_stage(executor: FakeExecutor, **ends: Any) -> tuple[Stage, Results]:
     results = Results()
     receiver, sender = ends.get("receiver"), ends.get("sender")
-    deliver, fault = results.queue.put_nowait, results.faults.append
-    return Stage(executor, receiver, sender, deliver, fault), results  # type: ignore[arg-type]
+    handlers = results.queue.put_nowait, results.faults.append
+    stage = Stage(executor, receiver, sender, *handlers, ends.get("finish"))  # type: ignore[arg-type]
+    return stage, results
 
 
 async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None:
@@ -158,3 +161,52 @@ async def test_a_broken_edge_is_a_fault() -> None:
     while not results.faults:
         await asyncio.sleep(0.01)
     assert str(results.faults[0]) == "the edge is gone"
+
+
+async def test_a_device_gets_its_next_step_before_the_tokens_are_there() -> None:
+    """A step's time is the device's, and its computing has ended when the device says so."""
+    executor = FakeExecutor()
+    executor.sampling.clear()
+    stage, results = make_stage(executor, finish=lambda batch: batch.step / 8)
+    for step in (4, 2, 5):
+        stage.plan(plan(step))
+    while executor.log != ["compute 4", "compute 2", "compute 5"]:
+        await asyncio.sleep(0.01)
+    assert stage.is_busy
+    executor.sampling.set()
+    got = await results.take(3)
+    assert [result.step for result in got] == [4, 2, 5]
+    assert [bool(result.error) for result in got] == [False, True, False]
+    times, _ = stage.take_times()
+    assert [(time.step, round(time.end - time.start, 6)) for time in times] == [
+        (4, 0.5),
+        (5, 0.625),
+    ]
+    assert stage.busy_seconds == pytest.approx(9 / 8)
+    assert not stage.is_busy
+
+
+async def test_a_stage_in_the_middle_waits_for_its_device_too() -> None:
+    sender = FakeSender()
+    stage, _ = make_stage(FakeExecutor(), sender=sender, finish=lambda batch: 0.25)
+    for step in (0, 1, 2, 4):
+        stage.plan(plan(step))
+    assert await asyncio.to_thread(sender.done.wait, 60)
+    while stage.is_busy:
+        await asyncio.sleep(0.01)
+    assert [time.step for time in stage.take_times()[0]] == [0, 4]
+
+
+class AbortedReceiver(FakeReceiver):
+    def check(self) -> None:
+        raise TransportFault("the transfer was aborted")
+
+
+async def test_what_was_computed_with_nothing_is_not_delivered() -> None:
+    receiver = AbortedReceiver()
+    stage, results = make_stage(FakeExecutor(), receiver=receiver, finish=lambda batch: 0.0)
+    stage.plan(plan(4))
+    while not results.faults:
+        await asyncio.sleep(0.01)
+    assert str(results.faults[0]) == "the transfer was aborted"
+    assert results.queue.empty()

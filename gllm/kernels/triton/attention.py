@@ -1,0 +1,204 @@
+"""Paged attention of a mixed micro-batch for GPUs, and its kernel for prefill chunks.
+
+Owns the launch and the tiles of prefill. Decodes are in decode_attention.py, the arithmetic in
+attention_tiles.py; does not know how many of either a step should have.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gllm.kernels.attention import Scores
+from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.triton import attention_shapes
+from gllm.kernels.triton.attention_shapes import PREFILL, Shape
+from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
+from gllm.kernels.triton.decode_attention import decode_attention
+
+
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scores: Scores
+) -> Tensor:
+    """As gllm.kernels.attention.paged_attention: query [tokens, heads, head_dim] of bfloat16,
+    float16 or float32, caches [blocks, block_size, kv_heads, elements] of the same dtype or of
+    float8_e4m3fn, the result [tokens, heads, value_dim]. Slots of the cache have to be evenly
+    spaced, the elements of a head adjacent; plan.tables is needed.
+
+    Values that are a view of the first elements of the keys are read once. Decodes alone, once
+    launched, can be replayed for others that are as many: of them only the tables tell, and
+    plan.rows has but chosen the number of splits.
+    """
+    tokens, heads, _ = query.shape
+    output = query.new_empty(tokens, heads, value_cache.shape[3])
+    features = scores.softcap is not None, scores.slopes is not None, plan.window
+    shape = attention_shapes.shape_of(query, key_cache, value_cache, features)
+    common = (output, query, key_cache, value_cache, scores.slopes)
+    factors = _factors(scores)
+    if plan.rows.num_decodes:
+        decode_attention(*common, plan, shape, factors)
+    if len(plan.rows.context_len) > plan.rows.num_decodes:
+        _prefill(*common, plan, shape, factors)
+    return output
+
+
+def _factors(scores: Scores) -> tuple[float, float]:
+    """`inner` and `outer` of attention_tiles.attend."""
+    if scores.softcap is None:
+        return scores.scale * math.log2(math.e), 0.0
+    # tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1).
+    return scores.scale / scores.softcap * 2 * math.log2(math.e), scores.softcap * math.log2(math.e)
+
+
+def _prefill(
+    output: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slopes: Tensor | None,
+    plan: AttentionPlan,
+    shape: Shape,
+    factors: tuple[float, float],
+) -> None:
+    """Fill the rows of prefill chunks of output [tokens, heads, value_dim]."""
+    tables, rows = plan.tables, plan.rows
+    assert tables is not None, "attention was not planned for a device"
+    tiles = attention_shapes.tiles_for(shape, PREFILL)
+    packed = attention_shapes.packing(tiles, shape)
+    listed = tables.tiles(rows, packed.tokens)
+    prefill_kernel[(len(listed), shape.kv_heads * packed.parts)](
+        *(output, query, key_cache, value_cache, slopes),
+        *(listed, tables.block_table, tables.query_start, tables.context_len),
+        *(tables.block_table.stride(0), *query.stride()[:2]),
+        *(*key_cache.stride()[1:3], *value_cache.stride()[1:3]),
+        *factors,
+        **attention_shapes.constants(tiles, shape),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+@triton.jit
+def packed_rows(
+    first,
+    count,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """[ROWS] token within the chunk of `count`, query head, and whether there is such a row, of a
+    tile that begins with token `first`."""
+    packed = first * HEADS + tl.arange(0, ROWS)
+    token = packed // HEADS
+    member = tl.program_id(1) % PARTS * HEADS + packed % HEADS
+    there = (token < first + ROWS // HEADS) & (token < count) & (member < GROUP)
+    return token, tl.program_id(1) // PARTS * GROUP + member, there
+
+
+@triton.jit(do_not_specialize=["tiles", "block_table", "query_start", "context_len", "table_row"])
+def prefill_kernel(
+    output,
+    query,
+    keys,
+    values,
+    slopes,
+    tiles,
+    block_table,
+    query_start,
+    context_len,
+    table_row,
+    query_token,
+    query_head,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    inner,
+    outer,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MAIN: tl.constexpr,
+    MAIN_PAD: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    SHARED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """One tile of a prefill chunk, of PARTS for a KV head: grid (tiles, kv_heads * PARTS).
+
+    tiles [tiles, 2] as of attention_plan.prefill_tiles for ROWS // HEADS tokens.
+    """
+    TOKENS: tl.constexpr = ROWS // HEADS
+    row = tl.load(tiles + 2 * tl.program_id(0))
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1) // PARTS
+    start = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - start
+    context = tl.load(context_len + row)
+
+    token, head, there = packed_rows(first, count, ROWS, GROUP, HEADS, PARTS)
+    query_at = query + (start + token).to(tl.int64) * query_token + head * query_head
+    queries = load_elements(query_at, there, MAIN, MAIN_PAD, True)
+    rest = queries
+    if REST > 0:
+        rest = load_elements(query_at + MAIN, there, REST, REST_PAD, True)
+    own_slopes = load_slopes(slopes, head, there, ALIBI)
+    positions = context - count + token
+
+    highest = tl.full([ROWS], LOWEST, dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    attended = tl.zeros([ROWS, VALUE_PAD], dtype=tl.float32)
+    keys += kv_head * key_head
+    values += kv_head * value_head
+    table = block_table + row.to(tl.int64) * table_row
+    nearest = context - count + first
+    end = tl.minimum(nearest + TOKENS, context)
+    oldest = 0
+    begin = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(nearest - WINDOW + 1, 0)
+        begin = oldest // KEYS * KEYS
+    else:
+        # The first token, and so every one, sees all keys before `begin`.
+        begin = (nearest + 1) // KEYS * KEYS
+        highest, total, attended = attend(
+            *(queries, rest, positions, own_slopes, highest, total, attended),
+            *(keys, values, table, 0, begin, oldest, inner, outer, key_row, value_row),
+            *(KEYS, BLOCK_SIZE, MAIN, MAIN_PAD, REST, REST_PAD, VALUE, VALUE_PAD),
+            *(SHARED, SOFTCAP, ALIBI, WINDOW, False),
+        )
+    highest, total, attended = attend(
+        *(queries, rest, positions, own_slopes, highest, total, attended),
+        *(keys, values, table, begin, end, oldest, inner, outer, key_row, value_row),
+        *(KEYS, BLOCK_SIZE, MAIN, MAIN_PAD, REST, REST_PAD, VALUE, VALUE_PAD),
+        *(SHARED, SOFTCAP, ALIBI, WINDOW, True),
+    )
+
+    # Rows without a token have no weight; they are not stored.
+    attended = attended * (1 / tl.where(total > 0, total, 1))[:, None]
+    # Read again, lest where rows are stored be kept in registers while keys are visited.
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1, volatile=True)
+    token, head, there = packed_rows(first, count, ROWS, GROUP, HEADS, PARTS)
+    columns = tl.arange(0, VALUE_PAD)
+    heads = tl.num_programs(1) // PARTS * GROUP
+    at = output + ((start + token).to(tl.int64) * heads + head) * VALUE
+    tl.store(
+        at[:, None] + columns[None, :],
+        attended.to(output.dtype.element_ty),
+        mask=there[:, None] & (columns < VALUE)[None, :],
+    )
+
+
+COMPILED = attention_shapes.compiled(
+    "prefill", prefill_kernel, PREFILL, {"tiles": "*i32", "query_start": "*i32"}, {}
+)

@@ -1,0 +1,245 @@
+"""Sizes of the tiles of paged attention, and all else that is constant within one of its kernels.
+
+Owns the tables of tiles, the names of the kernels' constants, the number of splits of a context,
+and the models that the kernels are compiled for ahead of time. Does not know what they compute.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gllm.kernels.triton.ahead import Compiled
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One choice of sizes."""
+
+    rows: int
+    """Queries of a tile: tokens times query heads that share a KV head; a power of two, 16 at
+    least, which is what tensor cores take."""
+    keys: int
+    """Cached tokens of a tile, a power of two, 16 at least."""
+    warps: int
+    stages: int
+
+
+# Chosen by what compiles for sm_80, 86, 89, 90 and 100 without a register spilled and within the
+# 101,376 bytes of shared memory of sm_86 and 89; never timed. Keys are the padded dimensions of a
+# head; 512 stands for latent attention (with 64 more dimensions of the keys alone).
+PREFILL = {
+    64: Tiles(128, 64, 8, 3),
+    128: Tiles(128, 64, 8, 2),
+    256: Tiles(64, 32, 8, 2),
+    512: Tiles(32, 32, 8, 2),
+}
+DECODE = {
+    64: Tiles(16, 64, 4, 3),
+    128: Tiles(16, 64, 4, 3),
+    256: Tiles(16, 32, 4, 3),
+    512: Tiles(16, 16, 4, 2),
+}
+
+SPLITS = 128
+"""Most parts of a context."""
+LEAST = 128
+"""Fewest tokens of a part: below, the reduction costs more than parallelism saves."""
+WAVES = 2
+"""Programs for each processor that splitting aims at."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a stage's attention always looks like."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    shared: bool = False
+    """Whether values are the first elements of the keys."""
+    softcap: bool = False
+    alibi: bool = False
+    window: int | None = None
+    wide: bool = False
+    """Whether queries are float32."""
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def main(self) -> int:
+        """Elements of the keys that one tile holds; the others are in a second one."""
+        return self.value_dim if self.shared else self.key_dim
+
+
+def shape_of(
+    query: Tensor, keys: Tensor, values: Tensor, features: tuple[bool, bool, int | None]
+) -> Shape:
+    """The shape of query [tokens, heads, key_dim] against caches [blocks, block_size, kv_heads,
+    key_dim and value_dim]; features: softcap, alibi, window."""
+    shared = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
+    return Shape(
+        *(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1], shared),
+        *features,
+        query.dtype == torch.float32,
+    )
+
+
+def tiles_for(shape: Shape, table: dict[int, Tiles]) -> Tiles:
+    """The table's choice for heads of this size; smaller tiles for float32."""
+    padded = max(_padded(shape.main), _padded(shape.value_dim))
+    chosen = table[min(size for size in table if size >= padded)]
+    if not shape.wide:
+        return chosen
+    rows, keys = max(chosen.rows // 2, 16), max(chosen.keys // 4, 16)
+    return Tiles(rows, keys, chosen.warps, chosen.stages)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the queries of a group of heads fill tiles."""
+
+    heads: int
+    """Of a group in one tile."""
+    parts: int
+    """Tiles that a group needs for a token, 1 unless the group is larger than a tile."""
+    tokens: int
+    """In one tile."""
+
+
+def packing(tiles: Tiles, shape: Shape) -> Packing:
+    """Tokens are packed where the heads of a group leave room."""
+    heads = min(shape.group, tiles.rows)
+    return Packing(heads, -(-shape.group // heads), tiles.rows // heads)
+
+
+def constants(tiles: Tiles, shape: Shape) -> dict[str, int | bool]:
+    """The constants that the kernels of decodes and of prefill chunks have in common."""
+    packed = packing(tiles, shape)
+    rest = shape.key_dim - shape.main
+    return {
+        "ROWS": tiles.rows,
+        "KEYS": tiles.keys,
+        "GROUP": shape.group,
+        "HEADS": packed.heads,
+        "PARTS": packed.parts,
+        "BLOCK_SIZE": shape.block_size,
+        "MAIN": shape.main,
+        "MAIN_PAD": _padded(shape.main),
+        "REST": rest,
+        "REST_PAD": _padded(rest),
+        "VALUE": shape.value_dim,
+        "VALUE_PAD": _padded(shape.value_dim),
+        "SHARED": shape.shared,
+        "SOFTCAP": shape.softcap,
+        "ALIBI": shape.alibi,
+        "WINDOW": shape.window or 0,
+    }
+
+
+def splits_for(rows: int, programs: int, longest: int, processors: int) -> int:
+    """Parts of the longest context, in tokens, that keep the processors busy; `programs` read the
+    cache for each of the rows anyway."""
+    wanted = -(-WAVES * processors // (rows * programs))
+    return max(1, min(wanted, -(-longest // LEAST), SPLITS))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device; 1 for one that has none."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _padded(size: int) -> int:
+    """The next power of two that tensor cores take."""
+    return max(int(triton.next_power_of_2(size)), 16)
+
+
+HEADS_OF = {
+    "groups of 7 heads of 128": Shape(28, 4, 128, 128, 16),
+    "groups of 4 heads of 128": Shape(32, 8, 128, 128, 16),
+    "groups of 7 heads of 64": Shape(14, 2, 64, 64, 16),
+    "32 heads of 96": Shape(32, 32, 96, 96, 16),
+    "groups of 2 heads of 256": Shape(16, 8, 256, 256, 16),
+    "16 latent heads": Shape(16, 1, 576, 512, 16, shared=True),
+}
+"""As of Qwen2.5-7B, Llama-3.1-8B, Qwen2.5-0.5B, Phi-3-mini, Gemma-2-9B and DeepSeek-V2-Lite."""
+CASES = [
+    *(
+        (f"{label}, {query} on {cached}", shape, query, cached, least)
+        for label, shape in HEADS_OF.items()
+        for query, cached, least in (
+            ("bf16", "bf16", 80),
+            ("fp16", "fp16", 80),
+            ("bf16", "fp8e4nv", 89),
+        )
+    ),
+    *(
+        (label, replace(HEADS_OF[heads], **features), "bf16", "bf16", 80)
+        for label, heads, features in (
+            ("softcap, heads of 256", "groups of 2 heads of 256", {"softcap": True}),
+            ("window, heads of 128", "groups of 4 heads of 128", {"window": 4096}),
+            ("ALiBi, heads of 128", "groups of 4 heads of 128", {"alibi": True}),
+        )
+    ),
+]
+"""Label, shape, types of queries and cache, oldest architecture."""
+
+
+def compiled(
+    name: str,
+    kernel: Any,
+    table: dict[int, Tiles],
+    types: Mapping[str, str],
+    more: Mapping[str, Any],
+) -> list[Compiled]:
+    """A kernel with the arguments that those of decodes and prefill share, for all of CASES; types
+    and constants of its others."""
+    return [
+        Compiled(
+            f"{name}, {label}",
+            kernel,
+            {**_types(query, cached, shape), **types},
+            {
+                **constants(tiles_for(shape, table), shape),
+                **({} if shape.alibi else {"slopes": None}),
+                **more,
+            },
+            tiles_for(shape, table).warps,
+            tiles_for(shape, table).stages,
+            tensor_cores=True,
+            least=least,
+            aligned=tuple(name for name in _types(query, cached, shape) if name in ALIGNED),
+        )
+        for label, shape, query, cached, least in CASES
+    ]
+
+
+ALIGNED = (
+    *("output", "query", "keys", "values", "slopes"),
+    *("query_token", "query_head", "key_row", "key_head", "value_row", "value_head"),
+)
+
+
+def _types(query: str, cached: str, shape: Shape) -> dict[str, str]:
+    pointers = {"output": query, "query": query, "keys": cached, "values": cached}
+    if shape.alibi:
+        pointers["slopes"] = "fp32"
+    tables = dict.fromkeys(("block_table", "context_len"), "i32")
+    strides = ("query_token", "query_head", "key_row", "key_head", "value_row", "value_head")
+    return {
+        **{name: f"*{kind}" for name, kind in (pointers | tables).items()},
+        **dict.fromkeys(("table_row", *strides), "i32"),
+        **dict.fromkeys(("inner", "outer"), "fp32"),
+    }

@@ -1,0 +1,129 @@
+"""A tile of queries against the pages of a KV cache, for kernels of decodes and of prefill.
+
+Owns the loop over keys with its online softmax, and how queries lie in a tile. Does not know which
+queries and which part of a context a program has.
+
+Row m of a tile is query head m % HEADS of token m // HEADS: all heads share a KV head, so that even
+a single token makes a matrix. Scores are in units of log2, for there is an instruction for 2^x.
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3; Dao
+et al., "FlashAttention" (2022), algorithm 1; Kwon et al., "PagedAttention" (2023), section 4.1.
+"""
+
+import triton
+import triton.language as tl
+
+from gllm.kernels.triton.common import dot
+
+LOWEST = tl.constexpr(-1e30)
+"""Below all scores, and finite: so that -inf stands for masked ones and nothing becomes NaN."""
+
+
+@triton.jit
+def load_elements(pointers, there, SIZE: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, PAD]: SIZE elements behind each of pointers [rows], then zeros; zeros where there
+    [rows] is false, unless all rows are (not MASKED)."""
+    columns = tl.arange(0, PAD)
+    addresses = pointers[:, None] + columns[None, :]
+    if MASKED:
+        if SIZE < PAD:
+            loaded = tl.load(addresses, mask=there[:, None] & (columns < SIZE)[None, :], other=0.0)
+        else:
+            loaded = tl.load(addresses, mask=there[:, None], other=0.0)
+    else:
+        if SIZE < PAD:
+            loaded = tl.load(addresses, mask=(columns < SIZE)[None, :], other=0.0)
+        else:
+            loaded = tl.load(addresses)
+    return loaded
+
+
+@triton.jit
+def load_slopes(slopes, heads, there, ALIBI: tl.constexpr):
+    """[ROWS] float32: the slope of each row's head for scores in units of log2."""
+    if ALIBI:
+        loaded = tl.load(slopes + heads, mask=there, other=0.0) * 1.4426950408889634
+    else:
+        loaded = tl.zeros(heads.shape, dtype=tl.float32)
+    return loaded
+
+
+@triton.jit
+def attend(
+    query,
+    rest,
+    positions,
+    slopes,
+    highest,
+    total,
+    output,
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    oldest,
+    inner,
+    outer,
+    key_row,
+    value_row,
+    KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MAIN: tl.constexpr,
+    MAIN_PAD: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    SHARED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the keys at positions begin .. end - 1 to a tile's softmax: its highest score and total
+    weight [ROWS], and its weighted sum of values, output [ROWS, VALUE_PAD], all float32.
+
+    query [ROWS, MAIN_PAD], rest [ROWS, REST_PAD] or nothing, positions and slopes [ROWS]; keys and
+    values point to the KV head in slot 0, table to the row's block ids. No key before `oldest` is
+    read. Not MASKED: all queries see all of the keys, whose number is a multiple of KEYS.
+    Score s becomes s * inner, or outer * tanh(ln 2 / 2 * s * inner) with SOFTCAP.
+    """
+    for start in range(begin, end, KEYS):
+        tokens = start + tl.arange(0, KEYS)
+        there = (tokens >= oldest) & (tokens < end)
+        if MASKED:
+            blocks = tl.load(table + tokens // BLOCK_SIZE, mask=there, other=0)
+        else:
+            blocks = tl.load(table + tokens // BLOCK_SIZE)
+        slots = blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
+        key_at = keys + slots * key_row
+        key = load_elements(key_at, there, MAIN, MAIN_PAD, MASKED).to(query.dtype)
+        score = tl.zeros([query.shape[0], KEYS], dtype=tl.float32)
+        score = dot(query, tl.trans(key), score)
+        if REST > 0:
+            more = load_elements(key_at + MAIN, there, REST, REST_PAD, MASKED).to(query.dtype)
+            score = dot(rest, tl.trans(more), score)
+        score = score * inner
+        if SOFTCAP:
+            score = outer - 2 * outer / (tl.exp2(score) + 1)
+        if ALIBI:
+            distance = positions[:, None] - tokens[None, :]
+            score = score - slopes[:, None] * distance.to(tl.float32)
+        if MASKED:
+            seen = there[None, :] & (tokens[None, :] <= positions[:, None])
+            if WINDOW > 0:
+                seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, axis=1))
+        kept = tl.exp2(highest - higher)
+        weights = tl.exp2(score - higher[:, None])
+        total = total * kept + tl.sum(weights, axis=1)
+        output = output * kept[:, None]
+        if SHARED:
+            value = key
+        else:
+            value_at = values + slots * value_row
+            value = load_elements(value_at, there, VALUE, VALUE_PAD, MASKED).to(query.dtype)
+        output = dot(weights.to(query.dtype), value, output)
+        highest = higher
+    return highest, total, output

@@ -1,0 +1,71 @@
+"""A stage is where it was told to be, with all that belongs to it: shown on a device without
+numbers, where operations refuse tensors of the CPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gllm.config import EngineConfig
+from gllm.kernels.attention_plan import PagedRows
+from gllm.models import attention
+from gllm.models.config import read_config
+from gllm.models.split import split_layers
+from gllm.models.stage import StageInputs
+from gllm.runtime.cuda.plans import plan_tables
+from gllm.runtime.cuda.staging import mapped
+from gllm.runtime.executor import StageExecutor
+from tests.tiny_models import save
+
+META = torch.device("meta")
+FAMILIES = ("llama3", "qwen2", "qwen3-tied", "gemma2", "phi3", "gpt2", "bloom", "deepseek-v3")
+
+
+def attended(query: Tensor, keys: Tensor, values: Tensor, *rest: object) -> Tensor:
+    """The shape of attention: its kernels need numbers."""
+    assert query.is_meta
+    assert keys.is_meta
+    return query.new_empty((*query.shape[:2], values.shape[3]))
+
+
+@pytest.fixture(autouse=True)
+def without_attention() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "paged_attention", attended)
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_of_a_stage_stays_behind(family: str, tmp_path: Path) -> None:
+    config = read_config(save(family, tmp_path))
+    # The first layer of DeepSeek alone: behind it are experts, which are chosen by numbers.
+    stages = 4 if family.startswith("deepseek") else 2
+    cut = split_layers(config.model, stages)[: 1 if stages == 4 else 2]
+    hidden = None
+    for stage, layers in enumerate(cut):
+        engine = EngineConfig.of(str(tmp_path), pipeline_parallel_size=stages, max_model_len=64)
+        executor = StageExecutor(config, engine, stage, stages, layers, META)
+        executor.load(tmp_path, lambda done, total: None)
+        described = config.model.layers[layers.start : layers.stop]
+        rows = PagedRows(np.array([[1, 0]]), np.array([0, 6]), np.array([6]), 0, 4, 8)
+        windows = frozenset(layer.attention.window for layer in described)
+        six = torch.arange(6)
+        inputs = StageInputs(six, six, plan_tables(rows, executor.dtype, windows))
+        inputs = mapped(inputs, lambda tensor: tensor.to(META))
+        caches = []
+        for layer in described:
+            held = layer.attention.cached
+            keys = torch.empty(9, 4, held.heads, held.key, dtype=executor.dtype, device=META)
+            values = (
+                keys[..., : held.value]
+                if held.shared
+                else keys.new_empty(9, 4, held.heads, held.value)
+            )
+            caches.append((keys, values))
+        hidden = executor._stage.forward(inputs, hidden, caches)
+        assert hidden.is_meta
+    if len(cut) == 2:
+        assert executor._stage.logits(hidden).shape == (6, config.model.vocab_size)

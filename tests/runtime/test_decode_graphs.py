@@ -1,0 +1,92 @@
+"""Buckets, padding, and trees of tensors in one piece of memory."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gllm.kernels.attention_plan import PagedRows
+from gllm.runtime.cuda.graphs import bucket_of, buckets, pad_decodes
+from gllm.runtime.cuda.plans import plan_tables
+from gllm.runtime.cuda.staging import ALIGNMENT, Layout
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 16, 17, 40, 256])
+def test_buckets_hold_every_number_of_rows_with_little_padding(most: int) -> None:
+    sizes = buckets(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for rows in range(1, most + 1):
+        size = bucket_of(rows, sizes)
+        assert size is not None
+        assert rows <= size <= max(2 * rows, rows + 8)
+    assert bucket_of(most + 1, sizes) is None
+
+
+def test_padding_writes_to_a_block_that_is_nobodys() -> None:
+    """Not to the block that stays zero either; sequences keep their rows."""
+    rows = PagedRows(np.array([[3, 4], [1, 0]]), np.arange(3), np.array([6, 2]), 2, 4, 10)
+    padded = pad_decodes(rows, 4, 5)
+    assert (
+        padded.block_table.tolist() == [[3, 4, 0, 0, 0], [1, 0, 0, 0, 0]] + [[11, 0, 0, 0, 0]] * 2
+    )
+    assert padded.context_len.tolist() == [6, 2, 1, 1]
+    assert padded.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert padded.num_decodes == 4
+    plan = plan_tables(padded, torch.float32, frozenset({None, 3}))
+    assert plan[None].slots.tolist() == [4 * 4 + 1, 1 * 4 + 1, 44, 44]
+    assert plan[3].window == 3
+
+
+def test_plans_of_one_bucket_are_laid_out_alike() -> None:
+    """Tables of all windows once, whatever the contexts."""
+    layouts = []
+    for context in ([1], [9, 17, 3]):
+        table = np.arange(len(context) * 5).reshape(len(context), 5)
+        count = len(context)
+        rows = PagedRows(table, np.arange(count + 1), np.array(context), count, 4, 50)
+        padded = pad_decodes(rows, 4, 8)
+        plans = plan_tables(padded, torch.float32, frozenset({None, 7}))
+        layouts.append(Layout(plans))
+    assert layouts[0].num_bytes == layouts[1].num_bytes == 32 + 176
+
+
+@dataclass(frozen=True)
+class Leafy:
+    parts: dict[int, Tensor]
+    others: tuple[Tensor, list[Tensor]]
+    number: int
+
+
+DTYPES = (torch.uint8, torch.int32, torch.float32, torch.int64, torch.bool)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 9)), min_size=3, max_size=8))
+def test_a_tree_survives_its_way_through_one_piece_of_memory(
+    parts: list[tuple[torch.dtype, int]],
+) -> None:
+    made = [torch.randint(0, 2, (count, 3)).to(dtype) for dtype, count in parts]
+    whole = torch.arange(40)
+    tree = Leafy(dict(enumerate(made[2:])), (made[0], [made[1].t(), whole[3:9], whole[5:30:2]]), 7)
+    layout = Layout(tree)
+    guard = ALIGNMENT
+    memory = torch.full((layout.num_bytes + guard,), 0xA5, dtype=torch.uint8)
+    layout.fill(memory[: layout.num_bytes])
+    assert memory[layout.num_bytes :].unique().tolist() == [0xA5]
+    there = layout.views(tree, memory)
+    assert there.number == 7
+    pairs = [*zip(tree.parts.values(), there.parts.values(), strict=True)]
+    pairs += [(tree.others[0], there.others[0]), *zip(tree.others[1], there.others[1], strict=True)]
+    for here, copy in pairs:
+        assert torch.equal(here, copy)
+        assert copy.stride() == here.stride()
+        if copy.numel() and here.storage_offset() == 0:
+            assert (copy.data_ptr() - memory.data_ptr()) % ALIGNMENT == 0
+    # What shares memory still does.
+    there.others[1][1][2] = -1
+    assert there.others[1][2][0] == -1

@@ -1,0 +1,281 @@
+"""Paged attention for GPUs against the torch reference, under Triton's interpreter."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gllm.kernels import attention as reference
+from gllm.kernels.alibi import alibi_slopes
+from gllm.kernels.attention import Scores
+from gllm.kernels.attention_plan import (
+    AttentionPlan,
+    PagedRows,
+    device_tables,
+    empty_tables,
+    fill_tables,
+    plan_attention,
+)
+from gllm.kernels.native import library
+from gllm.kernels.triton import attention, attention_shapes
+from gllm.kernels.triton.attention_shapes import Tiles
+
+CPU = torch.device("cpu")
+LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 0.03}
+GUARD = 64
+Rows = list[tuple[int, int]]
+"""(cached tokens, new tokens), decodes first."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plain_reference() -> Iterator[None]:
+    """The reference by torch, also where kernels for CPUs are compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "library", lambda: None)
+        yield
+
+
+@dataclass
+class Poison:
+    """Memory full of NaN, with more of it around."""
+
+    given: list[Tensor] = field(default_factory=list)
+
+    def empty(self, *size: int, dtype: torch.dtype, device: object = None) -> Tensor:
+        around = torch.full((math.prod(size) + 2 * GUARD,), math.nan, dtype=dtype)
+        self.given.append(around)
+        return around[GUARD:-GUARD].view(size)
+
+    def intact(self) -> bool:
+        """Whether nobody wrote beyond what was asked for."""
+        edges = [edge for around in self.given for edge in (around[:GUARD], around[-GUARD:])]
+        return all(bool(edge.isnan().all()) for edge in edges)
+
+
+def launched(
+    query: Tensor,
+    caches: tuple[Tensor, Tensor],
+    plan: AttentionPlan,
+    scores: Scores,
+    processors: int = 1,
+    small: bool = True,
+) -> Tensor:
+    """The kernels' output, written to poisoned memory; small: with tiles so small that tiny
+    contexts have several."""
+    poison, new_empty = Poison(), Tensor.new_empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", poison.empty)
+        # The interpreter itself makes empty ones.
+        patch.setattr(
+            Tensor,
+            "new_empty",
+            lambda self, *size, **more: (
+                poison.empty(*size, dtype=self.dtype)
+                if len(size) > 1
+                else new_empty(self, *size, **more)
+            ),
+        )
+        patch.setattr(attention_shapes, "processors", lambda device: processors)
+        if small:
+            patch.setattr(attention_shapes, "LEAST", 16)
+            for table in (attention_shapes.PREFILL, attention_shapes.DECODE):
+                for size in table:
+                    patch.setitem(table, size, Tiles(16, 16, 4, 2))
+        output = attention.paged_attention(query, *caches, plan, scores)
+    assert poison.intact()
+    return output
+
+
+@dataclass
+class Case:
+    """A micro-batch with its cache, full of NaN where no row has tokens."""
+
+    rows: Rows
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    shared: bool = False
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+    cached: torch.dtype | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        totals = np.array([cached + new for cached, new in self.rows])
+        counts = -(-totals // self.block_size)
+        shuffled = torch.randperm(int(counts.sum()) + 1, generator=generator).numpy()
+        unused, shuffled = shuffled[0], shuffled[1:]
+        table = np.full((len(totals), counts.max() + 1), unused)
+        size = (len(shuffled) + 2, self.block_size, self.kv_heads)
+        dims = [self.key_dim] if self.shared else [self.key_dim, self.value_dim]
+        caches = [torch.full((*size, dim), math.nan) for dim in dims]
+        for row, (total, count) in enumerate(zip(totals, counts, strict=True)):
+            table[row, :count], shuffled = shuffled[:count], shuffled[count:]
+            at = np.arange(total)
+            slots = table[row, at // self.block_size] * self.block_size + at % self.block_size
+            for cache in caches:
+                drawn = torch.randn(total, *cache.shape[2:], generator=generator)
+                cache.flatten(0, 1)[torch.from_numpy(slots)] = drawn
+        for cache in caches:
+            cache[-1] = 0
+        caches = [cache.to(self.cached or self.dtype) for cache in caches]
+        values = caches[0][..., : self.value_dim] if self.shared else caches[1]
+        self.caches = caches[0], values
+        starts = np.cumsum([0] + [new for _, new in self.rows])
+        decodes = next((i for i, (_, new) in enumerate(self.rows) if new > 1), len(totals))
+        self.paged = PagedRows(table, starts, totals, decodes, self.block_size, size[0] - 1)
+        query = torch.randn(int(starts[-1]), self.heads, self.key_dim, generator=generator)
+        self.query = query.to(self.dtype)
+
+    def expected(self, scores: Scores, window: int | None = None) -> Tensor:
+        plan = plan_attention(self.paged, torch.float32, window)
+        assert plan.gathers is not None
+        caches = (cache.to(torch.float32) for cache in self.caches)
+        return reference.paged_attention(self.query.float(), *caches, plan, scores)
+
+    def plan(self, window: int | None = None) -> AttentionPlan:
+        """As for a device."""
+        planned = plan_attention(self.paged, torch.float32, window)
+        tables = device_tables(self.paged, CPU)
+        return dataclasses.replace(planned, gathers=None, tables=tables)
+
+    def check(
+        self,
+        scores: Scores,
+        window: int | None = None,
+        processors: int = 1,
+        small: bool = True,
+    ) -> None:
+        actual = launched(self.query, self.caches, self.plan(window), scores, processors, small)
+        assert actual.dtype == self.dtype
+        limit = LIMITS[self.dtype]
+        expected = self.expected(scores, window)
+        torch.testing.assert_close(actual.float(), expected, rtol=limit, atol=limit)
+
+
+def scores_of(kind: str, heads: int) -> Scores:
+    slopes = alibi_slopes(heads) if kind == "alibi" else None
+    return Scores(0.25, 2.0 if kind == "softcap" else None, slopes)
+
+
+kinds = st.sampled_from(["plain", "softcap", "alibi"])
+dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+heads_of = st.tuples(st.integers(1, 2), st.sampled_from([1, 3, 7, 18]))
+decode_rows = st.lists(st.tuples(st.integers(0, 45), st.just(1)), max_size=3)
+chunk_rows = st.lists(st.tuples(st.integers(0, 25), st.integers(2, 12)), max_size=2)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    decode_rows,
+    chunk_rows,
+    st.integers(1, 17),
+    heads_of,
+    st.sampled_from([16, 24]),
+    st.none() | st.integers(1, 50),
+    kinds,
+    dtypes,
+    st.sampled_from([1, 12]),
+)
+def test_matches_the_reference(
+    decodes: Rows,
+    chunks: Rows,
+    block_size: int,
+    heads: tuple[int, int],
+    dim: int,
+    window: int | None,
+    kind: str,
+    dtype: torch.dtype,
+    processors: int,
+) -> None:
+    if not decodes and not chunks:
+        return
+    kv_heads, group = heads
+    count = kv_heads * group
+    case = Case(decodes + chunks, count, kv_heads, dim, dim, False, block_size, dtype)
+    case.check(scores_of(kind, count), window, processors)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "key_dim", "value_dim", "shared"),
+    [
+        *((2, 1, 64, 64, False), (2, 2, 96, 96, False), (7, 1, 128, 128, False)),
+        *((2, 1, 256, 256, False), (18, 1, 576, 512, True), (2, 1, 24, 40, False)),
+    ],
+)
+def test_real_heads_in_real_tiles(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, shared: bool
+) -> None:
+    rows = [(40, 1), (30, 5)]
+    case = Case(rows, heads, kv_heads, key_dim, value_dim, shared, 16, torch.bfloat16)
+    case.check(Scores(key_dim**-0.5), small=False)
+
+
+@pytest.mark.parametrize("processors", [1, 20])
+def test_latents_are_read_once_as_keys_and_values(processors: int) -> None:
+    case = Case([(40, 1), (3, 1), (20, 3)], 18, 1, 40, 24, True, dtype=torch.bfloat16)
+    case.check(Scores(0.2), processors=processors)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_of_float8(dtype: torch.dtype, shared: bool) -> None:
+    rows = [(40, 1), (3, 1), (20, 4)]
+    case = Case(rows, 6, 2, 24, 16, shared, dtype=dtype, cached=torch.float8_e4m3fn)
+    case.check(Scores(0.2), processors=8)
+
+
+@pytest.mark.parametrize("window", [None, 45])
+def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | None) -> None:
+    rows = [(97, 1), (0, 1), (32, 1)]
+    case = Case(rows, 3, 1, 16, 16)
+    for processors in (3, 1000):
+        case.check(Scores(0.2), window, processors)
+
+
+def test_a_launch_is_replayed_for_other_contexts() -> None:
+    """The plan's rows choose the grid; the tables say what is there, fewer rows too."""
+    case = Case([(40, 1), (10, 1)], 2, 1, 16, 16)
+    longest = np.full(4, 100)
+    rows = PagedRows(np.zeros((4, 25), dtype=np.int64), np.arange(5), longest, 4, 4, 1)
+    tables = empty_tables(4, 25, CPU)
+    fill_tables(case.paged, tables)
+    tables.block_table[:, case.paged.block_table.shape[1] :] = 10**6
+    plan = AttentionPlan(rows, torch.empty(0), None, None, tables)
+    query = torch.cat((case.query, torch.full_like(case.query, math.nan)))
+    for processors in (1, 40):
+        actual = launched(query, case.caches, plan, Scores(0.2), processors)
+        torch.testing.assert_close(actual[:2], case.expected(Scores(0.2)), rtol=1e-5, atol=1e-5)
+        assert not actual[2:].any()
+
+
+def test_queries_of_a_fused_projection() -> None:
+    case = Case([(9, 1), (20, 9)], 4, 2, 16, 16)
+    fused = torch.full((10, 8, 16), math.nan)
+    fused[:, :4] = case.query
+    case.query = fused[:, :4]
+    case.check(Scores(0.2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs", "longest", "processors", "expected"),
+    [
+        *((1, 4, 100_000, 132, 66), (1, 1, 100_000, 132, 128), (256, 8, 100_000, 132, 1)),
+        *((1, 4, 300, 132, 3), (1, 4, 1, 132, 1), (8, 8, 4096, 108, 4)),
+    ],
+)
+def test_splits_fill_the_processors_but_do_not_get_short(
+    rows: int, programs: int, longest: int, processors: int, expected: int
+) -> None:
+    assert attention_shapes.splits_for(rows, programs, longest, processors) == expected
