@@ -1,6 +1,7 @@
 """Paged attention for GPUs against the torch reference, under Triton's interpreter."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from gllm.kernels.attention_plan import (
     plan_attention,
 )
 from gllm.kernels.native import library
-from gllm.kernels.triton import attention, attention_shapes
+from gllm.kernels.triton import attention, attention_shapes, decode_attention
 from gllm.kernels.triton.attention_shapes import Tiles
 
 CPU = torch.device("cpu")
@@ -279,3 +280,10 @@ def test_splits_fill_the_processors_but_do_not_get_short(
     rows: int, programs: int, longest: int, processors: int, expected: int
 ) -> None:
     assert attention_shapes.splits_for(rows, programs, longest, processors) == expected
+
+
+def test_what_is_compiled_ahead_has_all_arguments() -> None:
+    for entry in attention.COMPILED + decode_attention.COMPILED:
+        given = [*entry.signature, *entry.constants]
+        assert sorted(given) == sorted(inspect.signature(entry.kernel.fn).parameters), entry.label
+        assert set(entry.aligned) <= set(entry.signature), entry.label
