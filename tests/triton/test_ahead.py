@@ -9,7 +9,7 @@ import pytest
 
 from gllm.kernels.aot import SHARED_MEMORY, room
 
-WITHOUT = {"ahead", "common"}
+WITHOUT = {"ahead", "attention_shapes", "attention_tiles", "common"}
 """Files of the room that have no kernels of their own."""
 
 
