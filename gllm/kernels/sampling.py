@@ -196,17 +196,19 @@ def _draw_kept(logits: Tensor, group: RandomRows, count: int) -> Tensor:
     weights.masked_fill_(before >= group.top_p[:, None] * total, 0)
     kept = (weights > 0).sum(dim=-1, keepdim=True)
     weights.masked_fill_(weights < group.min_p[:, None], 0)
+    if is_all:
+        # Back to their places: cheaper than to sort them again.
+        return _invert(torch.zeros_like(logits).scatter_(1, ids, weights), group.number)
     width = max(int(kept.max()), 1)
     ids, order = ids[:, :width].sort(dim=-1)
     column = _invert(weights.gather(1, order), group.number)
     tokens = ids.gather(1, column[:, None])[:, 0]
-    if not is_all:
-        # Equal to the first that is dropped, or the last that was looked at: others may be equal.
-        last = likeliest.gather(1, (kept - 1).clamp_min(0))
-        unsure = (last == likeliest.gather(1, kept.clamp_max(count - 1)))[:, 0]
-        if bool(unsure.any()):
-            rest = group.pick(unsure)
-            tokens[unsure] = _draw_kept(logits[unsure], rest, logits.shape[1])
+    # Equal to the first that is dropped, or the last that was looked at: others may be equal.
+    last = likeliest.gather(1, (kept - 1).clamp_min(0))
+    unsure = (last == likeliest.gather(1, kept.clamp_max(count - 1)))[:, 0]
+    if bool(unsure.any()):
+        rest = group.pick(unsure)
+        tokens[unsure] = _draw_kept(logits[unsure], rest, logits.shape[1])
     return tokens
 
 
