@@ -135,7 +135,9 @@ class _End:
         queues: Queues,
         rank: int,
         make: MakeGroup,
+        in_background: bool,
     ) -> None:
+        """`in_background`: whether a thread looks after transfers."""
         self.ring = Ring(descriptors, shape, dtype)
         self.group = meet(descriptors, rank, make)
         self.transfers: Stream = queues.stream()
@@ -148,6 +150,8 @@ class _End:
             transfer = self.group.send if rank == SENDER else self.group.recv
             transfer([self._hidden[0, :1, :1]], 1 - rank, 0).wait()
         queues.synchronize()
+        if in_background:
+            self.watch.start()
 
     def slot(self, step: int, tokens: int) -> tuple[Tensor, Event, Event]:
         """A step's [tokens, hidden_size], when a transfer may begin, when it is done with."""
@@ -168,10 +172,7 @@ class NcclSender:
         make: MakeGroup = nccl_group,
         in_background: bool = True,
     ) -> None:
-        """`in_background`: whether a thread looks after transfers."""
-        self._end = _End(descriptors, shape, dtype, queues, SENDER, make)
-        if in_background:
-            self._end.watch.start()
+        self._end = _End(descriptors, shape, dtype, queues, SENDER, make, in_background)
         self._stream = stream
 
     def send(self, step: int, hidden: Tensor) -> None:
@@ -211,10 +212,7 @@ class NcclReceiver:
         make: MakeGroup = nccl_group,
         in_background: bool = True,
     ) -> None:
-        """`in_background`: whether a thread looks after transfers."""
-        self._end = _End(descriptors, shape, dtype, queues, RECEIVER, make)
-        if in_background:
-            self._end.watch.start()
+        self._end = _End(descriptors, shape, dtype, queues, RECEIVER, make, in_background)
         self._stream = stream
         self._last: Event | None = None
         """Of the slot received last: to be recorded behind what reads it."""
