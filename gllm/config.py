@@ -129,6 +129,9 @@ class ServerConfig:
     served_model_name: str | None = option(None, "the name clients ask for; default: the model's")
     shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
     max_num_queued_requests: int = option(2048, "requests in the engine; more get 503")
+    profile_dir: str | None = option(
+        None, "folder of the profiles that /start_profile records; default: none are"
+    )
     max_choices: int = option(128, "largest n of a request")
     max_body_bytes: int = option(8 * 2**20, "largest request body, as 8MiB", parse=parse_bytes)
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))

@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "gllm.engine": {
         *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.models", "gllm.runtime"),
-        *("gllm.scheduler", "gllm.text", "tqdm", "zmq"),
+        *("gllm.scheduler", "gllm.text", "msgspec", "tqdm"),
     },
     "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "tqdm"},
     "gllm.frontend": {

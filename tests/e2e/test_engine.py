@@ -103,7 +103,7 @@ async def test_the_asynchronous_engine(tiny_model: Path) -> None:
         assert engine.healthy()
         waiting = asyncio.ensure_future(collect(engine, [5] * 300))
         await asyncio.sleep(0)
-        os.kill(engine._workers.processes[1].pid, signal.SIGKILL)
+        os.kill(engine._pipeline.workers.processes[1].pid, signal.SIGKILL)
         last = (await waiting)[-1]
         assert (last.finish_reason, "SIGKILL" in last.error) == ("error", True)
         assert not engine.healthy()
