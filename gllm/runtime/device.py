@@ -17,6 +17,8 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 KV_SHARE = 0.25
 """Share of the memory left that the KV cache takes by default."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with 8-bit floats (Ada; Hopper is 9.0)."""
 
 
 def cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -95,6 +97,38 @@ def compute_dtype(requested: str, checkpoint: str, device: str = "cpu") -> "torc
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
         requested
     ]
+
+
+def cache_dtype(
+    requested: str, compute: "torch.dtype", capability: tuple[int, int] | None
+) -> "torch.dtype":
+    """The number format of the KV cache for a configuration's `kv_cache_dtype` and the arithmetic's
+    own. capability: of the GPU, None on a CPU.
+
+    Raises ValueError for 8-bit floats on a GPU without them.
+    """
+    import torch
+
+    if requested.startswith("fp8"):
+        if capability is not None and capability < FP8_CAPABILITY:
+            raise ValueError(
+                f"--kv-cache-dtype {requested} needs a GPU of compute capability "
+                f"{_dotted(FP8_CAPABILITY)} or more, but this one has {_dotted(capability)}: "
+                "choose auto, bfloat16 or float16"
+            )
+        return torch.float8_e4m3fn
+    return {"auto": compute, "bfloat16": torch.bfloat16, "float16": torch.float16}[requested]
+
+
+def capability(device: "torch.device") -> tuple[int, int] | None:
+    """Compute capability of a GPU; None for anything else."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def gpus(requested: str) -> int:

@@ -149,7 +149,7 @@ class Case:
         """As for a device."""
         planned = plan_attention(self.paged, torch.float32, window)
         tables = device_tables(self.paged, CPU)
-        return dataclasses.replace(planned, gathers=None, tables=tables)
+        return dataclasses.replace(planned, backend="triton", gathers=None, tables=tables)
 
     def check(
         self,
@@ -253,7 +253,7 @@ def test_a_launch_is_replayed_for_other_contexts() -> None:
     tables = empty_tables(4, 25, CPU)
     fill_tables(case.paged, tables)
     tables.block_table[:, case.paged.block_table.shape[1] :] = 10**6
-    plan = AttentionPlan(rows, torch.empty(0), None, None, tables)
+    plan = AttentionPlan(rows, torch.empty(0), None, "triton", tables=tables)
     query = torch.cat((case.query, torch.full_like(case.query, math.nan)))
     for processors in (1, 40):
         actual = launched(query, case.caches, plan, Scores(0.2), processors)
