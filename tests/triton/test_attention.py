@@ -237,6 +237,13 @@ def test_a_cache_of_float8(dtype: torch.dtype, shared: bool) -> None:
     case.check(Scores(0.2), processors=8)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cached"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)]
+)
+def test_a_cache_of_another_16_bits(dtype: torch.dtype, cached: torch.dtype) -> None:
+    Case([(20, 1), (9, 4)], 2, 1, 24, 16, dtype=dtype, cached=cached).check(Scores(0.2))
+
+
 @pytest.mark.parametrize("window", [None, 45])
 def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | None) -> None:
     rows = [(97, 1), (0, 1), (32, 1)]
