@@ -26,7 +26,7 @@ ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
 
 
 class FieldError(ValueError):
-    """A value that cannot be: names the field, so that the client can be told which."""
+    """A value that cannot be: names the field, so that who gave it can be told which."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)

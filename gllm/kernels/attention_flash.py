@@ -11,7 +11,7 @@ Source: Dao, "FlashAttention-2" (2023); the package's docstrings of flash_attn_v
 flash_attn_with_kvcache, version 2.6.
 """
 
-import importlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,29 +35,29 @@ OTHERWISE = "choose the backend triton"
 def refusal(wanted: Wanted) -> str | None:
     """As attention_backends.refusal."""
     try:
-        version = importlib.import_module("flash_attn").__version__
+        version, _, _ = _package()
     except ImportError as error:
-        return f"it cannot be imported ({error}); pip install flash-attn, or {OTHERWISE}"
+        return f"cannot be imported ({error}); pip install flash-attn, or {OTHERWISE}"
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         return f"{version} is installed; pip install -U flash-attn, or {OTHERWISE}"
     if wanted.capability < (8, 0):
         has = ".".join(map(str, wanted.capability))
-        return f"it needs a GPU of compute capability 8.0 or more, this one has {has}; {OTHERWISE}"
+        return f"needs a GPU of compute capability 8.0 or more, this one has {has}; {OTHERWISE}"
     if wanted.dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in bfloat16 and float16, not in {wanted.dtype}; choose another --dtype"
+        return f"computes in bfloat16 and float16, not in {wanted.dtype}; choose another --dtype"
     if wanted.cached != wanted.dtype:
         return (
-            f"it reads a KV cache of the arithmetic's type, {wanted.dtype}, not {wanted.cached}; "
+            f"reads a KV cache of the arithmetic's type, {wanted.dtype}, not {wanted.cached}; "
             f"choose --kv-cache-dtype auto, or {OTHERWISE}"
         )
     if wanted.block_size % PAGE:
         return (
-            f"its blocks have a multiple of {PAGE} tokens, not {wanted.block_size}; "
+            f"wants blocks of a multiple of {PAGE} tokens, not {wanted.block_size}; "
             f"choose --block-size {PAGE}, or {OTHERWISE}"
         )
     for shape in wanted.shapes:
         if shape.shared:
-            return f"it does not compute latent attention; {OTHERWISE}"
+            return f"does not compute latent attention; {OTHERWISE}"
         if shape.key_dim != shape.value_dim or shape.key_dim % 8 or shape.key_dim > LARGEST:
             return (
                 f"keys have {shape.key_dim} elements a head and values {shape.value_dim}, it takes "
@@ -66,14 +66,20 @@ def refusal(wanted: Wanted) -> str | None:
     return None
 
 
+def _package() -> tuple[str, Callable[..., Tensor], Callable[..., Tensor]]:
+    """Version, and what computes chunks and decodes. Raises ImportError."""
+    from flash_attn import __version__, flash_attn_varlen_func, flash_attn_with_kvcache
+
+    return __version__, flash_attn_varlen_func, flash_attn_with_kvcache
+
+
 def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scores: Scores
 ) -> Tensor:
     """As gllm.kernels.attention.paged_attention: query [tokens, heads, head_dim] of bfloat16 or
     float16, caches [blocks, block_size, kv_heads, head_dim] alike, the result
     [tokens, heads, head_dim]; plan.tables is needed."""
-    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-
+    _, attend_chunks, attend_decodes = _package()
     tables, rows = plan.tables, plan.rows
     assert tables is not None, "attention was not planned for tables"
     how: dict[str, Any] = {
@@ -86,7 +92,7 @@ def paged_attention(
     decodes, caches = rows.num_decodes, (key_cache, value_cache)
     parts = []
     if decodes:
-        attended = flash_attn_with_kvcache(
+        attended = attend_decodes(
             query[:decodes, None],
             *caches,
             cache_seqlens=tables.context_len[:decodes],
@@ -96,7 +102,7 @@ def paged_attention(
         parts.append(attended[:, 0])
     if len(rows.context_len) > decodes:
         begins, ends = _starts(tables, decodes)
-        attended = flash_attn_varlen_func(
+        attended = attend_chunks(
             query[decodes:],
             *caches,
             cu_seqlens_q=begins,

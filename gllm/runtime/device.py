@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gllm.config import FieldError
+
 if TYPE_CHECKING:
     import torch
 
@@ -105,16 +107,17 @@ def cache_dtype(
     """The number format of the KV cache for a configuration's `kv_cache_dtype` and the arithmetic's
     own. capability: of the GPU, None on a CPU.
 
-    Raises ValueError for 8-bit floats on a GPU without them.
+    Raises FieldError for 8-bit floats on a GPU without them.
     """
     import torch
 
     if requested.startswith("fp8"):
         if capability is not None and capability < FP8_CAPABILITY:
-            raise ValueError(
+            raise FieldError(
+                "kv_cache_dtype",
                 f"--kv-cache-dtype {requested} needs a GPU of compute capability "
                 f"{_dotted(FP8_CAPABILITY)} or more, but this one has {_dotted(capability)}: "
-                "choose auto, bfloat16 or float16"
+                "choose auto, bfloat16 or float16",
             )
         return torch.float8_e4m3fn
     return {"auto": compute, "bfloat16": torch.bfloat16, "float16": torch.float16}[requested]
@@ -132,13 +135,14 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def gpus(requested: str) -> int:
-    """GPUs that a configuration's `device` asks for; 0 for the CPU. Raises ValueError where it asks
+    """GPUs that a configuration's `device` asks for; 0 for the CPU. Raises FieldError where it asks
     for some and there is none."""
     import torch
 
     found = torch.cuda.device_count() if requested != "cpu" and torch.cuda.is_available() else 0
     if requested == "cuda" and not found:
-        raise ValueError("device is cuda, but PyTorch finds no GPU here: choose cpu or auto")
+        message = "device is cuda, but PyTorch finds no GPU here: choose cpu or auto"
+        raise FieldError("device", message)
     return found
 
 

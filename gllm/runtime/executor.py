@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gllm.config import EngineConfig
+from gllm.config import EngineConfig, FieldError
 from gllm.kernels.attention_backends import Wanted, choose
 from gllm.messages import Register, RowLogprobs
 from gllm.models.attention import head_shape
@@ -48,7 +48,7 @@ class StageExecutor:
         layers: range,
         device: torch.device = CPU,
     ) -> None:
-        """Raises ValueError where the KV cache or attention cannot be as configured."""
+        """Raises FieldError where the KV cache or attention cannot be as configured."""
         self.model = model_config.model
         self.layers = layers
         self._described = self.model.layers[layers.start : layers.stop]
@@ -80,7 +80,10 @@ class StageExecutor:
             config.scheduler.block_size,
             frozenset(head_shape(layer.attention) for layer in self._described),
         )
-        choice = choose(config.attention_backend, wanted)
+        try:
+            choice = choose(config.attention_backend, wanted)
+        except ValueError as error:
+            raise FieldError("attention_backend", str(error)) from error
         log.log(
             # It is the slowest everywhere.
             logging.WARNING if choice.name == "torch" else logging.INFO,

@@ -112,13 +112,19 @@ def test_flash_attention_has_to_be_installed(missing: None) -> None:
         choose("flash-attn", ON_GPU)
 
 
+def test_another_package_of_that_name_is_not_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashAttention-4 alone, which shares the name but has none of the functions."""
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    with pytest.raises(ValueError, match="flash-attn: cannot be imported"):
+        choose("flash-attn", ON_GPU)
+
+
 @pytest.mark.parametrize(("version", "fits"), [("2.5.9", False), ("2.6.0", True), ("2.10", True)])
 def test_flash_attention_has_to_be_new_enough(
     version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = ModuleType("flash_attn")
-    package.__dict__["__version__"] = version
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
+    monkeypatch.setattr(fake_flash_attention, "__version__", version)
     if fits:
         assert choose("flash-attn", ON_GPU).name == "flash-attn"
     else:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gllm.config import FieldError
 from gllm.kernels import attention_torch
 from gllm.kernels.native.library import library
 from gllm.runtime.device import cache_dtype
@@ -121,7 +122,7 @@ def test_torch_is_what_computes_where_it_is_asked_for(
 def test_a_backend_that_cannot_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     folder = save("llama3", tmp_path)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="--attention-backend triton: does not compute on a CPU"):
+    with pytest.raises(FieldError, match="--attention-backend triton: does not compute on a CPU"):
         Pipeline(folder, attention_backend="triton")
 
 
@@ -130,7 +131,7 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
         for capability in (None, (8, 9), (9, 0), (10, 0), (12, 0)):
             assert cache_dtype(name, torch.bfloat16, capability) == FP8
         wanted = rf"--kv-cache-dtype {name} needs .* 8\.9 or more, but this one has 8\.0: choose"
-        with pytest.raises(ValueError, match=wanted):
+        with pytest.raises(FieldError, match=wanted):
             cache_dtype(name, torch.bfloat16, (8, 0))
     for compute in (torch.float32, torch.bfloat16):
         assert cache_dtype("auto", compute, (8, 0)) == compute
