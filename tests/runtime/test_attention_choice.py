@@ -1,4 +1,4 @@
-"""What a stage on a GPU takes for its attention. Nothing is put there: only what it has is asked."""
+"""What a stage on a GPU takes for its attention: nothing is put there, what it has is asked."""
 
 import sys
 from pathlib import Path
