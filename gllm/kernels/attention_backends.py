@@ -43,8 +43,8 @@ AUTO: MappingProxyType[Device, tuple[str, ...]] = MappingProxyType(
     {
         "cpu": ("native", "torch"),
         # FlashAttention's kernels are tuned by hand for each size of head, those in triton/ have
-        # never been timed: where both fit, the former are the safer choice. They rarely do with
-        # other block sizes than asked for: 16 by default, while FlashAttention needs 256.
+        # never been timed: where both fit, the former are the safer choice. With the default block
+        # size of 16 that is nowhere, for FlashAttention wants multiples of 256.
         "cuda": ("flash-attn", "triton"),
     }
 )

@@ -34,12 +34,6 @@ OTHERWISE = "choose the backend triton"
 
 def refusal(wanted: Wanted) -> str | None:
     """As attention_backends.refusal."""
-    try:
-        version, _, _ = _package()
-    except ImportError as error:
-        return f"cannot be imported ({error}); pip install flash-attn, or {OTHERWISE}"
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        return f"{version} is installed; pip install -U flash-attn, or {OTHERWISE}"
     if wanted.capability < (8, 0):
         has = ".".join(map(str, wanted.capability))
         return f"needs a GPU of compute capability 8.0 or more, this one has {has}; {OTHERWISE}"
@@ -63,6 +57,13 @@ def refusal(wanted: Wanted) -> str | None:
                 f"keys have {shape.key_dim} elements a head and values {shape.value_dim}, it takes "
                 f"as many in both, a multiple of 8 up to {LARGEST}; {OTHERWISE}"
             )
+    # Last, for it takes a while.
+    try:
+        version, _, _ = _package()
+    except ImportError as error:
+        return f"cannot be imported ({error}); pip install flash-attn, or {OTHERWISE}"
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        return f"{version} is installed; pip install -U flash-attn, or {OTHERWISE}"
     return None
 
 
