@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.bubbles", "gllm.config", "gllm.metrics", "gllm.scheduler", "gllm.sim"),
         *("gllm.step_log", "matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
     },
-    "gllm.kernels": {"gllm.kernels", "numpy", "torch", "triton"},
+    "gllm.kernels": {"flash_attn", "gllm.kernels", "numpy", "torch", "triton"},
     "gllm.models": {
         "gllm.models",
         "gllm.kernels",

@@ -20,6 +20,7 @@ import setproctitle
 import uvloop
 import zmq
 
+from gllm.config import FieldError
 from gllm.messages import (
     Abort,
     AnyMessage,
@@ -269,7 +270,7 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         """Say why, and end."""
-        if not isinstance(error, ModelError):
+        if not isinstance(error, ModelError | FieldError):
             traceback.print_exception(error)
         self._frontend.send(Fatal(self.spec.stage, describe(error)))
         self.failed = True
