@@ -1,9 +1,9 @@
 """What the frontend alone can stream: tokens per second and CPU time per token.
 
 The real application and the real engine object run without workers: tokens come as fast as all
-streams take them, one for each stream at a time, as the steps of a pipeline bring them. Beside them,
-as the limit, an aiohttp handler that writes constant bytes of the same length. Each server is a
-process of its own, and so is the client. Run as `python -m benchmarks.frontend`.
+streams take them, one for each stream at a time, as the steps of a pipeline bring them. Beside
+them, as the limit, an aiohttp handler that writes constant bytes of the same length. Each server is
+a process of its own, and so is the client. Run as `python -m benchmarks.frontend`.
 """
 
 import argparse
