@@ -18,7 +18,7 @@ from gllm.frontend.errors import Handler, error_middleware
 from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.metrics import Metrics
-from gllm.frontend.routes import chat, completions, health, metrics, models, openapi, version
+from gllm.frontend.routes import chat, completions, health, metrics, models, openapi, page, version
 from gllm.frontend.routes.openapi import ALL
 
 ENDPOINTS = (
@@ -32,6 +32,10 @@ ENDPOINTS = (
     Endpoint("HEAD", "/metrics", metrics.metrics, content="text/plain"),
     Endpoint("GET", "/version", version.version),
     Endpoint("GET", "/openapi.json", openapi.document),
+    Endpoint("GET", "/", page.index, content="text/html"),
+    Endpoint("HEAD", "/", page.index, content="text/html"),
+    Endpoint("GET", "/page/{name}", page.file, content="*/*"),
+    Endpoint("HEAD", "/page/{name}", page.file, content="*/*"),
 )
 
 MAX_HEADER_BYTES = 16384

@@ -13,6 +13,7 @@ import { Thread } from "./thread.js";
 import { count } from "./timing.js";
 import { askKey, toast, watchState, watchTheme } from "./widgets.js";
 
+const HIGH = 0.85; // share of the context from which on the gauge warns
 const input = $("input");
 const server = new Server(store.recall("key", null), askKey);
 const settings = new Settings((number) => {
@@ -57,7 +58,8 @@ function open(id) {
   const kept = runs.get(id)?.asked ?? (id && store.conversation(id));
   current = kept ?? store.emptyConversation();
   // An answer that nobody fills any more was left with the page that did.
-  if (!runs.has(id)) for (const message of current.messages) message.end ??= "stopped";
+  const left = runs.has(id) ? [] : current.messages.filter(({ end }) => end === null);
+  for (const message of left) message.end = "stopped";
   store.keep("current", current.id);
   cancelEdit();
   thread.show(current.messages);
@@ -71,7 +73,7 @@ function showAll() {
   const empty = current.messages.length === 0;
   document.title = empty ? model.name ?? "gllm" : `${current.title} · gllm`;
   document.body.classList.toggle("empty", empty);
-  $("thread").classList.toggle("running", grows);
+  document.body.classList.toggle("running", grows);
   $("stop").hidden = !grows;
   $("send").hidden = grows;
   $("send").disabled = !input.value.trim();
@@ -85,7 +87,8 @@ function showContext() {
   const used = (stats?.prompt ?? 0) + (stats?.tokens ?? 0);
   $("context").hidden = !used || !model.length;
   if (!used || !model.length) return;
-  $("context-meter").value = used / model.length;
+  $("gauge").firstChild.style.width = `${Math.min(100, (100 * used) / model.length)}%`;
+  $("gauge").classList.toggle("high", used > HIGH * model.length);
   $("context-text").textContent = `${count(used)} of ${count(model.length)} tokens`;
 }
 

@@ -119,10 +119,8 @@ function itemEnd(lines, from, base) {
   for (; end < lines.length; end++) {
     const line = lines[end];
     const indent = /^ */.exec(line)[0].length;
-    if (line.trim() && indent < base + 2) {
-      if (!continues(lines, end)) break;
-      if (!lines[end - 1].trim()) break;
-    }
+    const goesOn = continues(lines, end) && lines[end - 1].trim() && !ITEM.test(line);
+    if (line.trim() && indent < base + 2 && !goesOn) break;
   }
   while (end > from && !lines[end - 1].trim() && !ITEM.test(lines[end] ?? "")) end--;
   return end;
