@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve lint test check format
+.PHONY: setup serve lint test check format browser
 
 setup: $(STAMP)
 
@@ -30,6 +30,18 @@ test: lint
 	$(BIN)/python -m pytest -q $(ARGS)
 
 check: test
+
+# The chat page is tested in a headless Chromium; without one those tests are skipped.
+CHROMIUM := $(firstword $(shell command -v chromium chromium-browser google-chrome google-chrome-stable))
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo -n)
+
+browser:
+ifeq ($(CHROMIUM),)
+	$(SUDO) apt-get update -q
+	$(SUDO) apt-get install -qy --no-install-recommends chromium fonts-liberation
+else
+	@echo "there is a browser: $(CHROMIUM)"
+endif
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -184,9 +184,10 @@ class Tab:
         return told["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        """Wait until an expression is true; its value. Raises BrowserError."""
+        """Wait until an expression is true; its value, true for a node. Raises BrowserError."""
         begin = time.monotonic()
-        while not (value := await self.evaluate(expression)):
+        plain = f"((value) => (value instanceof Node ? true : value))({expression})"
+        while not (value := await self.evaluate(plain)):
             if time.monotonic() - begin > DEADLINE:
                 raise BrowserError(f"never came true: {expression}")
             await asyncio.sleep(0.02)

@@ -62,4 +62,6 @@ def test_the_page_keeps_to_its_policy_and_to_relative_addresses():
         text = path.read_text()
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
         assert set(re.findall(r' from "\./([^"]+)"', text)) <= set(FILES)
-        assert not re.search(r"""["'`](/|https?://[^"'`]*["'`])""", text.replace("http://www.w3.org/2000/svg", ""))
+        assert not re.search(
+            r"""["'`](/|https?://[^"'`]*["'`])""", text.replace("http://www.w3.org/2000/svg", "")
+        )

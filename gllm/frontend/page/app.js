@@ -18,7 +18,7 @@ const input = $("input");
 const server = new Server(store.recall("key", null), askKey);
 const settings = new Settings((number) => {
   $("settings-count").hidden = !number;
-  $("settings-count").textContent = number;
+  $("settings-count").textContent = number || "";
 });
 const runs = new Map(); // of growing answers, by conversation: {asked, controller}
 let model = { name: null, length: null };
@@ -187,9 +187,11 @@ function fitInput() {
   $("send").disabled = !input.value.trim();
 }
 
+const touches = () => matchMedia("(pointer: coarse)").matches;
+
 /** On a touch screen the keyboard would cover what there is to read. */
 function focusInput() {
-  if (!matchMedia("(pointer: coarse)").matches) input.focus();
+  if (!touches()) input.focus();
 }
 
 async function learnModel() {
@@ -220,8 +222,8 @@ function onKey(event) {
 }
 
 function onInputKey(event) {
-  // While an input method composes, Enter takes its suggestion.
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  // While an input method composes, Enter takes its suggestion. Touch keyboards have no Shift Enter.
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || touches()) return;
   event.preventDefault();
   send();
 }
