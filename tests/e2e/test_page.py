@@ -426,7 +426,7 @@ MARKDOWN = {
     "<strong><em>d</em></strong> <code>e</code> <del>f</del></p>",
     "2 * 3 * 4, a_b_c, **open, ``x`y``": "<p>2 * 3 * 4, a_b_c, **open, <code>x`y</code></p>",
     "\\*a\\* line\nnext": "<p>*a* line<br>next</p>",
-    "# One\n### Three #": "<h3>One</h3><h5>Three</h5>",
+    "# One\n### Three": "<h3>One</h3><h5>Three</h5>",
     "- a\n- b\n  - c\n\n  - d": "<ul><li>a</li><li>b<ul><li>c</li><li>d</li></ul></li></ul>",
     "3. a\n   - b\n4. c": '<ol start="3"><li>a<ul><li>b</li></ul></li><li>c</li></ol>',
     "- a\n\n  b\n\nc": "<ul><li>a<p>b</p></li></ul><p>c</p>",

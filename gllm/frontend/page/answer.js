@@ -33,7 +33,8 @@ function history(messages, system) {
 export async function fill(message, messages, server, settings, signal, onChange) {
   const timing = new Timing();
   const { sampling, system } = settings;
-  const body = { model: message.model ?? undefined, messages: history(messages, system), ...sampling };
+  const model = message.model ?? undefined;
+  const body = { model, messages: history(messages, system), ...sampling };
   let thinkingSince = null;
   let end = null;
   try {

@@ -222,7 +222,7 @@ function onKey(event) {
 }
 
 function onInputKey(event) {
-  // While an input method composes, Enter takes its suggestion. Touch keyboards have no Shift Enter.
+  // While an input method composes, Enter takes its suggestion; touch keyboards lack Shift Enter.
   if (event.key !== "Enter" || event.shiftKey || event.isComposing || touches()) return;
   event.preventDefault();
   send();

@@ -4,7 +4,8 @@
 
 import { el } from "./dom.js";
 
-const LINK = /!?\[([^[\]\n]*)\]\(\s*<?([^\s<>()]+(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"\n]*")?\s*\)/y;
+const TARGET = /[^\s<>()]+(?:\([^\s<>()]*\)[^\s<>()]*)*/.source;
+const LINK = new RegExp(`!?\\[([^[\\]\\n]*)\\]\\(<?(${TARGET})>?(?:\\s+"[^"\\n]*")?\\s*\\)`, "y");
 const ADDRESS = /<?(https?:\/\/[^\s<>]*[^\s<>.,:;!?'"()[\]{}*_~`])>?/y;
 const ESCAPED = /\\([!-/:-@[-`{-~])/y;
 const TICKS = /`+/y;
@@ -74,8 +75,8 @@ function code(text, at, dead) {
     const run = matchAt(TICKS, text, end)[0].length;
     if (run === ticks.length) {
       const inner = text.slice(literal.end, end).replaceAll("\n", " ");
-      const trimmed = /^ .*[^ ].* $|^ [^ ] $/.test(inner) ? inner.slice(1, -1) : inner;
-      return { node: el("code", {}, trimmed), end: end + run };
+      const padded = inner.startsWith(" ") && inner.endsWith(" ") && inner.trim();
+      return { node: el("code", {}, padded ? inner.slice(1, -1) : inner), end: end + run };
     }
     end += run;
   }

@@ -6,12 +6,12 @@
 import { copyButton, el } from "./dom.js";
 import { inline } from "./inline.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
+const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|(\d{1,9})[.)])(\s+|$)(.*)$/;
-const DIVIDER = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+const DIVIDER = /^:?-+:?$/;
 const DEEPEST = 8;
 
 /** Shows a text in an element; blocks that did not change keep their nodes. */
@@ -57,7 +57,7 @@ function read(lines, at, depth) {
   if (heading) {
     // The page has headings of its own above those of an answer.
     const tag = `h${Math.min(6, heading[1].length + 2)}`;
-    return [() => el(tag, {}, ...inline(heading[2])), at + 1];
+    return [() => el(tag, {}, ...inline(heading[2].trim())), at + 1];
   }
   if (RULE.test(line)) return [() => el("hr"), at + 1];
   if (depth < DEEPEST && QUOTE.test(line)) return quote(lines, at, depth);
@@ -75,13 +75,12 @@ function fence(lines, at) {
   const inner = lines.slice(at + 1, end).map((line) => dedent(line, indent));
   const text = inner.join("\n");
   const language = info.trim().split(/\s/)[0];
-  const node = () =>
-    el(
-      "figure",
-      { class: "code" },
-      el("figcaption", {}, el("span", {}, language || "text"), copyButton("Copy the code", () => text)),
-      el("pre", { tabindex: 0 }, el("code", {}, text)),
-    );
+  const node = () => {
+    const name = el("span", {}, language || "text");
+    const caption = el("figcaption", {}, name, copyButton("Copy the code", () => text));
+    const code = el("pre", { tabindex: 0 }, el("code", {}, text));
+    return el("figure", { class: "code" }, caption, code);
+  };
   return [node, Math.min(end + 1, lines.length)];
 }
 
@@ -128,13 +127,15 @@ function itemEnd(lines, from, base) {
 
 /** The nodes of an item; what would be a paragraph alone stands in the item itself. */
 function tight(made) {
-  return made.flatMap((node, i) => (i === 0 && node.tagName === "P" ? [...node.childNodes] : [node]));
+  const [first, ...rest] = made;
+  return first?.tagName === "P" ? [...first.childNodes, ...rest] : made;
 }
 
 function isTable(lines, at) {
-  const divider = lines[at + 1] ?? "";
-  const columns = lines[at].includes("|") && divider.includes("-") && DIVIDER.test(divider);
-  return columns && cells(lines[at]).length === cells(divider).length;
+  if (!lines[at].includes("|") || !lines[at + 1]?.includes("-")) return false;
+  const divider = cells(lines[at + 1]);
+  const divides = divider.every((cell) => DIVIDER.test(cell));
+  return divides && divider.length === cells(lines[at]).length;
 }
 
 function table(lines, at) {

@@ -67,10 +67,10 @@ export class Server {
         yield chunk;
       }
     } catch (error) {
-      if (error instanceof TypeError) throw new ServerError(`The answer broke off: ${error.message}`);
-      throw error;
+      if (!(error instanceof TypeError)) throw error;
+      throw new ServerError(`The connection broke off: ${error.message}.`);
     }
-    throw new ServerError("The answer broke off: the connection ended before it did.");
+    throw new ServerError("The connection ended before the answer did.");
   }
 
   /** A response that is good; a server that wants a key gets one. Throws ServerError. */
@@ -98,7 +98,7 @@ export class Server {
       return await fetch(path, { ...options, headers });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new ServerError("The server cannot be reached. Is it running?", { code: "unreachable" });
+      throw new ServerError("The server cannot be reached. Is it running?");
     }
   }
 }
@@ -110,6 +110,7 @@ async function failure(response) {
     const { error } = await response.json();
     return new ServerError(error.message, { status, code: error.code, param: error.param });
   } catch {
+    // A proxy on the way answers in its own words.
     return new ServerError(`The server answered ${status} ${response.statusText}.`, { status });
   }
 }

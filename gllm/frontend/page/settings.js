@@ -6,15 +6,51 @@ import { $, el } from "./dom.js";
 import { keep, recall } from "./store.js";
 
 const FIELDS = [
-  { name: "temperature", label: "Temperature", help: "Higher is more varied; 0 is always the likeliest", min: 0, max: 2, step: 0.05 },
-  { name: "top_p", label: "Top p", help: "Draw from the likeliest that add up to this share", min: 0.01, max: 1, step: 0.01 },
-  { name: "top_k", label: "Top k", help: "Draw from so many of the likeliest", min: 1, step: 1 },
-  { name: "min_p", label: "Min p", help: "Drop what is below this share of the likeliest", min: 0, max: 1, step: 0.01 },
-  { name: "max_tokens", label: "Max tokens", help: "Of one answer", min: 1, step: 1 },
-  { name: "seed", label: "Seed", help: "The same draws again", step: 1 },
-  { name: "repetition_penalty", label: "Repetition penalty", help: "Above 1 repeats less", min: 0.01, max: 2, step: 0.01 },
-  { name: "presence_penalty", label: "Presence penalty", help: "Above 0 prefers new words", min: -2, max: 2, step: 0.1 },
-  { name: "frequency_penalty", label: "Frequency penalty", help: "Above 0 avoids frequent words", min: -2, max: 2, step: 0.1 },
+  {
+    name: "temperature", label: "Temperature",
+    help: "Higher is more varied; 0 is always the likeliest",
+    min: 0, max: 2, step: 0.05,
+  },
+  {
+    name: "top_p", label: "Top p",
+    help: "Draw from the likeliest that add up to this share",
+    min: 0.01, max: 1, step: 0.01,
+  },
+  {
+    name: "top_k", label: "Top k",
+    help: "Draw from so many of the likeliest",
+    min: 1, step: 1,
+  },
+  {
+    name: "min_p", label: "Min p",
+    help: "Drop what is below this share of the likeliest",
+    min: 0, max: 1, step: 0.01,
+  },
+  {
+    name: "max_tokens", label: "Max tokens",
+    help: "Of one answer",
+    min: 1, step: 1,
+  },
+  {
+    name: "seed", label: "Seed",
+    help: "The same draws again",
+    step: 1,
+  },
+  {
+    name: "repetition_penalty", label: "Repetition penalty",
+    help: "Above 1 repeats less",
+    min: 0.01, max: 2, step: 0.01,
+  },
+  {
+    name: "presence_penalty", label: "Presence penalty",
+    help: "Above 0 prefers new words",
+    min: -2, max: 2, step: 0.1,
+  },
+  {
+    name: "frequency_penalty", label: "Frequency penalty",
+    help: "Above 0 avoids frequent words",
+    min: -2, max: 2, step: 0.1,
+  },
 ];
 
 export class Settings {
@@ -109,5 +145,5 @@ export class Settings {
 function range({ min, max, step }) {
   const kind = step === 1 ? "a whole number" : "a number";
   if (min === undefined) return `Has to be ${kind}`;
-  return max === undefined ? `Has to be ${kind} from ${min}` : `Has to be ${kind}, ${min} to ${max}`;
+  return `Has to be ${kind}${max === undefined ? ` from ${min}` : `, ${min} to ${max}`}`;
 }

@@ -12,7 +12,8 @@ const TITLE_LENGTH = 60;
 /** A conversation that nobody has written to. */
 export function emptyConversation() {
   const random = crypto.getRandomValues(new Uint32Array(2));
-  return { id: [...random].map((n) => n.toString(36)).join(""), title: "", updated: 0, messages: [] };
+  const id = [...random].map((number) => number.toString(36)).join("");
+  return { id, title: "", updated: 0, messages: [] };
 }
 
 /** A title out of a first message. */

@@ -59,9 +59,10 @@ class AnswerView {
     this.#markdown = new Markdown(this.#body);
     this.#notice = el("div", { class: "notice", hidden: true });
     this.#stats = el("p", { class: "stats" });
+    const again = () => thread.actions.again();
     const actions = [
       copyButton("Copy the answer", () => message.content),
-      iconButton("again", "Answer again", () => thread.actions.again(), { class: "plain small again" }),
+      iconButton("again", "Answer again", again, { class: "plain small again" }),
     ];
     this.node = el(
       "li",
@@ -99,7 +100,7 @@ class AnswerView {
   #showReasoning(reasoning, thinks) {
     this.#reasoning.hidden = !reasoning;
     if (!reasoning) return;
-    if (this.#thinking.textContent !== reasoning) this.#thinking.textContent = reasoning.trimStart();
+    this.#thinking.textContent = reasoning.trimStart();
     const seconds = this.#message.thinkingSeconds;
     const past = seconds == null ? "Thought" : `Thought for ${duration(seconds)}`;
     this.#thought.textContent = thinks ? "Thinking" : past;
@@ -129,8 +130,10 @@ class AnswerView {
     const found = this.#message.end === null ? null : problem(this.#message, context(), settings);
     this.#notice.hidden = found === null;
     if (found === null) return;
-    const button = (name) =>
-      el("button", { type: "button", class: "quiet", onclick: () => actions[name](this.#message) }, ACTIONS[name]);
+    const button = (name) => {
+      const onclick = () => actions[name](this.#message);
+      return el("button", { type: "button", class: "quiet", onclick }, ACTIONS[name]);
+    };
     this.#notice.classList.toggle("error", Boolean(this.#message.error));
     this.#notice.replaceChildren(
       el("strong", {}, found.title),

@@ -51,4 +51,6 @@ export function duration(seconds) {
 }
 
 /** A speed: 8.4 or 212 tokens/s. */
-export const speed = (rate) => `${rate < 99.95 ? rate.toFixed(1) : count(Math.round(rate))} tokens/s`;
+export function speed(rate) {
+  return `${rate < 99.95 ? rate.toFixed(1) : count(Math.round(rate))} tokens/s`;
+}
