@@ -57,6 +57,7 @@ export async function fill(message, messages, server, settings, signal, onChange
       onChange();
     }
     message.end = end === "length" ? "length" : "stop";
+    if (end === "abort") message.error = { message: "The server ended this answer early." };
   } catch (error) {
     message.end = signal.aborted ? "stopped" : "error";
     if (!signal.aborted) {
