@@ -34,11 +34,12 @@ check: test
 # The chat page is tested in a headless Chromium; without one those tests are skipped.
 CHROMIUM := $(firstword $(shell command -v chromium chromium-browser google-chrome google-chrome-stable))
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo -n)
+APT := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::http::Timeout=20
 
 browser:
 ifeq ($(CHROMIUM),)
-	$(SUDO) apt-get update -q
-	$(SUDO) apt-get install -qy --no-install-recommends chromium fonts-liberation
+	$(APT) update -q
+	$(APT) install -qy --no-install-recommends chromium fonts-liberation
 else
 	@echo "there is a browser: $(CHROMIUM)"
 endif

@@ -96,7 +96,7 @@ async def test_a_conversation(demo: Server, tab: browser.Tab) -> None:
     story = await user.answered()
     assert "Otto" in story
     stats = await user.last(".stats")
-    for figure in ("TTFT", "tokens/s", "tokens", "prompt"):
+    for figure in ("TTFT", "tokens", "prompt"):
         assert figure in stats
     await user.say("What is the opposite of big?")
     await user.answered()
@@ -134,7 +134,9 @@ async def test_stop(endless: Path, tab: browser.Tab) -> None:
         await tab.click("#stop")
         text = await user.answered()
         assert text
-        assert "stopped" in await user.last(".stats")
+        stats = await user.last(".stats")
+        for figure in ("TTFT", "tokens/s", "tokens", "prompt", "stopped"):
+            assert figure in stats
         await asyncio.to_thread(wait_until, lambda: gauge(server, "num_requests_running") == 0)
         assert await user.last(".prose") == text
 
@@ -178,6 +180,17 @@ async def test_keys(user: User, engine: GatedEngine) -> None:
     await idle(engine)
     assert "stopped" in await user.last(".stats")
     assert not engine.calls[0].finished
+
+
+async def test_controls_have_names(user: User) -> None:
+    await user.say("Hi")
+    await user.answered()
+    tree = (await user.tab.call("Accessibility.getFullAXTree"))["nodes"]
+    seen = [node for node in tree if not node["ignored"]]
+    for role in ("button", "textbox", "radio", "heading", "region"):
+        names = [node["name"]["value"] for node in seen if node["role"]["value"] == role]
+        assert names, role
+        assert all(names), role
 
 
 async def test_settings_arrive_in_the_request(user: User, engine: GatedEngine) -> None:

@@ -2,6 +2,8 @@
 //
 // Owns TTFT, tokens per second, and number formats. Knows nothing of the page.
 
+const SHORTEST = 0.005; // seconds; chunks that come together say nothing of speed
+
 /** The times of one answer, as this browser saw them. */
 export class Timing {
   #sent = 0;
@@ -34,7 +36,7 @@ export class Timing {
     const later = (tokens ?? 0) - this.#tokensAtFirst;
     return {
       ttft: this.#first === null ? null : (this.#first - this.#sent) / 1000,
-      rate: seconds > 0 && later > 0 ? later / seconds : null,
+      rate: seconds >= SHORTEST && later > 0 ? later / seconds : null,
       tokens,
       prompt: usage.prompt_tokens ?? null,
       cached: usage.prompt_tokens_details?.cached_tokens ?? null,
