@@ -2,7 +2,7 @@
 //
 // Owns TTFT, tokens per second, and number formats. Knows nothing of the page.
 
-const SHORTEST = 0.005; // seconds; chunks that come together say nothing of speed
+const SHORTEST = 0.05; // seconds; below, what a busy browser was late for counts too much
 
 /** The times of one answer, as this browser saw them. */
 export class Timing {
