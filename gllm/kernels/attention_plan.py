@@ -104,14 +104,18 @@ class DeviceTables:
     """[rows + 1] int32."""
     block_table: Tensor
     """[rows, blocks] int32: block ids, padding arbitrary."""
-    _tiles: dict[int, Tensor] = field(default_factory=dict)
+    listed: dict[int, Tensor] = field(default_factory=dict)
+    """[tiles, 2] int32: `prefill_tiles` by their number of tokens, as far as they were made."""
+    asked: set[int] = field(default_factory=set)
+    """Numbers of tokens that kernels asked for, maybe of several steps: to make those ahead."""
 
     def tiles(self, rows: PagedRows, tokens: int) -> Tensor:
         """`prefill_tiles` on the tables' device, made once for each number of tokens."""
-        if tokens not in self._tiles:
+        self.asked.add(tokens)
+        if tokens not in self.listed:
             found = torch.from_numpy(prefill_tiles(rows, tokens))
-            self._tiles[tokens] = upload(found, self.buffer.device)
-        return self._tiles[tokens]
+            self.listed[tokens] = upload(found, self.buffer.device)
+        return self.listed[tokens]
 
 
 @dataclass(frozen=True, slots=True)

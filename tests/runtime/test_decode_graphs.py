@@ -43,7 +43,7 @@ def test_padding_writes_to_a_block_that_is_nobodys() -> None:
 
 
 def test_plans_of_one_bucket_are_laid_out_alike() -> None:
-    """Tables of all windows once, whatever the contexts."""
+    """Tables of all windows once, whatever the contexts; block tables at least as wide as told."""
     layouts = []
     for context in ([1], [9, 17, 3]):
         table = np.arange(len(context) * 5).reshape(len(context), 5)

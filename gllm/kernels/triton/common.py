@@ -1,8 +1,9 @@
 """What Triton kernels share.
 
-Owns the product of tiles, and looks into the histories of sequences. Triton's interpreter, by which kernels are tested without a GPU, computes
-products and arithmetic of bfloat16 wrongly, silently; conversions are right. So kernels compute in
-float32 between loads and stores, as they would anyway, and multiply tiles by `dot`.
+Owns the product of tiles, and looks into the histories of sequences. Triton's interpreter, by which
+kernels are tested without a GPU, computes products and arithmetic of bfloat16 wrongly, silently;
+conversions are right. So kernels compute in float32 between loads and stores, as they would anyway,
+and multiply tiles by `dot`.
 """
 
 import triton
