@@ -19,6 +19,7 @@ from torch.nn import functional
 from gllm.kernels.history import Histories
 from gllm.kernels.masking import Phrases, add_at, ban_phrases, keep_masked, mask_of, words_of
 from gllm.kernels.penalties import penalize_histories
+from gllm.messages import Sampling
 from gllm.runtime.sampler import SampledRows
 from gllm.runtime.sampling_state import LogitEdits
 
@@ -59,24 +60,22 @@ class _Columns:
     """A request's edits, made once. Ids outside of the vocabulary are left out."""
 
     def __init__(self, edits: LogitEdits, vocabulary: int) -> None:
-        self._is_early = edits.is_early
         self.mask = mask_of(edits.allowed, vocabulary) if len(edits.allowed) else None
-        self._late = _inside(edits, edits.banned, vocabulary)
-        self._early = _inside(edits, torch.cat((edits.banned, edits.ending)), vocabulary)
+        """[words] int32, where not all tokens are allowed."""
+        self.late = _inside(edits, edits.banned, vocabulary)
+        """Ids [n] int64 and what is added to their logits [n] float32."""
+        self.early = _inside(edits, torch.cat((edits.banned, edits.ending)), vocabulary)
+        """The same where the output must not end yet."""
         words = [word for word in edits.phrases if word[-1] < vocabulary]
-        self.lengths = torch.tensor([len(word) - 1 for word in words], dtype=torch.int64)
+        self.lengths = _ints([len(word) - 1 for word in words])
         self.longest = max((len(word) - 1 for word in words), default=0)
         ahead = [[0] * (self.longest - len(word) + 1) + [*word[:-1]] for word in words]
         self.before = torch.tensor(ahead, dtype=torch.int64).reshape(len(words), self.longest)
-        self.last = torch.tensor([word[-1] for word in words], dtype=torch.int64)
-
-    def changes_at(self, index: int) -> tuple[Tensor, Tensor]:
-        """Ids [n] int64 and what is added to their logits [n] float32, for output token `index`."""
-        return self._early if self._is_early(index) else self._late
+        self.last = _ints([word[-1] for word in words])
 
 
 def _inside(edits: LogitEdits, banned: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """As changes_at, where banned [ids] int64 are."""
+    """Ids [n] int64 and what is added to their logits [n] float32, where banned [ids] int64 are."""
     ids = torch.cat((banned, edits.bias_ids))
     values = torch.cat((torch.full(banned.shape, -torch.inf), edits.bias))
     inside = ids < vocabulary
@@ -100,51 +99,53 @@ class EditPlanner:
         """
         if not rows.edited:
             return None
-        columns = {row: self._columns_of(rows, row) for row in rows.edited}
-        masked = [(row, own.mask) for row, own in columns.items() if own.mask is not None]
-        changes = [
-            (row * self._vocabulary + ids, values)
-            for row, own in columns.items()
-            for ids, values in [own.changes_at(rows.indices[row])]
-        ]
-        looking = [row for row, own in columns.items() if own.longest or rows.states[row].penalizes]
-        specs = [rows.states[row].spec for row in looking]
-        off = torch.tensor([[1.0], [0.0], [0.0]], dtype=torch.float64)
-        settings = [
-            [spec.repetition_penalty, spec.frequency_penalty, spec.presence_penalty]
-            for spec in specs
-        ]
-        masks = [mask for _, mask in masked]
-        none = torch.empty(0, words_of(self._vocabulary), dtype=torch.int32)
+        masked, masks, places, values, looking, phrases = [], [], [], [], [], []
+        for row in rows.edited:
+            state = rows.states[row]
+            assert state.edits is not None, "a plain row is not changed"
+            own = self._columns_of(state.edits)
+            if own.mask is not None:
+                masked.append(row)
+                masks.append(own.mask)
+            ids, added = own.early if state.edits.is_early(rows.indices[row]) else own.late
+            places.append(row * self._vocabulary + ids)
+            values.append(added)
+            if own.longest or state.penalizes:
+                looking.append(row)
+                phrases.append(own)
+        no_masks = torch.empty(0, words_of(self._vocabulary), dtype=torch.int32)
         return Edits(
-            torch.tensor([row for row, _ in masked], dtype=torch.int64),
-            torch.stack(masks) if masks else none,
-            torch.cat([places for places, _ in changes]),
-            torch.cat([values for _, values in changes]),
+            _ints(masked),
+            torch.stack(masks) if masks else no_masks,
+            torch.cat(places),
+            torch.cat(values),
             Histories(
-                torch.tensor(looking, dtype=torch.int64),
-                torch.tensor([lengths[row] for row in looking], dtype=torch.int64),
-                torch.tensor(
-                    [lengths[row] - rows.indices[row] for row in looking], dtype=torch.int64
-                ),
+                _ints(looking),
+                _ints([lengths[row] for row in looking]),
+                _ints([lengths[row] - rows.indices[row] for row in looking]),
                 torch.from_numpy(blocks[looking].astype(np.int32)),
                 self._block_size,
             ),
-            _phrases([columns[row] for row in looking]),
-            torch.tensor(settings, dtype=torch.float64).t().contiguous()
-            if settings
-            else off[:, :0],
+            _phrases(phrases),
+            _penalties([rows.states[row].spec for row in looking]),
             any(rows.states[row].penalizes for row in looking),
         )
 
-    def _columns_of(self, rows: SampledRows, row: int) -> _Columns:
-        """The columns of a row that is edited."""
-        edits = rows.states[row].edits
-        assert edits is not None, "a plain row is not changed"
+    def _columns_of(self, edits: LogitEdits) -> _Columns:
+        """A request's columns."""
         made = self._made.get(edits)
         if made is None:
             made = self._made[edits] = _Columns(edits, self._vocabulary)
         return made
+
+
+def _penalties(specs: list[Sampling]) -> Tensor:
+    """Repetition, frequency and presence penalty, [3, specs] float64."""
+    columns = [
+        [getattr(spec, f"{name}_penalty") for spec in specs]
+        for name in ("repetition", "frequency", "presence")
+    ]
+    return torch.tensor(columns, dtype=torch.float64)
 
 
 def _phrases(histories: list[_Columns]) -> Phrases:
@@ -153,10 +154,13 @@ def _phrases(histories: list[_Columns]) -> Phrases:
     before = [functional.pad(own.before, (longest - own.longest, 0)) for own in histories]
     none = torch.empty(0, dtype=torch.int64)
     return Phrases(
-        torch.repeat_interleave(
-            torch.tensor([len(own.last) for own in histories], dtype=torch.int64)
-        ),
+        torch.repeat_interleave(_ints([len(own.last) for own in histories])),
         torch.cat([none, *(own.lengths for own in histories)]),
         torch.cat([none.reshape(0, longest), *before]),
         torch.cat([none, *(own.last for own in histories)]),
     )
+
+
+def _ints(values: list[int]) -> Tensor:
+    """[n] int64"""
+    return torch.tensor(values, dtype=torch.int64)
