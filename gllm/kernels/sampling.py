@@ -12,7 +12,7 @@ order of ids, at one uniform number per row (Devroye, "Non-Uniform Random Variat
 Degeneration" (2020). Min-p: Nguyen et al., "Turning Up the Heat" (2024).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -67,11 +67,12 @@ class SamplingPlan:
     """[3, rows] float32, for a GPU: temperature, top-p (infinite means off), min-p."""
     counters: Tensor
     """[4, rows] int64, for a GPU: top-k (0 means off), seed, choice, index."""
+    filters: bool
+    """Whether a row has top-k or top-p."""
 
-    @property
-    def filters(self) -> bool:
-        """Whether a row has top-k or top-p."""
-        return any(group.candidates != WHOLE for group in self.random)
+    def for_gpu(self) -> "SamplingPlan":
+        """The same without what a GPU does not read: less to be copied there."""
+        return replace(self, greedy=self.greedy[:0], random=[])
 
 
 def plan_sampling(
@@ -111,6 +112,7 @@ def plan_sampling(
         groups,
         torch.from_numpy(np.stack((temperature, limit, min_p)).astype(np.float32, copy=False)),
         torch.from_numpy(np.stack((top_k, seed, choice, index))),
+        any(group.candidates != WHOLE for group in groups),
     )
 
 

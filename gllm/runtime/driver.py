@@ -123,7 +123,7 @@ class Driver:
 
     def _register(self, message: Submit) -> None:
         """The sampling goes to the last stage, ids to all, the prompt to the first, and to the last
-        where it samples by it."""
+        where it has use for it."""
         bare = Register(message.seq, len(message.prompt), n=message.n)
         first = msgspec.structs.replace(bare, prompt=message.prompt)
         needed = self._last_needs_prompts or message.sampling.needs_prompt

@@ -73,7 +73,7 @@ class Drawing:
         targets = [token for part in prompts for token in part.tokens]
         top = MAX_LOGPROBS if any(part.top for part in prompts) else wanted_top(rows)
         return DrawInputs(
-            rows.plan,
+            rows.plan.for_gpu(),
             self._planner.plan(rows, lengths, blocks),
             torch.tensor(rows.told, dtype=torch.int64),
             torch.tensor(scored, dtype=torch.int64),

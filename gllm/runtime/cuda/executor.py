@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from gllm.config import EngineConfig
 from gllm.kernels.attention_plan import PagedRows
+from gllm.kernels.masking import words_of
 from gllm.messages import RowLogprobs
 from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
@@ -108,9 +109,12 @@ class DeviceExecutor(StageExecutor):
         queues = self._queues
         self._most = tokens, rows
         self._width = -(-self._longest // size)
-        self._staging = Staging(queues, INTS_PER_TOKEN * 8 * tokens + 4 * rows * self._width)
-        # A row tells its own token, and every token of a prompt the next one.
-        self._returns = TokenReturn(queues, rows, rows + tokens, steps)
+        # Block tables go over for attention and for what looks back; a mask for each row.
+        wide = 2 * self._width + words_of(self.model.vocab_size)
+        self._staging = Staging(queues, INTS_PER_TOKEN * 8 * tokens + 4 * rows * wide)
+        if self.is_last:
+            # A row tells its own token, and every token of a prompt the next one.
+            self._returns = TokenReturn(queues, rows, rows + tokens, steps)
         self._last = LastTokens(queues, (steps + 1) * scheduler.max_num_seqs)
         self._graphs = DecodeGraphs(queues, self.stream, block_table_of)
 
