@@ -344,6 +344,9 @@ class FakeQueues:
                 raise HiddenSync(f"{func} reads memory of the host that is not pinned")
         written = written_arguments(func, args, kwargs)
         reads = [t for t in arguments if not any(t is other for other in written)]
+        if "index_put" in str(func) and any(t.dtype == torch.bool for t in tensors_in(args[1])):
+            # The result's shape does not tell, for it is written in place.
+            raise HiddenSync(f"{func} counts where a condition holds")
         if written:
             self._later(func, lambda: func(*args, **kwargs), reads, written)
             return written[0] if len(written) == 1 else tuple(written)

@@ -167,7 +167,7 @@ def run(
 
 
 @settings(
-    max_examples=16,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
