@@ -1,8 +1,9 @@
 """What Triton kernels share.
 
-Owns the product of tiles. Triton's interpreter, by which kernels are tested without a GPU, computes
-products and arithmetic of bfloat16 wrongly, silently; conversions are right. So kernels compute in
-float32 between loads and stores, as they would anyway, and multiply tiles by `dot`.
+Owns the product of tiles, and looks into the histories of sequences. Triton's interpreter, by which
+kernels are tested without a GPU, computes products and arithmetic of bfloat16 wrongly, silently;
+conversions are right. So kernels compute in float32 between loads and stores, as they would anyway,
+and multiply tiles by `dot`.
 """
 
 import triton
@@ -17,3 +18,12 @@ def dot(a, b, total):
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     return tl.dot(a, b, total)
+
+
+@triton.jit
+def tokens_of(table, blocks, positions, there, BLOCK_SIZE: tl.constexpr):
+    """Tokens int64 at positions of a history, -1 where not `there`; table: [slots] int64, blocks:
+    the history's block table (gllm/kernels/history.py)."""
+    block = tl.load(blocks + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
+    return tl.load(table + slots, mask=there, other=-1)
