@@ -246,27 +246,32 @@ def rivals_of(place: Place, case: Case) -> dict[str, Rival]:
     return rivals | {"flash_attn_ms": Rival(partial(_dense, place, case, False), run)}
 
 
-def _dense(place: Place, case: Case, heads_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[batch, heads, tokens, dim], or tokens first."""
+def _dense(place: Place, case: Case, for_sdpa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """[batch, heads, tokens, dim], for flash-attn tokens before heads."""
     _, heads, kv_heads, dim = case.heads
     batch, tokens = (case.decodes, 1) if case.decodes else (1, case.chunk)
     context = case.context if case.decodes else case.cached + case.chunk
-    shapes = (batch, heads, tokens, dim), *[(batch, kv_heads, context, dim)] * 2
-    query, key, value = (
-        _normal(place, *(shape if heads_first else (shape[0], shape[2], shape[1], shape[3])))
-        for shape in shapes
-    )
+    order = (0, 1, 2, 3) if for_sdpa else (0, 2, 1, 3)
+
+    def made(count: int, length: int) -> Tensor:
+        shape = batch, count, length, dim
+        return _normal(place, *(shape[axis] for axis in order))
+
+    query, key, value = made(heads, tokens), made(kv_heads, context), made(kv_heads, context)
+    if for_sdpa and case.cached:
+        # With such a mask SDPA does not group heads; beforehand, outside of what is timed.
+        group = heads // kv_heads
+        key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
     return query, key, value
 
 
 def _sdpa(case: Case, dense: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    mask: Any = None
     if case.chunk and case.cached:
         from torch.nn.attention.bias import causal_lower_right
 
-        mask = causal_lower_right(case.chunk, case.cached + case.chunk)
-    is_causal = bool(case.chunk) and mask is None
-    return scaled_dot_product_attention(*dense, mask, 0.0, is_causal, enable_gqa=True)
+        mask: Any = causal_lower_right(case.chunk, case.cached + case.chunk)
+        return scaled_dot_product_attention(*dense, attn_mask=mask)
+    return scaled_dot_product_attention(*dense, is_causal=bool(case.chunk), enable_gqa=True)
 
 
 def _flash(flash: Any, dense: tuple[Tensor, Tensor, Tensor]) -> Any:

@@ -142,7 +142,7 @@ class Model:
         loads, batch = self.loads, max(self.loads.batches)
         one = -(-max(loads.longest, loads.prompt + self.new(batch) + 1) // models.BLOCK_SIZE)
         each = -(-(loads.prompt + self.new(batch) + 1) // models.BLOCK_SIZE)
-        return max(2 * one, (batch + 1) * (each + 1))
+        return max(2 * one, (batch + 1) * (each + 1) * 5 // 4)
 
     def new(self, batch: int) -> int:
         """Tokens that each of `batch` texts generates, so that enough steps have all of them: they
@@ -200,7 +200,6 @@ def decode(model: Model, batch: int) -> Measured:
     first, last = counted[0].batch.device, counted[-1].batch.device
     busy = sum(step.seconds for step in counted) / last.ended.since(first.began)
     seen = sum(row.start + 1 for step in counted for row in step.plan.rows) / len(counted)
-    weight_bytes, matrices = sizes_of(model)
     figures = {
         "ms": device * 1000,
         "wall_ms": wall * 1000,
@@ -208,10 +207,9 @@ def decode(model: Model, batch: int) -> Measured:
         "busy": busy,
         "steps": len(counted),
         "tokens_per_s": batch / wall,
-        "weight_bytes": weight_bytes,
-        "bytes": weight_bytes + seen * cached_bytes(model),
-        "flops": 2.0 * batch * matrices,
+        "weight_bytes": sizes_of(model)[0],
     }
+    figures |= work_of(model, batch, seen)
     aims = {"busy": BUSY} | ({"weights_share": WEIGHTS} if batch == 1 else {})
     return Measured(figures, aims, fault=executor.graph_fault)
 
@@ -242,9 +240,17 @@ def sizes_of(model: Model) -> tuple[int, int]:
     return sum(each.nbytes for each in read.values()), matrices
 
 
-def cached_bytes(model: Model) -> int:
-    """Of a token in the KV cache, over all layers."""
-    return model.executor.block_bytes // models.BLOCK_SIZE
+def work_of(model: Model, batch: int, seen: float) -> dict[str, float]:
+    """Bytes and operations of a decode step that sees so many tokens of all its texts together."""
+    config, (weight_bytes, matrices) = model.config, sizes_of(model)
+    layers, hidden, heads = (
+        config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    cached = 2 * config["num_key_value_heads"] * (hidden // heads) * layers * 2
+    return {
+        "bytes": weight_bytes + seen * cached,
+        "flops": 2.0 * batch * matrices + 4.0 * seen * hidden * layers,
+    }
 
 
 def rows(place: Place, name: str, options: dict[str, str]) -> Iterator[Named]:
@@ -270,10 +276,18 @@ def _agreement(model: Model, way: str) -> Measured:
 
 
 def _generate(model: Model, batch: int) -> Measured:
-    prompts = model.prompts(batch, model.loads.prompt)
-    return model.peer.generate(prompts, model.loads.peer_new)
+    return _rival(model, batch, model.peer.generate)
 
 
 def _continuous(model: Model, batch: int) -> Measured:
-    prompts = model.prompts(batch, model.loads.prompt)
-    return model.peer.continuous(prompts, model.loads.peer_new)
+    return _rival(model, batch, model.peer.continuous)
+
+
+def _rival(
+    model: Model, batch: int, run: Callable[[Sequence[Sequence[int]], int], Measured]
+) -> Measured:
+    """transformers' step, by the clock, beside the limit of its work."""
+    loads = model.loads
+    made = run(model.prompts(batch, loads.prompt), loads.peer_new)
+    made.figures |= work_of(model, batch, batch * (loads.prompt + loads.peer_new / 2))
+    return made

@@ -127,7 +127,7 @@ def residual_norm(place: Place, sizes: Sizes, tokens: int) -> Operation:
 
     return Operation(
         make=make,
-        run=lambda given: add_rms_norm(*given, weight, EPS),
+        run=lambda given: add_rms_norm(given[0], given[1], weight, EPS),
         error=error,
         tolerance=TOLERANCES[place.dtype],
         num_bytes=2 * 4 * tokens * sizes.hidden,
@@ -224,7 +224,7 @@ def fp8_linear(place: Place, sizes: Sizes, tokens: int) -> Operation:
 
     return Operation(
         make=make,
-        run=lambda given: linear_fp8(*given, None),
+        run=lambda given: linear_fp8(given[0], given[1], None),
         error=error,
         tolerance=FP8_TOLERANCE,
         num_bytes=outputs * inputs + 2 * tokens * (outputs + inputs),
@@ -270,7 +270,7 @@ def experts(place: Place, mixture: Mixture, tokens: int) -> Operation:
     touched = count * (1 - (1 - active / count) ** tokens)
     return Operation(
         make=make,
-        run=lambda given: run_stacked(*given, stacked),
+        run=lambda given: run_stacked(given[0], given[1], given[2], stacked),
         error=error,
         tolerance=TOLERANCES[place.dtype],
         num_bytes=2 * (3 * touched * hidden * inner + 2 * tokens * hidden),

@@ -10,12 +10,14 @@ import time
 import zlib
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gllm.runtime.batch import PlanAttention
 from gllm.streams import CudaQueues, Queues
+
+if TYPE_CHECKING:
+    from gllm.runtime.batch import PlanAttention
 
 WARM_UPS = 3
 LEAST, MOST = 11, 101
@@ -65,7 +67,7 @@ class Place:
             return HostQueues()
         return CudaQueues(self.device.index)
 
-    def attention_planner(self, longest: int) -> PlanAttention:
+    def attention_planner(self, longest: int) -> "PlanAttention":
         """How attention is planned for the device's executor, for contexts up to `longest`."""
         if self.is_dry:
             from benchmarks.gpu.host import plan_of_one_layout

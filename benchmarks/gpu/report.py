@@ -1,7 +1,7 @@
 """Results: what follows from figures and ceilings, aims, the table, the page, the file's keys.
 
-Owns the names of figures and of everything in the JSON file. Knows nothing of how rows are measured;
-needs no torch.
+Owns the names of figures and of everything in the JSON file. Knows nothing of how rows are
+measured; needs no torch.
 """
 
 import json
@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.rows import FAILED, OK, SKIPPED, Row
-from gllm.sim.report import show, text_table
 
 BEGIN, END = "<!-- figures, overwritten by the command -->", "<!-- end of figures -->"
 COPY, MATRIX = "device copy", "bf16 matrix product"
 
 FIGURES = {
-    "ms": "milliseconds on the device, median",
+    "ms": "milliseconds on the device, median; of transformers by the clock",
     "wall_ms": "milliseconds of a step by the clock, median",
     "host_ms": "milliseconds that the host took to build a step and to put it into streams",
     "bytes": "bytes that have to be moved at least",
@@ -29,8 +28,8 @@ FIGURES = {
     "matrix_share": "flops a second as a share of the measured matrix rate",
     "weight_bytes": "bytes of weights that a step reads",
     "weights_share": "(weight bytes / measured bandwidth) / ms",
-    "error": "the largest difference from the reference; of operations as a share of the reference's "
-    "largest number; -1 where it is not finite",
+    "error": "the largest difference from the reference, of operations as a share of its largest "
+    "number; -1 where it is not finite",
     "tolerance": "what the error may be at most",
     "sdpa_ms": "milliseconds of torch's scaled_dot_product_attention",
     "flash_attn_ms": "milliseconds of flash-attn",
@@ -54,15 +53,30 @@ SCHEMA: dict[str, Any] = {
     "budget_seconds": float,
     "seconds": float,
     "device": {
-        "name": str, "driver": str, "architecture": str,
-        "memory": int, "l2": int, "processors": int,
+        "name": str,
+        "driver": str,
+        "architecture": str,
+        "memory": int,
+        "l2": int,
+        "processors": int,
     },
-    "versions": dict.fromkeys((*("python", "cuda", "torch", "triton", "transformers", "numpy", "safetensors"), *("flash-attn", "msgspec")), str),
+    "versions": dict.fromkeys(
+        (
+            *("python", "cuda", "torch", "triton", "transformers", "numpy", "safetensors"),
+            *("flash-attn", "msgspec"),
+        ),
+        str,
+    ),
     "ceilings": {"bytes_per_second": float, "flops_per_second": float},
     "rows": [
         {
-            "section": str, "name": str, "status": str, "note": str, "traceback": str,
-            "seconds": float, "figures": dict,
+            "section": str,
+            "name": str,
+            "status": str,
+            "note": str,
+            "traceback": str,
+            "seconds": float,
+            "figures": dict,
             "aims": [{"figure": str, "at_least": float, "measured": float, "met": bool}],
         }
     ],
@@ -146,8 +160,14 @@ def _told(row: Row, ceilings: Mapping[str, float]) -> dict[str, Any]:
         if name in figures
     ]
     return {
-        "section": row.section, "name": row.name, "status": row.status, "note": row.note,
-        "traceback": row.traceback, "seconds": row.seconds, "figures": figures, "aims": aims,
+        "section": row.section,
+        "name": row.name,
+        "status": row.status,
+        "note": row.note,
+        "traceback": row.traceback,
+        "seconds": row.seconds,
+        "figures": figures,
+        "aims": aims,
     }
 
 
@@ -177,6 +197,19 @@ HEADER = [
     *("row", "ms", "limit, ms", "share", "tokens/s", "error / tolerance", "others, ms"),
     *("aims", "status"),
 ]
+
+
+def show(figure: float | None) -> str:
+    """In four significant digits; nothing for none."""
+    if figure is None:
+        return ""
+    return f"{figure:.0f}" if abs(figure) >= 1000 else f"{figure:.4g}"
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown. gllm.sim.report has another one, behind packages that may be missing."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -73,7 +73,8 @@ def run_row(section: str, named: Named) -> Row:
     try:
         found = named.work()
     except Skip as skip:
-        row = Row(section, named.name, SKIPPED, note=str(skip))
+        cause = "" if skip.__cause__ is None else traceback.format_exc()
+        row = Row(section, named.name, SKIPPED, note=str(skip), traceback=cause)
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip()[:MESSAGE_LENGTH]
         row = Row(section, named.name, FAILED, note=text, traceback=traceback.format_exc())

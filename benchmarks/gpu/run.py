@@ -9,6 +9,7 @@ that is missed is reported and is no failure.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -36,6 +37,8 @@ SHARES = dict(zip(SECTIONS, (0.06, 0.3, 0.27, 0.22, 0.15), strict=True))
 """Of the time budget; what a section leaves the next ones have."""
 GRACE = 15.0
 """Seconds that a row may run past its section's time before its process is stopped."""
+ROW_SECONDS = 90.0
+"""That a row may take, compilation and the making of a model included."""
 ATTEMPTS = 12
 """Processes for one section at most."""
 LEAST_SECONDS = 5.0
@@ -117,17 +120,19 @@ def run_process(task: Task, stop: float) -> str:
     with tempfile.TemporaryFile("w+") as errors:
         # A session of its own, so that its workers end with it.
         process = subprocess.Popen(
-            command, env=environment, stdout=errors, stderr=errors, start_new_session=True
+            command,
+            env=environment,
+            stdout=errors,
+            stderr=errors,
+            start_new_session=True,
+            text=True,
         )
-        limit = min(task.seconds + GRACE, stop - time.monotonic())
         try:
-            code = process.wait(max(limit, 0.1))
-        except subprocess.TimeoutExpired:
-            cause = f"stopped after {limit:.0f} s: it hung, or the time was up"
-        else:
-            cause = "" if code == 0 else f"its process ended with {code}"
+            cause = watch(
+                process, Path(task.log), min(time.monotonic() + task.seconds + GRACE, stop)
+            )
         finally:
-            with_group(process)
+            end_group(process)
         errors.seek(0)
         last = errors.read()[-1500:].strip()
     if cause and last:
@@ -136,12 +141,27 @@ def run_process(task: Task, stop: float) -> str:
     return cause
 
 
-def with_group(process: "subprocess.Popen[bytes]") -> None:
+def watch(process: "subprocess.Popen[str]", log: Path, stop: float) -> str:
+    """Wait until a process has ended, `stop` has come, or its log has not grown for too long; how
+    it ended, in words, where it was not well."""
+    size, grown = -1, time.monotonic()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(0.2)
+            return f"its process ended with {code}" if code else ""
+        now = time.monotonic()
+        if log.is_file() and log.stat().st_size != size:
+            size, grown = log.stat().st_size, now
+        if now > stop:
+            return "stopped, for the section's time was up"
+        if now - grown > ROW_SECONDS:
+            return f"stopped after {ROW_SECONDS:.0f} s in which no row ended: it hangs"
+
+
+def end_group(process: "subprocess.Popen[str]") -> None:
     """End a process and all that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

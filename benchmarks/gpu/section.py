@@ -12,9 +12,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.gpu.rows import SKIPPED, Log, Named, Row, run_row
 from benchmarks.gpu.stand_ins import provide_msgspec
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.place import Place
 
 SECTIONS = ("ceilings", "kernels", "Qwen2.5-7B", "Llama-3.1-8B", "stages")
 DEAD = 3
@@ -76,7 +80,7 @@ def _always() -> None:
     """The stages' device is their workers'."""
 
 
-def rows_on(place: "Place", task: Task) -> Iterator[Named]:  # noqa: F821
+def rows_on(place: "Place", task: Task) -> Iterator[Named]:
     """The rows of a section that computes in this process."""
     from benchmarks.gpu import ceilings, engine, kernels
 

@@ -50,6 +50,7 @@ class Baseline:
             "dtype": "float32",
             "kv_cache_memory": KV_BYTES,
             "pipeline_parallel_size": stages,
+            "max_num_seqs": len(PROMPTS),
             **self.options,
         }
         count, tokens = (2, 4) if self.is_dry else (len(PROMPTS), TOKENS)
