@@ -6,6 +6,7 @@ agreement's among them. What these compute is in peers.py and agreement.py.
 
 import tempfile
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.gpu import agreement, models, peers
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.rows import Measured, Named
+from benchmarks.gpu.rows import Measured, Named, Skip
 from gllm.messages import Register, Sampling
 from gllm.runtime.batch import Batch
 from gllm.scheduler.plan import StepPlan, StepResult
@@ -38,6 +39,10 @@ SETTLING = 3
 PREFILLS = 5
 
 
+class NotMade(Exception):
+    """Something that several rows need could not be made."""
+
+
 class Loads(NamedTuple):
     """What is asked of a model."""
 
@@ -52,10 +57,12 @@ class Loads(NamedTuple):
     positions: int
     """Of the teacher-forced agreement."""
     longest: int
+    continuous: tuple[int, ...]
+    """Batches of transformers' continuous batching, of which every run takes seconds to begin."""
 
 
-REAL = Loads((1, 8, 64, 256), 256, 72, 16, (2048, 512), 512, 4096)
-DRY = Loads((1, 3), 7, 9, 3, (24,), 24, 64)
+REAL = Loads((1, 8, 64, 256), 256, 72, 16, (2048, 512), 512, 4096, (256, 1, 64, 8))
+DRY = Loads((1, 3), 7, 9, 3, (24,), 24, 64, (3,))
 
 
 class Step(NamedTuple):
@@ -117,7 +124,10 @@ class Model:
             try:
                 self._made[name] = make()
             except Exception as error:
-                self._made[name] = error
+                # Without the frames of the first, which hold memory of the device.
+                kept = Skip(str(error)) if isinstance(error, Skip) else NotMade(f"{name}: {error}")
+                kept.add_note(traceback.format_exc())
+                self._made[name] = kept
         made = self._made[name]
         if isinstance(made, Exception):
             raise made
@@ -266,7 +276,7 @@ def rows(place: Place, name: str, options: dict[str, str]) -> Iterator[Named]:
         yield Named(f"agreement, {way}", partial(_agreement, model, way))
     for batch in loads.batches:
         yield Named(f"transformers generate, batch {batch}", partial(_generate, model, batch))
-    for batch in reversed(loads.batches):
+    for batch in loads.continuous:
         name = f"transformers continuous batching, batch {batch}"
         yield Named(name, partial(_continuous, model, batch))
 

@@ -35,12 +35,14 @@ from benchmarks.gpu.section import SECTIONS, Task  # noqa: E402
 
 SHARES = dict(zip(SECTIONS, (0.06, 0.3, 0.27, 0.22, 0.15), strict=True))
 """Of the time budget; what a section leaves the next ones have."""
+SECTION = ("-m", "benchmarks.gpu.section")
 GRACE = 15.0
 """Seconds that a row may run past its section's time before its process is stopped."""
 ROW_SECONDS = 90.0
 """That a row may take, compilation and the making of a model included."""
 ATTEMPTS = 12
 """Processes for one section at most."""
+TIME_UP = "stopped: the section's time was up"
 LEAST_SECONDS = 5.0
 """That are worth another process."""
 
@@ -95,7 +97,8 @@ def run_section(task: Task, stop: float) -> Told:
         told = read_log(log)
         if told.open is not None:
             # In the log, so that the next process's rows come behind it.
-            _append(log, Row(task.section, told.open, FAILED, note=cause))
+            status = SKIPPED if cause.startswith(TIME_UP) else FAILED
+            _append(log, Row(task.section, told.open, status, note=cause))
             told = read_log(log)
         task.done = [row.name for row in told.rows]
         rest = [name for name in told.names if name not in task.done]
@@ -115,16 +118,15 @@ def run_process(task: Task, stop: float) -> str:
     """Let a process work on the section; how it ended, in words, where it was not well."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
-    command = [sys.executable, "-m", "benchmarks.gpu.section"]
-    command.append(json.dumps(dataclasses.asdict(task)))
+    command = [sys.executable, *SECTION, json.dumps(dataclasses.asdict(task))]
     with tempfile.TemporaryFile("w+") as errors:
-        # A session of its own, so that its workers end with it.
+        # A group of its own, so that its workers end with it.
         process = subprocess.Popen(
             command,
             env=environment,
             stdout=errors,
             stderr=errors,
-            start_new_session=True,
+            process_group=0,
             text=True,
         )
         try:
@@ -153,7 +155,7 @@ def watch(process: "subprocess.Popen[str]", log: Path, stop: float) -> str:
         if log.is_file() and log.stat().st_size != size:
             size, grown = log.stat().st_size, now
         if now > stop:
-            return "stopped, for the section's time was up"
+            return TIME_UP
         if now - grown > ROW_SECONDS:
             return f"stopped after {ROW_SECONDS:.0f} s in which no row ended: it hangs"
 
@@ -171,12 +173,13 @@ def _append(log: Path, row: Row) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all sections; the results."""
+    """Run all sections; the results, which are in the file too."""
     begin = time.monotonic()
     sections, budget = sections_of(options.only), options.time_budget
     whole = sum(SHARES[each] for each in sections)
     rows: list[Row] = []
     environment: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     shares = 0.0
     with tempfile.TemporaryDirectory(prefix="gllm-gpu-") as folder:
         for index, section in enumerate(sections):
@@ -189,14 +192,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             told = run_section(task, begin + budget)
             rows += told.rows
             environment = environment or told.environment
-    run = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.gpu.run", *sys.argv[1:]]),
-        "dry_run": options.dry_run,
-        "budget_seconds": budget,
-        "seconds": time.monotonic() - begin,
-    }
-    return report.results_of(rows, environment, run)
+            run = {
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "command": shlex.join(["python", "-m", "benchmarks.gpu.run", *sys.argv[1:]]),
+                "dry_run": options.dry_run,
+                "budget_seconds": budget,
+                "seconds": time.monotonic() - begin,
+            }
+            results = report.results_of(rows, environment, run)
+            # Each time, lest somebody's patience end first.
+            report.write_json(options.out, results)
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -209,7 +215,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         made.error(str(error))
     results = measure(options)
-    report.write_json(options.out, results)
     if options.page is not None:
         report.write_page(options.page, results)
     print(report.head(results), report.table(results), sep="\n\n")
@@ -219,4 +224,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # As an exception, so that the section's process is ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())
