@@ -4,7 +4,6 @@ Owns the loop, the figures of decodes and prefill, and the rows of one model, tr
 agreement's among them. What these compute is in peers.py and agreement.py.
 """
 
-import tempfile
 import time
 import traceback
 from collections import deque
@@ -87,12 +86,13 @@ class Model:
     place: Place
     name: str
     options: dict[str, str]
+    folder: Path
+    """Made here; of its configuration."""
 
     def __post_init__(self) -> None:
         self.loads = DRY if self.place.is_dry else REAL
         self.config = models.config_of(self.name, self.place.is_dry)
-        self._folder = tempfile.TemporaryDirectory(prefix="gllm-shape-")
-        self.folder = Path(self._folder.name)
+        self.folder.mkdir(parents=True, exist_ok=True)
         models.write_config(self.config, self.folder)
         self._next = 0
         self._made: dict[str, Any] = {}
@@ -140,11 +140,9 @@ class Model:
         with suppress(Exception):
             # Rows of the agreement tell what went wrong with it.
             self.truth  # noqa: B018
-        made, engine = models.executor_of(
+        return models.executor_of(
             self.place, self.folder, self.weights, self.blocks, self.loads.longest, self.options
         )
-        self._scheduler = Scheduler(engine.scheduler.resolve(1, self.blocks, self.loads.longest))
-        return made
 
     @property
     def blocks(self) -> int:
@@ -167,7 +165,8 @@ class Model:
         """Greedy texts of `new` tokens, all prompts at once. With lookahead a step is planned and
         given to the device before the one at hand has ended, as in a worker."""
         executor = self.executor
-        scheduler = self._scheduler
+        # A new one, so that a run that went wrong leaves nothing behind.
+        scheduler = Scheduler(executor.scheduler)
         for prompt in prompts:
             seq = self.number()
             scheduler.add(Request(seq, prompt, new), time.monotonic())
@@ -193,6 +192,12 @@ class Model:
         """Of a new sequence."""
         self._next += 1
         return self._next
+
+
+def ready(model: Model) -> Measured:
+    """Everything that the rows behind it need: weights, the reference, the executor, its graphs."""
+    executor = model.executor
+    return Measured({"graphs": executor.num_graphs}, fault=executor.graph_fault)
 
 
 def decode(model: Model, batch: int) -> Measured:
@@ -221,7 +226,7 @@ def decode(model: Model, batch: int) -> Measured:
     }
     figures |= work_of(model, batch, seen)
     aims = {"busy": BUSY} | ({"weights_share": WEIGHTS} if batch == 1 else {})
-    return Measured(figures, aims, fault=executor.graph_fault)
+    return Measured(figures, aims, note=executor.graph_fault)
 
 
 def prefill(model: Model, tokens: int) -> Measured:
@@ -263,11 +268,12 @@ def work_of(model: Model, batch: int, seen: float) -> dict[str, float]:
     }
 
 
-def rows(place: Place, name: str, options: dict[str, str]) -> Iterator[Named]:
-    """All rows of a model. transformers' continuous batching comes last, for it changes how its
-    model attends."""
-    model = Model(place, name, options)
+def rows(place: Place, name: str, options: dict[str, str], folder: Path) -> Iterator[Named]:
+    """All rows of a model; `folder`: for its configuration. transformers' continuous batching comes
+    last, for it changes how its model attends."""
+    model = Model(place, name, options, folder)
     loads = model.loads
+    yield Named("ready", partial(ready, model))
     for batch in loads.batches:
         yield Named(f"decode, batch {batch}", partial(decode, model, batch))
     for tokens in loads.prefills:
@@ -275,10 +281,10 @@ def rows(place: Place, name: str, options: dict[str, str]) -> Iterator[Named]:
     for way in agreement.WAYS:
         yield Named(f"agreement, {way}", partial(_agreement, model, way))
     for batch in loads.batches:
-        yield Named(f"transformers generate, batch {batch}", partial(_generate, model, batch))
+        yield Named(f"transformers generate, batch {batch}", partial(_generate, model, batch), True)
     for batch in loads.continuous:
         name = f"transformers continuous batching, batch {batch}"
-        yield Named(name, partial(_continuous, model, batch))
+        yield Named(name, partial(_continuous, model, batch), True)
 
 
 def _agreement(model: Model, way: str) -> Measured:

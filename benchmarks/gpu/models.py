@@ -24,6 +24,7 @@ from gllm.models.stage import ModelStage
 from gllm.runtime.batch import Batch
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.cuda.start import MOST_ROWS
+from gllm.scheduler.config import SchedulerConfig
 
 SHARED = {
     "hidden_act": "silu",
@@ -182,6 +183,13 @@ class Executor(DeviceExecutor):
 
     graph_fault = ""
     """Why decodes are no graphs; empty where they are."""
+    scheduler: SchedulerConfig
+    """Resolved: what the executor has room for."""
+
+    @property
+    def num_graphs(self) -> int:
+        """That decodes can be replayed by."""
+        return len(self._sizes)
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """In place of `load`."""
@@ -209,9 +217,8 @@ class Executor(DeviceExecutor):
 def executor_of(
     place: Place, folder: Path, tensors: Mapping[str, Tensor], blocks: int, longest: int,
     options: Mapping[str, str],
-) -> tuple[Executor, EngineConfig]:  # fmt: skip
-    """The model in the folder, ready for steps, and its configuration; options: more fields of
-    EngineConfig."""
+) -> Executor:  # fmt: skip
+    """The model in the folder, ready for steps; options: more fields of EngineConfig."""
     described = read_config(folder)
     config = EngineConfig.of(
         str(folder),
@@ -227,11 +234,12 @@ def executor_of(
     planner = place.attention_planner(longest)
     executor = Executor(described, config, 0, 1, layers, place.queues(), planner)
     executor.take(tensors)
-    executor.reserve(config.scheduler.resolve(1, blocks, longest))
+    executor.scheduler = config.scheduler.resolve(1, blocks, longest)
+    executor.reserve(executor.scheduler)
     executor.allocate(blocks, BLOCK_SIZE)
     try:
         executor.record_graphs(config.scheduler.max_num_seqs, lambda done, total: None)
     except Exception as error:
         # All else can be measured without.
         executor.graph_fault = f"no graphs: {type(error).__name__}: {str(error).strip()[:200]}"
-    return executor, config
+    return executor

@@ -69,7 +69,6 @@ def measure(place: Place, operation: Operation) -> Measured:
                 raise Skip("no room")
             figures[name] = _milliseconds(place, rival.make, rival.run, count)
         except Exception as error:
-            place.synchronize()
             notes.append(f"{name}: {type(error).__name__}: {str(error).strip()[:120]}")
     return judged(figures, operation.aims, "; ".join(notes))
 

@@ -113,7 +113,6 @@ class Peer:
                 for count in (1, 1 + new)
             )
         except Exception as error:
-            self.place.synchronize()
             text = str(error).strip()[:300]
             raise Skip(f"transformers raises {type(error).__name__}: {text}") from error
         step = (long - short) / new

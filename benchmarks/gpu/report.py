@@ -35,6 +35,7 @@ FIGURES = {
     "flash_attn_ms": "milliseconds of flash-attn",
     "torch_ms": "milliseconds of torch's own operation",
     "busy": "share of a decode run in which the device computed",
+    "graphs": "decode graphs that were recorded",
     "steps": "decode steps that were counted",
     "tokens_per_s": "tokens a second by the clock; in prefill by the device",
     "positions": "positions of the text",

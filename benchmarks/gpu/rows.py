@@ -39,6 +39,8 @@ class Named(NamedTuple):
 
     name: str
     work: Callable[[], Measured]
+    is_rival: bool = False
+    """Of somebody else's: what goes wrong with it is no failure."""
 
 
 @dataclass
@@ -100,9 +102,9 @@ class Log:
         """Say which rows there are."""
         self._write({"rows": list(names)})
 
-    def begin(self, name: str) -> None:
+    def begin(self, named: Named) -> None:
         """Say which row comes now."""
-        self._write({"begin": name})
+        self._write({"begin": named.name, "is_rival": named.is_rival})
 
     def end(self, row: Row) -> None:
         """Say what it brought."""
@@ -122,6 +124,7 @@ class Told:
     rows: list[Row] = field(default_factory=list)
     open: str | None = None
     """A row that began and did not end: its process was stopped or died."""
+    open_is_rival: bool = False
 
 
 def read_log(path: Path) -> Told:
@@ -136,6 +139,7 @@ def read_log(path: Path) -> Told:
         told.environment = said.get("environment", told.environment)
         told.names = said.get("rows", told.names)
         told.open = said.get("begin", told.open)
+        told.open_is_rival = said.get("is_rival", told.open_is_rival)
         if "row" in said:
             told.rows.append(Row(**said["row"]))
             told.open = None

@@ -97,7 +97,8 @@ def run_section(task: Task, stop: float) -> Told:
         told = read_log(log)
         if told.open is not None:
             # In the log, so that the next process's rows come behind it.
-            status = SKIPPED if cause.startswith(TIME_UP) else FAILED
+            excused = told.open_is_rival or cause.startswith(TIME_UP)
+            status = SKIPPED if excused else FAILED
             _append(log, Row(task.section, told.open, status, note=cause))
             told = read_log(log)
         task.done = [row.name for row in told.rows]

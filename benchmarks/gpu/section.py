@@ -65,7 +65,7 @@ def main(task: Task) -> int:
         if time.monotonic() - begin > task.seconds:
             log.end(Row(task.section, each.name, SKIPPED, note="past the section's time"))
             continue
-        log.begin(each.name)
+        log.begin(each)
         row = run_row(task.section, each)
         log.end(row)
         try:
@@ -82,13 +82,17 @@ def _always() -> None:
 
 def rows_on(place: "Place", task: Task) -> Iterator[Named]:
     """The rows of a section that computes in this process."""
-    from benchmarks.gpu import ceilings, engine, kernels
-
     if task.section == "ceilings":
+        from benchmarks.gpu import ceilings
+
         return ceilings.rows(place)
     if task.section == "kernels":
+        from benchmarks.gpu import kernels
+
         return kernels.rows(place)
-    return engine.rows(place, task.section, task.options)
+    from benchmarks.gpu import engine
+
+    return engine.rows(place, task.section, task.options, Path(task.log).with_suffix(""))
 
 
 if __name__ == "__main__":

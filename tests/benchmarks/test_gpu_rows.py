@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import agreement, attention, kernels
+from benchmarks.gpu import agreement, attention, engine, kernels
 from benchmarks.gpu.agreement import Truth, chunks_of, compare
-from benchmarks.gpu.models import mark
+from benchmarks.gpu.models import InMemory, mark
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import SCHEMA, ceilings_of, complaints, derived, results_of, table
 from benchmarks.gpu.rows import FAILED, OK, SKIPPED, Measured, Named, Row, Skip, judged, run_row
@@ -108,6 +108,23 @@ def test_agreement_sees_errors_and_other_tokens() -> None:
     broken = logits()
     broken[0, 0] = float("nan")
     assert compare(broken, truth).fault
+
+
+def test_agreement_sees_a_layer_that_is_a_bit_off(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = InMemory.parts
+
+    def wrong(self: InMemory, names: list[str], *more: Any) -> list[torch.Tensor]:
+        off = 1.2 if names == ["model.layers.0.mlp.down_proj.weight"] else 1.0
+        return [off * each for each in right(self, names, *more)]
+
+    monkeypatch.setattr(InMemory, "parts", wrong)
+    named = engine.rows(place, "Llama-3.1-8B", {}, tmp_path)
+    ways = [each for each in named if "agreement" in each.name]
+    rows = [run_row("x", each) for each in ways]
+    assert [row.status for row in rows] == [FAILED] * len(agreement.WAYS)
+    assert all("error" in row.note for row in rows)
 
 
 def test_positions_that_are_too_close_are_excluded() -> None:

@@ -47,12 +47,12 @@ import json, os, sys, time
 task = json.loads(sys.argv[1])
 log = open(task["log"], "a")
 def tell(**line): print(json.dumps(line), file=log, flush=True)
-tell(rows=["a", "b", "c", "d"])
-for name in "abcd":
+tell(rows=["a", "b", "c", "d", "e"])
+for name in "abcde":
     if name in task["done"]:
         continue
-    tell(begin=name)
-    if name == "b":
+    tell(begin=name, is_rival=name == "d")
+    if name in "bd":
         print("the reason", file=sys.stderr, flush=True)
         os._exit(7)
     if name == "c":
@@ -68,24 +68,21 @@ def test_the_next_rows_go_on_behind_one_that_dies_or_hangs(
     monkeypatch.setattr(run, "ROW_SECONDS", 1.0)
     task = Task("kernels", str(tmp_path / "log"), True, 200.0)
     told = run.run_section(task, time.monotonic() + 200)
-    assert {row.name: row.status for row in told.rows} == {
-        "a": OK,
-        "b": FAILED,
-        "c": FAILED,
-        "d": OK,
-    }
+    statuses = {row.name: row.status for row in told.rows}
+    assert statuses == {"a": OK, "b": FAILED, "c": FAILED, "d": SKIPPED, "e": OK}
     notes = {row.name: row.note for row in told.rows}
     assert notes["b"] == "its process ended with 7: the reason"
     assert "hangs" in notes["c"]
+    assert "ended with 7" in notes["d"]
 
 
 def test_rows_past_the_time_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "SECTION", ("-c", DYING.replace('"b"', '"-"')))
+    monkeypatch.setattr(run, "SECTION", ("-c", DYING.replace('"bd"', '"-"')))
     monkeypatch.setattr(run, "GRACE", 2.0)
     task = Task("kernels", str(tmp_path / "log"), True, 4.0)
     told = run.run_section(task, time.monotonic() + 6)
     assert {row.name: row.status for row in told.rows}["c"] == SKIPPED
-    assert {row.name: row.status for row in told.rows}["d"] == SKIPPED
+    assert {row.name: row.status for row in told.rows}["e"] == SKIPPED
     assert all("time" in row.note for row in told.rows if row.status == SKIPPED)
 
 
