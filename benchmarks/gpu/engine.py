@@ -4,6 +4,7 @@ Owns the loop, the figures of decodes and prefill, and the rows of one model, tr
 agreement's among them. What these compute is in peers.py and agreement.py.
 """
 
+import gc
 import time
 import traceback
 from collections import deque
@@ -33,6 +34,7 @@ T = TypeVar("T")
 BUSY, WEIGHTS, MATRIX = 0.95, 0.8, 0.6
 """Aims: share of a decode run that the device computes; weight bytes / bandwidth of a step at batch
 1 (1 / 1.25); of the matrix rate in prefill."""
+READY = "ready"
 SETTLING = 3
 """Decode steps at the beginning of a run that are not counted, and the last one."""
 PREFILLS = 5
@@ -88,6 +90,8 @@ class Model:
     options: dict[str, str]
     folder: Path
     """Made here; of its configuration."""
+    graphs: bool
+    """Whether decodes are to be recorded."""
 
     def __post_init__(self) -> None:
         self.loads = DRY if self.place.is_dry else REAL
@@ -140,9 +144,13 @@ class Model:
         with suppress(Exception):
             # Rows of the agreement tell what went wrong with it.
             self.truth  # noqa: B018
-        return models.executor_of(
-            self.place, self.folder, self.weights, self.blocks, self.loads.longest, self.options
-        )
+        sizes = self.blocks, self.loads.longest
+        given = self.place, self.folder, self.weights, *sizes, self.options, self.graphs
+        made = models.executor_of(*given)
+        # As a worker does: what is there stays, and the collector need not walk through it.
+        gc.collect()
+        gc.freeze()
+        return made
 
     @property
     def blocks(self) -> int:
@@ -268,12 +276,14 @@ def work_of(model: Model, batch: int, seen: float) -> dict[str, float]:
     }
 
 
-def rows(place: Place, name: str, options: dict[str, str], folder: Path) -> Iterator[Named]:
-    """All rows of a model; `folder`: for its configuration. transformers' continuous batching comes
-    last, for it changes how its model attends."""
-    model = Model(place, name, options, folder)
+def rows(
+    place: Place, name: str, folder: Path, options: dict[str, str], graphs: bool = True
+) -> Iterator[Named]:
+    """All rows of a model; arguments as of Model. transformers' continuous batching comes last, for
+    it changes how its model attends."""
+    model = Model(place, name, options, folder, graphs)
     loads = model.loads
-    yield Named("ready", partial(ready, model))
+    yield Named(READY, partial(ready, model))
     for batch in loads.batches:
         yield Named(f"decode, batch {batch}", partial(decode, model, batch))
     for tokens in loads.prefills:

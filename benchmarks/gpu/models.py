@@ -216,9 +216,10 @@ class Executor(DeviceExecutor):
 
 def executor_of(
     place: Place, folder: Path, tensors: Mapping[str, Tensor], blocks: int, longest: int,
-    options: Mapping[str, str],
+    options: Mapping[str, str], graphs: bool,
 ) -> Executor:  # fmt: skip
-    """The model in the folder, ready for steps; options: more fields of EngineConfig."""
+    """The model in the folder, ready for steps; options: more fields of EngineConfig; graphs: of
+    decodes are to be recorded."""
     described = read_config(folder)
     config = EngineConfig.of(
         str(folder),
@@ -237,6 +238,9 @@ def executor_of(
     executor.scheduler = config.scheduler.resolve(1, blocks, longest)
     executor.reserve(executor.scheduler)
     executor.allocate(blocks, BLOCK_SIZE)
+    if not graphs:
+        executor.graph_fault = "no graphs: recording them failed before"
+        return executor
     try:
         executor.record_graphs(config.scheduler.max_num_seqs, lambda done, total: None)
     except Exception as error:

@@ -38,6 +38,8 @@ SHARES = dict(zip(SECTIONS, (0.06, 0.3, 0.27, 0.22, 0.15), strict=True))
 SECTION = ("-m", "benchmarks.gpu.section")
 GRACE = 15.0
 """Seconds that a row may run past its section's time before its process is stopped."""
+START_SECONDS = 60.0
+"""That a process may take to its first row."""
 ROW_SECONDS = 90.0
 """That a row may take, compilation and the making of a model included."""
 ATTEMPTS = 12
@@ -102,6 +104,7 @@ def run_section(task: Task, stop: float) -> Told:
             _append(log, Row(task.section, told.open, status, note=cause))
             told = read_log(log)
         task.done = [row.name for row in told.rows]
+        task.failed = [row.name for row in told.rows if row.status == FAILED]
         rest = [name for name in told.names if name not in task.done]
         if not told.names:
             _append(log, Row(task.section, "start", FAILED, note=cause or "no rows"))
@@ -147,18 +150,22 @@ def run_process(task: Task, stop: float) -> str:
 def watch(process: "subprocess.Popen[str]", log: Path, stop: float) -> str:
     """Wait until a process has ended, `stop` has come, or its log has not grown for too long; how
     it ended, in words, where it was not well."""
-    size, grown = -1, time.monotonic()
+    size, grown, limit = _size(log), time.monotonic(), START_SECONDS
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(0.2)
             return f"its process ended with {code}" if code else ""
         now = time.monotonic()
-        if log.is_file() and log.stat().st_size != size:
-            size, grown = log.stat().st_size, now
+        if _size(log) != size:
+            size, grown, limit = _size(log), now, ROW_SECONDS
         if now > stop:
             return TIME_UP
-        if now - grown > ROW_SECONDS:
-            return f"stopped after {ROW_SECONDS:.0f} s in which no row ended: it hangs"
+        if now - grown > limit:
+            return f"stopped after {limit:.0f} s in which no row ended: it hangs"
+
+
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.is_file() else 0
 
 
 def end_group(process: "subprocess.Popen[str]") -> None:

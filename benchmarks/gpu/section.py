@@ -37,6 +37,8 @@ class Task:
     """After which no row begins."""
     done: list[str] = field(default_factory=list)
     """Rows that processes before this one have told of."""
+    failed: list[str] = field(default_factory=list)
+    """Of these, the ones that failed."""
     options: dict[str, str] = field(default_factory=dict)
     """More fields of EngineConfig."""
 
@@ -92,7 +94,10 @@ def rows_on(place: "Place", task: Task) -> Iterator[Named]:
         return kernels.rows(place)
     from benchmarks.gpu import engine
 
-    return engine.rows(place, task.section, task.options, Path(task.log).with_suffix(""))
+    # Where recording graphs has broken the device once, the other rows do without.
+    graphs = engine.READY not in task.failed
+    folder = Path(task.log).with_suffix("")
+    return engine.rows(place, task.section, folder, task.options, graphs)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def test_agreement_sees_a_layer_that_is_a_bit_off(
         return [off * each for each in right(self, names, *more)]
 
     monkeypatch.setattr(InMemory, "parts", wrong)
-    named = engine.rows(place, "Llama-3.1-8B", {}, tmp_path)
+    named = engine.rows(place, "Llama-3.1-8B", tmp_path, {})
     ways = [each for each in named if "agreement" in each.name]
     rows = [run_row("x", each) for each in ways]
     assert [row.status for row in rows] == [FAILED] * len(agreement.WAYS)
