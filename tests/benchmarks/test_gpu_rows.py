@@ -246,3 +246,13 @@ def test_one_process_needs_no_msgspec() -> None:
         [sys.executable, "-c", WITHOUT_MSGSPEC], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_where_graphs_cannot_be_recorded_the_rows_behind_do_without(
+    place: Place, tmp_path: Path
+) -> None:
+    named = engine.rows(place, "Qwen2.5-7B", tmp_path, {}, graphs=False)
+    ready, decode = (run_row("x", next(named)) for _ in range(2))
+    assert (ready.status, ready.figures["graphs"]) == (FAILED, 0)
+    assert (decode.status, decode.name) == (OK, "decode, batch 1")
+    assert "no graphs" in decode.note
