@@ -75,11 +75,11 @@ def run_row(section: str, named: Named) -> Row:
     try:
         found = named.work()
     except Skip as skip:
-        cause = "" if skip.__cause__ is None else traceback.format_exc()
-        row = Row(section, named.name, SKIPPED, note=str(skip), traceback=cause)
+        row = Row(section, named.name, SKIPPED, note=str(skip))
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip()[:MESSAGE_LENGTH]
-        row = Row(section, named.name, FAILED, note=text, traceback=traceback.format_exc())
+        status = SKIPPED if named.is_rival else FAILED
+        row = Row(section, named.name, status, note=text, traceback=traceback.format_exc())
     else:
         notes = "; ".join(part for part in (found.fault, found.note) if part)
         status = FAILED if found.fault else OK

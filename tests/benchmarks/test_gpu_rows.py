@@ -85,6 +85,7 @@ def test_what_a_row_raises_is_kept() -> None:
     assert (failed.status, failed.note) == (FAILED, "ZeroDivisionError: by zero")
     assert "in fail" in failed.traceback
     assert (skipped.status, skipped.note) == (SKIPPED, "no flash")
+    assert run_row("x", Named("c", fail, is_rival=True)).status == SKIPPED
     nothing = judged({"error": float("nan"), "tolerance": 1.0}, {})
     assert nothing.fault
     assert nothing.figures["error"] == -1
