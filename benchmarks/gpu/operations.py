@@ -20,7 +20,7 @@ four roundings to nearest of the largest output; the last type's products may ru
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
     """The largest difference of two tensors of one shape as a share of the largest wanted number;
-    infinite where a number is none."""
+    infinite where one is none."""
     difference = (got.to(torch.float64) - wanted.to(torch.float64)).abs().max()
     share = float(difference / wanted.abs().max().clamp_min(1e-30))
     return share if share == share else float("inf")

@@ -146,13 +146,15 @@ class Place:
         """Device and versions, for the head of the results."""
         versions = {name: _version(name) for name in PACKAGES}
         versions |= {"python": platform.python_version(), "cuda": torch.version.cuda or ""}
+        return {"device": self._described(), "versions": versions}
+
+    def _described(self) -> dict[str, Any]:
+        """The device; sizes in bytes."""
         if self.is_dry:
-            device: dict[str, Any] = {"name": "cpu (dry run)", "driver": "", "architecture": ""}
-            return {"device": device | {"memory": 0, "l2": 0, "processors": 0}} | {
-                "versions": versions
-            }
+            names = {"name": "cpu (dry run)", "driver": "", "architecture": ""}
+            return {**names, "memory": 0, "l2": 0, "processors": 0}
         found = torch.cuda.get_device_properties(self.device)
-        device = {
+        return {
             "name": found.name,
             "driver": _driver(),
             "architecture": f"sm_{found.major}{found.minor}",
@@ -160,7 +162,6 @@ class Place:
             "l2": getattr(found, "L2_cache_size", 0),
             "processors": found.multi_processor_count,
         }
-        return {"device": device, "versions": versions}
 
 
 def _version(package: str) -> str:

@@ -29,7 +29,7 @@ FIGURES = {
     "weight_bytes": "bytes of weights that a step reads",
     "weights_share": "(weight bytes / measured bandwidth) / ms",
     "error": "the largest difference from the reference, of operations as a share of its largest "
-    "number; -1 where it is not finite",
+    "number",
     "tolerance": "what the error may be at most",
     "sdpa_ms": "milliseconds of torch's scaled_dot_product_attention",
     "flash_attn_ms": "milliseconds of flash-attn",
@@ -45,7 +45,7 @@ FIGURES = {
     "noise": "the largest difference of transformers in bfloat16 from transformers in float32",
     "texts": "texts that were compared",
 }
-"""What may be in a row's figures."""
+"""What may be in a row's figures; rows.NOT_FINITE stands for what is no number."""
 
 SCHEMA: dict[str, Any] = {
     "date": str,

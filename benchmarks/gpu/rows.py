@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
+NOT_FINITE = -1.0
+"""Stands for a figure that is no number; its row has failed."""
 MESSAGE_LENGTH = 500
 """Characters of an error that a row's note keeps; all of it is in its traceback."""
 
@@ -64,9 +66,8 @@ def judged(figures: dict[str, float], aims: dict[str, float], note: str = "") ->
     error, tolerance = figures["error"], figures["tolerance"]
     if error <= tolerance:
         return Measured(figures, aims, note)
-    # JSON has no word for it.
-    kept = figures if math.isfinite(error) else {**figures, "error": -1.0}
-    return Measured(kept, aims, note, f"error {error:.3g} is above the tolerance {tolerance:.3g}")
+    fault = f"error {error:.3g} is above the tolerance {tolerance:.3g}"
+    return Measured(figures, aims, note, fault)
 
 
 def run_row(section: str, named: Named) -> Row:
@@ -81,9 +82,15 @@ def run_row(section: str, named: Named) -> Row:
         status = SKIPPED if named.is_rival else FAILED
         row = Row(section, named.name, status, note=text, traceback=traceback.format_exc())
     else:
-        notes = "; ".join(part for part in (found.fault, found.note) if part)
-        status = FAILED if found.fault else OK
-        row = Row(section, named.name, status, found.figures, found.aims, notes)
+        # JSON has no word for them.
+        figures = {
+            name: one if math.isfinite(one) else NOT_FINITE for name, one in found.figures.items()
+        }
+        broken = ", ".join(name for name, one in found.figures.items() if not math.isfinite(one))
+        faults = [found.fault, broken and f"not finite: {broken}"]
+        notes = "; ".join(part for part in (*faults, found.note) if part)
+        status = FAILED if any(faults) else OK
+        row = Row(section, named.name, status, figures, found.aims, notes)
     row.seconds = time.monotonic() - begin
     return row
 

@@ -88,7 +88,9 @@ def test_what_a_row_raises_is_kept() -> None:
     assert run_row("x", Named("c", fail, is_rival=True)).status == SKIPPED
     nothing = judged({"error": float("nan"), "tolerance": 1.0}, {})
     assert nothing.fault
-    assert nothing.figures["error"] == -1
+    broken = run_row("x", Named("d", lambda: Measured({"ms": float("inf"), "bytes": 1.0})))
+    assert (broken.status, broken.note) == (FAILED, "not finite: ms")
+    assert broken.figures == {"ms": -1.0, "bytes": 1.0}
 
 
 def logits(rows: int = 8, size: int = 50) -> torch.Tensor:
