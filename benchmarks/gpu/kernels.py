@@ -23,6 +23,7 @@ from gllm.kernels.qkv import Heads, rotate_and_store
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.kernels.rotary import inverse_frequencies, rotary_angles
 from gllm.kernels.sampling import plan_sampling, sample
+from gllm.runtime.cuda.staging import mapped
 
 EPS = 1e-6
 FP8_TOLERANCE = 2.0**-4
@@ -313,7 +314,7 @@ def draws(place: Place, vocabulary: int, kind: str) -> Operation:
         index=np.arange(rows),
         **floats,
     )
-    plan = on_host.on(place.device)
+    plan = mapped(on_host, lambda column: column.to(place.device))
 
     def make() -> Tensor:
         return 3 * torch.randn(rows, vocabulary, device=place.device)

@@ -204,7 +204,7 @@ class Executor(DeviceExecutor):
         rows = len(batch.inputs.positions)
         with self.stream.current():
             if rows in self._sizes and batch.inputs.attention[None].rows.num_decodes == rows:
-                self._graphs.inputs(rows, flat, None)
+                self._graphs.inputs(rows, there.stage, flat, None)
                 logits = self._graphs.replay(rows)[: batch.num_tokens].clone()
             else:
                 hidden = self._stage.forward(there.stage, None, self._cache.layers)

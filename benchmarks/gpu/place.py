@@ -67,15 +67,14 @@ class Place:
             return HostQueues()
         return CudaQueues(self.device.index)
 
-    def attention_planner(self, longest: int) -> "PlanAttention":
-        """How attention is planned for the device's executor, for contexts up to `longest`."""
+    def attention_planner(self, longest: int) -> "PlanAttention | None":
+        """How attention is planned for the device's executor, for contexts up to `longest`; None
+        for its own way."""
         if self.is_dry:
             from benchmarks.gpu.host import plan_of_one_layout
 
             return plan_of_one_layout(longest)
-        from gllm.runtime.cuda.plans import plan_tables
-
-        return plan_tables
+        return None
 
     def seed(self, name: str) -> None:
         """Draw what comes now by this name."""
