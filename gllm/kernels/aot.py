@@ -160,11 +160,12 @@ def _figures(one: "Compiled", arch: int) -> tuple[int, int, int, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    signature = {**one.signature, **dict.fromkeys(one.constants, "constexpr")}
+    constants, warps, stages = one.launch()
+    signature = {**one.signature, **dict.fromkeys(constants, "constexpr")}
     places = {name: (place,) for place, name in enumerate(one.kernel.arg_names)}
     attributes = {places[name]: [["tt.divisibility", 16]] for name in one.aligned}
-    source = ASTSource(one.kernel, signature, dict(one.constants), attributes)
-    options = {"num_warps": one.warps, "num_stages": one.stages}
+    source = ASTSource(one.kernel, signature, constants, attributes)
+    options = {"num_warps": warps, "num_stages": stages}
     kernel = compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = usage(_resource_usage(kernel.asm["cubin"]))
     instructions = tensor_core_instructions(kernel.asm["ptx"])
