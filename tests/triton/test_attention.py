@@ -27,7 +27,7 @@ from gllm.kernels.attention_plan import (
     plan_attention,
 )
 from gllm.kernels.native import library
-from gllm.kernels.triton import attention, attention_shapes, decode_attention, tiles
+from gllm.kernels.triton import attention, attention_shapes, common, decode_attention, tiles
 
 CPU = torch.device("cpu")
 SMALL = [
@@ -88,12 +88,12 @@ def launched(
                 else new_empty(self, *size, **more)
             ),
         )
-        patch.setattr(attention_shapes, "processors", lambda device: processors)
+        patch.setattr(common, "processors", lambda device: processors)
         tables = {}
         if small:
             patch.setattr(attention_shapes, "LEAST", 16)
             patch.setattr(attention_shapes, "LEAST_OF_CHUNKS", 16)
-            tables = {name: SMALL for name in ("prefill", "decode")}
+            tables = dict.fromkeys(("prefill", "decode"), SMALL)
         with tiles.using(tables):
             output = attention.paged_attention(query, *caches, plan, scores)
     assert poison.intact()

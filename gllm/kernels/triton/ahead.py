@@ -1,4 +1,4 @@
-"""What Triton kernels are compiled for ahead of time, to prove without a GPU that they fit onto one.
+"""What kernels are compiled for ahead of time, to prove without a GPU that they fit onto one.
 
 Owns the description of one compilation. Every file of this room lists its own in COMPILED; `python
 -m gllm.kernels.aot` compiles them (gllm/kernels/aot.py), and `python -m gllm.kernels.tune` tries

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gllm.kernels.attention import Scores
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.triton import attention_shapes
+from gllm.kernels.triton import attention_shapes, common
 from gllm.kernels.triton.attention_shapes import Shape
 from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
 from gllm.kernels.triton.decode_attention import decode_attention
@@ -78,7 +78,7 @@ def _prefill(
     longest = int(rows.context_len[rows.num_decodes :].max())
     if shape.window is not None:
         longest = min(longest, shape.window + packed.tokens)
-    busy = attention_shapes.processors(query.device)
+    busy = common.processors(query.device)
     splits = attention_shapes.prefill_splits(len(listed) * programs, longest, busy)
     # Each decode is one token, and they come first.
     own = output[rows.num_decodes :]

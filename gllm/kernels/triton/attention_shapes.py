@@ -7,7 +7,6 @@ kernels compute.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -130,7 +129,9 @@ def constants(tiles: Tiles, shape: Shape) -> dict[str, int | bool]:
         "REST_PAD": _padded(rest),
         "VALUE": shape.value_dim,
         "VALUE_PAD": _padded(shape.value_dim),
-        "SHARED": shape.shared,
+        # In float32 a tile for both products takes more shared memory than sm_86 and 89 have; read
+        # again it comes from the second cache.
+        "SHARED": shape.shared and not shape.wide,
         "SOFTCAP": shape.softcap,
         "ALIBI": shape.alibi,
         "WINDOW": shape.window or 0,
@@ -150,14 +151,6 @@ def prefill_splits(programs: int, longest: int, processors: int) -> int:
 
 def _splits(wanted: int, longest: int, least: int) -> int:
     return max(1, min(wanted, -(-longest // least), SPLITS))
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; 1 for one that has none."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _padded(size: int) -> int:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.triton import attention_shapes
+from gllm.kernels.triton import attention_shapes, common
 from gllm.kernels.triton.attention_shapes import Shape
 from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
 from gllm.kernels.triton.split_attention import (
@@ -44,7 +44,7 @@ def decode_attention(
     longest = int(plan.rows.context_len[:rows].max())
     if shape.window is not None:
         longest = min(longest, shape.window)
-    busy = attention_shapes.processors(query.device)
+    busy = common.processors(query.device)
     splits = attention_shapes.decode_splits(rows * programs, longest, busy)
     parts = parts_for(rows, splits, shape, query.device)
     decode_kernel[(programs, splits, rows)](
@@ -59,6 +59,13 @@ def decode_attention(
         num_stages=tiles.stages,
     )
     add_parts(output, parts, shape)
+
+
+@triton.jit
+def place_of(row, head, split, GROUP: tl.constexpr, PARTS: tl.constexpr):
+    """[ROWS] of each head's part in [decodes, heads, splits]."""
+    heads = tl.num_programs(0) // PARTS * GROUP
+    return (row.to(tl.int64) * heads + head) * tl.num_programs(1) + split
 
 
 @triton.jit(do_not_specialize=["block_table", "context_len", "table_row"])
@@ -116,14 +123,12 @@ def decode_kernel(
     member = tl.program_id(0) % PARTS * HEADS + packed
     head = kv_head * GROUP + member
     there = (packed < HEADS) & (member < GROUP)
-    heads = tl.num_programs(0) // PARTS * GROUP
-    at = row.to(tl.int64) * heads + head
     begin = oldest // KEYS * KEYS
     end = context
     if SPLIT:
-        at = at * tl.num_programs(1) + split
         begin, end = part_of(begin, context, split, tl.num_programs(1), KEYS, LEAST)
         if begin >= end:
+            at = place_of(row, head, split, GROUP, PARTS)
             tl.store(statistics + at, tl.full([ROWS], LOWEST, dtype=tl.float32), mask=there)
             return
     # A decode is one token, and decodes come first: its row is its token's.
@@ -150,6 +155,8 @@ def decode_kernel(
         *(SHARED, SOFTCAP, ALIBI, WINDOW, True),
     )
 
+    heads = tl.num_programs(0) // PARTS * GROUP
+    at = place_of(row, head, split, GROUP, PARTS)
     if SPLIT:
         each = tl.num_programs(2).to(tl.int64) * heads * tl.num_programs(1)
         store_part(

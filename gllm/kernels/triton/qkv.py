@@ -250,9 +250,7 @@ COMPILED = [
     _compiled("norms, heads of 128, bf16", "bf16", "bf16", (8, 128, 128, False, True)),
     _compiled("heads of 128, bf16", "bf16", "bf16", (4, 128, 128, False, False)),
     _compiled("heads of 128, fp16", "fp16", "fp16", (8, 128, 128, False, False)),
-    _compiled(
-        "heads of 128, bf16 to fp8", "bf16", "fp8e4nv", (8, 128, 128, False, True), 89
-    ),
+    _compiled("heads of 128, bf16 to fp8", "bf16", "fp8e4nv", (8, 128, 128, False, True), 89),
     _compiled("half rotated in pairs, bf16", "bf16", "bf16", (2, 128, 64, True, False)),
     _compiled("a quarter rotated, fp16", "fp16", "fp16", (32, 80, 20, False, False)),
     _compiled("not rotated, bf16", "bf16", "bf16", (8, 64, 0, False, False)),

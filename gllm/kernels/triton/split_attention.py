@@ -20,8 +20,8 @@ from gllm.kernels.triton.attention_tiles import LOWEST
 REDUCED = 8
 """Parts of a context added up at once."""
 Parts = tuple[Tensor, Tensor] | tuple[None, None]
-"""Weighted sums [tokens, heads, splits, value_dim], and highest scores and total weights [2, tokens,
-heads, splits], all float32; nothing where contexts are not split."""
+"""Weighted sums [tokens, heads, splits, value_dim], highest scores and total weights together [2,
+tokens, heads, splits], all float32; nothing where contexts are not split."""
 
 
 def parts_for(tokens: int, splits: int, shape: Shape, device: torch.device) -> Parts:
