@@ -158,6 +158,11 @@ def _padded(size: int) -> int:
     return max(int(triton.next_power_of_2(size)), 16)
 
 
+def widened(shape: Shape) -> Shape:
+    """The same in float32."""
+    return replace(shape, wide=True)
+
+
 HEADS_OF = {
     "groups of 7 heads of 128": Shape(28, 4, 128, 128, 16),
     "groups of 4 heads of 128": Shape(32, 8, 128, 128, 16),
@@ -186,7 +191,7 @@ CASES = [
         )
     ),
     *(
-        (f"{label}, fp32 on fp32", replace(shape, wide=True), "fp32", "fp32", 80)
+        (f"{label}, fp32 on fp32", widened(shape), "fp32", "fp32", 80)
         for label, shape in HEADS_OF.items()
     ),
 ]

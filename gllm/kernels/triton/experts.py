@@ -129,9 +129,8 @@ def run_experts(
         raise ValueError(f"no kernel for the activation {activation!r}")
     tokens, hidden = x.shape
     count, _, inner = down.shape
-    output = x.new_empty(tokens, hidden)
     if not tokens:
-        return output
+        return x.new_empty(tokens, hidden)
     x = x if x.stride(1) == 1 else x.contiguous()
     experts, weights = experts.contiguous(), weights.contiguous()
     pairs = sort(experts, count)
@@ -142,10 +141,18 @@ def run_experts(
             experts_fp8.multiply(source, weight, to, pairs, gate, fp8)
         else:
             _launch(source, weight, to, pairs, gate)
-    use = choose("experts_sum")
+    return add_parts(parts, experts, weights)
+
+
+def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """[tokens, hidden]: the weighted sum of parts [tokens * active, hidden] by rising number of
+    their experts [tokens, active], weights alike."""
+    tokens, picked = experts.shape
+    hidden, use = parts.shape[1], choose("experts_sum")
+    output = parts.new_empty(tokens, hidden)
     _add[(tokens, triton.cdiv(hidden, use["elements"]))](
         *(parts, experts, weights, output),
-        **_sums(hidden, pairs.picked, use),
+        **_sums(hidden, picked, use),
         num_warps=use["warps"],
     )
     return output

@@ -109,6 +109,7 @@ def _compiled(label: str, size: int, add: bool, kind: str, scale: str) -> Compil
 COMPILED = [
     _compiled("sum, rows of 3584, bf16", 3584, True, "bf16", "bf16"),
     _compiled("sum, rows of 4096, fp16", 4096, True, "fp16", "fp16"),
+    _compiled("sum, rows of 8192, bf16", 8192, True, "bf16", "bf16"),
     _compiled("sum, rows of 16384, bf16", LONGEST, True, "bf16", "fp32"),
     _compiled("rows of 3584, bf16", 3584, False, "bf16", "bf16"),
     _compiled("rows of 4096, fp16", 4096, False, "fp16", "fp32"),

@@ -61,7 +61,22 @@ class File:
 
     device: str
     architecture: int
+    timed: bool
+    how: str
+    """The command that made it, or what it was chosen by."""
+    date: str
+    versions: Mapping[str, str]
     tables: Tables
+
+    def text(self) -> str:
+        """The file, a row on a line."""
+        about = {name: getattr(self, name) for name in (*ABOUT, "versions")}
+        lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in about.items()]
+        tables = []
+        for name, rows in self.tables.items():
+            listed = [f"      {json.dumps({'up_to': row.up_to, **row.use})}" for row in rows]
+            tables.append(f"    {json.dumps(name)}: [\n" + ",\n".join(listed) + "\n    ]")
+        return "\n".join(["{", *lines, '  "tables": {', ",\n".join(tables), "  }", "}", ""])
 
 
 class TilesError(ValueError):
@@ -82,10 +97,11 @@ def row_for(table: str, sizes: Mapping[str, int]) -> Row:
 
 
 @contextmanager
-def using(tables: Tables) -> Iterator[None]:
-    """Replace rows of the tables, those with the same `up_to`, within this process."""
+def using(tables: Tables, onto: Tables | None = None) -> Iterator[None]:
+    """Replace rows of the tables, those with the same `up_to`, within this process; onto: all
+    tables, in place of those that are there."""
     before = _replaced[:]
-    _replaced[:] = [_Chosen(_merged(_current().tables, tables))]
+    _replaced[:] = [_Chosen(_merged(_current().tables if onto is None else onto, tables))]
     try:
         yield
     finally:
@@ -132,11 +148,14 @@ def parse(path: str, content: Any, known: Tables | None) -> File:
     unknown = sorted({*content} - {*wanted})
     if unknown:
         raise TilesError(f"{path}: nothing is known of {', '.join(unknown)}")
+    strange = sorted({*content["tables"]} - {*(content["tables"] if known is None else known)})
+    if strange:
+        raise TilesError(f"{path}: tables.{strange[0]} is of no kernel")
     tables = {
-        name: _rows(f"{path}: tables.{name}", rows, None if known is None else known.get(name, ()))
+        name: _rows(f"{path}: tables.{name}", rows, None if known is None else known[name])
         for name, rows in content["tables"].items()
     }
-    return File(content["device"], content["architecture"], tables)
+    return File(**{**content, "tables": tables})
 
 
 def _rows(where: str, rows: Any, known: Sequence[Row] | None) -> list[Row]:
