@@ -217,20 +217,20 @@ def linear_fp8(
     groups = triton.cdiv(inputs, group)
     part = triton.cdiv(groups, parts_of(tokens, inputs, groups, grid, use, x.device))
     parts = triton.cdiv(groups, part)
-    to, flags = out, {"BIAS": bias is not None}
+    biased, to = bias is not None, out
     if parts > 1:
         to = torch.empty(parts, tokens, outputs, dtype=torch.float32, device=x.device)
     bias = out if bias is None else bias
     _linear_kernel[(*grid, parts)](
         *(to, x, scales, matrix.codes.view(torch.uint8), matrix.scales, bias),
         *(tokens, outputs, inputs, groups, part, matrix.scales.shape[1], x.stride(0)),
-        **_constants(matrix.rows, width, fp8, flags["BIAS"] and parts == 1, group, use),
+        **_constants(matrix.rows, width, fp8, biased and parts == 1, group, use),
         num_warps=use["warps"],
         num_stages=use["stages"],
     )
     if parts > 1:
         blocks = triton.cdiv(outputs, ADDED)
-        _add_kernel[(tokens, blocks)](out, to, bias, outputs, parts, **flags, BLOCK=ADDED)
+        _add_kernel[(tokens, blocks)](out, to, bias, outputs, parts, BIAS=biased, BLOCK=ADDED)
     return out
 
 

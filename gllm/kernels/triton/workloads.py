@@ -4,9 +4,10 @@ Owns sizes and inputs, and how a result is judged: by the operation on the CPU, 
 the reference. Does not know which tiles are tried.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -216,64 +217,49 @@ MAPS = [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (28_672, 409
 
 def workloads() -> list[Workload]:
     """All of them; tensors are made when one is prepared."""
-    wides = [(label, shape, False) for label, shape in attention_shapes.HEADS_OF.items()]
-    wides += [(label, attention_shapes.widened(shape), True) for label, shape, _ in wides]
-    return [
-        *(
-            Workload(
-                table,
-                attention_shapes.sizes_of(shape),
-                f"{label}, {rows} rows of {context}",
-                partial(attend, shape, rows, new, context),
-            )
-            for label, shape, _ in wides
-            for table, rows, new, context in (
-                ("decode", 32, 1, 2048),
-                ("decode", 2, 1, 16_384),
-                ("prefill", 1, 1024, 1024),
-                ("prefill", 1, 256, 8192),
-            )
-        ),
-        *(
-            Workload(
-                "experts_fp8" if eights else "experts",
-                {"maps": maps, "bytes": element},
-                f"{tokens} tokens, {sizes[0]} experts",
-                partial(mix, tokens, sizes, element, eights),
-            )
-            for eights, element in ((False, 2), (False, 4), (True, 1), (True, 2), (True, 4))
-            for maps in (1, 2)
-            for sizes in MIXTURES
-            for tokens in (32, 1024)
-        ),
-        *(
-            Workload(
-                "linear_fp8",
-                {"tokens": tokens},
-                f"{tokens} tokens, {inputs} to {outputs}",
-                partial(multiply_fp8, tokens, outputs, inputs),
-            )
-            for tokens in (1, 16, 32, 64, 1024)
-            for outputs, inputs in MAPS
-        ),
-        *(
-            Workload(
-                "rms_norm",
-                {"size": size},
-                f"{tokens} tokens of {size}",
-                partial(norm, tokens, size),
-            )
-            for size in (2048, 3584, 4096, 8192, 16_384)
-            for tokens in (32, 1024)
-        ),
-        *(
-            Workload(table, {}, f"{tokens} tokens", partial(make, tokens, *sizes))
-            for tokens in (32, 1024)
-            for table, make, sizes in (
-                ("experts_sum", add_up, (8, 2048)),
-                ("quantize", quantize, (18_944,)),
-                ("activation", gated, (18_944,)),
-                ("qkv", turn, (28, 4, 128)),
-            )
-        ),
-    ]
+    return [*_attention(), *_mixtures(), *_others()]
+
+
+def _attention() -> Iterator[Workload]:
+    narrow = attention_shapes.HEADS_OF.items()
+    wide = [(f"{name}, fp32", attention_shapes.widened(shape)) for name, shape in narrow]
+    for (label, shape), (table, rows, new, context) in product(
+        [*narrow, *wide],
+        [
+            *(("decode", 32, 1, 2048), ("decode", 2, 1, 16_384)),
+            *(("prefill", 1, 1024, 1024), ("prefill", 1, 256, 8192)),
+        ],
+    ):
+        make = partial(attend, shape, rows, new, context)
+        named = f"{label}, {rows} rows of {context}"
+        yield Workload(table, attention_shapes.sizes_of(shape), named, make)
+
+
+def _mixtures() -> Iterator[Workload]:
+    kinds = [(False, 2), (False, 4), (True, 1), (True, 2), (True, 4)]
+    for (eights, element), maps, sizes, tokens in product(kinds, (1, 2), MIXTURES, (32, 1024)):
+        table, named = (
+            "experts_fp8" if eights else "experts",
+            f"{tokens} tokens, {sizes[0]} experts",
+        )
+        make = partial(mix, tokens, sizes, element, eights)
+        yield Workload(table, {"maps": maps, "bytes": element}, named, make)
+
+
+def _others() -> Iterator[Workload]:
+    for tokens, (outputs, inputs) in product((1, 16, 32, 64, 1024), MAPS):
+        named = f"{tokens} tokens, {inputs} to {outputs}"
+        make = partial(multiply_fp8, tokens, outputs, inputs)
+        yield Workload("linear_fp8", {"tokens": tokens}, named, make)
+    for tokens, size in product((32, 1024), (2048, 3584, 4096, 8192, 16_384)):
+        make = partial(norm, tokens, size)
+        yield Workload("rms_norm", {"size": size}, f"{tokens} tokens of {size}", make)
+    for tokens in (32, 1024):
+        made = {
+            "experts_sum": partial(add_up, tokens, 8, 2048),
+            "quantize": partial(quantize, tokens, 18_944),
+            "activation": partial(gated, tokens, 18_944),
+            "qkv": partial(turn, tokens, 28, 4, 128),
+        }
+        for table, make_other in made.items():
+            yield Workload(table, {}, f"{tokens} tokens", make_other)
