@@ -264,7 +264,7 @@ def experts(place: Place, mixture: Mixture, tokens: int) -> Operation:
     def error(given: tuple[Tensor, Tensor, Tensor]) -> float:
         x, chosen, weights = given
         got = run_stacked(x, chosen, weights, stacked)
-        wanted = [_by_experts(x[at], chosen[at], weights[at], stacked) for at in checked]
+        wanted = [_by_experts(x[at], chosen[at], weights[at], up, down) for at in checked]
         return relative_error(got[checked], torch.stack(wanted))
 
     checked = list(range(0, tokens, max(tokens // CHECKED_TOKENS, 1)))
@@ -280,14 +280,12 @@ def experts(place: Place, mixture: Mixture, tokens: int) -> Operation:
     )
 
 
-def _by_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacked: StackedExperts) -> Tensor:
-    """[hidden] float64: one token's sum."""
+def _by_experts(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """[hidden] float64: one token's sum; up, down: as of StackedExperts."""
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for expert, weight in zip(chosen.tolist(), weights.tolist(), strict=True):
-        first, second = (stacked.up[expert].to(torch.float64) @ x.to(torch.float64)).chunk(2)
-        total += weight * (
-            stacked.down[expert].to(torch.float64) @ (functional.silu(first) * second)
-        )
+        first, second = (up[expert].to(torch.float64) @ x.to(torch.float64)).chunk(2)
+        total += weight * (down[expert].to(torch.float64) @ (functional.silu(first) * second))
     return total
 
 

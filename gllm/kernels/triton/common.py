@@ -1,11 +1,14 @@
 """What Triton kernels share.
 
-Owns the product of tiles, and looks into the histories of sequences. Triton's interpreter, by which
-kernels are tested without a GPU, computes products and arithmetic of bfloat16 wrongly, silently;
-conversions are right. So kernels compute in float32 between loads and stores, as they would anyway,
-and multiply tiles by `dot`.
+Owns the product of tiles, looks into the histories of sequences, and how many processors a GPU has.
+Triton's interpreter, by which kernels are tested without a GPU, computes products and arithmetic of
+bfloat16 wrongly, silently; conversions are right. So kernels compute in float32 between loads and
+stores, as they would anyway, and multiply tiles by `dot`.
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 
@@ -27,3 +30,11 @@ def tokens_of(table, blocks, positions, there, BLOCK_SIZE: tl.constexpr):
     block = tl.load(blocks + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
     return tl.load(table + slots, mask=there, other=-1)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device; 1 for one that has none."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
