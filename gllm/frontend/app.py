@@ -18,12 +18,14 @@ from gllm.frontend.errors import Handler, error_middleware
 from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.fields.control import AbortFields
+from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.routes import (
     chat,
     completions,
     control,
+    embeddings,
     health,
     metrics,
     models,
@@ -42,6 +44,7 @@ ENDPOINTS = (
     Endpoint("HEAD", "/page/{name}", page.file, content="*/*"),
     Endpoint("POST", "/v1/chat/completions", chat.create, ChatFields),
     Endpoint("POST", "/v1/completions", completions.create, CompletionFields),
+    Endpoint("POST", "/v1/embeddings", embeddings.create, EmbeddingFields),
     Endpoint("GET", "/v1/models", models.listing),
     Endpoint("GET", "/v1/models/{model}", models.one),
     Endpoint("GET", "/health", health.health),

@@ -26,7 +26,7 @@ from gllm.runtime.batch import Batch, BlockTables, CacheShape, build_inputs, pla
 from gllm.runtime.device import cache_dtype, capability, compute_dtype
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from gllm.runtime.logprobs import PromptRows, prompt_rows
-from gllm.runtime.sampler import SampledRows, draw, plan_rows
+from gllm.runtime.sampler import SampledRows, draw, plan_rows, tell_embedded
 from gllm.runtime.sampling_state import SamplingState, states_of
 from gllm.scheduler.mirror import Followed, Mirror
 from gllm.scheduler.plan import Sampled, StepPlan
@@ -179,7 +179,10 @@ class StageExecutor:
             return hidden
         for prompt in batch.prompts:
             prompt.compute(hidden, self._stage.logits)
-        return self._stage.logits(hidden[batch.sample_rows])
+        sampling = hidden[batch.sample_rows]
+        if batch.sampled.embedded:
+            batch.embeddings = self._stage.normed(sampling[batch.sampled.embedded])
+        return self._stage.logits(sampling)
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[RowLogprobs]]:
@@ -197,4 +200,5 @@ class StageExecutor:
             self._last_tokens.update((result.seq, result.token) for result in results)
             for seq in batch.released:
                 self._last_tokens.pop(seq, None)
-        return results, drawn.logprobs
+        embedded = tell_embedded(batch.sampled, batch.embeddings, drawn.errors)
+        return results, drawn.logprobs + embedded
