@@ -14,13 +14,16 @@ from aiohttp import web
 from gllm.config import SamplingParams
 from gllm.engine_api import Delta
 from gllm.frontend.collect import Choice, Merged, Tally
-from gllm.frontend.context import ARRIVAL, REQUEST_ID, Context
+from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, Context
 from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.fields.generation import Generation
 from gllm.frontend.metrics import RequestRecord
 from gllm.frontend.sse import Event, EventStream
 
 Json = dict[str, Any]
+
+SILENT_SECONDS = 10.0
+"""A stream that has nothing to say for so long says that it lives, and opens for it."""
 
 
 class Writer(Protocol):
@@ -111,10 +114,12 @@ async def _collect(merged: Merged, job: Job, tally: Tally) -> list[Choice]:
 async def _stream(
     request: web.Request, merged: Merged, writer: Writer, tally: Tally
 ) -> web.StreamResponse:
-    """The choices as events. Whatever fails before the first delta still gets its status code."""
-    deltas = await merged.take()
-    stream = await EventStream.open(request)
+    """The choices as events. What fails before the first delta still gets its status code, unless
+    that was long in coming."""
+    stream = EventStream(request, request.app[CONTEXT].config.write_timeout)
     try:
+        deltas = await _take(merged, stream)
+        await stream.open()
         await stream.send(writer.opening(tally))
         while deltas:
             events: list[Event] = []
@@ -126,14 +131,23 @@ async def _stream(
             finally:
                 # What came before a failed choice is shown before its error.
                 await stream.send(events)
-            deltas = await merged.take()
+            deltas = await _take(merged, stream)
         await stream.send(writer.closing(tally))
     except ConnectionError:
         return stream.response  # the client is gone, and leaving aborts what runs
     except Exception as error:
+        if not stream.is_open:
+            raise
         await stream.send(writer.failed(to_api_error(error)))
     await stream.end()
     return stream.response
+
+
+async def _take(merged: Merged, stream: EventStream) -> list[Delta]:
+    """The next deltas, with comments in a silence before them; empty at the end."""
+    while not await merged.wait(SILENT_SECONDS):
+        await stream.comment()
+    return await merged.take()
 
 
 def _check(delta: Delta) -> None:

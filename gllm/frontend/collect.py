@@ -48,6 +48,21 @@ class Merged:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def wait(self, seconds: float) -> bool:
+        """Wait so long for what `take` has to tell; whether there is something."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._has_news:
+                    self._wake.clear()
+                    await self._wake.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._pending) or self._error is not None or not self._running
+
     async def take(self) -> list[Delta]:
         """What came since the last call, waiting for something; empty at the end.
 
