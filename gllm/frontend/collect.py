@@ -50,6 +50,8 @@ class Merged:
 
     async def wait(self, seconds: float) -> bool:
         """Wait so long for what `take` has to tell; whether there is something."""
+        if self._has_news:
+            return True
         try:
             async with asyncio.timeout(seconds):
                 while not self._has_news:

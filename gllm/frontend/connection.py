@@ -1,8 +1,8 @@
 """HTTP below the routes: how long a connection may take, and the answer to what is no request.
 
 Owns limits on headers, time-outs of reading headers and of writing answers, and the shape of errors
-that aiohttp finds itself. Leans on aiohttp's inside in two places (`_waiter`, `_make_server`), for
-it offers no other way in. Knows nothing of endpoints.
+that aiohttp finds itself. Leans on aiohttp's inside (`_waits_for_head`, `Runner`), for it offers no
+other way in. Knows nothing of endpoints.
 """
 
 import asyncio
@@ -19,12 +19,18 @@ from gllm.frontend.request_id import current_id, request_id
 
 log = logging.getLogger(__name__)
 
+SERVER = "gllm"
+"""In the place of aiohttp's own name, which tells its version and Python's."""
 MAX_URL_BYTES = 8192
 MAX_FIELD_BYTES = 16384
 """Of one header."""
 MAX_FIELDS = 100
 MAX_HEAD_BYTES = 65536
 """Of the request line and all headers; one read from the socket may be above it."""
+
+KEEP_ALIVE_SECONDS = 650.0
+"""For which a connection may be idle: longer than proxies keep theirs, for one that is ended while
+a request is under way fails it."""
 
 
 class Connection(web.RequestHandler):
@@ -42,7 +48,7 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Watch how much and for how long a request's head comes in."""
         super().data_received(data)
-        if self._waiter is None or self._waiter.done():
+        if not self._waits_for_head:
             self._forget_head()
         elif data:
             self._head_bytes += len(data)
@@ -51,6 +57,12 @@ class Connection(web.RequestHandler):
             elif self._head_timer is None:
                 seconds = self._config.read_timeout
                 self._head_timer = self._loop.call_later(seconds, self._end, too_slow(seconds))
+
+    @property
+    def _waits_for_head(self) -> bool:
+        # The first bytes may come before the task that waits for them.
+        waiter = self._waiter
+        return self._request_count == 0 or (waiter is not None and not waiter.done())
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Nothing is to be waited for any more."""
@@ -124,6 +136,7 @@ class Runner(web.AppRunner):
             max_line_size=MAX_URL_BYTES,
             max_field_size=MAX_FIELD_BYTES,
             max_headers=MAX_FIELDS,
+            keepalive_timeout=KEEP_ALIVE_SECONDS,
         )
         self._config = config
 
@@ -160,6 +173,7 @@ def _answer(error: ApiError) -> web.Response:
     """An error with its request's id, where no middleware adds it."""
     response = error_response(error)
     response.headers["X-Request-Id"] = named = current_id()
+    response.headers["Server"] = SERVER
     # The message may quote a header, and that a key: it is told, not logged.
     log.info("request %s: %d %s", named, error.status, error.code)
     return response

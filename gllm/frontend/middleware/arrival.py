@@ -1,6 +1,6 @@
-"""Every request has a time and an id; the answer tells the id.
+"""Every request has a time and an id; the answer tells the id, and who answers.
 
-Owns X-Request-Id. Knows nothing of what is asked.
+Owns X-Request-Id and Server. Knows nothing of what is asked.
 """
 
 import time
@@ -8,6 +8,7 @@ import time
 from aiohttp import web
 
 from gllm.config import ServerConfig
+from gllm.frontend.connection import SERVER
 from gllm.frontend.context import ARRIVAL, REQUEST_ID
 from gllm.frontend.errors import Handler
 from gllm.frontend.request_id import CURRENT, request_id
@@ -16,7 +17,7 @@ from gllm.frontend.request_id import CURRENT, request_id
 def install(app: web.Application, config: ServerConfig) -> None:
     """Put it into an application."""
     app.middlewares.append(_arrive)
-    app.on_response_prepare.append(_echo)
+    app.on_response_prepare.append(_tell)
 
 
 @web.middleware
@@ -27,6 +28,7 @@ async def _arrive(request: web.Request, handler: Handler) -> web.StreamResponse:
     return await handler(request)
 
 
-async def _echo(request: web.Request, response: web.StreamResponse) -> None:
+async def _tell(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = SERVER
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
