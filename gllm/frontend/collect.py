@@ -50,18 +50,17 @@ class Merged:
 
     async def wait(self, seconds: float) -> bool:
         """Wait so long for what `take` has to tell; whether there is something."""
-        if self._has_news:
+        if self._has_news():
             return True
         try:
             async with asyncio.timeout(seconds):
-                while not self._has_news:
+                while not self._has_news():
                     self._wake.clear()
                     await self._wake.wait()
         except TimeoutError:
             return False
         return True
 
-    @property
     def _has_news(self) -> bool:
         return bool(self._pending) or self._error is not None or not self._running
 
