@@ -102,12 +102,12 @@ class Server:
             engine.kv_bytes / 2**20, blocks, tokens / length, length,
         )  # fmt: skip
         question = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
-        scheme = "http" if self._config.ssl_certfile is None else "https"
+        url = f"http{'s' if self._config.ssl_certfile else ''}://{host}:{port}"
         key = ""
         if self._config.api_key or self._config.api_key_file:
             key = '-H "Authorization: Bearer $KEY" '
         log.info(
-            "%s is ready:\ncurl -N %s://%s:%d/v1/chat/completions %s"
+            "%s is ready: chat at %s/, or\ncurl -N %s/v1/chat/completions %s"
             "-H 'Content-Type: application/json' -d '%s'",
-            engine.model.name, scheme, host, port, key, question,
+            engine.model.name, url, url, key, question,
         )  # fmt: skip

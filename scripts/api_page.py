@@ -35,10 +35,10 @@ for the values its row shows, which ask for nothing.
 
 With `--api-key`, `--api-key-file` or `GLLM_API_KEY` a request has to bear one of the keys, as
 `Authorization: Bearer KEY` or `x-api-key: KEY`. Only `/health`, `/ready` and `/metrics` answer
-without, for probes and scrapers have none; `/version` and `/openapi.json` do not: who has no key
-needs neither, and a version tells what to try. All keys may do the same. A key on the command line
-is seen by `ps` for as long as the process starts, and stays in the shell's history: put keys into a
-file that only the server's user can read.
+without, for probes and scrapers have none, and the chat page, which asks for one. `/version` and
+`/openapi.json` do not: who has no key needs neither, and a version tells what to try. All keys may
+do the same. A key on the command line is seen by `ps` for as long as the process starts, and stays
+in the shell's history: put keys into a file that only the server's user can read.
 
 `--rate-limit N` lets each key compute N requests a minute, all at once if it likes; without keys it
 counts by address (IPv6 by /64), so behind a proxy all clients are one. Answers tell the state in
@@ -47,8 +47,8 @@ counts by address (IPv6 by /64), so behind a proxy all clients are one. Answers 
 ## Connections
 
 `X-Request-Id` is taken (up to 128 of `A-Z a-z 0-9 . _ : -`) or made, answered, and named by the
-log's lines. A client that disconnects aborts its request. A stream that has nothing to say for 10 s
-opens, if it had not, and sends the comment `: keep-alive`; what fails after that is an `error`
+log's lines. A client that disconnects aborts its request. A stream that has nothing to say for 7 to
+14 s opens, if it had not, and sends the comment `: keep-alive`; what fails after that is an `error`
 event, what fails before has its status. A client that reads slowly gets fewer, larger events; one
 that reads nothing for `--write-timeout` seconds is cut off.
 

@@ -27,6 +27,7 @@ from gllm.frontend.routes import (
     metrics,
     models,
     openapi,
+    page,
     server_info,
     tokens,
     version,
@@ -34,6 +35,10 @@ from gllm.frontend.routes import (
 from gllm.frontend.routes.openapi import ALL
 
 ENDPOINTS = (
+    Endpoint("GET", "/", page.index, content="text/html", is_open=True),
+    Endpoint("HEAD", "/", page.index, content="text/html", is_open=True),
+    Endpoint("GET", "/page/{name}", page.file, content="*/*", is_open=True),
+    Endpoint("HEAD", "/page/{name}", page.file, content="*/*", is_open=True),
     Endpoint("POST", "/v1/chat/completions", chat.create, ChatFields),
     Endpoint("POST", "/v1/completions", completions.create, CompletionFields),
     Endpoint("GET", "/v1/models", models.listing),

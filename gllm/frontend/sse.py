@@ -4,7 +4,8 @@ Owns the event format. Knows nothing of what the events say.
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,27 +19,29 @@ HEADERS = {
     "X-Accel-Buffering": "no",  # proxies of the nginx kind would hold events back
 }
 
-
+SILENT_SECONDS = 7.0
+"""A stream that has had nothing to say for so long, at most twice, says that it lives."""
 PIECE_BYTES = 65536
 
 
 class Event(NamedTuple):
     """One event: its data, and a name where its kind has one."""
 
-    data: dict[str, Any] | str
-    """JSON values, or a text that is written as it is."""
+    data: dict[str, Any] | bytes
+    """JSON values, or what is written as it is."""
     name: str = ""
 
 
-DONE = Event("[DONE]")
+DONE = Event(b"[DONE]")
 """How OpenAI's older endpoints end a stream."""
 
 
 class EventStream:
     """A stream of events; writing waits while the client is slow.
 
-    What is written raises ConnectionError once the client is gone, and also when it has taken
-    nothing for `patience` seconds: its connection is ended then.
+    While it is watched, silence is filled with comments, and a client that takes nothing for
+    `patience` seconds loses its connection. What is written to one that is gone raises
+    ConnectionError.
     """
 
     def __init__(self, request: web.Request, patience: float) -> None:
@@ -46,6 +49,8 @@ class EventStream:
         self._request = request
         self._patience = patience
         self._encoder = msgspec.json.Encoder()
+        self._pieces = 0
+        """That were written: what tells that something goes on."""
 
     @property
     def is_open(self) -> bool:
@@ -61,31 +66,50 @@ class EventStream:
         if lines := [self._written(event) for event in events]:
             await self._write(b"".join(lines))
 
-    async def comment(self) -> None:
-        """What clients do not see, but proxies do, which cut silent connections."""
-        await self.open()
-        await self._write(b": keep-alive\n\n")
-
     async def end(self) -> None:
         """The end of the stream."""
-        await self._within_patience(self.response.write_eof())
+        await self.response.write_eof()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look after the stream as long as the context lasts.
+
+        A task beside the writer, so that writing costs nothing more.
+        """
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self) -> None:
+        seen = stuck = 0
+        period = min(SILENT_SECONDS, self._patience)
+        while stuck * period <= self._patience:
+            await asyncio.sleep(period)
+            if self._pieces != seen:
+                seen, stuck = self._pieces, 0
+            elif self._request.protocol.writing_paused:
+                stuck += 1
+            else:
+                stuck = 0
+                await self._comment()
+        abort_unread(self._request)
+
+    async def _comment(self) -> None:
+        """What clients do not see, but proxies do, which cut silent connections."""
+        with suppress(ConnectionError):
+            await self.open()
+            await self.response.write(b": keep-alive\n\n")
 
     async def _write(self, data: bytes) -> None:
-        # Piece by piece: a client that takes one within its time is slow, but reads.
+        # Piece by piece: a client that takes one is slow, but reads.
         for begin in range(0, len(data), PIECE_BYTES):
-            piece = data[begin : begin + PIECE_BYTES]
-            await self._within_patience(self.response.write(piece))
-
-    async def _within_patience(self, written: Awaitable[None]) -> None:
-        try:
-            async with asyncio.timeout(self._patience):
-                await written
-        except TimeoutError:
-            abort_unread(self._request)
-            raise ConnectionResetError("the client does not read") from None
+            await self.response.write(data[begin : begin + PIECE_BYTES])
+            self._pieces += 1
 
     def _written(self, event: Event) -> bytes:
         data, name = event
-        text = data.encode() if isinstance(data, str) else self._encoder.encode(data)
-        head = b"event: " + name.encode() + b"\n" if name else b""
-        return head + b"data: " + text + b"\n\n"
+        text = data if isinstance(data, bytes) else self._encoder.encode(data)
+        head = b"event: %b\ndata: " % name.encode() if name else b"data: "
+        return b"%b%b\n\n" % (head, text)
