@@ -7,6 +7,7 @@ of models and devices: what depends on them is resolved where they are known.
 import argparse
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -147,7 +148,61 @@ class ServerConfig:
     )
     max_choices: int = option(128, "largest n of a request")
     max_body_bytes: int = option(8 * 2**20, "largest request body, as 8MiB", parse=parse_bytes)
+    api_key: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata={
+            "help": "a key that clients have to send, any number of times, besides those in "
+            "$GLLM_API_KEY, separated by commas; ps may show it: a file is safer",
+            "repeat": True,
+            "secret": True,
+        },
+    )
+    api_key_file: str | None = option(
+        None, "file of such keys, one a line, with # before comments; default: none"
+    )
+    rate_limit: int | None = option(
+        None, "requests a minute for each key, or each address without keys; default: no limit"
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "origin whose pages may ask (CORS), any number of times, * for all; default: none",
+        repeat=True,
+    )
+    ssl_certfile: str | None = option(
+        None, "PEM file of the certificate and those above it, for https; default: plain http"
+    )
+    ssl_keyfile: str | None = option(None, "PEM file of the certificate's private key")
+    ssl_ca_certs: str | None = option(
+        None, "PEM file of those whose certificates clients have to show; default: none has to"
+    )
+    read_timeout: float = option(60.0, "seconds in which a request's headers and body each come")
+    write_timeout: float = option(300.0, "seconds without reading after which a client is cut off")
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field and the fix, and no key."""
+        for number, key in enumerate(self.api_key, 1):
+            check_key(key, f"api_key {number}")
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s,]+", origin):
+                raise ValueError(
+                    f"allowed_origins has {origin!r}, but has to have * or origins as "
+                    "https://example.com, with a port where there is one, without a path"
+                )
+        pair = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
+        missing = [name for name, value in pair.items() if value is None]
+        if len(missing) == 1:
+            given = next(name for name in pair if name not in missing)
+            raise ValueError(f"{given} is given without {missing[0]}: https needs both")
+        if missing and self.ssl_ca_certs is not None:
+            raise ValueError("ssl_ca_certs is given without ssl_certfile and ssl_keyfile")
+        if self.rate_limit is not None and self.rate_limit < 1:
+            raise ValueError(f"rate_limit is {self.rate_limit}, but has to be at least 1")
+        for name in ("read_timeout", "write_timeout"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value}, but has to be above 0")
 
 
 @dataclass(frozen=True)
@@ -230,6 +285,12 @@ class SamplingParams:
             raise FieldError(name, f"{name} is {getattr(self, name)!r:.200}, but has to be {rule}")
 
 
+def check_key(key: str, origin: str) -> None:
+    """Raises ValueError for a key that no header can carry; it names the origin, not the key."""
+    if not key or not all("!" <= char <= "~" for char in key):
+        raise ValueError(f"{origin}: a key has to be printable ASCII without spaces, not empty")
+
+
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """One flag for each field of a configuration dataclass, nested ones included."""
     hints = typing.get_type_hints(config)
@@ -249,18 +310,22 @@ def from_flags(config: type, values: argparse.Namespace) -> Any:
         if dataclasses.is_dataclass(hints[spec.name]):
             given[spec.name] = from_flags(typing.cast(type, hints[spec.name]), values)
         elif "help" in spec.metadata:
-            given[spec.name] = getattr(values, spec.name)
+            value = getattr(values, spec.name)
+            given[spec.name] = tuple(value or ()) if "repeat" in spec.metadata else value
     return config(**given)
 
 
 def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
     """What argparse needs for one field: default, type, choices, help with the default."""
     text = spec.metadata["help"]
-    if spec.default is not None and "default" not in text:
+    if spec.default not in (None, ()) and "default" not in text:
         text += f" (default {spec.default})"
     options: dict[str, Any] = {"default": spec.default, "help": text.replace("%", "%%")}
     if hint is bool:
         return options | {"action": argparse.BooleanOptionalAction}
+    if "repeat" in spec.metadata:
+        # argparse appends to the default, which a tuple does not take.
+        options |= {"action": "append", "default": None}
     plain = next((t for t in (int, float, str) if t in (hint, *typing.get_args(hint))), str)
     options["type"] = spec.metadata.get("parse", plain)
     if "choices" in spec.metadata:
