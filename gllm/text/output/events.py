@@ -1,0 +1,100 @@
+"""What a model's output consists of, besides plain text.
+
+Owns the events that parsers give and the message they add up to. Knows nothing of formats.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins; calls count from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments: pieces of the text of a JSON object."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBroken:
+    """A call that had begun turned out to be none; its whole text follows as content."""
+
+    index: int
+
+
+Event = Content | Reasoning | CallStart | CallArguments | CallBroken
+
+
+@dataclass
+class Call:
+    """A tool call."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    """The text of a JSON object."""
+
+
+@dataclass
+class Message:
+    """All of an output."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: dict[int, Call] = field(default_factory=dict)
+    """By index; those that broke are missing."""
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Append what came."""
+        for event in events:
+            match event:
+                case Content(text):
+                    self.content += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallStart(index, call_id, name):
+                    self.calls[index] = Call(call_id, name)
+                case CallArguments(index, text):
+                    self.calls[index].arguments += text
+                case CallBroken(index):
+                    del self.calls[index]
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The same events with neighbours of one kind joined."""
+    joined: list[Event] = []
+    for event in events:
+        before = joined[-1] if joined else None
+        match before, event:
+            case Content(first), Content(second):
+                joined[-1] = Content(first + second)
+            case Reasoning(first), Reasoning(second):
+                joined[-1] = Reasoning(first + second)
+            case CallArguments(index, first), CallArguments(other, second) if index == other:
+                joined[-1] = CallArguments(index, first + second)
+            case _:
+                joined.append(event)
+    return joined

@@ -1,0 +1,103 @@
+"""What a model thinks before it answers.
+
+Owns the tags of the families, and the split at them. Whitespace at both sides of a tag belongs to
+nobody. Knows nothing of what an answer holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gllm.text.output.events import Event, Reasoning
+from gllm.text.output.reader import Reader, Sink, Wait
+
+
+@dataclass(frozen=True)
+class ReasoningTags:
+    """What encloses the reasoning of a family's models."""
+
+    name: str
+    opening: str
+    closing: str
+
+    def written_by(self, template: str) -> bool:
+        """Whether a chat template, given by its source, shows these tags."""
+        return self.opening in template or self.closing in template
+
+    def left_open(self, prompt: str) -> bool:
+        """Whether a prompt ends where reasoning has just begun."""
+        return prompt.rstrip().endswith(self.opening)
+
+    def left_within(self, text: str) -> bool:
+        """Whether a text that is to be continued ends somewhere in reasoning."""
+        return text.rfind(self.opening) > text.rfind(self.closing)
+
+
+REASONING = {
+    tags.name: tags
+    for tags in (
+        ReasoningTags("think", "<think>", "</think>"),
+        ReasoningTags("mistral", "[THINK]", "[/THINK]"),
+    )
+}
+"""Families by name, in the order in which they are looked for."""
+
+
+class Splitter:
+    """Reasoning into events, what follows into a sink. Reasoning can only be at the beginning.
+
+    within: whether the text begins in the middle of it.
+    """
+
+    def __init__(self, tags: ReasoningTags, within: bool, answer: Sink) -> None:
+        self.events: list[Event] = []
+        self.found = within
+        """Whether there was an opening tag, in the prompt or in the text."""
+        self._tags = tags
+        self._within = within
+        self._answer = answer
+        self._space = ""
+
+    def split(self, reader: Reader) -> Wait[None]:
+        """The parser."""
+        reader.keep()
+        yield from reader.space()
+        opened = yield from reader.starts(self._tags.opening)
+        before = reader.kept()
+        if opened or self._within:
+            self.found = True
+            yield from reader.space()
+            if (yield from reader.until((self._tags.closing,), self._think)):
+                yield from reader.space()
+        else:
+            self._answer(before)
+        yield from reader.rest(self._answer)
+
+    def _think(self, text: str) -> None:
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self.events.append(Reasoning(shown))
+
+
+class ReasoningCounter:
+    """Counts the tokens of reasoning, the closing tag among them.
+
+    opening, closing: the tags' token ids. within: whether the output begins in the middle of it.
+    """
+
+    def __init__(self, opening: int, closing: int, within: bool) -> None:
+        self.count = 0
+        self._opening = opening
+        self._closing = closing
+        self._within = within
+        self._over = False
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """The next tokens of the output."""
+        for token in token_ids:
+            if self._over:
+                return
+            self._within = self._within or token == self._opening
+            self.count += self._within
+            self._over = self._within and token == self._closing
