@@ -1,10 +1,8 @@
 """From a checked request to its answer, streamed or whole.
 
-Owns the order of events and what an answer carries besides its choices. Knows nothing of the
-endpoints' own shapes: they give a `Shape`.
+Owns the order of events. Knows nothing of the endpoints' own shapes: they give a `Writer`.
 """
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -16,41 +14,39 @@ from aiohttp import web
 from gllm.config import SamplingParams
 from gllm.engine_api import Delta
 from gllm.frontend.collect import Choice, Merged, Tally
-from gllm.frontend.context import ARRIVAL, REQUEST_ID, Context
+from gllm.frontend.context import ARRIVAL, Context
 from gllm.frontend.errors import ApiError, to_api_error
-from gllm.frontend.fields import Common
+from gllm.frontend.fields.generation import Generation
 from gllm.frontend.metrics import RequestRecord
-from gllm.frontend.sse import EventStream
+from gllm.frontend.sse import Event, EventStream
 
 Json = dict[str, Any]
 
 
-class Shape(Protocol):
-    """How an endpoint writes its choices."""
+class Writer(Protocol):
+    """How an endpoint writes one answer. The tally counts what was generated so far."""
 
-    prefix: str
-    """What ids begin with."""
-    whole_object: str
-    chunk_object: str
+    def opening(self, tally: Tally) -> list[Event]:
+        """What a stream begins with."""
 
-    def opening(self, index: int) -> list[Json]:
-        """Choices that open a stream, one chunk for each."""
+    def delta(self, delta: Delta, tally: Tally) -> list[Event]:
+        """What a delta adds to a stream."""
 
-    def pieces(self, delta: Delta, token_ids: bool) -> list[Json]:
-        """A delta as choices, one chunk for each; `token_ids` tells whether to show those."""
+    def closing(self, tally: Tally) -> list[Event]:
+        """What a stream that went well ends with."""
 
-    def whole(self, choice: Choice) -> Json:
-        """A finished choice."""
+    def failed(self, error: ApiError) -> list[Event]:
+        """What a stream ends with instead."""
 
-    def besides(self, choices: list[Choice]) -> Json:
-        """What an answer carries besides its finished choices."""
+    def whole(self, choices: list[Choice], tally: Tally) -> Json:
+        """The answer to a request that does not stream."""
 
 
 @dataclass(frozen=True)
 class Job:
     """A request ready to run."""
 
-    fields: Common
+    fields: Generation
     prompts: list[list[int]]
     params: SamplingParams
     generates: bool = True
@@ -62,32 +58,16 @@ class Job:
 
 
 async def answer(
-    request: web.Request, context: Context, job: Job, shape: Shape
+    request: web.Request, context: Context, job: Job, writer: Writer
 ) -> web.StreamResponse:
     """Run a job and answer with what it brings."""
     tally = Tally(sum(map(len, job.prompts)), job.params.n)
-    head = {
-        "id": f"{shape.prefix}{job.fields.request_id or request[REQUEST_ID]}",
-        "created": int(time.time()),
-        "model": context.engine.model.name,
-    }
     async with _start(context, job, request[ARRIVAL]) as merged:
         if job.fields.stream:
-            head = {**head, "object": shape.chunk_object}
-            return await _stream(request, merged, job, shape, head, tally)
+            return await _stream(request, merged, writer, tally)
         choices = await _collect(merged, job, tally)
-    written = []
-    for choice in choices:
-        extra = {"token_ids": choice.token_ids} if job.fields.return_token_ids else {}
-        written.append({**shape.whole(choice), **extra})
-    body = {
-        **head,
-        "object": shape.whole_object,
-        "choices": written,
-        "usage": tally.usage(),
-        **shape.besides(choices),
-    }
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    body = msgspec.json.encode(writer.whole(choices, tally))
+    return web.Response(body=body, content_type="application/json")
 
 
 def _start(context: Context, job: Job, arrival: float) -> Merged:
@@ -127,39 +107,30 @@ async def _collect(merged: Merged, job: Job, tally: Tally) -> list[Choice]:
 
 
 async def _stream(
-    request: web.Request, merged: Merged, job: Job, shape: Shape, head: Json, tally: Tally
+    request: web.Request, merged: Merged, writer: Writer, tally: Tally
 ) -> web.StreamResponse:
     """The choices as events. Whatever fails before the first delta still gets its status code."""
     deltas = await merged.take()
     stream = await EventStream.open(request)
-    options = job.fields.stream_options
-    continuous = options is not None and bool(options.continuous_usage_stats)
-
-    def chunk(choice: Json) -> Json:
-        usage = {"usage": tally.usage()} if continuous else {}
-        return {**head, "choices": [choice], **usage}
-
     try:
-        await stream.send(chunk(c) for i in range(job.choices) for c in shape.opening(i))
+        await stream.send(writer.opening(tally))
         while deltas:
-            events: list[Json] = []
+            events: list[Event] = []
             try:
                 for delta in deltas:
                     _check(delta)
                     tally.add(delta)
-                    pieces = shape.pieces(delta, bool(job.fields.return_token_ids))
-                    events += [chunk(piece) for piece in pieces]
+                    events += writer.delta(delta, tally)
             finally:
                 # What came before a failed choice is shown before its error.
                 await stream.send(events)
             deltas = await merged.take()
-        if options is not None and options.include_usage:
-            await stream.send([{**head, "choices": [], "usage": tally.usage()}])
+        await stream.send(writer.closing(tally))
     except ConnectionError:
         return stream.response  # the client is gone, and leaving aborts what runs
     except Exception as error:
-        await stream.send([to_api_error(error).body()])
-    await stream.done()
+        await stream.send(writer.failed(to_api_error(error)))
+    await stream.end()
     return stream.response
 
 

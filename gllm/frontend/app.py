@@ -1,7 +1,7 @@
 """The HTTP server's routes and what wraps all of them.
 
-Owns the table of endpoints, request ids and the server's limits. Knows nothing of what an endpoint
-does: adding one is a file in routes/ and a line here.
+Owns the registry of endpoints, request ids and the server's limits. Knows nothing of what an
+endpoint does: adding one is a file in routes/ and a line here.
 """
 
 import re
@@ -13,20 +13,25 @@ from aiohttp import web
 from gllm.config import ServerConfig
 from gllm.engine_api import EngineLike
 from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, Context
+from gllm.frontend.endpoint import Endpoint
 from gllm.frontend.errors import Handler, error_middleware
+from gllm.frontend.fields.chat import ChatFields
+from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.metrics import Metrics
-from gllm.frontend.routes import chat, completions, health, metrics, models, version
+from gllm.frontend.routes import chat, completions, health, metrics, models, openapi, version
+from gllm.frontend.routes.openapi import ALL
 
-ROUTES = (
-    ("POST", "/v1/chat/completions", chat.create),
-    ("POST", "/v1/completions", completions.create),
-    ("GET", "/v1/models", models.listing),
-    ("GET", "/v1/models/{model:.+}", models.one),
-    ("GET", "/health", health.health),
-    ("GET", "/ready", health.ready),
-    ("GET", "/metrics", metrics.metrics),
-    ("HEAD", "/metrics", metrics.metrics),
-    ("GET", "/version", version.version),
+ENDPOINTS = (
+    Endpoint("POST", "/v1/chat/completions", chat.create, ChatFields),
+    Endpoint("POST", "/v1/completions", completions.create, CompletionFields),
+    Endpoint("GET", "/v1/models", models.listing),
+    Endpoint("GET", "/v1/models/{model}", models.one),
+    Endpoint("GET", "/health", health.health),
+    Endpoint("GET", "/ready", health.ready),
+    Endpoint("GET", "/metrics", metrics.metrics, content="text/plain"),
+    Endpoint("HEAD", "/metrics", metrics.metrics, content="text/plain"),
+    Endpoint("GET", "/version", version.version),
+    Endpoint("GET", "/openapi.json", openapi.document),
 )
 
 MAX_HEADER_BYTES = 16384
@@ -41,8 +46,11 @@ def make_app(engine: EngineLike, config: ServerConfig) -> web.Application:
     )
     app[CONTEXT] = Context(engine, config, Metrics(engine))
     app.on_response_prepare.append(_echo_request_id)
-    for method, path, handler in ROUTES:
-        app.router.add_route(method, path, handler)
+    app[ALL] = ENDPOINTS
+    for endpoint in ENDPOINTS:
+        # Names of models may have slashes.
+        path = endpoint.path.replace("{model}", "{model:.+}")
+        app.router.add_route(endpoint.method, path, endpoint.handler)
     return app
 
 

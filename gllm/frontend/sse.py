@@ -1,10 +1,10 @@
 """Server-sent events over one response.
 
-Owns the event format and its end. Knows nothing of what the events say.
+Owns the event format. Knows nothing of what the events say.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -14,6 +14,18 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # proxies of the nginx kind would hold events back
 }
+
+
+class Event(NamedTuple):
+    """One event: its data, and a name where its kind has one."""
+
+    data: dict[str, Any] | str
+    """JSON values, or a text that is written as it is."""
+    name: str = ""
+
+
+DONE = Event("[DONE]")
+"""How OpenAI's older endpoints end a stream."""
 
 
 class EventStream:
@@ -30,13 +42,17 @@ class EventStream:
         await response.prepare(request)
         return cls(response)
 
-    async def send(self, events: Iterable[dict[str, Any]]) -> None:
+    async def send(self, events: Iterable[Event]) -> None:
         """Events, in one write."""
-        lines = [b"data: " + self._encoder.encode(event) + b"\n\n" for event in events]
-        if lines:
+        if lines := [self._written(event) for event in events]:
             await self.response.write(b"".join(lines))
 
-    async def done(self) -> None:
+    async def end(self) -> None:
         """The end of the stream."""
-        await self.response.write(b"data: [DONE]\n\n")
         await self.response.write_eof()
+
+    def _written(self, event: Event) -> bytes:
+        data, name = event
+        text = data.encode() if isinstance(data, str) else self._encoder.encode(data)
+        head = b"event: " + name.encode() + b"\n" if name else b""
+        return head + b"data: " + text + b"\n\n"

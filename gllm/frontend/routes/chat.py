@@ -3,23 +3,16 @@
 Owns the endpoint's shape. Knows nothing of how answers are streamed.
 """
 
-import asyncio
-
-import msgspec
 from aiohttp import web
 
-from gllm.config import FieldError
-from gllm.engine_api import Delta, check_request, truncated
-from gllm.frontend.answer import Job, Json, answer
+from gllm.engine_api import Delta
+from gllm.frontend.answer import Json, answer
+from gllm.frontend.chat_job import chat_job
+from gllm.frontend.chunks import ChunkWriter
 from gllm.frontend.collect import Choice
 from gllm.frontend.context import CONTEXT
-from gllm.frontend.fields import (
-    ChatFields,
-    TemplateOptions,
-    chat_top_logprobs,
-    read_fields,
-    sampling_params,
-)
+from gllm.frontend.fields.chat import ChatFields
+from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.text.tokenizer import Tokenizer
 
@@ -29,34 +22,10 @@ async def create(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     fields = await read_fields(request, ChatFields)
     context.check_model(fields.model)
-    model, tokenizer = context.engine.model, context.engine.tokenizer
-    params = sampling_params(
-        fields,
-        model.defaults,
-        context.config.max_choices,
-        max_tokens=fields.max_completion_tokens or fields.max_tokens,
-        logprobs=chat_top_logprobs(fields),
-        prompt_logprobs=fields.prompt_logprobs,
-    )
     with context.admit():
-        prompt = await asyncio.to_thread(_prompt, tokenizer, fields)
-        prompt = truncated(prompt, params, model)
-        check_request(prompt, params, model, param="messages")
-        shape = ChatShape(tokenizer, params.logprobs, params.prompt_logprobs)
-        return await answer(request, context, Job(fields, [prompt], params), shape)
-
-
-def _prompt(tokenizer: Tokenizer, fields: ChatFields) -> list[int]:
-    """Token ids of the messages. Raises FieldError."""
-    if tokenizer.chat_template is None:
-        raise FieldError("messages", "this model has no chat template: use /v1/completions")
-    options = fields.chat_template_kwargs or TemplateOptions()
-    text = tokenizer.chat_template.render(
-        fields.messages,
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        options=msgspec.to_builtins(options),
-    )
-    return tokenizer.encode(text, add_special_tokens=False)
+        job = await chat_job(context, fields)
+        shape = ChatShape(context.engine.tokenizer, job.params.logprobs, job.params.prompt_logprobs)
+        return await answer(request, context, job, ChunkWriter(request, job, shape))
 
 
 class ChatShape:

@@ -11,16 +11,17 @@ from aiohttp import web
 from gllm.config import FieldError, SamplingParams
 from gllm.engine_api import Delta, EngineLike, check_request, truncated
 from gllm.frontend.answer import Job, Json, answer
+from gllm.frontend.chunks import ChunkWriter
 from gllm.frontend.collect import Choice
 from gllm.frontend.context import CONTEXT, Context
-from gllm.frontend.fields import (
+from gllm.frontend.fields.completions import (
     COMPLETION_TOKENS,
     MAX_PROMPTS,
     CompletionFields,
     parse_prompts,
-    read_fields,
-    sampling_params,
 )
+from gllm.frontend.fields.generation import sampling_params
+from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
@@ -43,7 +44,8 @@ async def create(request: web.Request) -> web.StreamResponse:
             check_request(prompt.ids, params, engine.model)
         shape = CompletionShape(engine.tokenizer, fields, params, prompts)
         ids = [prompt.ids for prompt in prompts]
-        return await answer(request, context, Job(fields, ids, params, fields.generates), shape)
+        job = Job(fields, ids, params, fields.generates)
+        return await answer(request, context, job, ChunkWriter(request, job, shape))
 
 
 def _params(fields: CompletionFields, context: Context) -> SamplingParams:

@@ -1,0 +1,131 @@
+"""What the API takes, read off the registry of endpoints: an OpenAPI document and a page.
+
+Owns both forms. Knows nothing of what endpoints do beyond their docstrings, schemas and fields'
+descriptions.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from gllm import __version__
+from gllm.frontend.endpoint import Endpoint
+from gllm.frontend.errors import TYPES
+from gllm.frontend.fields.body import Body
+
+Json = dict[str, Any]
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"enum": sorted(set(TYPES.values()))},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def openapi(endpoints: Sequence[Endpoint]) -> Json:
+    """The OpenAPI 3.1 document of endpoints."""
+    bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
+    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    paths: dict[str, Json] = {}
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "gllm", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": {**schemas, "Error": ERROR}},
+    }
+
+
+def _operation(endpoint: Endpoint) -> Json:
+    content: Json = {endpoint.content: {}}
+    if endpoint.streams:
+        content["text/event-stream"] = {}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    described: Json = {
+        "summary": endpoint.summary,
+        "responses": {
+            "200": {"description": "what was asked for", "content": content},
+            "4XX": {"description": "the request is at fault", "content": error},
+            "5XX": {"description": "the server is at fault, or busy", "content": error},
+        },
+    }
+    if names := re.findall(r"{(\w+)}", endpoint.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if endpoint.body is not None:
+        schema = {"$ref": f"#/components/schemas/{endpoint.body.__name__}"}
+        described["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+    return described
+
+
+def page(endpoints: Sequence[Endpoint]) -> str:
+    """Tables in Markdown: of endpoints, of the fields of each, and of fields that several share."""
+    lines = ["| endpoint | what it does |", "| --- | --- |"]
+    lines += [f"| `{one.method} {one.path}` | {one.summary} |" for one in endpoints]
+    shared: dict[type[Body], None] = {}
+    for endpoint in endpoints:
+        body = endpoint.body
+        if body is None:
+            continue
+        lines += ["", f"## {endpoint.method} {endpoint.path}", ""]
+        parents = [one for one in body.__mro__[1:] if issubclass(one, Body) and one is not Body]
+        shared.update(dict.fromkeys(parents))
+        lines += _fields(body, set(body.__annotations__) if parents else None)
+        lines += [f"\nAnd {_title(parent).lower()}." for parent in parents]
+    for parent in shared:
+        lines += ["", f"## {_title(parent)}", "", *_fields(parent, None)]
+    return "\n".join(lines) + "\n"
+
+
+def _title(body: type[Body]) -> str:
+    """What a schema is, by its docstring."""
+    return (body.__doc__ or "").strip().splitlines()[0].removesuffix(".")
+
+
+def _fields(body: type[Body], names: set[str] | None) -> Iterator[str]:
+    """Fields of a body as a table: those of these names, or all, with those of no effect."""
+    (_,), schemas = msgspec.json.schema_components([body])
+    properties = schemas[body.__name__]["properties"]
+    yield "| field | type | what it does |"
+    yield "| --- | --- | --- |"
+    for name, schema in properties.items():
+        if names is None or name in names:
+            yield f"| `{name}` | {_kind(schema)} | {schema.get('description', '')} |"
+    if names is not None:
+        return
+    for name, why in body.inert.items():
+        yield f"| `{name}` | any | accepted without effect: {why} |"
+    for name, refused in body.refused.items():
+        if name not in properties:
+            values = " or ".join(f"`{msgspec.json.encode(off).decode()}`" for off in refused.off)
+            yield f"| `{name}` | {values or 'none'} | {refused.why} |"
+
+
+def _kind(schema: Json) -> str:
+    """A type in words; null, which every field may be, is left out."""
+    if "anyOf" in schema:
+        kinds = [_kind(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"] if value is not None)
+    match schema.get("type"):
+        case "array":
+            return f"list of {_kind(schema.get('items', {}))}"
+        case str(kind):
+            return kind
+    return "object" if "$ref" in schema else "any"

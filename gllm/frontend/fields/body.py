@@ -1,0 +1,41 @@
+"""What every request body has: fields that are honoured, that do nothing, that are refused.
+
+Owns the base of the schemas and the number types they share. Knows nothing of any one endpoint.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from gllm.config import INT32_MAX
+
+Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)]
+Count = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+CountOrZero = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A known field that is not implemented."""
+
+    why: str
+    """Ends a sentence that begins with the field's name."""
+    off: tuple[object, ...] = ()
+    """Values, besides null, that ask for nothing."""
+
+
+class Body(msgspec.Struct):
+    """A request body. None stands for a field that is unset, as null is.
+
+    A field's description is what docs/api.md and /openapi.json say of it.
+    """
+
+    inert: ClassVar[Mapping[str, str]] = {}
+    """Fields that are accepted without effect, whatever they hold, and what they are for."""
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    """Those that a schema has itself are not refused by it."""
+
+    def check(self) -> None:
+        """Raises FieldError for fields that do not go together."""

@@ -1,0 +1,56 @@
+"""The fields of POST /v1/completions.
+
+Owns the schema and the forms a prompt may have. Knows nothing of the answer.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from gllm.config import FieldError
+from gllm.frontend.fields.body import CountOrZero, Int, Int32
+from gllm.frontend.fields.generation import Generation, about
+
+MAX_PROMPTS = 1024
+"""Prompts of one completions request; also the least bound on all its choices."""
+COMPLETION_TOKENS = 16
+"""max_tokens of a completions request that names none."""
+
+
+class CompletionFields(Generation):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        Any, about("a string, a list of strings, token ids, or a list of token ids' lists")
+    ] = None
+    max_tokens: Annotated[
+        CountOrZero | None, about("most tokens of a choice; default 16; 0 only with echo")
+    ] = None
+    logprobs: Annotated[
+        Int | None, about("0..20 likeliest tokens at each place; with echo of the prompt too")
+    ] = None
+    echo: Annotated[bool | None, about("put the prompt before the text")] = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether any output is asked for."""
+        return self.max_completion_tokens is not None or self.max_tokens != 0
+
+
+def parse_prompts(prompt: object, most: int) -> list[str] | list[list[int]]:
+    """The prompts of a completions request, all of one kind. Raises FieldError."""
+    rule = "prompt has to be a string, a list of strings, token ids, or a list of token ids' lists"
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise FieldError("prompt", rule)
+    if type(prompt[0]) is int:
+        prompt = [prompt]
+    if len(prompt) > most:
+        raise FieldError("prompt", f"prompt has {len(prompt)} prompts, at most {most} are allowed")
+    try:
+        if isinstance(prompt[0], str):
+            return msgspec.convert(prompt, list[str])
+        return msgspec.convert(prompt, list[list[Int32]])
+    except msgspec.ValidationError as error:
+        raise FieldError("prompt", f"{rule}: {error}") from error

@@ -1,0 +1,163 @@
+"""What all endpoints that generate have in common: how to sample, when to end, what to stream.
+
+Owns these fields and the way from them to SamplingParams. Knows nothing of prompts and messages.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from gllm.config import FieldError, SamplingParams
+from gllm.frontend.fields.body import Body, Count, Int, Int32, Refused
+
+Salt = Annotated[str, Meta(max_length=128)]
+Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
+NO_BEAMS = "asks for beam search, which is not done here: n draws several choices"
+NOT_DONE = "is not supported by this server with this value"
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream carries besides its choices."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+def about(text: str) -> Meta:
+    """What a field does, for those who read the API's pages."""
+    return Meta(description=text)
+
+
+class Generation(Body):
+    """Fields of every endpoint that generates."""
+
+    inert: ClassVar[Mapping[str, str]] = {
+        "user": "who asks",
+        "store": "whether to keep the answer; nothing is kept",
+        "metadata": "the client's own",
+        "parallel_tool_calls": "several tool calls in one answer are always possible",
+    }
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "suffix": Refused(NOT_DONE, ("",)),
+        "response_format": Refused(NOT_DONE, ({"type": "text"},)),
+        "structured_outputs": Refused(NOT_DONE),
+        "tools": Refused(NOT_DONE, ([],)),
+        "tool_choice": Refused(NOT_DONE, ("none", "auto")),
+        "functions": Refused(NOT_DONE, ([],)),
+        "function_call": Refused(NOT_DONE, ("none", "auto")),
+        "reasoning_effort": Refused(NOT_DONE),
+        "chat_template": Refused("is not taken from requests: the model's own is used"),
+        "continue_final_message": Refused(NOT_DONE, (False,)),
+        "top_logprobs": Refused("is a field of chat completions: logprobs tells how many", (0,)),
+        "echo": Refused("is a field of completions", (False,)),
+        "use_beam_search": Refused(NO_BEAMS, (False,)),
+        "best_of": Refused(NO_BEAMS, (1,)),
+        "length_penalty": Refused(NO_BEAMS, (1,)),
+        "early_stopping": Refused(NO_BEAMS, (False,)),
+    }
+
+    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
+    temperature: Annotated[
+        float | None, about("0..2; 0 takes the likeliest token; default: the model's, else 1")
+    ] = None
+    top_p: Annotated[float | None, about("(0, 1]: the likeliest tokens of this share")] = None
+    top_k: Annotated[Int | None, about("so many likeliest tokens; -1 or 0: all")] = None
+    min_p: Annotated[
+        float | None, about("[0, 1]: no token below this share of the likeliest one's")
+    ] = None
+    seed: Annotated[Int | None, about("same seed, same output, whatever else is in the batch")] = (
+        None
+    )
+    stop: Annotated[
+        str | list[str] | None, about("up to 32 strings that end the text, and are cut off it")
+    ] = None
+    stop_token_ids: Annotated[list[Int32] | None, about("token ids that end the output")] = None
+    min_tokens: Annotated[Int | None, about("0..max_tokens: nothing ends the output before")] = None
+    max_tokens: Annotated[
+        Count | None, about("most tokens of a choice; default: the rest of the context")
+    ] = None
+    max_completion_tokens: Annotated[Count | None, about("the newer name of max_tokens")] = None
+    ignore_eos: Annotated[bool | None, about("go on behind the model's own end")] = None
+    n: Annotated[Int | None, about("choices, at most --max-choices")] = None
+    stream: Annotated[bool | None, about("answer with server-sent events")] = None
+    stream_options: Annotated[
+        StreamOptions | None,
+        about("include_usage: usage at the end; continuous_usage_stats: usage in every event"),
+    ] = None
+    return_token_ids: Annotated[bool | None, about("token_ids in every choice")] = None
+    repetition_penalty: Annotated[float | None, about("> 0, over prompt and output; 1: none")] = (
+        None
+    )
+    presence_penalty: Annotated[float | None, about("[-2, 2], over the output")] = None
+    frequency_penalty: Annotated[float | None, about("[-2, 2], over the output")] = None
+    logit_bias: Annotated[
+        dict[Int32, float] | None, about("by token id, [-100, 100], added to logits")
+    ] = None
+    allowed_token_ids: Annotated[list[Int32] | None, about("the only tokens drawn")] = None
+    bad_words: Annotated[list[str] | None, about("up to 1024 strings that never come out")] = None
+    prompt_logprobs: Annotated[
+        Int | None, about("0..20 likeliest tokens for each token of the prompt; not with stream")
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        Int | None, about("keep the prompt's last so many tokens; -1: as many as fit")
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, about("leave special tokens out of the text; default true")
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, about("do not cut off what ended the text")
+    ] = None
+    priority: Annotated[Int32 | None, about("smaller runs earlier; default 0")] = None
+    cache_salt: Annotated[
+        Salt | None, about("requests share prefixes in the cache only with the same salt")
+    ] = None
+    request_id: Annotated[
+        Id | None, about("names the answer, and the request to /abort; default: X-Request-Id")
+    ] = None
+
+    def check(self) -> None:
+        """Raises FieldError for fields that do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "stream_options is only allowed with stream")
+        if self.prompt_logprobs is not None and self.stream:
+            raise FieldError("prompt_logprobs", "prompt_logprobs is not allowed with stream")
+
+
+PLAIN = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("truncate_prompt_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+)
+"""Fields that SamplingParams has by the same name and type."""
+
+
+def sampling_params(
+    fields: Generation, defaults: Mapping[str, float], max_choices: int, **given: Any
+) -> SamplingParams:
+    """How to sample; `defaults` stand for what is unset, `given` for fields that each endpoint
+    reads in its own way. Raises FieldError."""
+    n = 1 if fields.n is None else fields.n
+    if n > max_choices:
+        raise FieldError("n", f"n is {n}, but this server allows at most {max_choices}")
+    plain = {name: getattr(fields, name) for name in PLAIN}
+    return SamplingParams(
+        **{**defaults, **{name: value for name, value in plain.items() if value is not None}},
+        n=n,
+        stop=_stop_strings(fields.stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        allowed_token_ids=_tuple(fields.allowed_token_ids),
+        bad_words=tuple(fields.bad_words or ()),
+        **given,
+    )
+
+
+def _tuple(ids: list[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        return (stop,) if stop else ()
+    return tuple(stop or ())

@@ -1,0 +1,6 @@
+"""A body that works for every endpoint that takes one: a row for each."""
+
+EXAMPLES: dict[str, dict[str, object]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+}

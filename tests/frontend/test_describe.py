@@ -1,0 +1,58 @@
+"""What the API's page and its OpenAPI document say is what the server takes."""
+
+import json
+
+import msgspec
+import pytest
+from aiohttp.web import Application
+
+from gllm.frontend.app import ENDPOINTS
+from gllm.frontend.describe import openapi
+from scripts import api_page
+
+BODIES = [one for one in ENDPOINTS if one.body is not None]
+
+
+def test_the_page_is_as_the_code():
+    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.text(), (
+        "run python -m scripts.api_page"
+    )
+
+
+async def test_the_document_is_served(server):
+    async with server.client.get("/openapi.json") as response:
+        assert await response.json() == json.loads(json.dumps(openapi(ENDPOINTS)))
+
+
+def test_the_document_has_every_route(server):
+    app: Application = server.client.server.app
+    routed = {(r.method, r.resource.canonical) for r in app.router.routes()}
+    paths = openapi(ENDPOINTS)["paths"]
+    described = {(method.upper(), path) for path, one in paths.items() for method in one}
+    assert described == routed
+
+
+@pytest.mark.parametrize("endpoint", BODIES, ids=lambda one: one.path)
+def test_every_field_is_described(endpoint):
+    _, schemas = msgspec.json.schema_components([endpoint.body])
+    for name, schema in schemas[endpoint.body.__name__]["properties"].items():
+        assert schema.get("description"), name
+
+
+@pytest.mark.parametrize("endpoint", BODIES, ids=lambda one: one.path)
+def test_references_lead_somewhere(endpoint):
+    document = openapi(ENDPOINTS)
+
+    def references(value):
+        if isinstance(value, dict):
+            yield from [value["$ref"]] if "$ref" in value else []
+            value = list(value.values())
+        if isinstance(value, list):
+            for one in value:
+                yield from references(one)
+
+    for reference in references(document["paths"][endpoint.path]):
+        found = document
+        for step in reference.removeprefix("#/").split("/"):
+            found = found[step]
+        assert found["type"] == "object"

@@ -1,0 +1,89 @@
+"""Values that no field may have, for every field of every endpoint, made from the schemas."""
+
+import json
+
+import msgspec
+import pytest
+
+from gllm.frontend.app import ENDPOINTS
+from tests.frontend.examples import EXAMPLES
+
+BODIES = [one for one in ENDPOINTS if one.body is not None]
+VALUES = [
+    *("NaN", "Infinity", "-Infinity", '"\\ud800"', '["\\udfff"]', '{"\\ud800": 1}', "tru"),
+    *(
+        "1" + "0" * 30,
+        "1" + "0" * 5000,
+        "1e308",
+        "1e999",
+        str(2**31),
+        str(2**63),
+        str(-(2**63) - 1),
+    ),
+    *("true", "0", "1", "-1", "0.5", '""', '"x"', '"7"', '"\\u0000"', json.dumps("x" * 100_000)),
+    *("[]", "[null]", "[[]]", "[{}]", '["7"]', "[true]", f"[{2**63}]"),
+    *(json.dumps(["x"] * 2000), json.dumps([1] * 2000)),
+    *("{}", '{"x": 1}', '{"": null}', f'{{"{2**63}": 1}}', '{"type": "x"}', "[" * 90 + "]" * 90),
+]
+"""As JSON, or nearly."""
+
+
+def test_every_endpoint_has_an_example():
+    assert EXAMPLES.keys() == {one.path for one in BODIES}
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+async def test_examples_work(server, path):
+    assert (await server.post(path, EXAMPLES[path])).status == 200
+
+
+def fits(kind, text):
+    """Whether a schema takes a value."""
+    try:
+        msgspec.convert(msgspec.json.decode(text), kind, str_keys=True)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("endpoint", BODIES, ids=lambda one: one.path)
+async def test_no_value_of_a_field_breaks_the_server(server, endpoint):
+    wrong, refused = [], 0
+    fields = msgspec.structs.fields(endpoint.body)
+    for field in fields:
+        rest = {k: v for k, v in EXAMPLES[endpoint.path].items() if k != field.name}
+        for value in VALUES:
+            begin = json.dumps(rest).removesuffix("}") + (", " if rest else "")
+            body = f"{begin}{json.dumps(field.name)}: {value}}}".encode()
+            async with server.client.post(endpoint.path, data=body) as response:
+                text = await response.text()
+            status = response.status
+            names = (field.name, None) if value == "tru" else (field.name,)
+            if fits(field.type, value):
+                good = status < 500 and not (status == 200 and '"error": {' in text)
+            else:
+                refused += 1
+                good = status == 400 and json.loads(text)["error"]["param"] in names
+            if not good:
+                wrong.append((field.name, value[:40], status, text[:200]))
+    assert wrong == []
+    assert refused > 7 * len(fields)
+    assert server.engine.num_requests == 0
+    assert (await server.post(endpoint.path, EXAMPLES[endpoint.path])).status == 200
+
+
+REFUSED = [
+    (one.path, name)
+    for one in BODIES
+    for name in one.body.refused
+    if name not in one.body.__struct_fields__
+]
+
+
+@pytest.mark.parametrize(("path", "name"), REFUSED)
+async def test_what_is_not_done_is_said(server, path, name):
+    schema = next(one.body for one in BODIES if one.path == path)
+    odd = await server.post(path, {**EXAMPLES[path], name: {"odd": 1}})
+    assert (odd.status, odd.error["param"]) == (400, name)
+    for value in (None, *schema.refused[name].off):
+        assert (await server.post(path, {**EXAMPLES[path], name: value})).status == 200
