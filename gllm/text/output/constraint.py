@@ -37,8 +37,7 @@ class Grammar:
             return json.dumps(text, ensure_ascii=False) if text else ""
         at, marker = min(places)
         rest = text[at + len(marker) :]
-        parts = (self.text(text[:at]), f"<[{self._ids[marker]}]>", self.text(rest))
-        return " ".join(filter(None, parts))
+        return _joined(self.text(text[:at]), f"<[{self._ids[marker]}]>", self.text(rest))
 
     def json(self, schema: Schema) -> str:
         """A value that fits a schema."""
@@ -94,22 +93,19 @@ def call_grammar(
     """
     calls = []
     for name, schema in tools.items():
-        parts = (
-            grammar.text(written.before.replace("NAME", name)),
-            written.arguments(grammar, schema),
-            grammar.text(written.after),
-        )
-        calls.append(grammar.rule(" ".join(filter(None, parts))))
+        before = grammar.text(written.before.replace("NAME", name))
+        arguments = written.arguments(grammar, schema)
+        calls.append(grammar.rule(_joined(before, arguments, grammar.text(written.after))))
     call = grammar.rule(" | ".join(calls))
-    more = " ".join(filter(None, (grammar.text(written.between), call)))
-    answer = (
-        grammar.text(written.opening),
-        call,
-        f"({more})*" if several else "",
-        grammar.text(written.closing),
-    )
-    parts = (_reasoning(grammar, tags, within), *answer)
-    return grammar.source(" ".join(filter(None, parts)))
+    more = f"({_joined(grammar.text(written.between), call)})*" if several else ""
+    opening, closing = grammar.text(written.opening), grammar.text(written.closing)
+    start = _joined(_reasoning(grammar, tags, within), opening, call, more, closing)
+    return grammar.source(start)
+
+
+def _joined(*parts: str) -> str:
+    """Expressions one behind the other; empty ones stand for nothing."""
+    return " ".join(filter(None, parts))
 
 
 def _reasoning(grammar: Grammar, tags: ReasoningTags | None, within: bool) -> str:
