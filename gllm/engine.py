@@ -8,7 +8,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from gllm.models.config import read_config
 from gllm.models.hub import resolve
 from gllm.models.spec import Model
 from gllm.models.split import split_layers
-from gllm.runtime.client import Piece
+from gllm.runtime.client import Piece, Stream
 from gllm.runtime.launch import Workers
 from gllm.runtime.pipeline import EngineError as EngineError
 from gllm.runtime.pipeline import Pipeline
@@ -39,6 +38,8 @@ from gllm.text.tokenizer import Tokenizer
 
 Words = tuple[tuple[int, ...], ...]
 """Bad words as token sequences."""
+NOT_FIRST = First(0, 0, 0.0)
+"""Of a piece that does not begin its choice."""
 
 
 class Engine:
@@ -181,11 +182,25 @@ class Engine:
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
         self._check_ready()
-        async with aclosing(
-            self._run(prompt, params, priority, cache_salt, request_id, words)
-        ) as deltas:
-            async for delta in deltas:
-                yield delta
+        stream = self._submit(prompt, params, priority, cache_salt, request_id, words)
+        texts = {choice: self._text_stream(params) for choice in range(params.n)}
+        prompt_logprobs: list[TokenLogprobs] = []
+        try:
+            while texts:
+                for choice, piece in (await stream.take()).items():
+                    if choice not in texts:
+                        continue
+                    if piece.first is not None:
+                        # The first choice speaks for all: no other one begins before it.
+                        prompt_logprobs = piece.prompt_logprobs or prompt_logprobs
+                        piece.prompt_logprobs = prompt_logprobs
+                    delta = _delta(choice, piece, texts[choice], params)
+                    if delta.finish_reason is not None:
+                        del texts[choice]
+                        self._client.abort([stream.seq + choice])
+                    yield delta
+        finally:
+            self._client.release(stream)
 
     def abort(self, request_id: str | None) -> int:
         """End the requests of this id, all for None; their choices finish with reason `abort`.
@@ -227,7 +242,7 @@ class Engine:
         vocabulary = self.model.vocab_size
         return tuple(sorted({ids for ids in found if ids and max(ids) < vocabulary}))
 
-    async def _run(
+    def _submit(
         self,
         prompt: list[int],
         params: SamplingParams,
@@ -235,10 +250,10 @@ class Engine:
         cache_salt: str,
         request_id: str,
         bad_words: Words,
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> Stream:
         room = self.model.max_model_len - len(prompt)
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.model.eos_ids)}
-        stream = self._client.submit(
+        return self._client.submit(
             prompt,
             _sampling(params, stop_ids, bad_words),
             min(params.max_tokens or room, room),
@@ -248,24 +263,6 @@ class Engine:
             cache_salt,
             request_id,
         )
-        texts = {choice: self._text_stream(params) for choice in range(params.n)}
-        prompt_logprobs: list[TokenLogprobs] = []
-        try:
-            while texts:
-                for choice, piece in (await stream.take()).items():
-                    if choice not in texts:
-                        continue
-                    if piece.first is not None:
-                        # The first choice speaks for all: no other one begins before it.
-                        prompt_logprobs = piece.prompt_logprobs or prompt_logprobs
-                        piece.prompt_logprobs = prompt_logprobs
-                    delta = _delta(choice, piece, texts[choice], params)
-                    if delta.finish_reason is not None:
-                        del texts[choice]
-                        self._client.abort([stream.seq + choice])
-                    yield delta
-        finally:
-            self._client.release(stream)
 
     def _text_stream(self, params: SamplingParams) -> TextStream:
         return TextStream(
@@ -319,25 +316,15 @@ def _delta(choice: int, piece: Piece, text: TextStream, params: SamplingParams) 
     stopped_by_token = end is not None and end.stop_token is not None
     hides_last = stopped_by_token and not params.include_stop_str_in_output
     shown, used, stop = text.push(tokens[:-1] if hides_last else tokens)
-    first = piece.first or First(0, 0, 0.0)
-    made = Delta(
-        choice,
-        shown,
-        tokens,
-        cached_tokens=first.cached_tokens,
-        queue_seconds=first.queue_seconds,
-        logprobs=piece.logprobs,
-        prompt_logprobs=piece.prompt_logprobs,
-    )
+    logprobs, error = piece.logprobs, ""
+    reason: str | None = None
+    why: int | str | None = None
     if stop is not None:
-        made = replace(made, token_ids=tokens[:used], logprobs=piece.logprobs[:used])
-        return replace(made, finish_reason="stop", stop_reason=stop)
-    if end is None:
-        return made
-    return replace(
-        made,
-        text=shown + text.finish(),
-        finish_reason=end.reason,
-        stop_reason=end.stop_token if end.stop_token in params.stop_token_ids else None,
-        error=end.error,
-    )
+        tokens, logprobs, reason, why = tokens[:used], logprobs[:used], "stop", stop
+    elif end is not None:
+        shown += text.finish()
+        reason, error = end.reason, end.error
+        why = end.stop_token if end.stop_token in params.stop_token_ids else None
+    first = piece.first or NOT_FIRST
+    known = first.cached_tokens, first.queue_seconds, logprobs, piece.prompt_logprobs
+    return Delta(choice, shown, tokens, reason, why, error, *known)

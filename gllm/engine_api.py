@@ -5,8 +5,10 @@ of processes: a test's fake engine satisfies the protocol as the real one does.
 """
 
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from gllm.config import FieldError, SamplingParams
 from gllm.messages import Bubbles, StageLoad, TokenLogprobs
@@ -14,8 +16,7 @@ from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """One increment of one choice."""
 
     index: int
@@ -31,9 +32,9 @@ class Delta:
     """Prompt tokens found in the prefix cache; set on a choice's first delta."""
     queue_seconds: float = 0.0
     """From arrival to the first micro-batch; set on a choice's first delta."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = []
     """Of each of `token_ids`, where they were asked for."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = []
     """Of the prompt's tokens from the second on, where they were asked for; set on a choice's first
     delta."""
 

@@ -28,6 +28,7 @@ from gllm.frontend.routes import (
     metrics,
     models,
     openapi,
+    page,
     server_info,
     tokens,
     version,
@@ -35,6 +36,10 @@ from gllm.frontend.routes import (
 from gllm.frontend.routes.openapi import ALL
 
 ENDPOINTS = (
+    Endpoint("GET", "/", page.index, content="text/html"),
+    Endpoint("HEAD", "/", page.index, content="text/html"),
+    Endpoint("GET", "/page/{name}", page.file, content="*/*"),
+    Endpoint("HEAD", "/page/{name}", page.file, content="*/*"),
     Endpoint("POST", "/v1/chat/completions", chat.create, ChatFields),
     Endpoint("POST", "/v1/completions", completions.create, CompletionFields),
     Endpoint("GET", "/v1/models", models.listing),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from gllm.engine_api import Delta
 from gllm.frontend.collect import Choice
-from gllm.text.output.events import CallBroken, CallStart, Event, Message
+from gllm.text.output.events import CallBroken, CallStart, Content, Event, Message
 from gllm.text.output.parser import OutputFormat, OutputParser
 from gllm.text.output.reasoning import ReasoningCounter
 from gllm.text.tokenizer import Tokenizer
@@ -19,12 +19,15 @@ class Outputs:
 
     def __init__(self, form: OutputFormat) -> None:
         self._form = form
+        self._is_plain = form.reasoning is None and form.calls is None
         self._parsers: dict[int, OutputParser] = {}
         self._calls: dict[int, set[int]] = {}
         """Indices of good calls by choice."""
 
     def take(self, delta: Delta) -> tuple[list[Event], str | None]:
         """What a delta brings, and the finish reason where it is a choice's last one."""
+        if self._is_plain:
+            return [Content(delta.text)] if delta.text else [], delta.finish_reason
         if delta.index not in self._parsers:
             self._parsers[delta.index] = OutputParser(self._form)
         parser = self._parsers[delta.index]

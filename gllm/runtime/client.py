@@ -6,21 +6,21 @@ Owns sequence ids and the streams of requests in the engine. Knows nothing of te
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+
+import msgspec
 
 from gllm.messages import Abort, Bubbles, Sampling, StageLoad, Submit, TokenLogprobs, Tokens
 from gllm.runtime.bus import Outbox
 from gllm.scheduler.plan import End, First, Stats
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """What came for one choice since it was last asked for."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     """Of each token, where they were asked for."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = []
     """Of the prompt's tokens from the second on; with the first piece of the first choice."""
     first: First | None = None
     end: End | None = None
@@ -35,12 +35,18 @@ class Stream:
         self.alive = set(range(seq, seq + n))
         """Sequences that the driver has not ended."""
         self._pieces: dict[int, Piece] = {}
-        self._news = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
 
     def piece(self, seq: int) -> Piece:
         """Where to put what came for a sequence."""
-        self._news.set()
-        return self._pieces.setdefault(seq - self.seq, Piece())
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+        choice = seq - self.seq
+        piece = self._pieces.get(choice)
+        if piece is None:
+            piece = self._pieces[choice] = Piece()
+        return piece
 
     def end(self, end: End) -> None:
         """A sequence has ended."""
@@ -49,9 +55,11 @@ class Stream:
             self.piece(end.seq).end = end
 
     async def take(self) -> dict[int, Piece]:
-        """All that came since the last call, by choice; waits for something to come."""
-        await self._news.wait()
-        self._news.clear()
+        """All that came since the last call, by choice; waits for something to come. One task at a
+        time may wait."""
+        if not self._pieces:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         pieces, self._pieces = self._pieces, {}
         return pieces
 
