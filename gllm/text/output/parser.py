@@ -62,7 +62,6 @@ class OutputParser:
     where they are cut themselves."""
 
     def __init__(self, form: OutputFormat) -> None:
-        self._splitter: Splitter | None = None
         self._calls: Calls | None = None
         self._machines: list[_Machine] = []
         content: list[Event] = []
@@ -83,17 +82,12 @@ class OutputParser:
             answer = calls.feed
         if form.reasoning is not None:
             reader = Reader()
-            self._splitter = Splitter(form.reasoning, form.within, answer)
-            split = _Machine(reader, self._splitter.split(reader))
+            splitter = Splitter(form.reasoning, form.within, answer)
+            split = _Machine(reader, splitter.split(reader))
             self._machines.insert(0, split)
-            self._sources.insert(0, self._splitter.events)
+            self._sources.insert(0, splitter.events)
             answer = split.feed
         self._feed = answer
-
-    @property
-    def found_reasoning(self) -> bool:
-        """Whether the output has reasoning so far, be it empty."""
-        return self._splitter is not None and self._splitter.found
 
     def push(self, text: str) -> list[Event]:
         """What more text brings."""

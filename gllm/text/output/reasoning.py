@@ -50,8 +50,6 @@ class Splitter:
 
     def __init__(self, tags: ReasoningTags, within: bool, answer: Sink) -> None:
         self.events: list[Event] = []
-        self.found = within
-        """Whether there was an opening tag, in the prompt or in the text."""
         self._tags = tags
         self._within = within
         self._answer = answer
@@ -64,7 +62,6 @@ class Splitter:
         opened = yield from reader.starts(self._tags.opening)
         before = reader.kept()
         if opened or self._within:
-            self.found = True
             yield from reader.space()
             if (yield from reader.until((self._tags.closing,), self._thought.push)):
                 yield from reader.space()
