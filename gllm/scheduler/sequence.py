@@ -45,8 +45,6 @@ class Sequence:
     """Tokens in the KV cache for sure."""
     in_flight: int = 0
     """Rows in plans not yet committed."""
-    pending: int = 0
-    """Tokens being sampled in those."""
     epoch: int = 0
     blocks: list[int] = field(default_factory=list)
     """Block table."""
@@ -101,9 +99,15 @@ class Sequence:
     def can_decode(self, lookahead: bool) -> bool:
         """Its next input token is known, or with lookahead will be once it is needed."""
         if lookahead:
-            limit = self.prompt_len + self.request.max_tokens
-            return self.scheduled < len(self.tokens) + self.pending < limit
+            # Where all known tokens are scheduled, the last row in flight samples one more.
+            coming = max(len(self.tokens), self.scheduled + 1)
+            return coming < self.prompt_len + self.request.max_tokens
         return self.scheduled < len(self.tokens)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of its next decode: more than one where the last one drawn forced others."""
+        return max(1, len(self.tokens) - self.scheduled)
 
     def blocks_missing(self, tokens: int, block_size: int) -> int:
         """Blocks to add before `tokens` tokens fit."""
@@ -124,12 +128,11 @@ class Sequence:
         known = self.tokens[max(start, self.prompt_len) : end]
         if end > len(self.tokens):
             known.append(ON_DEVICE)
-        samples = end >= self.target
+        samples = end >= len(self.tokens)
         row = Row(self.seq, self.epoch, start, num_tokens, self.blocks[self.sent :], known, samples)
         self.sent = len(self.blocks)
         self.scheduled = end
         self.in_flight += 1
-        self.pending += samples
         return row
 
     def admit(self, shared: list[int], cached: int) -> None:
