@@ -5,20 +5,18 @@ nothing of HTTP; imports no torch, that is the workers' business.
 """
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import zmq
 from tqdm import tqdm
 
 from gllm.config import EngineConfig, SamplingParams
 from gllm.engine_api import Delta, EngineUnavailable, ModelInfo, check_request, truncated
+from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
 from gllm.messages import (
     AnyMessage,
     Bubbles,
@@ -33,8 +31,7 @@ from gllm.messages import (
     TokenLogprobs,
     Tokens,
 )
-from gllm.models.config import read_config
-from gllm.models.errors import ModelError
+from gllm.models.config import read_config, sampling_defaults
 from gllm.models.hub import resolve
 from gllm.models.spec import Model
 from gllm.models.split import split_layers
@@ -45,8 +42,6 @@ from gllm.runtime.launch import Workers
 from gllm.scheduler.plan import First, Stats
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
-
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 Words = tuple[tuple[int, ...], ...]
 """Bad words as token sequences."""
@@ -86,9 +81,10 @@ class Engine:
             max_model_len=self.config.max_model_len,
             vocab_size=read.model.vocab_size,
             eos_ids=read.eos_ids,
-            defaults=_sampling_defaults(self._folder),
+            defaults=sampling_defaults(self._folder),
             created=int(time.time()),
         )
+        self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
         self.num_blocks = 0
         self.kv_bytes = 0
         self._log_level = log_level
@@ -175,6 +171,7 @@ class Engine:
         self._bar.close()
         for stage in self._stages:
             stage.send(Shutdown())
+        await self._grammars.close()
         await self._workers.stop()
         self._inbox.close()
         for stage in self._stages:
@@ -201,11 +198,22 @@ class Engine:
         words: Words = ()
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
+        grammar = await self._grammar(params)
         if self.state != "ready":
             raise EngineUnavailable(self.state, self.cause or f"the engine is {self.state}")
-        async with aclosing(self._run(prompt, params, priority, cache_salt, words)) as deltas:
+        run = self._run(prompt, params, priority, cache_salt, words, grammar)
+        async with aclosing(run) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def _grammar(self, params: SamplingParams) -> str:
+        """What the output has to fit, compiled; empty for anything."""
+        if params.structured is None:
+            return ""
+        try:
+            return await self._grammars.grammar_of(params.structured)
+        except CompilerBusy as error:
+            raise EngineUnavailable("full", str(error)) from error
 
     def _token_sequences(self, words: tuple[str, ...]) -> Words:
         """What the model may write the words with: each alone and behind a space."""
@@ -221,13 +229,16 @@ class Engine:
         params: SamplingParams,
         priority: int,
         cache_salt: str,
-        bad_words: Words,
+        bad_words: Words = (),
+        grammar: str = "",
     ) -> AsyncGenerator[Delta, None]:
         room = self.model.max_model_len - len(prompt)
-        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.model.eos_ids)}
+        # A grammar's end is the text's, which nothing can follow.
+        ends = not params.ignore_eos or grammar
+        stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
         stream = self._client.submit(
             prompt,
-            _sampling(params, stop_ids, bad_words),
+            _sampling(params, stop_ids, bad_words, grammar),
             min(params.max_tokens or room, room),
             sorted(stop_ids),
             params.n,
@@ -283,7 +294,7 @@ class Engine:
 
     async def _warm_up(self) -> None:
         """One token through all stages and back."""
-        async for delta in self._run([0], SamplingParams(max_tokens=1, temperature=0), 0, "", ()):
+        async for delta in self._run([0], SamplingParams(max_tokens=1, temperature=0), 0, ""):
             if delta.error:
                 raise EngineError(f"the warm-up step failed: {delta.error}")
 
@@ -335,19 +346,9 @@ def _context(config: EngineConfig, model: Model) -> int:
     return length
 
 
-def _sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Sampling defaults of a model folder's generation_config.json, if it has one."""
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return {k: values[k] for k in SAMPLING_DEFAULTS if values.get(k) is not None}
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{file} is no JSON object: {error}") from error
-
-
-def _sampling(params: SamplingParams, stop_ids: set[int], bad_words: Words) -> Sampling:
+def _sampling(
+    params: SamplingParams, stop_ids: set[int], bad_words: Words, grammar: str
+) -> Sampling:
     """What the last stage has to know; a request without a seed gets one."""
     return Sampling(
         temperature=params.temperature,
@@ -365,6 +366,7 @@ def _sampling(params: SamplingParams, stop_ids: set[int], bad_words: Words) -> S
         bad_words=bad_words,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        grammar=grammar,
     )
 
 

@@ -16,6 +16,7 @@ from gllm.models.spec import Model
 from gllm.models.stored import stored_as
 
 DTYPES = ("float32", "bfloat16", "float16")
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,15 @@ def read_config(folder: Path) -> ModelConfig:
     keys.finish()
     eos_ids = _ids(raw, "eos_token_id") | _ids(generation, "eos_token_id")
     return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)))
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Sampling defaults of a model folder's generation_config.json, if it has one.
+
+    Raises ModelError where it is no JSON object.
+    """
+    values = _read_json(folder / "generation_config.json") or {}
+    return {name: values[name] for name in SAMPLING_DEFAULTS if values.get(name) is not None}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ import zmq
 from gllm.messages import (
     Abort,
     AnyMessage,
+    Begun,
     Fatal,
     Linked,
     Loaded,
@@ -147,12 +148,12 @@ class Worker:
                 self._link(stage)
             case Shutdown():
                 self.done.set()
-            case Submit() | Abort() | Result() | StageTimes() if self._driver is not None:
+            case Submit() | Abort() | Result() | Begun() | StageTimes() if self._driver is not None:
                 self._drive(self._driver, message)
             case _:
                 raise ValueError(f"stage {self.spec.stage} has no use for {type(message).__name__}")
 
-    def _drive(self, driver: Driver, message: Submit | Abort | Result | StageTimes) -> None:
+    def _drive(self, driver: Driver, message: Submit | Abort | Result | Begun | StageTimes) -> None:
         match message:
             case Submit():
                 driver.submit(message)
@@ -160,6 +161,8 @@ class Worker:
                 driver.abort(message)
             case Result():
                 driver.commit(message)
+            case Begun():
+                driver.begin(message)
             case StageTimes():
                 driver.observe(message)
 
@@ -221,8 +224,8 @@ class Worker:
         """What the driver sends to the stage of its own process."""
         self._handle_one(message)
 
-    def _deliver(self, result: Result) -> None:
-        """A result of this process, the last stage's."""
+    def _deliver(self, result: Result | Begun) -> None:
+        """What this process has to say as the last stage."""
         if self.done.is_set():
             return  # The links are closed; nobody waits for what was still on its way.
         if self._driver is None:

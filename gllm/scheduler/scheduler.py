@@ -64,12 +64,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Take a request in. Raises ValueError where it can never run."""
-        longest = len(request.prompt) + request.max_tokens
-        if not request.prompt or request.max_tokens < 1 or longest > self.config.max_model_len:
-            raise ValueError(
-                f"prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} have "
-                f"to be at least 1 each and together at most {self.config.max_model_len}"
-            )
+        request.check(self.config.max_model_len)
         first = self._new_sequence(request.seq, request, now)
         for seq in range(request.seq + 1, request.seq + request.n):
             self._unborn[seq] = first

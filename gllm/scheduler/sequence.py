@@ -28,6 +28,15 @@ class Request(NamedTuple):
     """Whether blocks that others computed may stand for its own; if not, its first sequence
     computes the whole prompt."""
 
+    def check(self, max_model_len: int) -> None:
+        """Raises ValueError where it can never run."""
+        longest = len(self.prompt) + self.max_tokens
+        if not self.prompt or self.max_tokens < 1 or longest > max_model_len:
+            raise ValueError(
+                f"prompt of {len(self.prompt)} tokens and max_tokens {self.max_tokens} have "
+                f"to be at least 1 each and together at most {max_model_len}"
+            )
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
