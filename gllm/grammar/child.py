@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 CPU_SECONDS = 2.0
 """What one grammar may take."""
@@ -35,7 +35,7 @@ def compiled(source: list[str], tokens: Any) -> list[str]:
 
     kind, text = source
     try:
-        grammar = grammar_from(kind, text)
+        grammar = grammar_from(cast(Any, kind), text)
     except ValueError as error:
         return ["", _shown(str(error))]
     if kind in ("lark", "gbnf"):

@@ -5,6 +5,7 @@ leaves to that what single values have to be.
 """
 
 from collections.abc import Callable, Iterator
+from urllib.parse import unquote
 
 MAX_DEPTH = 96
 """Of nested JSON values; the grammar's reader takes 128 with what is put around a schema."""
@@ -77,7 +78,7 @@ def check_schema(schema: object) -> None:
                 references.append((place, value))
     for place, target in references:
         # One that leads elsewhere would bring in what was not looked at.
-        if target not in places:
+        if not isinstance(target, str) or unquote(target) not in places:
             raise ValueError(f"$ref at {place:.200} leads to no schema within this one: {target!r}")
 
 
