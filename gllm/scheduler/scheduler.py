@@ -174,7 +174,7 @@ class Scheduler:
                 continue  # It fell victim to one before it in this loop.
             count = min(sequence.decode_tokens, room)
             if self._make_room(sequence, count):
-                cost += self._policy.decode_cost(sequence.scheduled) + count - 1
+                cost += self._policy.decode_cost(sequence.scheduled)
                 rows[count > 1].append(self._feed(sequence, count))
                 room -= count
             else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from gllm.config import SamplingParams
 from gllm.engine_api import Delta, ModelInfo, check_request, truncated
+from gllm.grammar.source import source_of
 from gllm.messages import Bubbles, StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.detokenizer import TextStream
@@ -84,6 +85,8 @@ class FakeEngine:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids = truncated(ids, params, self.model)
         check_request(ids, params, self.model)
+        if params.structured is not None:
+            source_of(params.structured)
         call = Call(prompt, params, priority, cache_salt)
         self.calls.append(call)
         self.num_requests += 1

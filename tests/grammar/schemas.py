@@ -7,7 +7,18 @@ Schema = dict[str, Any]
 
 PATTERNS = ["^[a-z]{2,8}$", "^\\d{3}-\\d{4}$", "^(red|green) [A-F]+$", "^x[0-9]+y$", "^$|^-$"]
 FORMATS = ["date", "time", "date-time", "ipv4", "ipv6", "uuid", "email", "hostname", "duration"]
-WORDS = ["Otto", "blue", "", "a b", 'say "hi"', "back\\slash", "naïve", "🎉", "line\nbreak", "x" * 40]
+WORDS = [
+    "Otto",
+    "blue",
+    "",
+    "a b",
+    'say "hi"',
+    "back\\slash",
+    "naïve",
+    "🎉",
+    "line\nbreak",
+    "x" * 40,
+]
 
 
 def schema(rng: Random) -> Schema:

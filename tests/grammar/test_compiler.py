@@ -59,7 +59,7 @@ async def test_hostile_grammars_are_refused_and_the_next_one_is_served(compiler)
 
 async def test_what_does_not_compile_is_told(compiler):
     for name, wanted in REFUSED.items():
-        with pytest.raises(FieldError, match="structured cannot be used: .") as refused:
+        with pytest.raises(FieldError, match="structured cannot be used") as refused:
             await compiler.grammar_of(wanted)
         assert len(str(refused.value)) < 1000, name
 
