@@ -15,6 +15,8 @@ import threading
 from pathlib import Path
 from typing import Any, cast
 
+import setproctitle
+
 CPU_SECONDS = 2.0
 """What one grammar may take."""
 MEMORY = 2**30
@@ -103,6 +105,7 @@ def _say(answer: list[str]) -> None:
 def main() -> None:
     """Entry of the process: FOLDER VOCABULARY EOS..."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act upon.
+    setproctitle.setproctitle("gllm-grammar")
     folder, vocab_size, *eos_ids = sys.argv[1:]
     threading.stack_size(STACK)
     work = (Path(folder), int(vocab_size), [int(token) for token in eos_ids])
