@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve lint test check format
+.PHONY: setup serve lint test check format browser
 
 setup: $(STAMP)
 
@@ -30,6 +30,19 @@ test: lint
 	$(BIN)/python -m pytest -q $(ARGS)
 
 check: test
+
+# The chat page is tested in a headless Chromium; without one those tests are skipped.
+CHROMIUM := $(firstword $(shell command -v chromium chromium-browser google-chrome google-chrome-stable))
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo -n)
+APT := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::http::Timeout=20
+
+browser:
+ifeq ($(CHROMIUM),)
+	$(APT) update -q
+	$(APT) install -qy --no-install-recommends chromium fonts-liberation
+else
+	@echo "there is a browser: $(CHROMIUM)"
+endif
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -47,7 +47,10 @@ setup(
     packages=find_packages(include=["gllm", "gllm.*"]),
     ext_modules=[native(flavor, flags) for flavor, flags in FLAVORS.items()],
     package_data={
-        "gllm": ["kernels/native/*.cpp", "kernels/native/*.h", "demo/*", "sim/data/*", "py.typed"]
+        "gllm": [
+            *("kernels/native/*.cpp", "kernels/native/*.h", "demo/*", "sim/data/*", "py.typed"),
+            "frontend/page/*",
+        ]
     },
     install_requires=["torch>=2.11", *names("requirements.txt")],
     extras_require={

@@ -5,8 +5,10 @@ of processes: a test's fake engine satisfies the protocol as the real one does.
 """
 
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from gllm.config import FieldError, SamplingParams
 from gllm.messages import Bubbles, StageLoad, TokenLogprobs
@@ -14,8 +16,7 @@ from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """One increment of one choice."""
 
     index: int
@@ -31,9 +32,9 @@ class Delta:
     """Prompt tokens found in the prefix cache; set on a choice's first delta."""
     queue_seconds: float = 0.0
     """From arrival to the first micro-batch; set on a choice's first delta."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = []
     """Of each of `token_ids`, where they were asked for."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = []
     """Of the prompt's tokens from the second on, where they were asked for; set on a choice's first
     delta."""
 
@@ -62,6 +63,10 @@ class EngineUnavailable(Exception):
         self.reason = reason
         self.message = message
         self.retry_after = retry_after
+
+
+class ProfileError(Exception):
+    """A profile that cannot begin or end; the message says why."""
 
 
 class PromptTooLong(FieldError):
@@ -114,11 +119,25 @@ class EngineLike(Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        request_id: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of the request's choices, interleaved; closing the generator aborts it.
 
         Raises FieldError for a request that cannot be, EngineUnavailable before the first delta.
         """
+
+    def abort(self, request_id: str | None) -> int:
+        """End the requests of this id, all for None, with reason `abort`; the number of them."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what the prefix cache holds. Raises EngineUnavailable."""
+
+    async def profile(self, folder: str) -> None:
+        """Let every stage record what it computes, for a file in this folder; an empty one ends
+        that and writes the files. Raises EngineUnavailable, ProfileError where a stage cannot."""
+
+    def info(self) -> dict[str, Any]:
+        """What runs here, as JSON values."""
 
 
 def truncated(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:

@@ -89,7 +89,7 @@ class Server:
         )  # fmt: skip
         question = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
         log.info(
-            "%s is ready:\ncurl -N http://%s:%d/v1/chat/completions "
+            "%s is ready: chat at http://%s:%d/, or\ncurl -N http://%s:%d/v1/chat/completions "
             "-H 'Content-Type: application/json' -d '%s'",
-            engine.model.name, host, port, question,
+            engine.model.name, host, port, host, port, question,
         )  # fmt: skip

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.bubbles", "gllm.config", "gllm.metrics", "gllm.scheduler", "gllm.sim"),
         *("gllm.step_log", "matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
     },
-    "gllm.kernels": {"gllm.kernels", "numpy", "torch", "triton"},
+    "gllm.kernels": {"flash_attn", "gllm.kernels", "numpy", "torch", "triton"},
     "gllm.models": {
         "gllm.models",
         "gllm.kernels",
@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.streams": {"torch"},
     "gllm.transport": {"gllm.streams", "gllm.transport", "torch", "msgspec"},
     "gllm.text": {"gllm.text", "gllm.config", "tokenizers", "jinja2"},
-    "gllm.engine_api": {"gllm.config", "gllm.messages", "gllm.scheduler", "gllm.text"},
+    "gllm.engine_api": {"gllm.config", "gllm.messages", "gllm.scheduler", "gllm.text", "msgspec"},
     "gllm.runtime": {
         *("gllm.config", "gllm.messages", "gllm.scheduler", "gllm.kernels", "gllm.models"),
         *("gllm.transport", "gllm.runtime", "gllm.step_log", "gllm.streams", "gllm.bubbles"),
@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "gllm.engine": {
         *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.models", "gllm.runtime"),
-        *("gllm.scheduler", "gllm.text", "tqdm", "zmq"),
+        *("gllm.scheduler", "gllm.text", "msgspec", "tqdm"),
     },
     "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "tqdm"},
     "gllm.frontend": {

@@ -5,16 +5,17 @@ Owns the order of events. Knows nothing of the endpoints' own shapes: they give 
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from gllm.config import SamplingParams
 from gllm.engine_api import Delta
-from gllm.frontend.collect import Choice, Merged, Tally
-from gllm.frontend.context import ARRIVAL, Context
+from gllm.frontend.collect import Choice, Deltas, Tally, merged
+from gllm.frontend.context import ARRIVAL, REQUEST_ID, Context
 from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.fields.generation import Generation
 from gllm.frontend.metrics import RequestRecord
@@ -62,15 +63,16 @@ async def answer(
 ) -> web.StreamResponse:
     """Run a job and answer with what it brings."""
     tally = Tally(sum(map(len, job.prompts)), job.params.n)
-    async with _start(context, job, request[ARRIVAL]) as merged:
+    request_id = job.fields.request_id or request[REQUEST_ID]
+    async with _start(context, job, request_id, request[ARRIVAL]) as source:
         if job.fields.stream:
-            return await _stream(request, merged, writer, tally)
-        choices = await _collect(merged, job, tally)
+            return await _stream(request, source, writer, tally)
+        choices = await _collect(source, job, tally)
     body = msgspec.json.encode(writer.whole(choices, tally))
     return web.Response(body=body, content_type="application/json")
 
 
-def _start(context: Context, job: Job, arrival: float) -> Merged:
+def _start(context: Context, job: Job, request_id: str, arrival: float) -> Deltas:
     """The engine's deltas for all prompts."""
     sources = []
     n = job.params.n
@@ -80,11 +82,12 @@ def _start(context: Context, job: Job, arrival: float) -> Merged:
             job.params,
             priority=job.fields.priority or 0,
             cache_salt=job.fields.cache_salt or "",
+            request_id=request_id,
         )
         if not job.generates:
             deltas = _without_output(deltas)
         sources.append((deltas, RequestRecord(context.metrics, arrival, len(prompt), n)))
-    return Merged(sources, n)
+    return merged(sources, n)
 
 
 async def _without_output(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
@@ -95,10 +98,10 @@ async def _without_output(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator
             yield replace(bare, finish_reason="length") if delta.finish_reason == "stop" else bare
 
 
-async def _collect(merged: Merged, job: Job, tally: Tally) -> list[Choice]:
+async def _collect(source: Deltas, job: Job, tally: Tally) -> list[Choice]:
     """All choices, finished. Raises ApiError for one that failed."""
     choices = [Choice(i) for i in range(job.choices)]
-    while deltas := await merged.take():
+    while deltas := await source.take():
         for delta in deltas:
             _check(delta)
             tally.add(delta)
@@ -107,10 +110,10 @@ async def _collect(merged: Merged, job: Job, tally: Tally) -> list[Choice]:
 
 
 async def _stream(
-    request: web.Request, merged: Merged, writer: Writer, tally: Tally
+    request: web.Request, source: Deltas, writer: Writer, tally: Tally
 ) -> web.StreamResponse:
     """The choices as events. Whatever fails before the first delta still gets its status code."""
-    deltas = await merged.take()
+    deltas = await source.take()
     stream = await EventStream.open(request)
     try:
         await stream.send(writer.opening(tally))
@@ -124,7 +127,7 @@ async def _stream(
             finally:
                 # What came before a failed choice is shown before its error.
                 await stream.send(events)
-            deltas = await merged.take()
+            deltas = await source.take()
         await stream.send(writer.closing(tally))
     except ConnectionError:
         return stream.response  # the client is gone, and leaving aborts what runs

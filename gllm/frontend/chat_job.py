@@ -13,6 +13,7 @@ from gllm.frontend.answer import Job
 from gllm.frontend.context import Context
 from gllm.frontend.fields.chat import ChatFields, TemplateOptions
 from gllm.frontend.fields.generation import sampling_params
+from gllm.frontend.fields.tokens import TokenizeFields
 from gllm.text.tokenizer import Tokenizer
 
 
@@ -33,7 +34,7 @@ async def chat_job(context: Context, fields: ChatFields) -> Job:
     return Job(fields, [prompt], params)
 
 
-def chat_prompt(tokenizer: Tokenizer, fields: ChatFields) -> list[int]:
+def chat_prompt(tokenizer: Tokenizer, fields: ChatFields | TokenizeFields) -> list[int]:
     """Token ids of the messages. Raises FieldError."""
     if tokenizer.chat_template is None:
         raise FieldError("messages", "this model has no chat template: use /v1/completions")

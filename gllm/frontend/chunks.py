@@ -7,6 +7,7 @@ is the endpoint's.
 import time
 from typing import Protocol
 
+import msgspec
 from aiohttp import web
 
 from gllm.engine_api import Delta
@@ -50,6 +51,9 @@ class ChunkWriter:
             "object": shape.chunk_object if fields.stream else shape.whole_object,
         }
         self._shape = shape
+        self._encoder = msgspec.json.Encoder()
+        # What all chunks begin with, up to their choice.
+        self._begin = self._encoder.encode(self._head)[:-1] + b',"choices":['
         self._choices = job.choices
         self._token_ids = bool(fields.return_token_ids)
         self._usage_at_end = options is not None and bool(options.include_usage)
@@ -83,5 +87,7 @@ class ChunkWriter:
         return {**self._head, "choices": written, "usage": tally.usage(), **besides}
 
     def _chunk(self, choice: Json, tally: Tally) -> Event:
-        usage = {"usage": tally.usage()} if self._usage_always else {}
-        return Event({**self._head, "choices": [choice], **usage})
+        end = b"]}"
+        if self._usage_always:
+            end = b'],"usage":' + self._encoder.encode(tally.usage()) + b"}"
+        return Event(self._begin + self._encoder.encode(choice) + end)

@@ -6,9 +6,10 @@ Owns merging, coalescing and counting. Knows nothing of JSON and of sockets.
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from gllm.engine_api import Delta
 from gllm.frontend.metrics import RequestRecord
@@ -17,12 +18,50 @@ from gllm.messages import TokenLogprobs
 Source = tuple[AsyncGenerator[Delta, None], RequestRecord]
 
 
-class Merged:
-    """The deltas of all prompts; the choices of prompt i are i * n .. i * n + n - 1.
+class Deltas(Protocol):
+    """What comes of a request. A context: leaving it closes what still runs, which aborts it."""
 
-    A context: leaving it closes what still runs, which aborts it. Deltas that nobody takes are
-    coalesced, one for each choice.
-    """
+    async def take(self) -> list[Delta]:
+        """What came since the last call, waiting for something; empty at the end.
+
+        Raises what a prompt's generator raised.
+        """
+
+    async def __aenter__(self) -> "Deltas": ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+def merged(sources: Sequence[Source], n: int) -> Deltas:
+    """The deltas of all prompts; the choices of prompt i are i * n .. i * n + n - 1."""
+    return Single(*sources[0]) if len(sources) == 1 and n == 1 else Merged(sources, n)
+
+
+class Single:
+    """The deltas of one choice, as they come: the engine coalesces what nobody takes."""
+
+    def __init__(self, deltas: AsyncGenerator[Delta, None], record: RequestRecord) -> None:
+        self._deltas = deltas
+        self._record = record
+
+    async def __aenter__(self) -> "Single":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._deltas.aclose()
+        self._record.close()
+
+    async def take(self) -> list[Delta]:
+        """As of Deltas."""
+        delta = await anext(self._deltas, None)
+        if delta is None:
+            return []
+        self._record.delta(delta)
+        return [delta]
+
+
+class Merged:
+    """The deltas of several choices. Deltas that nobody takes are coalesced, one for each."""
 
     def __init__(self, sources: Sequence[Source], n: int) -> None:
         self._sources = sources
@@ -38,21 +77,13 @@ class Merged:
             self._tasks.append(asyncio.create_task(self._pump(i * self._n, deltas, record)))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def take(self) -> list[Delta]:
-        """What came since the last call, waiting for something; empty at the end.
-
-        Raises what a prompt's generator raised.
-        """
+        """As of Deltas."""
         while not self._pending:
             if self._error is not None:
                 raise self._error

@@ -5,7 +5,9 @@ when somebody asks. Knows nothing of HTTP.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -105,6 +107,37 @@ class EngineCollector(Collector):
         yield share
 
 
+class TokenCounts(Collector):
+    """What is counted at every token of every stream: plain numbers, read at each scrape."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.tokens = 0
+        self._gaps = [0] * (len(FAST) + 1)
+        """Inter-token latencies up to each bound of FAST, and beyond."""
+        self._gap_seconds = 0.0
+
+    def gap(self, seconds: float) -> None:
+        """A token came so long after the one before."""
+        self._gaps[bisect_left(FAST, seconds)] += 1
+        self._gap_seconds += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Both metrics."""
+        counter = CounterMetricFamily(
+            PREFIX + "generation_tokens", "Tokens generated", labels=LABELS
+        )
+        counter.add_metric([self._model], self.tokens)
+        yield counter
+        name, text = PREFIX + "inter_token_latency_seconds", "Time between tokens"
+        histogram = HistogramMetricFamily(name, text, labels=LABELS)
+        counts = accumulate(self._gaps)
+        bounds = [*map(str, FAST), "+Inf"]
+        buckets = [(bound, float(count)) for bound, count in zip(bounds, counts, strict=True)]
+        histogram.add_metric([self._model], buckets, self._gap_seconds)
+        yield histogram
+
+
 class Metrics:
     """The registry of one server."""
 
@@ -121,7 +154,8 @@ class Metrics:
             return made.labels(model)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated")
+        self.output = TokenCounts(model)
+        self.registry.register(self.output)
         self._success = Counter(
             PREFIX + "request_success",
             "Choices that ended, by reason",
@@ -130,7 +164,6 @@ class Metrics:
         )
         self._model = model
         self.ttft = histogram("time_to_first_token_seconds", "Time to first token", SLOW)
-        self.itl = histogram("inter_token_latency_seconds", "Time between tokens", FAST)
         self.tpot = histogram("time_per_output_token_seconds", "Mean time per output token", FAST)
         self.e2el = histogram("e2e_request_latency_seconds", "Arrival to the last token", SLOW)
         self.queue = histogram("request_queue_time_seconds", "Arrival to first step", SLOW)
@@ -162,9 +195,9 @@ class RequestRecord:
         before = line.times[-1] if line.times else None
         line.mark(time.monotonic(), len(delta.token_ids))
         if delta.token_ids:
-            self._metrics.generation_tokens.inc(len(delta.token_ids))
+            self._metrics.output.tokens += len(delta.token_ids)
             if before is not None:
-                self._metrics.itl.observe(line.times[-1] - before)
+                self._metrics.output.gap(line.times[-1] - before)
             elif not self._answered and line.ttft is not None:
                 self._answered = True
                 self._metrics.ttft.observe(line.ttft)

@@ -19,12 +19,12 @@ HEADERS = {
 class Event(NamedTuple):
     """One event: its data, and a name where its kind has one."""
 
-    data: dict[str, Any] | str
-    """JSON values, or a text that is written as it is."""
+    data: dict[str, Any] | bytes
+    """JSON values, or what is written as it is."""
     name: str = ""
 
 
-DONE = Event("[DONE]")
+DONE = Event(b"[DONE]")
 """How OpenAI's older endpoints end a stream."""
 
 
@@ -53,6 +53,6 @@ class EventStream:
 
     def _written(self, event: Event) -> bytes:
         data, name = event
-        text = data.encode() if isinstance(data, str) else self._encoder.encode(data)
-        head = b"event: " + name.encode() + b"\n" if name else b""
-        return head + b"data: " + text + b"\n\n"
+        text = data if isinstance(data, bytes) else self._encoder.encode(data)
+        head = b"event: %b\ndata: " % name.encode() if name else b"data: "
+        return b"%b%b\n\n" % (head, text)

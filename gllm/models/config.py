@@ -5,7 +5,7 @@ tensors; the frontend reads it without torch.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from gllm.models.spec import Model
 from gllm.models.stored import stored_as
 
 DTYPES = ("float32", "bfloat16", "float16")
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class ModelConfig:
     """Of the checkpoint: float32, bfloat16 or float16."""
     eos_ids: tuple[int, ...]
     """Token ids that end a text: those of config.json and generation_config.json together."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Defaults of generation_config.json, by the names of SAMPLING."""
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -42,16 +44,8 @@ def read_config(folder: Path) -> ModelConfig:
     model = replace(family(architecture)(keys), stored=stored_as(keys))
     keys.finish()
     eos_ids = _ids(raw, "eos_token_id") | _ids(generation, "eos_token_id")
-    return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)))
-
-
-def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Sampling defaults of a model folder's generation_config.json, if it has one.
-
-    Raises ModelError where it is no JSON object.
-    """
-    values = _read_json(folder / "generation_config.json") or {}
-    return {name: values[name] for name in SAMPLING_DEFAULTS if values.get(name) is not None}
+    sampling = {key: generation[key] for key in SAMPLING if generation.get(key) is not None}
+    return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)), sampling)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

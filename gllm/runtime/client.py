@@ -6,21 +6,21 @@ Owns sequence ids and the streams of requests in the engine. Knows nothing of te
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+
+import msgspec
 
 from gllm.messages import Abort, Bubbles, Sampling, StageLoad, Submit, TokenLogprobs, Tokens
 from gllm.runtime.bus import Outbox
 from gllm.scheduler.plan import End, First, Stats
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """What came for one choice since it was last asked for."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     """Of each token, where they were asked for."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = []
     """Of the prompt's tokens from the second on; with the first piece of the first choice."""
     first: First | None = None
     end: End | None = None
@@ -29,17 +29,24 @@ class Piece:
 class Stream:
     """The coming tokens of one request's choices. A slow reader gets more of them at a time."""
 
-    def __init__(self, seq: int, n: int) -> None:
+    def __init__(self, seq: int, n: int, request_id: str) -> None:
         self.seq = seq
+        self.request_id = request_id
         self.alive = set(range(seq, seq + n))
         """Sequences that the driver has not ended."""
         self._pieces: dict[int, Piece] = {}
-        self._news = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
 
     def piece(self, seq: int) -> Piece:
         """Where to put what came for a sequence."""
-        self._news.set()
-        return self._pieces.setdefault(seq - self.seq, Piece())
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+        choice = seq - self.seq
+        piece = self._pieces.get(choice)
+        if piece is None:
+            piece = self._pieces[choice] = Piece()
+        return piece
 
     def end(self, end: End) -> None:
         """A sequence has ended."""
@@ -48,9 +55,11 @@ class Stream:
             self.piece(end.seq).end = end
 
     async def take(self) -> dict[int, Piece]:
-        """All that came since the last call, by choice; waits for something to come."""
-        await self._news.wait()
-        self._news.clear()
+        """All that came since the last call, by choice; waits for something to come. One task at a
+        time may wait."""
+        if not self._pieces:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         pieces, self._pieces = self._pieces, {}
         return pieces
 
@@ -58,13 +67,13 @@ class Stream:
 class EngineClient:
     """Requests under way."""
 
-    def __init__(self, driver: Outbox) -> None:
+    def __init__(self) -> None:
         self.stats = Stats()
         self.stage_loads: dict[int, StageLoad] = {}
         self.bubbles = Bubbles()
         self.step_sizes: Counter[int] = Counter()
         """Micro-batches by their tokens, rounded up to a power of two."""
-        self._driver = driver
+        self._driver: Outbox | None = None
         self._next_seq = 0
         self._streams: dict[int, Stream] = {}
         """By sequence, while the sequence lives."""
@@ -81,26 +90,29 @@ class EngineClient:
         """For how long work has been pending without a finished step."""
         return time.monotonic() - self._progress if self._streams else 0.0
 
+    def connect(self, driver: Outbox) -> None:
+        """Requests go here."""
+        self._driver = driver
+
     def submit(
         self,
         prompt: list[int],
         sampling: Sampling,
         max_tokens: int,
         stop_ids: list[int],
-        n: int,
-        priority: int,
-        cache_salt: str,
+        n: int = 1,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
     ) -> Stream:
         """Send a request to the driver. Its ids have never been used before."""
         if not self._streams:
             self._progress = time.monotonic()
         seq, self._next_seq = self._next_seq, self._next_seq + n
-        stream = Stream(seq, n)
+        stream = Stream(seq, n, request_id)
         self._streams.update(dict.fromkeys(stream.alive, stream))
         self._requests += 1
-        self._driver.send(
-            Submit(seq, prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt)
-        )
+        self._send(Submit(seq, prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt))
         return stream
 
     def abort(self, seqs: list[int]) -> None:
@@ -109,7 +121,22 @@ class EngineClient:
         for seq in living:
             self._streams.pop(seq).alive.discard(seq)
         if living:
-            self._driver.send(Abort(living))
+            self._send(Abort(living))
+
+    def end(self, request_id: str | None) -> int:
+        """End the requests of this id, all for None, with reason `abort`; the number of them."""
+        streams = {
+            stream.seq: stream
+            for stream in self._streams.values()
+            if request_id is None or stream.request_id == request_id
+        }
+        for stream in streams.values():
+            living = sorted(stream.alive)
+            for seq in living:
+                stream.end(End(seq, "abort"))
+                del self._streams[seq]
+            self._send(Abort(living))
+        return len(streams)
 
     def release(self, stream: Stream) -> None:
         """A request is over for its caller, whatever still runs of it."""
@@ -131,6 +158,10 @@ class EngineClient:
         for seq, stream in self._streams.items():
             stream.end(End(seq, "error", error=cause))
         self._streams.clear()
+
+    def _send(self, message: Submit | Abort) -> None:
+        assert self._driver is not None, "no request before the start"
+        self._driver.send(message)
 
     def _on_tokens(self, message: Tokens) -> None:
         """A step has finished."""

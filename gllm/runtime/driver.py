@@ -15,6 +15,7 @@ from gllm.messages import (
     Abort,
     Begun,
     Bubbles,
+    Done,
     Message,
     Register,
     Result,
@@ -97,6 +98,11 @@ class Driver:
             # The scheduler lets the stages forget what they were told of it.
             self.scheduler.add(self._held.pop(seq), time.monotonic())
         self.scheduler.abort(message.seqs)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self.scheduler.forget_prefixes()
+        self._frontend.send(Done(0))
 
     def commit(self, message: Result) -> None:
         """Take a step's result in. Raises ValueError where it is not the next one's."""

@@ -24,10 +24,18 @@ class _ByteLevelDecoder:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True
+        """No character is unfinished."""
 
     def push(self, token_id: int) -> str:
         """Text that this token completes."""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        if self._is_between:
+            text = self._tokenizer.token_text(token_id)
+            if text is not None:
+                return text
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._is_between = not self._utf8.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """The replacement character, where the output ends inside a character."""
@@ -49,8 +57,11 @@ class _WindowDecoder:
 
     def push(self, token_id: int) -> str:
         """Text that this token completes."""
+        token = self._tokenizer.token(token_id)
+        if token is None:
+            return ""
         self._window.append(token_id)
-        if BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or ""):
+        if BYTE_TOKEN.fullmatch(token):
             return ""
         text = self.finish()
         self._window = [token_id]
@@ -76,7 +87,7 @@ class TextStream:
         decoder = _ByteLevelDecoder if tokenizer.is_byte_level else _WindowDecoder
         self._decoder: _Decoder = decoder(tokenizer, skip_special_tokens)
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._stops = StopMatcher(stop)
+        self._stops = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
@@ -84,19 +95,24 @@ class TextStream:
 
         Without a stop string all tokens are used; with one, those up to the token completing it.
         """
-        pieces = []
+        pieces: list[str] = []
         for used, token_id in enumerate(token_ids, start=1):
-            if token_id in self._skipped or self._tokenizer.token(token_id) is None:
+            if token_id in self._skipped:
                 continue
-            text, stop = self._stops.push(self._decoder.push(token_id))
+            text = self._decoder.push(token_id)
+            if self._stops is not None:
+                text, stop = self._stops.push(text)
+                if stop is not None:
+                    return "".join(pieces) + text + self._ending(stop), used, stop
             pieces.append(text)
-            if stop is not None:
-                return "".join(pieces) + self._ending(stop), used, stop
         return "".join(pieces), len(token_ids), None
 
     def finish(self) -> str:
         """What was held back, when no more tokens come; cut at a stop string it completes."""
-        text, stop = self._stops.push(self._decoder.finish())
+        text = self._decoder.finish()
+        if self._stops is None:
+            return text
+        text, stop = self._stops.push(text)
         return text + (self._stops.finish() if stop is None else self._ending(stop))
 
     def _ending(self, stop: str) -> str:

@@ -28,6 +28,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
@@ -72,6 +73,17 @@ class Tokenizer:
         while decoder and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
             decoder = decoder["decoders"][0]
         return decoder is not None and decoder["type"] == "ByteLevel"
+
+    def token_text(self, token_id: int) -> str | None:
+        """What a token stands for within a text, None where that is no whole characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            return self._texts.setdefault(token_id, text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that a token stands for within a text."""

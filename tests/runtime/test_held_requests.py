@@ -53,7 +53,7 @@ def test_one_that_does_not_compile_ends_with_its_error() -> None:
     driver.begin(Begun(0, "it is odd"))
     driver.turn()
     assert frontend.ends == dict.fromkeys(range(3), "it is odd")
-    assert not driver.scheduler.has_work
+    assert not driver.scheduler._sequences
     submit(driver, 3)
     released = [one.plan.released for one in told if isinstance(one, Step)]
     assert sorted(released[0]) == [0, 1, 2], "stages forget it"

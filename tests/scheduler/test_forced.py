@@ -39,7 +39,7 @@ def test_a_text_takes_as_many_steps_as_tokens_were_drawn() -> None:
     made = scheduler()
     made.add(Request(0, [1], 12), 0.0)
     steps = 0
-    while made.has_work:
+    while made._sequences:
         answer(made, plan_of(made), 5, 6, 7)
         steps += 1
     assert steps == 4
@@ -61,7 +61,7 @@ def test_the_text_ends_within_them(limit, stops, tokens, end) -> None:
     outcome = answer(made, plan_of(made), 7, 8, 9)
     assert outcome.tokens == tokens
     assert [(one.reason, one.stop_token) for one in outcome.ends] == [end]
-    assert not made.has_work
+    assert not made._sequences
     assert made.stats().kv_usage == 0
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import msgspec
 
 from gllm.config import MAX_LOGPROBS, FieldError
-from gllm.frontend.fields.body import Int
-from gllm.frontend.fields.generation import Generation, about
+from gllm.frontend.fields.body import Int, about
+from gllm.frontend.fields.generation import Generation
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -1,0 +1,219 @@
+"""What the frontend alone can stream: tokens per second and CPU time per token.
+
+The real application and the real engine object run without workers: tokens come as fast as all
+streams take them, one for each stream at a time, as the steps of a pipeline bring them. Beside
+them, as the limit, an aiohttp handler that writes constant bytes of the same length. Each server is
+a process of its own, and so is the client. Run as `python -m benchmarks.frontend`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import uvloop
+from aiohttp import web
+
+from gllm.config import EngineConfig, ServerConfig
+from gllm.engine import Engine
+from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.sse import HEADERS
+from gllm.messages import Abort, Message, Submit, Tokens
+from gllm.scheduler.plan import End, First, Outcome, Stats
+
+PATH = "/v1/chat/completions"
+TEXT = "The pipeline moves tokens from stage to stage, and nothing waits for anything else. "
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+class EndlessPipeline:
+    """Stands for the driver: gives each sequence a token as soon as all have taken the last one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._client = engine._client
+        self._ids = engine.tokenizer.encode(TEXT, add_special_tokens=False)
+        self._left: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._work = asyncio.Event()
+        engine._pipeline.state = "ready"
+        self._client.connect(self)  # type: ignore[arg-type]
+
+    def send(self, message: Message) -> None:
+        """As the driver's link: requests come, and go."""
+        match message:
+            case Submit(seq):
+                self._left[seq] = message.max_tokens
+                self._work.set()
+            case Abort(seqs):
+                for seq in seqs:
+                    self._left.pop(seq, None)
+
+    async def run(self) -> None:
+        """Bring tokens for ever."""
+        while True:
+            if not self._left:
+                self._work.clear()
+                await self._work.wait()
+            self._step()
+            while any(stream._pieces for stream in self._client._streams.values()):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    def _step(self) -> None:
+        seqs = list(self._left)
+        tokens = [self._ids[self._left[seq] % len(self._ids)] for seq in seqs]
+        firsts = [First(seq, 0, 0.0) for seq in seqs if seq not in self._begun]
+        self._begun.update(seqs)
+        ends = []
+        for seq in seqs:
+            self._left[seq] -= 1
+            if not self._left[seq]:
+                del self._left[seq]
+                ends.append(End(seq, "length"))
+        self._client.hear(Tokens(Outcome(seqs, tokens, firsts, ends, len(seqs)), Stats()))
+
+
+def bare_app(size: int) -> web.Application:
+    """The limit: as many events of `size` bytes as tokens are asked for."""
+    event = b"data: " + b"x" * (size - 8) + b"\n\n"
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        count = json.loads(await request.read())["max_tokens"]
+        response = web.StreamResponse(headers=HEADERS)
+        await response.prepare(request)
+        for _ in range(count):
+            await response.write(event)
+            await asyncio.sleep(0)
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    app = web.Application()
+    app.router.add_post(PATH, stream)
+    return app
+
+
+async def serve(kind: str, size: int) -> None:
+    """Be a server until killed; its port is the first line of the output."""
+    config = ServerConfig(port=0)
+    if kind == "bare":
+        app = bare_app(size)
+    else:
+        engine = Engine(EngineConfig("demo"))
+        app = make_app(engine, config)
+        pipeline = asyncio.ensure_future(EndlessPipeline(engine).run())
+    runner = make_runner(app, config)
+    await runner.setup()
+    await web.TCPSite(runner, config.host, 0).start()
+    print(runner.addresses[0][1], flush=True)
+    await (pipeline if kind != "bare" else asyncio.Event().wait())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run against one server."""
+
+    tokens_per_second: float
+    cpu_us_per_token: float
+    """Of the server's process."""
+    events_per_token: float
+    bytes_per_event: float
+
+
+async def one_connection(port: int, tokens: int, rounds: int) -> tuple[int, int]:
+    """Ask for streams one after the other on one connection: (events, bytes of them)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    body = json.dumps(
+        {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "stream": True,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+        }
+    ).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    events = size = 0
+    for _ in range(rounds):
+        writer.write(head + body)
+        tail = b""
+        while not tail.endswith(b"0\r\n\r\n"):
+            part = await reader.read(2**18)
+            assert part, "the server closed the connection"
+            events += part.count(b"\ndata: ")
+            size += len(part)
+            tail = (tail + part)[-5:]
+    writer.close()
+    return events, size
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+async def load(port: int, pid: int, options: argparse.Namespace) -> Measured:
+    """Stream over all connections at once."""
+    counts = options.tokens, options.rounds
+    await one_connection(port, 8, 1)
+    before, begin = cpu_seconds(pid), time.perf_counter()
+    results = await asyncio.gather(
+        *(one_connection(port, *counts) for _ in range(options.connections))
+    )
+    wall, cpu = time.perf_counter() - begin, cpu_seconds(pid) - before
+    tokens = options.connections * options.tokens * options.rounds
+    events = sum(found for found, _ in results)
+    size = sum(found for _, found in results)
+    return Measured(tokens / wall, cpu / tokens * 1e6, events / tokens, size / events)
+
+
+def measure(kind: str, size: int, options: argparse.Namespace) -> Measured:
+    """Start a server, load it, end it."""
+    command = [sys.executable, "-m", "benchmarks.frontend", "--serve", kind, "--size", str(size)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            port = int(process.stdout.readline())
+            return uvloop.run(load(port, process.pid, options))
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    """Print a table of medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256, help="of one answer")
+    parser.add_argument("--rounds", type=int, default=4, help="answers over each connection")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each server, in turn")
+    parser.add_argument("--serve", choices=("bare", "gllm"), help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        uvloop.run(serve(options.serve, options.size))
+        return
+    runs: dict[str, list[Measured]] = {"gllm": [], "bare": []}
+    for _ in range(options.repeat):
+        runs["gllm"].append(measure("gllm", 0, options))
+        runs["bare"].append(measure("bare", round(runs["gllm"][0].bytes_per_event) - 8, options))
+    print("| server | tokens/s | CPU us a token | events a token | bytes an event |")
+    print("| --- | --- | --- | --- | --- |")
+    rates = {}
+    for kind, measured in runs.items():
+        rate, cpu, events, size = (
+            statistics.median(getattr(one, name) for one in measured)
+            for name in Measured.__dataclass_fields__
+        )
+        rates[kind] = rate
+        print(f"| {kind} | {rate:,.0f} | {cpu:.1f} | {events:.2f} | {size:.0f} |")
+    print(f"\nThe frontend streams {rates['gllm'] / rates['bare']:.2f} of the limit.")
+
+
+if __name__ == "__main__":
+    main()

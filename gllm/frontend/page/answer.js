@@ -1,0 +1,69 @@
+// One answer on its way: the request, its chunks, its end.
+//
+// Owns the request's body, and how chunks change a message. Knows nothing of how it is shown.
+
+import { Timing } from "./timing.js";
+
+/** A message that has nothing yet. */
+export const emptyAnswer = (model) => ({
+  role: "assistant",
+  content: "",
+  reasoning: "",
+  thinkingSeconds: null,
+  stats: null,
+  model,
+  end: null,
+  error: null,
+});
+
+/**
+ * The messages of a request: what the model is to know of a conversation. A question that got no
+ * answer is left out with it, for many chat templates want the roles in turns.
+ */
+function history(messages, system) {
+  const opening = system ? [{ role: "system", content: system }] : [];
+  const said = messages.filter(({ content }, i) => content && messages[i + 1]?.content !== "");
+  return [...opening, ...said.map(({ role, content }) => ({ role, content }))];
+}
+
+/**
+ * Fill `message` with the answer to the `messages` before it. `onChange` is called after every
+ * change; the signal stops it. Never throws: what goes wrong becomes the message's error.
+ */
+export async function fill(message, messages, server, settings, signal, onChange) {
+  const timing = new Timing();
+  const { sampling, system } = settings;
+  const model = message.model ?? undefined;
+  const body = { model, messages: history(messages, system), ...sampling };
+  let thinkingSince = null;
+  let end = null;
+  try {
+    const start = () => timing.start(performance.now());
+    for await (const chunk of server.chat(body, signal, start)) {
+      const now = performance.now();
+      const choice = chunk.choices?.[0];
+      const { content, reasoning_content: reasoning } = choice?.delta ?? {};
+      if (reasoning) {
+        thinkingSince ??= now;
+        message.reasoning += reasoning;
+      }
+      if (content) message.content += content;
+      if (thinkingSince !== null && !message.content) {
+        message.thinkingSeconds = (now - thinkingSince) / 1000;
+      }
+      end = choice?.finish_reason ?? end;
+      timing.chunk(now, Boolean(content || reasoning), chunk.usage);
+      message.stats = timing.stats();
+      onChange();
+    }
+    message.end = end === "length" ? "length" : "stop";
+    if (end === "abort") message.error = { message: "The server ended this answer early." };
+  } catch (error) {
+    message.end = signal.aborted ? "stopped" : "error";
+    if (!signal.aborted) {
+      const { message: text, status, code, param } = error;
+      message.error = { message: text, status, code, param };
+    }
+  }
+  onChange();
+}

@@ -1,0 +1,252 @@
+// The chat page: from what the user does to conversations and answers.
+//
+// Owns the current conversation, running answers, and what the page's controls do. Knows nothing of
+// how requests are sent, messages are shown and things are kept.
+
+import { emptyAnswer, fill } from "./answer.js";
+import { $ } from "./dom.js";
+import { Server } from "./server.js";
+import { Settings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import * as store from "./store.js";
+import { Thread } from "./thread.js";
+import { count } from "./timing.js";
+import { askKey, toast, watchState, watchTheme } from "./widgets.js";
+
+const HIGH = 0.85; // share of the context from which on the gauge warns
+const input = $("input");
+const server = new Server(store.recall("key", null), askKey);
+const settings = new Settings((number) => {
+  $("settings-count").hidden = !number;
+  $("settings-count").textContent = number || "";
+});
+const runs = new Map(); // of growing answers, by conversation: {asked, controller}
+let model = { name: null, length: null };
+let current = store.emptyConversation();
+let edits = false;
+
+const thread = new Thread(
+  { list: $("thread"), scroller: $("scroller"), toEnd: $("to-end") },
+  settings,
+  {
+    again: () => answerAgain(),
+    edit: () => edit(),
+    new: () => open(null),
+    settings: ({ error }) => settings.open(error?.param ?? "max_tokens"),
+  },
+  () => model.length,
+);
+const sidebar = new Sidebar({
+  open: (id) => open(id),
+  busy: (id) => runs.has(id),
+  failed: noRoom,
+  renamed: (id, title) => {
+    for (const held of [current, runs.get(id)?.asked]) if (held?.id === id) held.title = title;
+  },
+  deleted: (kept) => {
+    runs.get(kept.id)?.controller.abort();
+    if (kept.id === current.id) open(null);
+    toast("Conversation deleted.", "Undo", () => {
+      keep(kept);
+      open(kept.id);
+    });
+  },
+});
+
+/** Show a conversation; null for a new one. */
+function open(id) {
+  const kept = runs.get(id)?.asked ?? (id && store.conversation(id));
+  current = kept ?? store.emptyConversation();
+  // An answer that nobody fills any more was left with the page that did.
+  const left = runs.has(id) ? [] : current.messages.filter(({ end }) => end === null);
+  for (const message of left) message.end = "stopped";
+  store.keep("current", current.id);
+  cancelEdit();
+  thread.show(current.messages);
+  if (sidebar.isOpen) sidebar.toggle(false);
+  showAll();
+  focusInput();
+}
+
+function showAll() {
+  const grows = runs.has(current.id);
+  const empty = current.messages.length === 0;
+  document.title = empty ? model.name ?? "gllm" : `${current.title} · gllm`;
+  document.body.classList.toggle("empty", empty);
+  document.body.classList.toggle("running", grows);
+  $("stop").hidden = !grows;
+  $("send").hidden = grows;
+  $("send").disabled = !input.value.trim();
+  showContext();
+  sidebar.show(current.id);
+}
+
+/** How much of the model's context the conversation uses. */
+function showContext() {
+  const stats = current.messages.at(-1)?.stats;
+  const used = (stats?.prompt ?? 0) + (stats?.tokens ?? 0);
+  $("context").hidden = !used || !model.length;
+  if (!used || !model.length) return;
+  $("gauge").firstChild.style.width = `${Math.min(100, (100 * used) / model.length)}%`;
+  $("gauge").classList.toggle("high", used > HIGH * model.length);
+  $("context-text").textContent = `${count(used)} of ${count(model.length)} tokens`;
+}
+
+/** Send what is written, as a new message or in the place of the last one. */
+function send() {
+  const text = input.value.trim();
+  if (!text || runs.has(current.id)) return;
+  if (edits) current.messages.splice(lastQuestion());
+  cancelEdit();
+  if (!current.messages.length) current.title = store.titleOf(text);
+  current.messages.push({ role: "user", content: text });
+  input.value = "";
+  fitInput();
+  answer();
+}
+
+/** Ask for an answer to all messages. */
+async function answer() {
+  const asked = current;
+  const before = [...asked.messages];
+  const message = emptyAnswer(model.name);
+  const controller = new AbortController();
+  asked.messages.push(message);
+  runs.set(asked.id, { asked, controller });
+  keep(asked);
+  thread.show(asked.messages);
+  showAll();
+  $("announcer").textContent = "The answer is on its way.";
+  const show = perFrame(() => {
+    thread.update(message);
+    if (asked === current) showContext();
+  });
+  await fill(message, before, server, settings, controller.signal, show);
+  runs.delete(asked.id);
+  if (store.conversation(asked.id)) keep(asked);
+  thread.update(message);
+  if (asked === current) $("announcer").textContent = message.error?.message ?? message.content;
+  showAll();
+  if (message.error) state.look();
+}
+
+function answerAgain() {
+  if (runs.has(current.id)) return;
+  current.messages.splice(lastQuestion() + 1);
+  answer();
+}
+
+const lastQuestion = () => current.messages.findLastIndex(({ role }) => role === "user");
+const stop = () => runs.get(current.id)?.controller.abort();
+
+/** Take the last message back into the field. */
+function edit() {
+  if (runs.has(current.id)) return;
+  edits = true;
+  $("editing").hidden = false;
+  input.value = current.messages[lastQuestion()].content;
+  fitInput();
+  input.focus();
+}
+
+function cancelEdit() {
+  if (!edits) return;
+  edits = false;
+  $("editing").hidden = true;
+  input.value = "";
+  fitInput();
+}
+
+/** Keep a conversation that has changed. */
+function keep(changed) {
+  changed.updated = Date.now();
+  if (!store.save(changed)) noRoom();
+}
+
+function noRoom() {
+  toast("This browser has no room for more: export and delete conversations.");
+}
+
+/** A function that calls another at most once a frame. */
+function perFrame(call) {
+  let waits = false;
+  return () => {
+    if (waits) return;
+    waits = true;
+    requestAnimationFrame(() => {
+      waits = false;
+      call();
+    });
+  };
+}
+
+/** The field is as high as its text, within what the stylesheet allows. */
+function fitInput() {
+  input.style.height = "auto";
+  input.style.height = `${input.scrollHeight}px`;
+  $("send").disabled = !input.value.trim();
+}
+
+const touches = () => matchMedia("(pointer: coarse)").matches;
+
+/** On a touch screen the keyboard would cover what there is to read. */
+function focusInput() {
+  if (!touches()) input.focus();
+}
+
+async function learnModel() {
+  try {
+    model = await server.model();
+  } catch (error) {
+    toast(error.message, "Try again", learnModel);
+    return;
+  }
+  $("model").textContent = model.name;
+  $("model").title = model.name;
+  $("welcome-model").textContent = model.name;
+  const room = model.length ? `Its context holds ${count(model.length)} tokens. ` : "";
+  $("welcome-text").textContent = `${room}Conversations stay in this browser.`;
+  thread.show(current.messages);
+  showAll();
+}
+
+const state = watchState(server, (now, before) => {
+  if (now === "ready" && before !== "ready") learnModel();
+});
+
+function onKey(event) {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (runs.has(current.id)) stop();
+  else if (edits) cancelEdit();
+  else if (sidebar.isOpen) sidebar.toggle(false);
+}
+
+function onInputKey(event) {
+  // While an input method composes, Enter takes its suggestion; touch keyboards lack Shift Enter.
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || touches()) return;
+  event.preventDefault();
+  send();
+}
+
+input.addEventListener("input", fitInput);
+input.addEventListener("keydown", onInputKey);
+document.addEventListener("keydown", onKey);
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("stop").addEventListener("click", stop);
+$("cancel-edit").addEventListener("click", cancelEdit);
+$("open-settings").addEventListener("click", () => settings.open());
+for (const id of ["new-chat", "new-chat-narrow"]) $(id).addEventListener("click", () => open(null));
+// Another tab of this browser keeps in the same place.
+addEventListener("storage", (event) => {
+  if (!store.concerns(event)) return;
+  if (event.key?.endsWith(current.id) && !runs.has(current.id)) open(current.id);
+  else sidebar.show();
+});
+// What has come of growing answers is not lost with the page.
+addEventListener("pagehide", () => runs.forEach(({ asked }) => store.save(asked)));
+
+watchTheme();
+open(store.recall("current", null));

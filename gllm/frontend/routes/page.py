@@ -1,0 +1,86 @@
+"""GET and HEAD / and /page/{name}: the chat page and its files.
+
+Owns their headers. Knows nothing of what the page does: it is one more client of the API.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from aiohttp import ETag, web
+
+from gllm.frontend.errors import ApiError
+
+FOLDER = Path(__file__).parents[1] / "page"
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'self'",
+    "img-src 'self'",
+    "connect-src 'self'",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+    # Browsers that know of it refuse to make markup of any text.
+    "require-trusted-types-for 'script'",
+    "trusted-types 'none'",
+)
+HEADERS = {
+    # Kept by the browser, and asked for again each time, which costs a 304: a newer gllm is seen.
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "; ".join(POLICY),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as it is sent."""
+
+    body: bytes
+    kind: str
+    tag: str
+
+
+async def index(request: web.Request) -> web.Response:
+    """The chat page."""
+    return _answer(request, "index.html")
+
+
+async def file(request: web.Request) -> web.Response:
+    """A file of the chat page."""
+    return _answer(request, request.match_info["name"])
+
+
+def _answer(request: web.Request, name: str) -> web.Response:
+    if (found := _files().get(name)) is None:
+        raise ApiError(404, f"the chat page has no file {name!r}", code="http_404")
+    known = request.if_none_match or ()
+    same = any(tag.value in (found.tag, "*") for tag in known)
+    if same:
+        response = web.Response(status=304, headers=HEADERS)
+    else:
+        response = web.Response(
+            body=found.body, content_type=found.kind, charset="utf-8", headers=HEADERS
+        )
+    response.etag = ETag(found.tag)
+    return response
+
+
+@cache
+def _files() -> dict[str, File]:
+    """The page's files by name, read once."""
+    found = {}
+    for path in FOLDER.iterdir():
+        if path.suffix in TYPES:
+            body = path.read_bytes()
+            found[path.name] = File(body, TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:16])
+    return found

@@ -1,0 +1,54 @@
+"""A user at the chat page: a browser's tab, and what a person does and sees there."""
+
+from scripts.browser import Tab
+
+LAST = "document.querySelector('.message:last-child')"
+
+
+class User:
+    """Uses the page in a tab."""
+
+    def __init__(self, tab: Tab, url: str) -> None:
+        self.tab = tab
+        self.url = url
+
+    async def visit(self) -> None:
+        """Open the page and wait until it knows its server."""
+        await self.tab.go(self.url)
+        await self.tab.until("document.querySelector('#welcome-model').textContent != 'the model'")
+
+    async def say(self, text: str) -> None:
+        """Write and send."""
+        await self.tab.click("#input")
+        await self.tab.type(text)
+        await self.tab.click("#send")
+        await self.tab.until(f"{LAST}?.classList.contains('assistant')")
+
+    async def answered(self) -> str:
+        """Wait for the answer's end; its text as shown."""
+        await self.tab.until(f"!{LAST}.classList.contains('growing')")
+        return await self.last(".prose")
+
+    async def last(self, selector: str) -> str:
+        """A text in the last message; "" where there is none."""
+        node = f"{LAST}.querySelector({selector!r})"
+        return await self.tab.evaluate(f"{node}?.checkVisibility() ? {node}.innerText : ''")
+
+    async def text(self, selector: str) -> str:
+        """A text of the page."""
+        return await self.tab.evaluate(f"document.querySelector({selector!r}).innerText")
+
+    async def count(self, selector: str) -> int:
+        """How many elements there are."""
+        return await self.tab.evaluate(f"document.querySelectorAll({selector!r}).length")
+
+    async def set(self, setting: str, value: str) -> None:
+        """Write into a field of the settings, which are open."""
+        await self.tab.click(f"#setting-{setting}")
+        await self.tab.type(value)
+
+    async def messages(self) -> list[str]:
+        """Texts of all questions and answers."""
+        return await self.tab.evaluate(
+            "[...document.querySelectorAll('.bubble, .prose')].map((node) => node.innerText)"
+        )
