@@ -166,6 +166,29 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
+class StructuredOutput:
+    """What an output has to be, exactly one of: `json` that fits a JSON Schema, which is given as
+    values or as text; a match of a regular expression; one of several strings; a text of a grammar
+    in Lark or GBNF. docs/structured-output.md has what each may hold.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    param: str = "structured"
+    """The request's field that asks for it, for errors."""
+
+    def __post_init__(self) -> None:
+        """Raises FieldError unless there is exactly one."""
+        given = [self.json, self.regex, self.choice, self.grammar]
+        if sum(one is not None for one in given) != 1:
+            raise FieldError(
+                self.param, f"{self.param} needs exactly one of json, regex, choice and grammar"
+            )
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How a request's tokens are drawn and when it ends. None of `max_tokens`: up to the context.
 
@@ -178,7 +201,8 @@ class SamplingParams:
     `bad_words` never come out. `logprobs` and `prompt_logprobs`: how many of the likeliest tokens
     to tell with each token, None for none of it. `truncate_prompt_tokens` keeps the prompt's last
     so many tokens, -1 as many as leave room for the output. `shown_tokens` are special tokens that
-    are text although `skip_special_tokens`.
+    are text although `skip_special_tokens`. `structured` says what the output has to be; it ends
+    where nothing can follow, whatever `ignore_eos` says.
     """
 
     temperature: float = 1.0
@@ -204,6 +228,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     shown_tokens: tuple[str, ...] = ()
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         """Raises FieldError for a value out of its range."""
@@ -218,6 +243,8 @@ class SamplingParams:
         self._check("max_tokens", limit is None or 1 <= limit <= INT32_MAX, ">= 1 and below 2^31")
         top = INT32_MAX if limit is None else limit
         self._check("min_tokens", 0 <= self.min_tokens <= top, "in 0..max_tokens")
+        free = self.structured is None or not self.min_tokens
+        self._check("min_tokens", free, "0 with structured output, which ends by its own rules")
         self._check("stop", len(self.stop) <= 32 and all(self.stop), "up to 32 non-empty strings")
         ids_fit = all(0 <= i <= INT32_MAX for i in self.stop_token_ids)
         self._check("stop_token_ids", ids_fit, "token ids")

@@ -44,6 +44,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """Likeliest tokens told with each token drawn; None: no log-probabilities at all."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt; told by the first choice alone."""
+    grammar: str = ""
+    """What the output has to fit, as gllm/grammar/compiler.py gives it; empty: anything."""
 
     @property
     def needs_prompt(self) -> bool:
@@ -140,6 +142,13 @@ class Result(Message, frozen=True):
     result: StepResult
     logprobs: list[RowLogprobs] = []
     """Of the rows that were asked for them."""
+
+
+class Begun(Message, frozen=True):
+    """The grammar of a registered request is compiled, or cannot be used."""
+
+    seq: int
+    error: str = ""
 
 
 # Stages to driver.
@@ -254,6 +263,7 @@ AnyMessage = (
     | Register
     | Step
     | Result
+    | Begun
     | Linked
     | StageTimes
     | Tokens

@@ -38,15 +38,17 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.streams": {"torch"},
     "gllm.transport": {"gllm.streams", "gllm.transport", "torch", "msgspec"},
     "gllm.text": {"gllm.text", "gllm.config", "tokenizers", "jinja2"},
+    "gllm.grammar": {"gllm.config", "gllm.grammar", "llguidance", "setproctitle"},
     "gllm.engine_api": {"gllm.config", "gllm.messages", "gllm.scheduler", "gllm.text", "msgspec"},
     "gllm.runtime": {
         *("gllm.config", "gllm.messages", "gllm.scheduler", "gllm.kernels", "gllm.models"),
         *("gllm.transport", "gllm.runtime", "gllm.step_log", "gllm.streams", "gllm.bubbles"),
+        *("gllm.grammar", "llguidance"),
         *("msgspec", "numpy", "setproctitle", "torch", "uvloop", "zmq"),
     },
     "gllm.engine": {
         *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.models", "gllm.runtime"),
-        *("gllm.scheduler", "gllm.text", "msgspec", "tqdm"),
+        *("gllm.grammar", "gllm.scheduler", "gllm.text", "msgspec", "tqdm"),
     },
     "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "tqdm"},
     "gllm.frontend": {

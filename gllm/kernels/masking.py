@@ -6,6 +6,7 @@ they may be on the CPU where logits are on a GPU, and nobody waits for it.
 
 import math
 
+import torch
 from torch import Tensor
 
 from gllm.kernels.transfer import beside
@@ -17,6 +18,14 @@ def keep_only(logits: Tensor, ids: Tensor) -> None:
     kept = logits[ids]
     logits.fill_(-math.inf)
     logits[ids] = kept
+
+
+def keep_set(logits: Tensor, bits: Tensor) -> None:
+    """Forbid tokens whose bit is not set, in place. logits [vocabulary] float32, bits
+    [at least vocabulary / 8] uint8, lowest bit first."""
+    ones = beside(torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8), logits)
+    unset = (beside(bits, logits)[:, None] & ones) == 0
+    logits.masked_fill_(unset.flatten()[: len(logits)], -math.inf)
 
 
 def ban(logits: Tensor, ids: Tensor) -> None:

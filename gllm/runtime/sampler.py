@@ -6,17 +6,19 @@ Knows nothing of steps.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from gllm.config import MAX_LOGPROBS
+from gllm.grammar.guide import GuideError
 from gllm.kernels.logprobs import log_probabilities, score
 from gllm.kernels.sampling import SamplingPlan, all_finite, plan_sampling, sample
 from gllm.messages import RowLogprobs, TokenLogprobs
 from gllm.runtime.logprobs import NOT_FINITE, entries_of
-from gllm.runtime.sampling_state import SamplingState, edit_logits
+from gllm.runtime.sampling_state import SamplingState, edit_logits, guide_logits
+from gllm.scheduler.plan import Sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class SampledRows:
     """Rows whose logits are changed before drawing."""
     told: list[int]
     """Rows that tell log-probabilities."""
+    guided: list[int]
+    """Rows with a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class Drawn:
     """Empty where there is a token."""
     logprobs: list[RowLogprobs]
     """Of the rows that tell them."""
+    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By row, tokens that follow the one drawn because a grammar allows no others."""
 
 
 def plan_rows(
@@ -61,14 +67,16 @@ def plan_rows(
         index=np.array(indices, dtype=np.int64),
     )
     special = [row for row, state in enumerate(states) if not state.is_plain]
-    edited, told = [], []
+    edited, told, guided = [], [], []
     for row in special:
         edits, spec = states[row].edits, specs[row]
         if edits is not None and edits.concern(indices[row]):
             edited.append(row)
         if spec.logprobs is not None or (spec.prompt_logprobs is not None and not indices[row]):
             told.append(row)
-    return SampledRows(owners, states, indices, plan, edited, told)
+        if states[row].guide is not None:
+            guided.append(row)
+    return SampledRows(owners, states, indices, plan, edited, told, guided)
 
 
 def draw(logits: Tensor, rows: SampledRows) -> Drawn:
@@ -82,17 +90,50 @@ def draw(logits: Tensor, rows: SampledRows) -> Drawn:
     failed = [row for row, error in enumerate(errors) if error]
     if failed:
         logits[failed] = 0
-    raw = logits[rows.edited] if rows.edited else None
+    changed = _changed(rows)
+    raw = logits[changed] if changed else None
     try:
         drawn = _draw_all(logits, rows, errors)
     except Exception:
         if raw is not None:
-            logits[rows.edited] = raw
+            logits[changed] = raw
         drawn = _draw_each(logits, rows, errors)
+    _remember(rows, drawn)
+    return drawn
+
+
+def results(rows: SampledRows, drawn: Drawn) -> list[Sampled]:
+    """What the driver hears of each row."""
+    told = zip(rows.owners, drawn.tokens, drawn.errors, strict=True)
+    return [
+        Sampled(seq, epoch, token, error, drawn.forced.get(row, ()))
+        for row, ((seq, epoch), token, error) in enumerate(told)
+    ]
+
+
+def _changed(rows: SampledRows) -> list[int]:
+    """Rows whose logits may be changed."""
+    return sorted({*rows.edited, *rows.guided}) if rows.guided else rows.edited
+
+
+def _remember(rows: SampledRows, drawn: Drawn) -> None:
+    """Tell guides and histories what was drawn. A guide may know the token better, where it was
+    forced, and those that follow."""
+    taken: dict[int, tuple[int, ...]] = {}
+    for row in rows.guided:
+        guide, index = rows.states[row].guide, rows.indices[row]
+        if drawn.errors[row] or guide is None:
+            continue
+        try:
+            taken[row] = guide.take(index, drawn.tokens[row])
+        except GuideError as error:
+            drawn.tokens[row], drawn.errors[row] = 0, str(error)
+        else:
+            drawn.tokens[row], drawn.forced[row] = guide.settled(index), taken[row][1:]
     for row in rows.edited:
         if not drawn.errors[row]:
-            rows.states[row].history.append(drawn.tokens[row])
-    return drawn
+            for token in taken.get(row, drawn.tokens[row : row + 1]):
+                rows.states[row].history.append(token)
 
 
 def _faults(logits: Tensor, rows: SampledRows) -> list[str]:
@@ -107,17 +148,35 @@ def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
     """As `draw`, for rows with these errors; logits are finite."""
     errors = list(errors)
     raw = log_probabilities(logits[rows.told]) if rows.told else None
-    if rows.edited:
-        edited = [row for row in rows.edited if not errors[row]]
-        edit_logits(logits, rows.states, rows.indices, edited)
-        for row in edited:
-            if logits[row].max() == -math.inf:
-                errors[row] = "every token of the vocabulary is forbidden"
-                logits[row] = 0
+    settled = _follow_grammars(logits, rows, errors) if rows.guided else set()
+    open_rows = [row for row in _changed(rows) if not errors[row] and row not in settled]
+    edit_logits(logits, rows.states, rows.indices, [r for r in open_rows if r in rows.edited])
+    for row in open_rows:
+        if logits[row].max() == -math.inf:
+            errors[row] = "every token of the vocabulary is forbidden"
+            logits[row] = 0
     tokens = sample(logits, rows.plan)
     told = [] if raw is None else _told(raw, tokens, rows, errors)
     kept = [0 if error else token for token, error in zip(tokens.tolist(), errors, strict=True)]
     return Drawn(kept, errors, told)
+
+
+def _follow_grammars(logits: Tensor, rows: SampledRows, errors: list[str]) -> set[int]:
+    """Leave what grammars allow, or put errors; the rows whose token is settled already."""
+    settled = set()
+    for row in rows.guided:
+        guide = rows.states[row].guide
+        if errors[row] or guide is None:
+            continue
+        try:
+            if guide.is_settled(rows.indices[row]):
+                settled.add(row)
+            else:
+                guide_logits(logits[row], guide)
+        except GuideError as error:
+            errors[row] = str(error)
+            logits[row] = 0
+    return settled
 
 
 def _draw_each(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:

@@ -14,9 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gllm.kernels.masking import add_bias, ban, keep_only
+from gllm.grammar.guide import Guide
+from gllm.kernels.masking import add_bias, ban, keep_only, keep_set
 from gllm.kernels.penalties import SeenTokens, penalize
 from gllm.messages import Register, Sampling, TokenLogprobs
+from gllm.runtime.grammars import Grammars
 
 EDITING = (
     *("allowed", "bad_words", "logit_bias"),
@@ -112,16 +114,25 @@ class LogitEdits:
 class SamplingState:
     """One sequence's sampling. `edits` are shared by the choices of a request."""
 
-    def __init__(self, spec: Sampling, edits: LogitEdits | None, prompt: list[int]) -> None:
+    def __init__(
+        self,
+        spec: Sampling,
+        edits: LogitEdits | None,
+        prompt: list[int],
+        guide: Guide | None = None,
+    ) -> None:
         self.spec = spec
         self.edits = edits
+        self.guide = guide
+        """Its way through its grammar, where it has one."""
         self.prompt = prompt
         """Empty where sampling does not need it."""
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         """By position in the prompt, what has been computed of those that were asked for."""
         self.fault = ""
         """Why the sequence has to end with an error."""
-        self.is_plain = edits is None and spec.logprobs is None and spec.prompt_logprobs is None
+        told = spec.logprobs is not None or spec.prompt_logprobs is not None
+        self.is_plain = edits is None and guide is None and not told
         """Logits and random number decide alone, and nothing is told but the token."""
         self._history: History | None = None
 
@@ -145,8 +156,9 @@ class SamplingState:
         return self._history
 
 
-def states_of(message: Register) -> list[SamplingState]:
-    """The states of a registered request's choices, none where it comes without sampling."""
+def states_of(message: Register, grammars: Grammars | None = None) -> list[SamplingState]:
+    """The states of a registered request's choices, none where it comes without sampling.
+    `grammars`: makes guides, for requests with a grammar."""
     spec = message.sampling
     if spec is None:
         return []
@@ -156,8 +168,15 @@ def states_of(message: Register) -> list[SamplingState]:
     for choice in range(spec.choice, spec.choice + message.n):
         told = spec.prompt_logprobs if choice == spec.choice else None
         own = msgspec.structs.replace(spec, choice=choice, prompt_logprobs=told)
-        states.append(SamplingState(own, edits, message.prompt if own.needs_prompt else []))
+        prompt = message.prompt if own.needs_prompt else []
+        guide = grammars.guide(own) if own.grammar and grammars is not None else None
+        states.append(SamplingState(own, edits, prompt, guide))
     return states
+
+
+def guide_logits(logits: Tensor, guide: Guide) -> None:
+    """Leave only what a grammar allows next in logits [vocabulary], in place. Raises GuideError."""
+    keep_set(logits, torch.frombuffer(bytearray(guide.mask()), dtype=torch.uint8))
 
 
 def edit_logits(
