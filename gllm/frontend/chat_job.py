@@ -5,7 +5,7 @@ endpoints' shapes.
 """
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from gllm.config import FieldError, ServerConfig
 from gllm.engine_api import check_request, truncated
 from gllm.frontend.answer import Job
 from gllm.frontend.context import Context
+from gllm.frontend.demand import demand
 from gllm.frontend.fields.chat import ChatFields, TemplateOptions
 from gllm.frontend.fields.generation import sampling_params
 from gllm.frontend.output import reasoning_counter
@@ -38,17 +39,30 @@ async def chat_job(context: Context, fields: ChatFields) -> Job:
         logprobs=fields.top,
         prompt_logprobs=fields.prompt_logprobs,
     )
-    prompt, form = await asyncio.to_thread(chat_prompt, tokenizer, fields, context.config)
-    prompt = truncated(prompt, params, model)
+    made = await asyncio.to_thread(chat_prompt, tokenizer, fields, context.config)
+    prompt = truncated(made.ids, params, model)
     check_request(prompt, params, model, param="messages")
-    params = replace(params, shown_tokens=form.markers)
+    structured, form = demand(
+        params.structured, made.tools, made.output, made.template, tokenizer.token_id
+    )
+    params = replace(params, shown_tokens=form.markers, structured=structured)
     return Job(fields, [prompt], params, output=form, reasoning=reasoning_counter(tokenizer, form))
 
 
-def chat_prompt(
-    tokenizer: Tokenizer, fields: ChatFields, config: ServerConfig
-) -> tuple[list[int], OutputFormat]:
-    """Token ids of the messages, and what the answer may hold. Raises FieldError."""
+@dataclass(frozen=True)
+class ChatPrompt:
+    """What a chat asks of the model."""
+
+    ids: list[int]
+    tools: ToolUse
+    output: OutputFormat
+    """What the answer may hold."""
+    template: str
+    """The source of the model's template."""
+
+
+def chat_prompt(tokenizer: Tokenizer, fields: ChatFields, config: ServerConfig) -> ChatPrompt:
+    """The prompt of the messages. Raises FieldError."""
     template = tokenizer.chat_template
     if template is None:
         raise FieldError("messages", "this model has no chat template: use /v1/completions")
@@ -64,7 +78,8 @@ def chat_prompt(
     tags = reasoning_tags(config.reasoning_parser, template.source)
     within = tags is not None and _within(tags, text, fields)
     form = OutputFormat(tags, within, family, use.schemas)
-    return tokenizer.encode(text, add_special_tokens=False), form
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ChatPrompt(ids, use, form, template.source)
 
 
 def _within(tags: ReasoningTags, prompt: str, fields: ChatFields) -> bool:
@@ -88,10 +103,10 @@ def _family(template: ChatTemplate, use: ToolUse, config: ServerConfig) -> ToolF
             "it is not known how this model writes tool calls: the server has to be started with "
             "--tool-call-parser",
         )
-    if use.choice == "required":
+    if family is None and use.choice == "required":
         raise FieldError(
             "tool_choice",
-            "a call can be allowed (auto) or ruled out (none) here, but not demanded",
+            "tool_choice demands a call, but this server was told to look for none",
         )
     return family
 

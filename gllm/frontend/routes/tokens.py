@@ -32,7 +32,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 def _ids(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:
     if fields.prompt is None:
-        return chat_prompt(tokenizer, fields.chat, config)[0]
+        return chat_prompt(tokenizer, fields.chat, config).ids
     return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
 
 

@@ -5,7 +5,7 @@ Written in llguidance's dialect of Lark. Knows nothing of what enforces it.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,14 @@ from gllm.text.output.reasoning import ReasoningTags
 
 Schema = Mapping[str, Any]
 """A JSON schema."""
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as templates write it, which is what models are trained on."""
+_STYLE = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": True,
+}
+"""JSON as templates write it, which is what models are trained on; keywords that cannot be enforced
+are not."""
 _ANYTHING, _BLANKS = r"/(.|\n)*/", r"/[ \n]{0,4}/"
 
 
@@ -40,7 +46,7 @@ class Grammar:
         return _joined(self.text(text[:at]), f"<[{self._ids[marker]}]>", self.text(rest))
 
     def json(self, schema: Schema) -> str:
-        """A value that fits a schema."""
+        """A value that fits a schema of a tool."""
         return f"%json {json.dumps({**schema, 'x-guidance': _STYLE}, ensure_ascii=False)}"
 
     def until(self, end: str) -> str:
@@ -57,7 +63,9 @@ class Grammar:
 
     def source(self, start: str) -> str:
         """The whole grammar."""
-        return "\n".join([f"start: {start}", *self._rules])
+        made = "\n".join([f"start: {start}", *self._rules])
+        # That is how other grammars are known; here it can only be within a text.
+        return made.replace("::=", r":\u003a=")
 
 
 def json_arguments(grammar: Grammar, schema: Schema) -> str:
@@ -79,18 +87,8 @@ class Written:
     arguments: Callable[[Grammar, Schema], str] = json_arguments
 
 
-def call_grammar(
-    written: Written,
-    tools: Mapping[str, Schema],
-    grammar: Grammar,
-    tags: ReasoningTags | None,
-    within: bool,
-    several: bool,
-) -> str:
-    """The grammar of outputs that call at least one of the tools, `several` of them if need be.
-
-    within: whether the output begins in the middle of reasoning.
-    """
+def calls_of(grammar: Grammar, written: Written, tools: Mapping[str, Schema], several: bool) -> str:
+    """The expression of a call of one of the tools, or of `several` calls."""
     calls = []
     for name, schema in tools.items():
         before = grammar.text(written.before.replace("NAME", name))
@@ -99,8 +97,18 @@ def call_grammar(
     call = grammar.rule(" | ".join(calls))
     more = f"({_joined(grammar.text(written.between), call)})*" if several else ""
     opening, closing = grammar.text(written.opening), grammar.text(written.closing)
-    start = _joined(_reasoning(grammar, tags, within), opening, call, more, closing)
-    return grammar.source(start)
+    return grammar.rule(_joined(opening, call, more, closing))
+
+
+def output_of(
+    grammar: Grammar, answers: Sequence[str], tags: ReasoningTags | None, within: bool
+) -> str:
+    """The grammar of outputs that are one of the answers, which are expressions, or reasoning and
+    then one of them.
+
+    within: whether the output begins in the middle of reasoning.
+    """
+    return grammar.source(_joined(_reasoning(grammar, tags, within), f"({' | '.join(answers)})"))
 
 
 def _joined(*parts: str) -> str:

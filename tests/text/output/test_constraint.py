@@ -1,18 +1,16 @@
 """A grammar lets through what a family's models write, and nothing that is no call."""
 
-import json
-
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from gllm.text.output.calls import ToolFamily
-from gllm.text.output.constraint import Grammar, call_grammar
+from gllm.text.output.constraint import Grammar, calls_of, output_of
 from gllm.text.output.reasoning import REASONING
 from gllm.text.output.registry import TOOL_FAMILIES
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
 from tests.text.output.formats import FIRST_ONLY, FORMATS
+from tests.text.output.judge import Judge
 
 SCHEMAS = {
     "get_weather": {
@@ -41,29 +39,14 @@ def vocabularies(family: ToolFamily) -> list[Tokenizer]:
     return [Tokenizer(added), Tokenizer(some.byte_level())]
 
 
-class Judge:
-    """Says whether a grammar takes texts."""
-
-    def __init__(self, tokenizer: Tokenizer, source: str) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = LLTokenizer(tokenizer._backend.to_str(), eos_token=0)
-        self._grammar = json.dumps({"grammars": [{"lark_grammar": source}]})
-
-    def takes(self, text: str) -> bool:
-        """Whether all of a text, and no more, is an output."""
-        matcher = LLMatcher(self._tokens, self._grammar, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        ids = self._tokenizer.encode(text)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
 def judge(name, write, tokenizer, schemas=SCHEMAS, tags=None, within=False, several=True):
     family = TOOL_FAMILIES[name]
     reasoning = REASONING.get(tags)
     shown = () if reasoning is None else (reasoning.opening, reasoning.closing)
     written = family.written(SHOWN.get(write.__name__, ""))
     grammar = Grammar(tokenizer.token_id, (*family.markers, *shown))
-    return Judge(tokenizer, call_grammar(written, schemas, grammar, reasoning, within, several))
+    calls = calls_of(grammar, written, schemas, several)
+    return Judge(tokenizer, output_of(grammar, [calls], reasoning, within))
 
 
 @pytest.mark.parametrize("spelled", [False, True], ids=["tokens", "spelled"])
