@@ -84,6 +84,8 @@ class Written:
     """In front of all calls."""
     between: str = ""
     closing: str = ""
+    several: bool = True
+    """Whether an answer may hold more than one."""
     arguments: Callable[[Grammar, Schema], str] = json_arguments
 
 
@@ -95,7 +97,9 @@ def calls_of(grammar: Grammar, written: Written, tools: Mapping[str, Schema], se
         arguments = written.arguments(grammar, schema)
         calls.append(grammar.rule(_joined(before, arguments, grammar.text(written.after))))
     call = grammar.rule(" | ".join(calls))
-    more = f"({_joined(grammar.text(written.between), call)})*" if several else ""
+    more = ""
+    if several and written.several:
+        more = f"({_joined(grammar.text(written.between), call)})*"
     opening, closing = grammar.text(written.opening), grammar.text(written.closing)
     return grammar.rule(_joined(opening, call, more, closing))
 

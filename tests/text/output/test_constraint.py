@@ -55,7 +55,7 @@ def test_calls_and_nothing_else(name, write, spelled):
     tokenizer = vocabularies(TOOL_FAMILIES[name])[spelled]
     made = judge(name, write, tokenizer)
     assert made.takes(write(GOOD))
-    assert made.takes(write([*GOOD, ("now", {}), *GOOD]))
+    assert made.takes(write([*GOOD, ("now", {}), *GOOD])) == (name != "llama3")
     for calls in (
         [("unknown", {})],
         [("get_weather", {"city": "x"})],

@@ -39,8 +39,9 @@ FAMILY = ToolFamily(
     parse=_parse,
     markers=(TAG,),
     written_by=lambda template: TAG in template or '"parameters": dictionary' in template,
+    # The templates take no more than one call of an answer.
     written=lambda template: Written(
-        before='{"name": "NAME", "parameters": ', after="}", between="; "
+        before='{"name": "NAME", "parameters": ', after="}", several=False
     ),
     only_known=True,
 )
