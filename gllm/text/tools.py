@@ -15,6 +15,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CHOICES = ("none", "auto", "required")
 
 Tool = dict[str, Any]
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+"""The schema of a tool without parameters."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class ToolUse:
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
         """Schemas of arguments by name of the tool."""
         functions = (tool["function"] for tool in self.tools)
-        return {function["name"]: function.get("parameters", {}) for function in functions}
+        return {one["name"]: one.get("parameters", NO_ARGUMENTS) for one in functions}
 
 
 def tool_use(tools: object, choice: object) -> ToolUse:

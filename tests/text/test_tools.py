@@ -33,7 +33,7 @@ def test_what_models_are_trained_on():
     assert list(use.tools[0]["function"]) == ["name", "description", "parameters"]
     assert use.tools[1] == tool("g")
     assert (use.choice, use.named) == ("auto", "")
-    assert use.schemas == {"f": SCHEMA, "g": {}}
+    assert use.schemas == {"f": SCHEMA, "g": {"type": "object", "properties": {}}}
 
 
 NAMED = {"type": "function", "function": {"name": "f"}}

@@ -47,7 +47,10 @@ class ChatFields(Generation):
     ] = None
     tool_choice: Annotated[
         Any,
-        about("`none`: as if there were no tools; `auto` (default with tools): the model decides"),
+        about(
+            "`none`: as if there were no tools; `auto` (default with tools): the model decides; "
+            "`required`, or a function by name: it has to call"
+        ),
     ] = None
     reasoning_effort: Annotated[
         Effort | None,

@@ -23,7 +23,7 @@ SCHEMAS = {
         "required": ["city", "days"],
         "$defs": {"days": {"type": "array", "items": {"type": "integer"}}},
     },
-    "now": {},
+    "now": {"type": "object", "properties": {}},
 }
 GOOD = [("get_weather", {"city": 'Köln "am\nRhein" <b>', "unit": "c", "days": [1, 2]})]
 SHOWN = {"glm47": "", "mistral_named": "[ARGS]", "deepseek": "```json"}
@@ -59,6 +59,8 @@ def test_calls_and_nothing_else(name, write, spelled):
     for calls in (
         [("unknown", {})],
         [("get_weather", {"city": "x"})],
+        [("get_weather", {"city": "x", "days": [], "more": 1})],
+        [("now", {"more": 1})],
         [("get_weather", {"city": "x", "days": ["y"]})],
         [("get_weather", {"city": "x", "unit": "k", "days": []})],
     ):
