@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from gllm.config import FieldError
 
 MAX_TOOLS = 128
+MAX_DEPTH = 64
+"""Of values nested in a schema."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CHOICES = ("none", "auto", "required")
 
@@ -110,7 +112,18 @@ def _is_object_schema(schema: object) -> bool:
     """Whether a schema describes objects, as far as that is to be seen from its outside."""
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         return False
-    properties = schema.get("properties", {})
-    if not isinstance(properties, dict):
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
         return False
-    return all(isinstance(value, dict | bool) for value in properties.values())
+    listed = all(isinstance(value, dict | bool) for value in properties.values())
+    return listed and all(isinstance(name, str) for name in required) and not _is_deep(schema)
+
+
+def _is_deep(value: object) -> bool:
+    """Whether values are nested deeper than `MAX_DEPTH`."""
+    inside = [value]
+    for _ in range(MAX_DEPTH):
+        lists = [one for one in inside if isinstance(one, list)]
+        objects = [one.values() for one in inside if isinstance(one, dict)]
+        inside = [nested for several in (*lists, *objects) for nested in several]
+    return bool(inside)

@@ -3,7 +3,7 @@
 import pytest
 
 from gllm.config import FieldError
-from gllm.text.tools import MAX_TOOLS, ToolUse, tool_use
+from gllm.text.tools import MAX_DEPTH, MAX_TOOLS, ToolUse, tool_use
 
 
 def tool(name="f", **more):
@@ -61,6 +61,18 @@ def test_no_tools():
     assert tool_use(GOOD, "none") == ToolUse()
 
 
+def nested(levels):
+    """A schema of lists of lists of .."""
+    value = {}
+    for _ in range(levels - 1):
+        value = {"items": value}
+    return {"properties": {"a": value}}
+
+
+def test_depth():
+    assert tool_use([tool(parameters=nested(MAX_DEPTH - 3))], None).choice == "auto"
+
+
 BAD_TOOLS = [
     *(7, "x", {}, ["x"], [None], [{}], [[]]),
     *([{"type": "function"}], [{"type": "function", "function": "f"}], [{"type": "web_search"}]),
@@ -68,7 +80,8 @@ BAD_TOOLS = [
     *([tool(description=7)], [tool(parameters=7)], [tool(parameters=[])]),
     *([tool(parameters={"type": "string"})], [tool(parameters={"properties": []})]),
     *([tool(parameters={"properties": {"a": 7}})], [tool("f"), tool("f")]),
-    [tool(f"f{i}") for i in range(MAX_TOOLS + 1)],
+    *([tool(parameters={"required": True})], [tool(parameters={"required": [7]})]),
+    *([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], [tool(parameters=nested(MAX_DEPTH + 1))]),
 ]
 
 
