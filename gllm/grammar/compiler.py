@@ -36,7 +36,7 @@ class BadGrammar(ValueError):
 
 
 class CompilerBusy(Exception):
-    """Too many grammars wait to be compiled."""
+    """Too many grammars wait to be compiled, or nobody compiles any more."""
 
 
 class GrammarCompiler:
@@ -68,17 +68,26 @@ class GrammarCompiler:
             self._known.move_to_end(source)
             grammar, error = self._known[source]
         else:
-            # A caller that leaves must not leave an answer behind for the next one.
-            grammar, error = await asyncio.shield(self._task(source))
+            grammar, error = await self._wait(self._task(source))
         if error:
             raise BadGrammar(error)
         return grammar
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process; who still waits for it gets CompilerBusy."""
         for task in self._under_way.values():
             task.cancel()
         await self._end()
+
+    async def _wait(self, task: "asyncio.Task[tuple[str, str]]") -> tuple[str, str]:
+        """What a task brings. A caller that leaves does not end it: its answer is on the way, and
+        would be taken for the next one's."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise CompilerBusy("the engine was stopped") from None
 
     def _task(self, source: Source) -> "asyncio.Task[tuple[str, str]]":
         if source in self._under_way:
@@ -107,7 +116,9 @@ class GrammarCompiler:
 
     async def _ask(self, source: Source) -> tuple[str, str]:
         """The process's answer. Raises BadGrammar where it ended over it."""
-        process = self._process or await self._start()
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = await self._start()
         assert process.stdin is not None
         with suppress(ConnectionError):
             process.stdin.write(json.dumps(source).encode() + b"\n")
@@ -130,27 +141,30 @@ class GrammarCompiler:
 
     async def _answer(self, process: Process) -> tuple[str, str]:
         assert process.stdout is not None
-        line = b""
-        with suppress(TimeoutError):
+        try:
             line = await asyncio.wait_for(process.stdout.readline(), PATIENCE)
+        except TimeoutError:
+            await self._end()
+            raise BadGrammar(f"it is too complex: no answer in {PATIENCE:g} s") from None
         if not line:
-            raise BadGrammar(await self._end())
+            code = await process.wait()
+            await self._end()
+            bound = f"{MEMORY >> 20} MiB or its stack"
+            if code == -signal.SIGPROF:
+                bound = f"{CPU_SECONDS:g} s"
+            raise BadGrammar(f"it is too complex: compiling takes more than {bound}")
         grammar, error = json.loads(line)
         return grammar, error
 
-    async def _end(self) -> str:
-        """End the process; why it may have ended before."""
+    async def _end(self) -> None:
         process, self._process = self._process, None
         if process is None:
-            return ""
+            return
         with suppress(ProcessLookupError):
             process.kill()
-        code = await process.wait()
+        await process.wait()
         assert process.stdin is not None
         process.stdin.close()
-        if code == -signal.SIGPROF:
-            return f"it is too complex: compiling takes more than {CPU_SECONDS:g} s"
-        return f"it is too complex: compiling takes more than {MEMORY >> 20} MiB or its stack"
 
 
 def _size(source: Source, answer: tuple[str, str]) -> int:

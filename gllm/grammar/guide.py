@@ -78,8 +78,6 @@ class Guide:
 
         Raises GuideError.
         """
-        if index < self._told:
-            return ()
         if index == len(self._tokens):
             self._draw(token)
         told, self._told = self._told, len(self._tokens)

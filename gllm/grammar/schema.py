@@ -10,12 +10,22 @@ from urllib.parse import unquote
 MAX_DEPTH = 96
 """Of nested JSON values; the grammar's reader takes 128 with what is put around a schema."""
 
+LARGEST = 2**53
+"""Whole numbers beyond are not kept exactly."""
+
 Place = tuple[str, object]
 """A JSON pointer within the schema, and what is there."""
 
 
 def _nothing(place: str, value: object) -> Iterator[Place]:
     """A keyword whose value holds no schema."""
+    return iter(())
+
+
+def _values(place: str, value: object) -> Iterator[Place]:
+    """A keyword whose value is what is written, or a bound on it."""
+    if any(isinstance(one, int) and abs(one) > LARGEST for one in _within(value)):
+        raise ValueError(f"{place:.200} has a whole number beyond 2^53, which is not kept exactly")
     return iter(())
 
 
@@ -39,13 +49,14 @@ def _named(place: str, value: object) -> Iterator[Place]:
 
 
 KEYWORDS: dict[str, Callable[[str, object], Iterator[Place]]] = {
-    **dict.fromkeys(("type", "enum", "const"), _nothing),
+    "type": _nothing,
+    **dict.fromkeys(("enum", "const"), _values),
     **dict.fromkeys(("properties", "$defs", "definitions"), _named),
     **dict.fromkeys(("required", "minItems", "maxItems"), _nothing),
     **dict.fromkeys(("items", "additionalProperties"), _one),
     **dict.fromkeys(("prefixItems", "anyOf", "oneOf", "allOf"), _several),
     **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), _nothing),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _nothing),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _values),
     "$ref": _nothing,
     **dict.fromkeys(("title", "description", "default", "examples", "$comment"), _nothing),
     **dict.fromkeys(("$schema", "deprecated", "readOnly", "writeOnly"), _nothing),
@@ -83,15 +94,26 @@ def check_schema(schema: object) -> None:
 
 
 def depth(value: object) -> int:
-    """How deep JSON values are nested; 0 for one that is no list or object."""
-    level, inside = 0, [value]
-    while inside := [one for one in inside if isinstance(one, (dict, list))]:
-        level += 1
+    """How deep JSON values are nested; 0 for one that holds no others."""
+    return sum(1 for _ in _levels(value)) - 1
+
+
+def _within(value: object) -> Iterator[object]:
+    """A JSON value and all that is in it."""
+    for level in _levels(value):
+        yield from level
+
+
+def _levels(value: object) -> Iterator[list[object]]:
+    """JSON values by how deep they are nested."""
+    level = [value]
+    while level:
+        yield level
         nested: list[object] = []
-        for one in inside:
-            nested += one.values() if isinstance(one, dict) else one
-        inside = nested
-    return level
+        for one in level:
+            if isinstance(one, (dict, list)):
+                nested += one.values() if isinstance(one, dict) else one
+        level = nested
 
 
 def _escaped(name: str) -> str:

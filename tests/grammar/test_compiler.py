@@ -1,7 +1,6 @@
 """The process that compiles: what it refuses, what it survives, what is remembered."""
 
 import asyncio
-from contextlib import suppress
 
 import pytest
 
@@ -80,9 +79,7 @@ async def test_a_process_that_is_gone_is_replaced(compiler):
     await compiler.compile(GOOD)
     compiler._process.kill()
     await compiler._process.wait()
-    with suppress(BadGrammar):  # It takes the one that ends it for too complex.
-        await compiler.compile(Source("regex", "one"))
-    assert await compiler.compile(Source("regex", "two"))
+    assert await compiler.compile(Source("regex", "one"))
 
 
 async def test_a_caller_that_leaves_does_not_mix_up_answers(compiler):
@@ -95,6 +92,23 @@ async def test_a_caller_that_leaves_does_not_mix_up_answers(compiler):
     for source, grammar in zip(sources[1::2], kept, strict=True):
         assert f"/{source.text}/" in grammar
     assert all(task.cancelled() for task in tasks[::2])
+
+
+async def test_who_waits_when_it_is_closed_is_told(compiler):
+    await compiler.compile(GOOD)
+    waiting = asyncio.create_task(compiler.compile(Source("lark", HANGS)))
+    await asyncio.sleep(0.1)
+    await compiler.close()
+    with pytest.raises(CompilerBusy, match="stopped"):
+        await waiting
+
+
+async def test_one_without_an_answer_is_given_up(compiler, monkeypatch):
+    await compiler.compile(GOOD)
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    with pytest.raises(BadGrammar, match="no answer in"):
+        await compiler.compile(Source("lark", HANGS))
+    assert compiler._process is None
 
 
 async def test_one_grammar_is_compiled_once_for_all_that_wait(compiler, monkeypatch):

@@ -74,6 +74,21 @@ def test_schemas_where_there_are_none(schema):
         check_schema(schema)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": 2**53 + 1},
+        {"enum": [1, {"a": [-(2**60)]}]},
+        {"items": {"minimum": 2**63}},
+        {"exclusiveMaximum": -(2**53) - 1},
+    ],
+)
+def test_numbers_that_would_not_be_kept_are_refused(schema):
+    with pytest.raises(ValueError, match="beyond 2"):
+        check_schema(schema)
+    check_schema({"const": 2**53, "default": 2**63, "maximum": 1e300, "enum": [[], {}, True]})
+
+
 def nested(levels: int) -> dict:
     schema: dict = {"type": "string"}
     for _ in range(levels):
@@ -129,4 +144,4 @@ def test_what_is_compiled():
 
 
 def test_depth():
-    assert [depth(one) for one in (1, [], [[]], {"a": [1, {"b": {}}]})] == [0, 1, 2, 4]
+    assert [depth(one) for one in (1, [], [[]], {"a": [1, {"b": {}}]})] == [0, 0, 1, 3]

@@ -2,12 +2,13 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.kernels.masking import add_bias, ban, keep_only
+from gllm.kernels.masking import add_bias, ban, keep_only, keep_set
 from gllm.kernels.penalties import SeenTokens, penalize
 from gllm.kernels.sampling import finite_rows
 
@@ -74,6 +75,7 @@ def test_nobody_waits_for_logits_elsewhere() -> None:
     logits = torch.empty(2, 9, device="meta")
     ids, one = torch.tensor([3, 4]), torch.ones(2, dtype=torch.float64)
     keep_only(logits[0], ids)
+    keep_set(logits[0], torch.tensor([5, 1], dtype=torch.uint8))
     ban(logits[0], ids)
     add_bias(logits[0], ids, torch.ones(2))
     penalize(logits, SeenTokens(torch.tensor([0, 1]), ids, one), one, one, one)
@@ -91,3 +93,17 @@ def test_bans_allowed_tokens_and_biases() -> None:
     assert logits.tolist() == [-math.inf, 1, -math.inf, -math.inf, 1.5, -math.inf]
     ban(logits, torch.tensor([], dtype=torch.int64))
     assert logits[1] == 1
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 8, 9, 402, 2048])
+def test_a_set_of_bits_is_kept(vocabulary: int) -> None:
+    """Bits behind the vocabulary mean nothing; memory beside the row is left alone."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(3, vocabulary, generator=generator)
+    kept = torch.rand(vocabulary, generator=generator) < 0.5
+    bits = numpy.packbits(kept.numpy(), bitorder="little")
+    padded = numpy.concatenate((bits, numpy.full(5, 0xFF, dtype=numpy.uint8)))
+    before = logits.clone()
+    keep_set(logits[1], torch.from_numpy(padded))
+    assert torch.equal(logits[[0, 2]], before[[0, 2]])
+    assert torch.equal(logits[1], before[1].masked_fill(~kept, -math.inf))
