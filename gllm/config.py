@@ -67,6 +67,9 @@ class EngineConfig:
     layers: tuple[int, ...] | None = option(
         None, "layers of each stage, as 10,14; default: balanced by cost", parse=parse_layers
     )
+    chat_template: str | None = option(
+        None, "file with a chat template in Jinja; default: the model's own"
+    )
     dtype: str = option("auto", "arithmetic", choices=DTYPES)
     kv_cache_dtype: str = option(
         "auto",

@@ -62,7 +62,7 @@ class Engine:
         read = read_config(self._folder)
         self.config = replace(config, max_model_len=_context(config, read.model))
         layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
-        self.tokenizer = Tokenizer.load(self._folder)
+        self.tokenizer = Tokenizer.load(self._folder, config.chat_template)
         assert self.config.max_model_len is not None
         self.model = ModelInfo(
             name=served_model_name or config.model,

@@ -148,13 +148,15 @@ class ChatTemplate:
         return checked
 
 
-def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The chat template of a model folder, None where it has none.
+def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:
+    """The chat template of a model folder, or that of a file in its place; None where there is
+    none.
 
-    Raises ValueError where it is broken.
+    Raises ValueError where it is broken, OSError where the file cannot be read.
     """
     config = _read_object(folder / "tokenizer_config.json")
-    sources = _template_sources(folder, config)
+    given = None if file is None else {"default": file.read_text(encoding="utf-8")}
+    sources = given or _template_sources(folder, config)
     if "default" not in sources:
         return None
     special_tokens = {}

@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gllm.config import FieldError
 from gllm.text.chat_template import ChatTemplate, load_chat_template
+from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
 
 AS_OBJECT = """{% if tools %}{% for t in tools %}{{ t | tojson }}
@@ -143,6 +144,18 @@ def test_whether_there_is_a_place_for_tools(tmp_path):
     hello = [{"role": "user", "content": "x"}]
     assert template.render(hello) == "plain"
     assert "'name': 'f'" in template.render(hello, tools=TOOLS)
+
+
+def test_a_template_in_place_of_the_models(tmp_path):
+    (tmp_path / "other.jinja").write_text("{{ bos_token }}{{ tools }}")
+    folder = some.save(tmp_path, some.byte_level(), chat_template="own", bos_token="<s>")
+    hello = [{"role": "user", "content": "x"}]
+    template = Tokenizer.load(folder, str(tmp_path / "other.jinja")).chat_template
+    assert template is not None
+    assert template.render(hello) == "<s>None"
+    assert template.takes_tools
+    with pytest.raises(OSError, match="nowhere"):
+        Tokenizer.load(folder, str(tmp_path / "nowhere.jinja"))
 
 
 def test_continued_messages():
