@@ -9,16 +9,20 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gllm.config import MAX_LOGPROBS
-from gllm.grammar.guide import GuideError
+from gllm.grammar.guide import Guide, GuideError
 from gllm.kernels.logprobs import log_probabilities, score
+from gllm.kernels.masking import keep_masked, mask_of, words_of
 from gllm.kernels.sampling import SamplingPlan, all_finite, plan_sampling, sample
 from gllm.messages import RowLogprobs, TokenLogprobs
 from gllm.runtime.logprobs import NOT_FINITE, entries_of
-from gllm.runtime.sampling_state import SamplingState, edit_logits, guide_logits
+from gllm.runtime.sampling_state import SamplingState, edit_logits
 from gllm.scheduler.plan import Sampled
+
+ALL_FORBIDDEN = "every token of the vocabulary is forbidden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,11 @@ def draw(logits: Tensor, rows: SampledRows) -> Drawn:
         if raw is not None:
             logits[changed] = raw
         drawn = _draw_each(logits, rows, errors)
-    _remember(rows, drawn)
+    taken = take_forced(rows, drawn)
+    for row in rows.edited:
+        if not drawn.errors[row]:
+            for token in taken.get(row, drawn.tokens[row : row + 1]):
+                rows.states[row].history.append(token)
     return drawn
 
 
@@ -116,24 +124,27 @@ def _changed(rows: SampledRows) -> list[int]:
     return sorted({*rows.edited, *rows.guided}) if rows.guided else rows.edited
 
 
-def _remember(rows: SampledRows, drawn: Drawn) -> None:
-    """Tell guides and histories what was drawn. A guide may know the token better, where it was
-    forced, and those that follow."""
-    taken: dict[int, tuple[int, ...]] = {}
+def take_forced(rows: SampledRows, drawn: Drawn) -> dict[int, tuple[int, ...]]:
+    """Tell guides what was drawn. They may know the token better, where it was forced, those that
+    follow, and why there is none. By guided row, the tokens that are new in its output."""
+    taken = {}
     for row in rows.guided:
-        guide, index = rows.states[row].guide, rows.indices[row]
-        if drawn.errors[row] or guide is None:
-            continue
+        guide, index = _guide(rows, row), rows.indices[row]
         try:
+            if drawn.errors[row]:
+                guide.fail(drawn.errors[row])
             taken[row] = guide.take(index, drawn.tokens[row])
         except GuideError as error:
             drawn.tokens[row], drawn.errors[row] = 0, str(error)
         else:
             drawn.tokens[row], drawn.forced[row] = guide.settled(index), taken[row][1:]
-    for row in rows.edited:
-        if not drawn.errors[row]:
-            for token in taken.get(row, drawn.tokens[row : row + 1]):
-                rows.states[row].history.append(token)
+    return taken
+
+
+def give_up(rows: SampledRows, error: str) -> None:
+    """Nothing was drawn: nobody shall wait for what follows."""
+    for row in rows.guided:
+        _guide(rows, row).fail(error)
 
 
 def _faults(logits: Tensor, rows: SampledRows) -> list[str]:
@@ -148,35 +159,49 @@ def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
     """As `draw`, for rows with these errors; logits are finite."""
     errors = list(errors)
     raw = log_probabilities(logits[rows.told]) if rows.told else None
-    settled = _follow_grammars(logits, rows, errors) if rows.guided else set()
-    open_rows = [row for row in _changed(rows) if not errors[row] and row not in settled]
-    edit_logits(logits, rows.states, rows.indices, [r for r in open_rows if r in rows.edited])
-    for row in open_rows:
-        if logits[row].max() == -math.inf:
-            errors[row] = "every token of the vocabulary is forbidden"
+    settled: set[int] = set()
+    if rows.guided:
+        masks, settled = follow_grammars(rows, logits.shape[1])
+        keep_masked(logits, torch.tensor(rows.guided), masks)
+    edited = [row for row in rows.edited if not errors[row] and row not in settled]
+    edit_logits(logits, rows.states, rows.indices, edited)
+    for row in _changed(rows):
+        if not errors[row] and logits[row].max() == -math.inf:
+            errors[row] = ALL_FORBIDDEN
+        if errors[row]:
             logits[row] = 0
     tokens = sample(logits, rows.plan)
-    told = [] if raw is None else _told(raw, tokens, rows, errors)
+    told: list[RowLogprobs] = []
+    if raw is not None:
+        scores = score(raw, tokens[rows.told], wanted_top(rows))
+        told = tell(entries_of(scores), rows, errors)
     kept = [0 if error else token for token, error in zip(tokens.tolist(), errors, strict=True)]
     return Drawn(kept, errors, told)
 
 
-def _follow_grammars(logits: Tensor, rows: SampledRows, errors: list[str]) -> set[int]:
-    """Leave what grammars allow, or put errors; the rows whose token is settled already."""
-    settled = set()
+def follow_grammars(rows: SampledRows, vocabulary: int) -> tuple[Tensor, set[int]]:
+    """What guided rows may draw: masks [guided rows, words] int32, of one token where that is
+    settled already, of none where a guide cannot go on; and the rows with settled tokens. Waits for
+    guides."""
+    masks, settled = [], set()
     for row in rows.guided:
-        guide = rows.states[row].guide
-        if errors[row] or guide is None:
-            continue
         try:
-            if guide.is_settled(rows.indices[row]):
-                settled.add(row)
-            else:
-                guide_logits(logits[row], guide)
-        except GuideError as error:
-            errors[row] = str(error)
-            logits[row] = 0
-    return settled
+            allowed = _guide(rows, row).allowed(rows.indices[row])
+        except GuideError:
+            allowed = b"\0" * 4 * words_of(vocabulary)
+        if isinstance(allowed, int):
+            settled.add(row)
+            masks.append(mask_of(torch.tensor([allowed]), vocabulary))
+        else:
+            words = torch.frombuffer(bytearray(allowed), dtype=torch.int32)
+            masks.append(words[: words_of(vocabulary)])
+    return torch.stack(masks), settled
+
+
+def _guide(rows: SampledRows, row: int) -> Guide:
+    guide = rows.states[row].guide
+    assert guide is not None, "the row has a grammar"
+    return guide
 
 
 def _draw_each(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
@@ -194,18 +219,19 @@ def _draw_each(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
     return drawn
 
 
-def _told(
-    logprobs: Tensor, tokens: Tensor, rows: SampledRows, errors: list[str]
-) -> list[RowLogprobs]:
-    """What the telling rows have to tell. logprobs [told rows, vocabulary], tokens [all rows]."""
-    wanted = [rows.states[row].spec.logprobs for row in rows.told]
-    # Always the same number, so that equal logits are ranked alike in any batch.
-    top = MAX_LOGPROBS if any(wanted) else 0
-    scored = entries_of(score(logprobs, tokens[rows.told], top))
+def wanted_top(rows: SampledRows) -> int:
+    """How many of the likeliest tokens to score for the telling rows: always the same number, so
+    that equal logits are ranked alike in any batch."""
+    return MAX_LOGPROBS if any(rows.states[row].spec.logprobs for row in rows.told) else 0
+
+
+def tell(scored: list[TokenLogprobs], rows: SampledRows, errors: list[str]) -> list[RowLogprobs]:
+    """What the telling rows have to tell, their tokens scored; errors: of all rows."""
     made = []
-    for row, count, entry in zip(rows.told, wanted, scored, strict=True):
+    for row, entry in zip(rows.told, scored, strict=True):
         if not errors[row]:
             state = rows.states[row]
+            count = state.spec.logprobs
             own = None if count is None else _cut(entry, count)
             prompt = [] if rows.indices[row] else _in_order(state.prompt_logprobs)
             made.append(RowLogprobs(rows.owners[row][0], own, prompt))

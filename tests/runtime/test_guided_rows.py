@@ -2,7 +2,7 @@
 
 import json
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from gllm.grammar import guide as guide_module
 from gllm.grammar.guide import Guide, GuideError, Rules
 from gllm.messages import Register, Sampling
 from gllm.runtime import grammars as grammars_module
-from gllm.runtime.sampler import Drawn, draw, plan_rows, results
+from gllm.runtime.sampler import Drawn, draw, give_up, plan_rows, results
 from gllm.runtime.sampling_state import SamplingState, states_of
 from tests.grammar.writing import EOS, TOKENIZER, VOCABULARY, grammars, state_of, step, text_of
 from tests.grammar.writing import write as write_all
@@ -184,6 +184,47 @@ def test_a_mask_that_never_comes_ends_its_own_row(monkeypatch):
     stuck = SamplingState(Sampling(grammar="x"), None, [], guide)
     drawn: Drawn = draw(noise(2), plan_rows([(0, 0), (1, 0)], [stuck, plain(1)], [0, 0]))
     assert ["takes over" in error for error in drawn.errors] == [True, False]
+
+
+def asked_meanwhile(guide: Guide, index: int) -> "Future[int | bytes]":
+    """What is allowed at `index`, asked by another thread that has to wait for it."""
+    pool = ThreadPoolExecutor(1)
+    asked = pool.submit(guide.allowed, index)
+    pool.shutdown(wait=False)
+    with pytest.raises(TimeoutError):
+        asked.result(0.05)
+    return asked
+
+
+def test_who_is_ahead_waits_for_the_token_before(owner):
+    """As on a device, whose next step is given while this one's tokens are not back."""
+    guide = state_of(StructuredOutput(regex="[ab][cd][ef]x"), owner).guide
+    mask = guide.allowed(0)
+    assert isinstance(mask, bytes)
+    asked = asked_meanwhile(guide, 1)
+    guide.take(0, TOKENIZER.encode("a", add_special_tokens=False)[0])
+    assert asked.result(10) not in (mask, guide._tokens[0])
+    asked = asked_meanwhile(guide, 3)
+    guide.take(1, TOKENIZER.encode("c", add_special_tokens=False)[0])
+    guide.take(2, TOKENIZER.encode("f", add_special_tokens=False)[0])
+    assert TOKENIZER.decode([asked.result(10)]) == "x"
+
+
+def test_nobody_waits_for_a_sequence_that_has_failed(owner):
+    state = state_of(WORDS, owner)
+    state.guide.allowed(0)
+    asked = asked_meanwhile(state.guide, 1)
+    give_up(plan_rows([(0, 0)], [state], [0]), "no memory")
+    with pytest.raises(GuideError, match="no memory"):
+        asked.result(10)
+    drawn = step([state, plain(1)], [1, 1], noise(2))
+    assert drawn.errors == ["no memory", ""]
+
+
+def test_a_token_that_never_comes_ends_the_wait(owner, monkeypatch):
+    monkeypatch.setattr(guide_module, "TOKEN_SECONDS", 0.01)
+    with pytest.raises(GuideError, match="did not come"):
+        state_of(WORDS, owner).guide.allowed(1)
 
 
 def test_compiled_grammars_are_kept_and_bounded(monkeypatch):
