@@ -3,18 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gllm.config import EngineConfig, SamplingParams
+    from gllm.config import EngineConfig, SamplingParams, StructuredOutput
     from gllm.engine import Engine
     from gllm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "StructuredOutput"]
 
 _HOMES = {
     "Engine": "gllm.engine",
     "LLM": "gllm.llm",
     "EngineConfig": "gllm.config",
     "SamplingParams": "gllm.config",
+    "StructuredOutput": "gllm.config",
 }
 
 

@@ -22,6 +22,10 @@ MAX_BAD_WORDS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "deepseek", "glm4", "glm45", "hermes", "llama3", "mistral", "qwen3_coder"),
+)
+REASONING_PARSERS = ("auto", "none", "think", "mistral")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
 
@@ -63,6 +67,9 @@ class EngineConfig:
     )
     layers: tuple[int, ...] | None = option(
         None, "layers of each stage, as 10,14; default: balanced by cost", parse=parse_layers
+    )
+    chat_template: str | None = option(
+        None, "file with a chat template in Jinja; default: the model's own"
     )
     dtype: str = option("auto", "arithmetic", choices=DTYPES)
     kv_cache_dtype: str = option(
@@ -178,6 +185,17 @@ class ServerConfig:
     )
     read_timeout: float = option(60.0, "seconds in which a request's headers and body each come")
     write_timeout: float = option(300.0, "seconds without reading after which a client is cut off")
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template shows; none: left in the text",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model encloses its reasoning; auto: as its chat template shows; none: left in the "
+        "text",
+        choices=REASONING_PARSERS,
+    )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -206,6 +224,29 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
+class StructuredOutput:
+    """What an output has to be, exactly one of: `json` that fits a JSON Schema, which is given as
+    values or as text; a match of a regular expression; one of several strings; a text of a grammar
+    in Lark or GBNF. docs/structured-output.md has what each may hold.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    param: str = "structured"
+    """The request's field that asks for it, for errors."""
+
+    def __post_init__(self) -> None:
+        """Raises FieldError unless there is exactly one."""
+        given = [self.json, self.regex, self.choice, self.grammar]
+        if sum(one is not None for one in given) != 1:
+            raise FieldError(
+                self.param, f"{self.param} needs exactly one of json, regex, choice and grammar"
+            )
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How a request's tokens are drawn and when it ends. None of `max_tokens`: up to the context.
 
@@ -217,7 +258,9 @@ class SamplingParams:
     over the output. `logit_bias` is by token id; `allowed_token_ids` are the only ones drawn;
     `bad_words` never come out. `logprobs` and `prompt_logprobs`: how many of the likeliest tokens
     to tell with each token, None for none of it. `truncate_prompt_tokens` keeps the prompt's last
-    so many tokens, -1 as many as leave room for the output.
+    so many tokens, -1 as many as leave room for the output. `shown_tokens` are special tokens that
+    are text although `skip_special_tokens`. `structured` says what the output has to be; it ends
+    where nothing can follow, whatever `ignore_eos` says.
     """
 
     temperature: float = 1.0
@@ -242,6 +285,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    shown_tokens: tuple[str, ...] = ()
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         """Raises FieldError for a value out of its range."""
@@ -256,6 +301,8 @@ class SamplingParams:
         self._check("max_tokens", limit is None or 1 <= limit <= INT32_MAX, ">= 1 and below 2^31")
         top = INT32_MAX if limit is None else limit
         self._check("min_tokens", 0 <= self.min_tokens <= top, "in 0..max_tokens")
+        free = self.structured is None or not self.min_tokens
+        self._check("min_tokens", free, "0 with structured output, which ends by its own rules")
         self._check("stop", len(self.stop) <= 32 and all(self.stop), "up to 32 non-empty strings")
         ids_fit = all(0 <= i <= INT32_MAX for i in self.stop_token_ids)
         self._check("stop_token_ids", ids_fit, "token ids")

@@ -25,6 +25,7 @@ from gllm.engine_api import (
     check_request,
     truncated,
 )
+from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
 from gllm.messages import Bubbles, Sampling, StageLoad, TokenLogprobs
 from gllm.models.config import read_config
 from gllm.models.hub import resolve
@@ -63,7 +64,7 @@ class Engine:
         read = read_config(self._folder)
         self.config = replace(config, max_model_len=_context(config, read.model))
         layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
-        self.tokenizer = Tokenizer.load(self._folder)
+        self.tokenizer = Tokenizer.load(self._folder, config.chat_template)
         assert self.config.max_model_len is not None
         self.model = ModelInfo(
             name=served_model_name or config.model,
@@ -73,6 +74,7 @@ class Engine:
             defaults=read.sampling,
             created=int(time.time()),
         )
+        self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
         self._pipeline = Pipeline(self.config, layers, self._show_progress)
         self._client = self._pipeline.client
         self._log_level = log_level
@@ -159,6 +161,7 @@ class Engine:
 
     async def stop(self) -> None:
         """End the workers; requests that still run end with an error."""
+        await self._grammars.close()
         await self._pipeline.stop()
 
     async def generate(
@@ -184,7 +187,9 @@ class Engine:
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
         self._check_ready()
-        stream = self._submit(prompt, params, priority, cache_salt, request_id, words)
+        grammar = await self._grammar(params)
+        self._check_ready()
+        stream = self._submit(prompt, params, priority, cache_salt, request_id, words, grammar)
         texts = {choice: self._text_stream(params) for choice in range(params.n)}
         prompt_logprobs: list[TokenLogprobs] = []
         try:
@@ -265,6 +270,15 @@ class Engine:
         if self.state != "ready":
             raise EngineUnavailable(self.state, self.cause or f"the engine is {self.state}")
 
+    async def _grammar(self, params: SamplingParams) -> str:
+        """What the output has to fit, compiled; empty for anything."""
+        if params.structured is None:
+            return ""
+        try:
+            return await self._grammars.grammar_of(params.structured)
+        except CompilerBusy as error:
+            raise EngineUnavailable("full", str(error)) from error
+
     def _token_sequences(self, words: tuple[str, ...]) -> Words:
         """What the model may write the words with: each alone and behind a space."""
         bare = {word.removeprefix(" ") for word in words}
@@ -281,12 +295,15 @@ class Engine:
         cache_salt: str,
         request_id: str,
         bad_words: Words,
+        grammar: str,
     ) -> Stream:
         room = self.model.max_model_len - len(prompt)
-        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.model.eos_ids)}
+        # A grammar's end is the text's, which nothing can follow.
+        ends = not params.ignore_eos or grammar
+        stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
         return self._client.submit(
             prompt,
-            _sampling(params, stop_ids, bad_words),
+            _sampling(params, stop_ids, bad_words, grammar),
             min(params.max_tokens or room, room),
             sorted(stop_ids),
             params.n,
@@ -301,6 +318,7 @@ class Engine:
             params.stop,
             params.skip_special_tokens,
             params.include_stop_str_in_output,
+            params.shown_tokens,
         )
 
     def _show_progress(self, done: int, total: int) -> None:
@@ -318,7 +336,9 @@ def _context(config: EngineConfig, model: Model) -> int:
     return length
 
 
-def _sampling(params: SamplingParams, stop_ids: set[int], bad_words: Words) -> Sampling:
+def _sampling(
+    params: SamplingParams, stop_ids: set[int], bad_words: Words, grammar: str
+) -> Sampling:
     """What the last stage has to know; a request without a seed gets one."""
     return Sampling(
         temperature=params.temperature,
@@ -336,6 +356,7 @@ def _sampling(params: SamplingParams, stop_ids: set[int], bad_words: Words) -> S
         bad_words=bad_words,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        grammar=grammar,
     )
 
 

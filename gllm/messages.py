@@ -46,6 +46,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """The same for each token of the prompt; told by the first choice alone."""
     embeds: bool = False
     """Tell the prompt's embedding with the first token."""
+    grammar: str = ""
+    """What the output has to fit, as gllm/grammar/compiler.py gives it; empty: anything."""
 
     @property
     def needs_prompt(self) -> bool:
@@ -145,6 +147,13 @@ class Result(Message, frozen=True):
     result: StepResult
     logprobs: list[RowLogprobs] = []
     """Of the rows that were asked for them."""
+
+
+class Begun(Message, frozen=True):
+    """The grammar of a registered request is compiled, or cannot be used."""
+
+    seq: int
+    error: str = ""
 
 
 # Stages to driver.
@@ -259,6 +268,7 @@ AnyMessage = (
     | Register
     | Step
     | Result
+    | Begun
     | Linked
     | StageTimes
     | Tokens

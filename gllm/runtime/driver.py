@@ -13,6 +13,7 @@ import msgspec
 from gllm.bubbles import BubbleMeter
 from gllm.messages import (
     Abort,
+    Begun,
     Bubbles,
     Done,
     Message,
@@ -59,6 +60,8 @@ class Driver:
         self._others = others
         self._frontend = frontend
         self._outcomes: list[tuple[Outcome, list[RowLogprobs]]] = []
+        self._held: dict[int, Request] = {}
+        """Requests whose grammars are being compiled, by their first sequence."""
         self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
 
     def submit(self, message: Submit) -> None:
@@ -74,16 +77,30 @@ class Driver:
             reads_cache=message.sampling.prompt_logprobs is None,
         )
         try:
-            self.scheduler.add(request, time.monotonic())
+            request.check(self.scheduler.config.max_model_len)
         except ValueError as error:
-            seqs = range(message.seq, message.seq + message.n)
-            ends = [End(seq, "error", error=str(error)) for seq in seqs]
-            self._outcomes.append((Outcome([], [], [], ends), []))
+            self._fail(request, str(error))
             return
+        if message.sampling.grammar:
+            self._held[message.seq] = request
+        else:
+            self.scheduler.add(request, time.monotonic())
         self._register(message)
+
+    def begin(self, message: Begun) -> None:
+        """A held request's grammar is compiled, so that no step has to wait for it."""
+        request = self._held.pop(message.seq, None)
+        if request is None:
+            return  # It was aborted.
+        self.scheduler.add(request, time.monotonic())
+        if message.error:
+            self.scheduler.abort(self._fail(request, message.error))
 
     def abort(self, message: Abort) -> None:
         """End sequences nobody waits for."""
+        for seq in self._held.keys() & message.seqs:
+            # The scheduler lets the stages forget what they were told of it.
+            self.scheduler.add(self._held.pop(seq), time.monotonic())
         self.scheduler.abort(message.seqs)
 
     def forget_prefixes(self) -> None:
@@ -119,6 +136,13 @@ class Driver:
         outcomes, self._outcomes = self._outcomes, []
         for outcome, logprobs in outcomes:
             self._frontend.send(Tokens(outcome, self.scheduler.stats(), logprobs))
+
+    def _fail(self, request: Request, error: str) -> list[int]:
+        """Tell the frontend that a request ended before it ran; its sequences."""
+        seqs = list(range(request.seq, request.seq + request.n))
+        ends = [End(seq, "error", error=error) for seq in seqs]
+        self._outcomes.append((Outcome([], [], [], ends), []))
+        return seqs
 
     def _schedule(self) -> StepPlan | None:
         """The next plan; what work is left beside it is noted."""

@@ -9,6 +9,7 @@ alone, where one thread does both.
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage
 from gllm.runtime.batch import Batch, BlockTables, CacheShape, build_inputs, plan_each
 from gllm.runtime.device import cache_dtype, capability, compute_dtype
+from gllm.runtime.grammars import Grammars
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from gllm.runtime.logprobs import PromptRows, prompt_rows
-from gllm.runtime.sampler import SampledRows, draw, plan_rows, tell_embedded
+from gllm.runtime.sampler import SampledRows, draw, plan_rows, results, tell_embedded
 from gllm.runtime.sampling_state import SamplingState, states_of
 from gllm.scheduler.mirror import Followed, Mirror
 from gllm.scheduler.plan import Sampled, StepPlan
@@ -69,6 +71,8 @@ class StageExecutor:
         self._samplings: dict[int, SamplingState] = {}
         self._keeps_tokens = stages == 1
         self._last_tokens: dict[int, int] = {}
+        self._eos_ids = model_config.eos_ids
+        self._grammars: Grammars | None = None
 
     def _attention_backend(self, config: EngineConfig, gpu: tuple[int, int] | None) -> str:
         """What computes attention; the log tells why. gpu: its capability, None on a CPU."""
@@ -106,6 +110,8 @@ class StageExecutor:
                 self._stage = ModelStage(self.model, weights, self.layers, self._longest)
             checkpoint.finish()
         self.weight_bytes = checkpoint.weight_bytes
+        if self.is_last:
+            self._grammars = Grammars(folder, self.model.vocab_size, self._eos_ids)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Make room for `num_blocks` KV blocks."""
@@ -114,11 +120,15 @@ class StageExecutor:
         plan = partial(plan_each, backend=self.backend)
         self._shape = CacheShape(num_blocks, block_size, self.dtype, windows, plan)
 
-    def register(self, message: Register) -> None:
-        """Sequences that coming plans may name."""
+    def register(self, message: Register) -> "Future[bytes] | None":
+        """Sequences that coming plans may name; where they have a grammar, what is done once it is
+        compiled."""
         for seq in range(message.seq, message.seq + message.n):
             self._mirror.register(seq, message.prompt_len, message.prompt)
-        self._samplings.update(enumerate(states_of(message), start=message.seq))
+        states = states_of(message, self._grammars)
+        self._samplings.update(enumerate(states, start=message.seq))
+        guides = [state.guide for state in states if state.guide is not None]
+        return guides[-1].begun if guides else None
 
     def prepare(self, plan: StepPlan) -> Batch:
         """The plan's micro-batch as tensors. Raises KeyError for an unregistered sequence."""
@@ -194,11 +204,10 @@ class StageExecutor:
         for prompt in batch.prompts:
             prompt.record()
         drawn = draw(logits, batch.sampled)
-        rows = zip(batch.sampled.owners, drawn.tokens, drawn.errors, strict=True)
-        results = [Sampled(seq, epoch, token, error) for (seq, epoch), token, error in rows]
+        sampled = results(batch.sampled, drawn)
         if self._keeps_tokens:
-            self._last_tokens.update((result.seq, result.token) for result in results)
+            self._last_tokens.update((result.seq, result.token) for result in sampled)
             for seq in batch.released:
                 self._last_tokens.pop(seq, None)
         embedded = tell_embedded(batch.sampled, batch.embeddings, drawn.errors)
-        return results, drawn.logprobs + embedded
+        return sampled, drawn.logprobs + embedded

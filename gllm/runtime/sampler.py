@@ -6,17 +6,21 @@ Knows nothing of steps.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gllm.config import MAX_LOGPROBS
+from gllm.grammar.guide import Guide, GuideError
 from gllm.kernels.logprobs import log_probabilities, score
+from gllm.kernels.masking import keep_masked, mask_of, words_of
 from gllm.kernels.sampling import SamplingPlan, all_finite, plan_sampling, sample
 from gllm.messages import RowLogprobs, TokenLogprobs
 from gllm.runtime.logprobs import NOT_FINITE, entries_of
 from gllm.runtime.sampling_state import SamplingState, edit_logits
+from gllm.scheduler.plan import Sampled
 
 ALL_FORBIDDEN = "every token of the vocabulary is forbidden"
 
@@ -37,6 +41,8 @@ class SampledRows:
     """Rows that tell the embedding of their prompt."""
     told: list[int]
     """Rows that tell log-probabilities."""
+    guided: list[int]
+    """Rows with a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class Drawn:
     """Empty where there is a token."""
     logprobs: list[RowLogprobs]
     """Of the rows that tell them."""
+    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By row, tokens that follow the one drawn because a grammar allows no others."""
 
 
 def plan_rows(
@@ -65,7 +73,7 @@ def plan_rows(
         index=np.array(indices, dtype=np.int64),
     )
     special = [row for row, state in enumerate(states) if not state.is_plain]
-    edited, embedded, told = [], [], []
+    edited, embedded, told, guided = [], [], [], []
     for row in special:
         edits, spec = states[row].edits, specs[row]
         if edits is not None and edits.concern(indices[row]):
@@ -74,7 +82,9 @@ def plan_rows(
             told.append(row)
         if spec.embeds and not indices[row]:
             embedded.append(row)
-    return SampledRows(owners, states, indices, plan, edited, embedded, told)
+        if states[row].guide is not None:
+            guided.append(row)
+    return SampledRows(owners, states, indices, plan, edited, embedded, told, guided)
 
 
 def draw(logits: Tensor, rows: SampledRows) -> Drawn:
@@ -88,17 +98,57 @@ def draw(logits: Tensor, rows: SampledRows) -> Drawn:
     failed = [row for row, error in enumerate(errors) if error]
     if failed:
         logits[failed] = 0
-    raw = logits[rows.edited] if rows.edited else None
+    changed = _changed(rows)
+    raw = logits[changed] if changed else None
     try:
         drawn = _draw_all(logits, rows, errors)
     except Exception:
         if raw is not None:
-            logits[rows.edited] = raw
+            logits[changed] = raw
         drawn = _draw_each(logits, rows, errors)
+    taken = take_forced(rows, drawn)
     for row in rows.edited:
         if not drawn.errors[row]:
-            rows.states[row].history.append(drawn.tokens[row])
+            for token in taken.get(row, drawn.tokens[row : row + 1]):
+                rows.states[row].history.append(token)
     return drawn
+
+
+def results(rows: SampledRows, drawn: Drawn) -> list[Sampled]:
+    """What the driver hears of each row."""
+    told = zip(rows.owners, drawn.tokens, drawn.errors, strict=True)
+    return [
+        Sampled(seq, epoch, token, error, drawn.forced.get(row, ()))
+        for row, ((seq, epoch), token, error) in enumerate(told)
+    ]
+
+
+def _changed(rows: SampledRows) -> list[int]:
+    """Rows whose logits may be changed."""
+    return sorted({*rows.edited, *rows.guided}) if rows.guided else rows.edited
+
+
+def take_forced(rows: SampledRows, drawn: Drawn) -> dict[int, tuple[int, ...]]:
+    """Tell guides what was drawn. They may know the token better, where it was forced, those that
+    follow, and why there is none. By guided row, the tokens that are new in its output."""
+    taken = {}
+    for row in rows.guided:
+        guide, index = _guide(rows, row), rows.indices[row]
+        try:
+            if drawn.errors[row]:
+                guide.fail(drawn.errors[row])
+            taken[row] = guide.take(index, drawn.tokens[row])
+        except GuideError as error:
+            drawn.tokens[row], drawn.errors[row] = 0, str(error)
+        else:
+            drawn.tokens[row], drawn.forced[row] = guide.settled(index), taken[row][1:]
+    return taken
+
+
+def give_up(rows: SampledRows, error: str) -> None:
+    """Nothing was drawn: nobody shall wait for what follows."""
+    for row in rows.guided:
+        _guide(rows, row).fail(error)
 
 
 def _faults(logits: Tensor, rows: SampledRows) -> list[str]:
@@ -113,13 +163,17 @@ def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
     """As `draw`, for rows with these errors; logits are finite."""
     errors = list(errors)
     raw = log_probabilities(logits[rows.told]) if rows.told else None
-    if rows.edited:
-        edited = [row for row in rows.edited if not errors[row]]
-        edit_logits(logits, rows.states, rows.indices, edited)
-        for row in edited:
-            if logits[row].max() == -math.inf:
-                errors[row] = ALL_FORBIDDEN
-                logits[row] = 0
+    settled: set[int] = set()
+    if rows.guided:
+        masks, settled = follow_grammars(rows, logits.shape[1])
+        keep_masked(logits, torch.tensor(rows.guided), masks)
+    edited = [row for row in rows.edited if not errors[row] and row not in settled]
+    edit_logits(logits, rows.states, rows.indices, edited)
+    for row in _changed(rows):
+        if not errors[row] and logits[row].max() == -math.inf:
+            errors[row] = ALL_FORBIDDEN
+        if errors[row]:
+            logits[row] = 0
     tokens = sample(logits, rows.plan)
     told: list[RowLogprobs] = []
     if raw is not None:
@@ -127,6 +181,31 @@ def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
         told = tell(entries_of(scores), rows, errors)
     kept = [0 if error else token for token, error in zip(tokens.tolist(), errors, strict=True)]
     return Drawn(kept, errors, told)
+
+
+def follow_grammars(rows: SampledRows, vocabulary: int) -> tuple[Tensor, set[int]]:
+    """What guided rows may draw: masks [guided rows, words] int32, of one token where that is
+    settled already, of none where a guide cannot go on; and the rows with settled tokens. Waits for
+    guides."""
+    masks, settled = [], set()
+    for row in rows.guided:
+        try:
+            allowed = _guide(rows, row).allowed(rows.indices[row])
+        except GuideError:
+            allowed = b"\0" * 4 * words_of(vocabulary)
+        if isinstance(allowed, int):
+            settled.add(row)
+            masks.append(mask_of(torch.tensor([allowed]), vocabulary))
+        else:
+            words = torch.frombuffer(bytearray(allowed), dtype=torch.int32)
+            masks.append(words[: words_of(vocabulary)])
+    return torch.stack(masks), settled
+
+
+def _guide(rows: SampledRows, row: int) -> Guide:
+    guide = rows.states[row].guide
+    assert guide is not None, "the row has a grammar"
+    return guide
 
 
 def _draw_each(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:

@@ -14,9 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gllm.grammar.guide import Guide
 from gllm.kernels.masking import add_bias, ban, keep_only
 from gllm.kernels.penalties import SeenTokens, penalize
 from gllm.messages import Register, Sampling, TokenLogprobs
+from gllm.runtime.grammars import Grammars
 
 EDITING = (
     *("allowed", "bad_words", "logit_bias"),
@@ -119,9 +121,17 @@ class LogitEdits:
 class SamplingState:
     """One sequence's sampling. `edits` are shared by the choices of a request."""
 
-    def __init__(self, spec: Sampling, edits: LogitEdits | None, prompt: list[int]) -> None:
+    def __init__(
+        self,
+        spec: Sampling,
+        edits: LogitEdits | None,
+        prompt: list[int],
+        guide: Guide | None = None,
+    ) -> None:
         self.spec = spec
         self.edits = edits
+        self.guide = guide
+        """Its way through its grammar, where it has one."""
         self.prompt = prompt
         """Empty where sampling does not need it."""
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
@@ -129,7 +139,7 @@ class SamplingState:
         self.fault = ""
         """Why the sequence has to end with an error."""
         told = (spec.logprobs, spec.prompt_logprobs) != (None, None) or spec.embeds
-        self.is_plain = edits is None and not told
+        self.is_plain = edits is None and guide is None and not told
         """Logits and random number decide alone, and nothing is told but the token."""
         self._history: History | None = None
 
@@ -153,8 +163,9 @@ class SamplingState:
         return self._history
 
 
-def states_of(message: Register) -> list[SamplingState]:
-    """The states of a registered request's choices, none where it comes without sampling."""
+def states_of(message: Register, grammars: Grammars | None = None) -> list[SamplingState]:
+    """The states of a registered request's choices, none where it comes without sampling.
+    `grammars`: makes guides, for requests with a grammar."""
     spec = message.sampling
     if spec is None:
         return []
@@ -164,7 +175,9 @@ def states_of(message: Register) -> list[SamplingState]:
     for choice in range(spec.choice, spec.choice + message.n):
         told = spec.prompt_logprobs if choice == spec.choice else None
         own = msgspec.structs.replace(spec, choice=choice, prompt_logprobs=told)
-        states.append(SamplingState(own, edits, message.prompt if own.needs_prompt else []))
+        prompt = message.prompt if own.needs_prompt else []
+        guide = grammars.guide(own) if own.grammar and grammars is not None else None
+        states.append(SamplingState(own, edits, prompt, guide))
     return states
 
 

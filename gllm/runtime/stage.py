@@ -17,12 +17,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
-from gllm.messages import Register, Result, RowLogprobs
+from gllm.messages import Begun, Register, Result, RowLogprobs
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import StageExecutor
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
@@ -47,7 +48,7 @@ class Stage:
         executor: StageExecutor,
         receiver: Receiver | None,
         sender: Sender | None,
-        deliver: Callable[[Result], None],
+        deliver: Callable[[Result | Begun], None],
         fault: Callable[[BaseException], None],
         finish: Callable[[Batch], float] | None = None,
     ) -> None:
@@ -77,8 +78,15 @@ class Stage:
             ).start()
 
     def register(self, message: Register) -> None:
-        """Sequences that coming plans may name."""
-        self._executor.register(message)
+        """Sequences that coming plans may name; that those with a grammar can begin is told."""
+        begun = self._executor.register(message)
+        if begun is not None:
+            begun.add_done_callback(lambda done: self._on_begun(message.seq, done))
+
+    def _on_begun(self, seq: int, done: "Future[bytes]") -> None:
+        error = done.exception()
+        told = Begun(seq, "" if error is None else str(error) or describe(error))
+        self._loop.call_soon_threadsafe(self._deliver, told)
 
     @property
     def is_busy(self) -> bool:

@@ -24,6 +24,7 @@ from gllm.config import FieldError
 from gllm.messages import (
     Abort,
     AnyMessage,
+    Begun,
     Fatal,
     ForgetPrefixes,
     Linked,
@@ -154,7 +155,7 @@ class Worker:
                 self._profiler.turn(folder)
             case Shutdown():
                 self.done.set()
-            case Submit() | Abort() | ForgetPrefixes() | Result() | StageTimes() if (
+            case Submit() | Abort() | ForgetPrefixes() | Result() | Begun() | StageTimes() if (
                 self._driver is not None
             ):
                 self._drive(self._driver, message)
@@ -162,7 +163,9 @@ class Worker:
                 raise ValueError(f"stage {self.spec.stage} has no use for {type(message).__name__}")
 
     def _drive(
-        self, driver: Driver, message: Submit | Abort | ForgetPrefixes | Result | StageTimes
+        self,
+        driver: Driver,
+        message: Submit | Abort | ForgetPrefixes | Result | Begun | StageTimes,
     ) -> None:
         match message:
             case Submit():
@@ -173,6 +176,8 @@ class Worker:
                 driver.forget_prefixes()
             case Result():
                 driver.commit(message)
+            case Begun():
+                driver.begin(message)
             case StageTimes():
                 driver.observe(message)
 
@@ -238,8 +243,8 @@ class Worker:
         """What the driver sends to the stage of its own process."""
         self._handle_one(message)
 
-    def _deliver(self, result: Result) -> None:
-        """A result of this process, the last stage's."""
+    def _deliver(self, result: Result | Begun) -> None:
+        """What this process has to say as the last stage."""
         if self.done.is_set():
             return  # The links are closed; nobody waits for what was still on its way.
         if self._driver is None:

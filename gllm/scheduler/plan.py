@@ -11,7 +11,8 @@ ON_DEVICE = -1
 
 
 class Row(NamedTuple):
-    """One sequence's part in a micro-batch: a decode token or a chunk of its prefill."""
+    """One sequence's part in a micro-batch: a decode token, with those it forced, or a chunk of its
+    prefill."""
 
     seq: int
     """Sequence id, never reused."""
@@ -31,7 +32,8 @@ class Row(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One micro-batch, the same for every stage. Rows of decodes come before those of prefill."""
+    """One micro-batch, the same for every stage. Rows of decodes come before those of prefill, and
+    those of one token before those with forced tokens."""
 
     step: int
     """Step number: counts up by one, no gaps."""
@@ -48,6 +50,8 @@ class Sampled(NamedTuple):
     token: int
     error: str = ""
     """Why there is no token; the request ends with this error."""
+    forced: tuple[int, ...] = ()
+    """Tokens that follow without being drawn: nothing else can."""
 
 
 class StepResult(NamedTuple):

@@ -2,11 +2,7 @@
 
 Owns all sequences from `add` to their end, in pure Python: no clock (time is an argument), no I/O,
 no tensors. The driver of a real pipeline and a simulator call the same four methods: `add`,
-`abort`, `schedule`, `commit`.
-
-Termination: a sequence loses its blocks only to one of better rank, so the best-ranked sequence is
-never a victim; the whole cache holds it; and with nothing in flight `schedule` runs it, if need be
-by preempting others. So it ends, and another one is the best-ranked.
+`abort`, `schedule`, `commit`. docs/scheduler.md says why every sequence ends.
 """
 
 from bisect import bisect_left, insort
@@ -63,12 +59,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Take a request in. Raises ValueError where it can never run."""
-        longest = len(request.prompt) + request.max_tokens
-        if not request.prompt or request.max_tokens < 1 or longest > self.config.max_model_len:
-            raise ValueError(
-                f"prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} have "
-                f"to be at least 1 each and together at most {self.config.max_model_len}"
-            )
+        request.check(self.config.max_model_len)
         first = self._new_sequence(request.seq, request, now)
         for seq in range(request.seq + 1, request.seq + request.n):
             self._unborn[seq] = first
@@ -110,12 +101,10 @@ class Scheduler:
             raise ValueError(f"result of step {result.step} came, but step {step} is next")
         plan = self._in_flight.pop(result.step)
         sampled = {entry.seq: entry for entry in result.sampled}
-        step_tokens = sum(row.num_tokens for row in plan.rows)
-        outcome = Outcome([], [], [], [], step_tokens)
+        outcome = Outcome([], [], [], [], sum(row.num_tokens for row in plan.rows))
         for row in plan.rows:
             sequence = self._sequences[row.seq]
             sequence.in_flight -= 1
-            sequence.pending -= row.samples
             if result.error:
                 self._fail(sequence, result.error, outcome)
             else:
@@ -166,33 +155,35 @@ class Scheduler:
         prefill_leads = self._policy.prefill_leads
         pure = prefill_leads or self.config.phase_pure
         if (prefill_leads or (pure and self._decodes_last)) and not self._stalled:
-            return self._prefill_rows(0, 0.0, now) or self._decode_rows()[0]
+            return self._prefill_rows([], 0.0, now) or self._decode_rows()[0]
         rows, cost = self._decode_rows()
         if rows and pure:
             return rows
-        return rows + self._prefill_rows(len(rows), cost, now)
+        return rows + self._prefill_rows(rows, cost, now)
 
     def _decode_rows(self) -> tuple[list[Row], float]:
-        """Decodes, and what they cost of the policy's budget."""
+        """Decodes, those of one token first, and what they cost of the policy's budget."""
         budget, cost = self._policy.decodes(self._load()), 0.0
-        rows: list[Row] = []
-        self._stalled = False
+        rows: tuple[list[Row], list[Row]] = ([], [])
+        room, self._stalled = self._cap, False
         for sequence in list(self._ready.values()):
-            if cost >= budget or len(rows) >= self._cap:
+            if cost >= budget or not room:
                 break
             if sequence.seq not in self._ready:
                 continue  # It fell victim to one before it in this loop.
-            if self._make_room(sequence):
+            count = min(sequence.decode_tokens, room)
+            if self._make_room(sequence, count):
                 cost += self._policy.decode_cost(sequence.scheduled)
-                rows.append(self._feed(sequence, 1))
+                rows[count > 1].append(self._feed(sequence, count))
+                room -= count
             else:
                 self._stalled = True
-        return rows, cost
+        return rows[0] + rows[1], cost
 
-    def _prefill_rows(self, decodes: int, decode_cost: float, now: float) -> list[Row]:
-        """Chunks beside that many decodes."""
-        budget = self._policy.prefill(self._load(decodes, decode_cost))
-        room = self._cap - decodes
+    def _prefill_rows(self, decodes: list[Row], decode_cost: float, now: float) -> list[Row]:
+        """Chunks beside these decodes."""
+        budget = self._policy.prefill(self._load(len(decodes), decode_cost))
+        room = self._cap - sum(row.num_tokens for row in decodes)
         rows: list[Row] = []
         while self._queue and budget > 0 and room:
             sequence = self._queue[0]
@@ -226,8 +217,9 @@ class Scheduler:
             budget = self._policy.prefill(self._load())
             count, _ = self._policy.chunk(sequence.scheduled, most, budget)
             return [self._feed_prefill(sequence, count)]
-        fits = self.memory.capacity(sequence) > sequence.scheduled
-        return [self._feed(sequence, 1)] if fits else []
+        fits = self.memory.capacity(sequence) - sequence.scheduled
+        count = min(sequence.decode_tokens, fits, self._cap)
+        return [self._feed(sequence, count)] if count else []
 
     def _feed_prefill(self, sequence: Sequence, count: int) -> Row:
         self._tally.wait(sequence, -1)
@@ -245,7 +237,7 @@ class Scheduler:
         else:
             self._counts.decode_tokens += count
         row = sequence.feed(count)
-        self._tally.decoded(sequence)
+        self._tally.decoded(sequence, count)
         if self.config.lookahead:
             self._make_ready(sequence)
         return row
@@ -278,13 +270,13 @@ class Scheduler:
             self._counts.prefix_hits += sequence.cached
         return True
 
-    def _make_room(self, needy: Sequence) -> bool:
-        """Whether a decode can have its block, sequences of worse rank preempted if need be.
+    def _make_room(self, needy: Sequence, tokens: int) -> bool:
+        """Whether a decode can have its blocks, sequences of worse rank preempted if need be.
 
         Blocks of a victim with rows in flight come later, at its last commit: False until then.
         """
         pool = self.memory.pool
-        missing = self.memory.missing(needy, 1)
+        missing = self.memory.missing(needy, tokens)
         if missing <= pool.available:
             return True
         coming = self.memory.returning()
@@ -354,8 +346,11 @@ class Scheduler:
             raise ValueError(f"the result lacks sequence {row.seq}, epoch {row.epoch}")
         if sampled.error:
             self._fail(sequence, sampled.error, outcome)
-        else:
-            self._append(sequence, sampled.token, outcome)
+        elif row.start + row.num_tokens == len(sequence.tokens):
+            # Otherwise a row before has told the token as forced.
+            for token in (sampled.token, *sampled.forced):
+                if not sequence.ended:
+                    self._append(sequence, token, outcome)
 
     def _append(self, sequence: Sequence, token: int, outcome: Outcome) -> None:
         sequence.tokens.append(token)

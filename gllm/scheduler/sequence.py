@@ -28,6 +28,15 @@ class Request(NamedTuple):
     """Whether blocks that others computed may stand for its own; if not, its first sequence
     computes the whole prompt."""
 
+    def check(self, max_model_len: int) -> None:
+        """Raises ValueError where it can never run."""
+        longest = len(self.prompt) + self.max_tokens
+        if not self.prompt or self.max_tokens < 1 or longest > max_model_len:
+            raise ValueError(
+                f"prompt of {len(self.prompt)} tokens and max_tokens {self.max_tokens} have "
+                f"to be at least 1 each and together at most {max_model_len}"
+            )
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -45,8 +54,6 @@ class Sequence:
     """Tokens in the KV cache for sure."""
     in_flight: int = 0
     """Rows in plans not yet committed."""
-    pending: int = 0
-    """Tokens being sampled in those."""
     epoch: int = 0
     blocks: list[int] = field(default_factory=list)
     """Block table."""
@@ -101,9 +108,15 @@ class Sequence:
     def can_decode(self, lookahead: bool) -> bool:
         """Its next input token is known, or with lookahead will be once it is needed."""
         if lookahead:
-            limit = self.prompt_len + self.request.max_tokens
-            return self.scheduled < len(self.tokens) + self.pending < limit
+            # Where all known tokens are scheduled, the last row in flight samples one more.
+            coming = max(len(self.tokens), self.scheduled + 1)
+            return coming < self.prompt_len + self.request.max_tokens
         return self.scheduled < len(self.tokens)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of its next decode: more than one where the last one drawn forced others."""
+        return max(1, len(self.tokens) - self.scheduled)
 
     def blocks_missing(self, tokens: int, block_size: int) -> int:
         """Blocks to add before `tokens` tokens fit."""
@@ -124,12 +137,11 @@ class Sequence:
         known = self.tokens[max(start, self.prompt_len) : end]
         if end > len(self.tokens):
             known.append(ON_DEVICE)
-        samples = end >= self.target
+        samples = end >= len(self.tokens)
         row = Row(self.seq, self.epoch, start, num_tokens, self.blocks[self.sent :], known, samples)
         self.sent = len(self.blocks)
         self.scheduled = end
         self.in_flight += 1
-        self.pending += samples
         return row
 
     def admit(self, shared: list[int], cached: int) -> None:

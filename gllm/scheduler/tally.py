@@ -45,10 +45,10 @@ class Tally:
             self.decoding.add(sequence.seq)
             self._decode_context += sequence.scheduled
 
-    def decoded(self, sequence: Sequence) -> None:
+    def decoded(self, sequence: Sequence, tokens: int) -> None:
         """Its next decode was scheduled."""
         if sequence.seq in self.decoding:
-            self._decode_context += 1
+            self._decode_context += tokens
 
     def leave(self, sequence: Sequence) -> None:
         """It is not in decode any more."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from gllm.config import SamplingParams
 from gllm.engine_api import Delta, ModelInfo, ProfileError, check_request, truncated
+from gllm.grammar.source import source_of
 from gllm.messages import Bubbles, StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.detokenizer import TextStream
@@ -91,6 +92,8 @@ class FakeEngine:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids = truncated(ids, params, self.model)
         check_request(ids, params, self.model)
+        if params.structured is not None:
+            source_of(params.structured)
         call = Call(prompt, params, priority, cache_salt, request_id)
         self.calls.append(call)
         self.num_requests += 1
@@ -148,6 +151,7 @@ class FakeEngine:
         ids = self.tokenizer.encode(self.reply)
         limit = min(params.max_tokens or self.max_model_len, len(ids))
         shown = (params.stop, params.skip_special_tokens, params.include_stop_str_in_output)
+        shown += (params.shown_tokens,)
         streams = {i: TextStream(self.tokenizer, *shown) for i in range(params.n)}
         before = [entry for token in prompt[1:] for entry in scored(token, params.prompt_logprobs)]
         for at in range(limit):

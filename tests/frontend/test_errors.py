@@ -12,6 +12,11 @@ from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT, TEXT_PATH
 BIG = 2**63
 HUGE = 10**30
 NUMBERS = [math.nan, math.inf, -math.inf, 10**400, "1", True, [1], {}]
+BAD_SCHEMAS = [
+    *([], "x", 7, {"multipleOf": 3}, {"properties": {"a": {"not": {}}}}, {"properties": 7}),
+    *({"anyOf": {}}, {"$ref": "http://x/y"}, {"enum": ["x" * 200_000]}, {"const": math.nan}),
+]
+"""The first three are no objects."""
 BAD_VALUES = {
     "model": [7, ["m"], {}, True, math.nan],
     "temperature": [*NUMBERS, -0.1, 2.1, HUGE],
@@ -46,8 +51,25 @@ BAD_VALUES = {
     "use_beam_search": [True, 1, "x"],
     "length_penalty": [0.5, 0, True, "1", math.nan],
     "early_stopping": [True, "never", 1],
-    "response_format": [{"type": "json_object"}, {}, "text", {"type": "text", "x": 1}],
-    "structured_outputs": [{"regex": "a+"}, {}],
+    "response_format": [
+        *({}, "text", {"type": "text", "x": 1}, {"type": "json"}, {"type": "json_schema"}),
+        *(
+            {"type": "json_schema", "json_schema": value}
+            for value in (None, {}, "x", {"name": "x"})
+        ),
+        *({"type": "json_schema", "json_schema": {"schema": value}} for value in BAD_SCHEMAS),
+        *({"type": other, "json_schema": {"schema": {}}} for other in ("text", "json_object")),
+    ],
+    "structured_outputs": [
+        *({}, "x", [], {"regex": 7}, {"regex": ""}, {"regx": "a"}, {"regex": "a", "choice": ["b"]}),
+        *({"choice": []}, {"choice": [7]}, {"choice": "a"}, {"grammar": ""}, {"grammar": {}}),
+        *({"json": "{"}, {"json": "[]"}, {"json": 7}, {"regex": "a" * 10_000}),
+        *({"json": value} for value in BAD_SCHEMAS[3:]),
+    ],
+    "guided_json": [{}, "{}"],
+    "guided_regex": ["a+"],
+    "guided_choice": [["a"]],
+    "guided_grammar": ["start: /a/"],
     "tools": [[{"type": "function"}], {}, "x"],
     "tool_choice": ["required", {"type": "function"}, 7],
     "reasoning_effort": ["low", 7],

@@ -23,14 +23,25 @@ def next_token(tokens: list[int]) -> int:
     return hash(tuple(tokens)) % VOCABULARY
 
 
-def generate(request: Request) -> list[int]:
+def draw(tokens: list[int], forces: bool) -> list[int]:
+    """What is drawn after a context: a token and, where tokens force others, up to four of them
+    after every second token."""
+    drawn = [next_token(tokens)]
+    count = hash((0, *tokens)) % 8 if forces else 0
+    for _ in range(count if count <= 4 else 0):
+        drawn.append(next_token([1, *tokens, *drawn]))
+    return drawn
+
+
+def generate(request: Request, forces: bool = False) -> list[int]:
     """What a request generates when it has the pipeline for itself."""
     tokens = list(request.prompt)
-    for _ in range(request.max_tokens):
-        tokens.append(next_token(tokens))
-        if tokens[-1] in request.stop_ids:
-            break
-    return tokens[len(request.prompt) :]
+    limit = len(tokens) + request.max_tokens
+    while True:
+        for token in draw(tokens, forces):
+            tokens.append(token)
+            if token in request.stop_ids or len(tokens) == limit:
+                return tokens[len(request.prompt) :]
 
 
 @dataclass
@@ -77,8 +88,12 @@ class Stage:
 class Pipeline:
     """Scheduler, stages, and what the requests got."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, forces: bool = False) -> None:
+        """`forces`: some tokens that are drawn force those that follow."""
         self.config = config
+        self.forces = forces
+        self.forced: dict[tuple[int, int], tuple[int, ...]] = {}
+        """By step and sequence, what comes with the token drawn."""
         self.scheduler = Scheduler(config)
         self.stages = [Stage(config.block_size) for _ in range(config.stages)]
         self.plans: deque[StepPlan] = deque()
@@ -127,9 +142,10 @@ class Pipeline:
         errors = errors or {}
         plan = self.plans.popleft()
         sampled = [
-            Sampled(row.seq, row.epoch, self._token(row), errors.get(row.seq, ""))
+            Sampled(row.seq, row.epoch, self._token(row), errors.get(row.seq, ""), forced)
             for row in plan.rows
             if row.samples
+            for forced in [self.forced.pop((plan.step, row.seq), ())]
         ]
         outcome = self.scheduler.commit(StepResult(plan.step, sampled))
         for stage in range(self.scheduler.config.stages):
@@ -206,7 +222,10 @@ class Pipeline:
             start = max(row.start, len(self.requests[row.seq].prompt))
             assert tokens[start : start + len(known)] == known
             if row.samples and row.start + row.num_tokens == len(tokens):
-                text.append(next_token(tokens))
+                drawn = draw(tokens, self.forces)
+                self.forced[plan.step, row.seq] = tuple(drawn[1:])
+                for token in drawn:
+                    text.append(token)
 
     def _token(self, row: Row) -> int:
         return self.texts[row.seq].tokens[row.start + row.num_tokens]

@@ -37,7 +37,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     )
     stages = draw(st.integers(1, 8))
     num_blocks = blocks + draw(st.integers(0, 3 * blocks))
-    return Pipeline(config.resolve(stages, num_blocks, max_model_len))
+    return Pipeline(config.resolve(stages, num_blocks, max_model_len), draw(st.booleans()))
 
 
 def random_request(rng: Random, seq: int, longest: int) -> Request:
@@ -90,7 +90,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     drive(pipeline, Random(seed), STEPS)
     pipeline.drain()
     for seq, request in pipeline.requests.items():
-        alone = generate(request)
+        alone = generate(request, pipeline.forces)
         if pipeline.ended[seq] == "abort":
             assert pipeline.generated[seq] == alone[: len(pipeline.generated[seq])]
         else:

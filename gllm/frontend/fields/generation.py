@@ -11,11 +11,13 @@ from msgspec import Meta
 
 from gllm.config import FieldError, SamplingParams
 from gllm.frontend.fields.body import Body, Count, Int, Int32, Refused, about
+from gllm.frontend.fields.structured import ResponseFormat, StructuredOutputs, structured_output
 
 Salt = Annotated[str, Meta(max_length=128)]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
 NO_BEAMS = "asks for beam search, which is not done here: n draws several choices"
 NOT_DONE = "is not supported by this server with this value"
+OLDER = "is an older name: use structured_outputs"
 
 
 class StreamOptions(msgspec.Struct):
@@ -36,8 +38,10 @@ class Generation(Body):
     }
     refused: ClassVar[Mapping[str, Refused]] = {
         "suffix": Refused(NOT_DONE, ("",)),
-        "response_format": Refused(NOT_DONE, ({"type": "text"},)),
-        "structured_outputs": Refused(NOT_DONE),
+        "guided_json": Refused(OLDER),
+        "guided_regex": Refused(OLDER),
+        "guided_choice": Refused(OLDER),
+        "guided_grammar": Refused(OLDER),
         "tools": Refused(NOT_DONE, ([],)),
         "tool_choice": Refused(NOT_DONE, ("none", "auto")),
         "functions": Refused(NOT_DONE, ([],)),
@@ -104,6 +108,14 @@ class Generation(Body):
     include_stop_str_in_output: Annotated[
         bool | None, about("do not cut off what ended the text")
     ] = None
+    response_format: Annotated[
+        ResponseFormat | None,
+        about("type: text, json_object or json_schema, the last with json_schema.schema"),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        about("exactly one of json, regex, choice and grammar (docs/structured-output.md)"),
+    ] = None
     priority: Annotated[Int32 | None, about("smaller runs earlier; default 0")] = None
     cache_salt: Annotated[
         Salt | None, about("requests share prefixes in the cache only with the same salt")
@@ -144,6 +156,7 @@ def sampling_params(
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         allowed_token_ids=_tuple(fields.allowed_token_ids),
         bad_words=tuple(fields.bad_words or ()),
+        structured=structured_output(fields.response_format, fields.structured_outputs),
         **given,
     )
 

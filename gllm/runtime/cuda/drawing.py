@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gllm.config import MAX_LOGPROBS
 from gllm.kernels.logprobs import Scores, log_probabilities, packed, score
+from gllm.kernels.masking import keep_masked
 from gllm.kernels.sampling import SamplingPlan, finite_rows, sample
 from gllm.messages import Register, Sampling
 from gllm.runtime.batch import Batch
@@ -106,20 +107,28 @@ class Drawing:
         ]
 
     def draw(
-        self, logits: Tensor, inputs: DrawInputs, table: Tensor
+        self,
+        logits: Tensor,
+        inputs: DrawInputs,
+        table: Tensor,
+        guided: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Tokens [rows] int64, those of NO_TOKEN among them, and the scores of told ones, packed.
 
         logits [rows, vocabulary] float32, contiguous, are overwritten; table: [slots] int64, the
-        tokens beside the KV cache.
+        tokens beside the KV cache; guided: rows with grammars [guided] int64 and what those allow
+        [guided, words] int32.
         """
         finite = finite_rows(logits)
         logits.masked_fill_(~finite[:, None], 0)
         raw = alive = None
         if len(inputs.told):
             raw = log_probabilities(logits.index_select(0, inputs.told))
+        if guided is not None:
+            keep_masked(logits, *guided)
         if inputs.edits is not None:
             inputs.edits.apply(logits, table)
+        if guided is not None or inputs.edits is not None:
             alive = logits.amax(dim=-1) > -torch.inf
             logits.masked_fill_(~alive[:, None], 0)
         tokens = sample(logits, inputs.plan)

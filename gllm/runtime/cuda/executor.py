@@ -35,7 +35,7 @@ from gllm.runtime.cuda.staging import Staging
 from gllm.runtime.cuda.tokens import LastTokens, TokenReturn, Told
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.kv_cache import KVCache
-from gllm.runtime.sampler import tell_embedded
+from gllm.runtime.sampler import follow_grammars, give_up, results, take_forced, tell_embedded
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, StepPlan
 from gllm.streams import Event, Queues
@@ -200,6 +200,9 @@ class DeviceExecutor(StageExecutor):
             output, scores, embeddings = self._forward(batch, there, flat, hidden)
             if self.is_last:
                 output = self._draw(batch, there, output, scores, embeddings)
+        except Exception as error:
+            give_up(batch.sampled, f"its step failed: {error}")
+            raise
         finally:
             self._staging.release(self.stream)
         self.stream.record(batch.device.ended)
@@ -216,11 +219,15 @@ class DeviceExecutor(StageExecutor):
         """As in StageExecutor, but all is drawn: the host waits for the tokens."""
         told = batch.device.told
         assert told is not None, "a step is sampled once it is computed"
-        tokens, scores, embeddings = told.read()
-        drawn = drawn_of(batch, tokens, scores)
-        rows = zip(batch.sampled.owners, drawn.tokens, drawn.errors, strict=True)
-        results = [Sampled(seq, epoch, token, error) for (seq, epoch), token, error in rows]
-        return results, drawn.logprobs + tell_embedded(batch.sampled, embeddings, drawn.errors)
+        try:
+            tokens, scores, embeddings = told.read()
+            drawn = drawn_of(batch, tokens, scores)
+        except Exception as error:
+            give_up(batch.sampled, f"its step failed: {error}")
+            raise
+        take_forced(batch.sampled, drawn)
+        embedded = tell_embedded(batch.sampled, embeddings, drawn.errors)
+        return results(batch.sampled, drawn), drawn.logprobs + embedded
 
     @torch.inference_mode()
     def _largest_step(self) -> None:
@@ -333,15 +340,37 @@ class DeviceExecutor(StageExecutor):
         embeddings: Tensor | None,
     ) -> Tensor:
         """Tokens [samples] int64, negative where there is none, also on their way to the host with
-        their scores and those of prompts, packed, and with embeddings [embedded, hidden]."""
+        their scores and those of prompts, packed, and with embeddings [embedded, hidden]. Where
+        rows have grammars, the host waits for their tokens of the steps before."""
+        guided = self._what_grammars_allow(batch)
         with self.stream.current():
             # Kernels are not started for no rows at all.
             tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
             if len(logits):
-                tokens, told = self._drawing.draw(logits, there.draw, self._cached_tokens)
+                table = self._cached_tokens
+                tokens, told = self._drawing.draw(logits, there.draw, table, guided)
                 scores = [*scores, *told]
             batch.device.told = self._returns.put(tokens, scores, self.stream, embeddings)
             if len(there.kept):
                 # For the next step.
                 self._last.table.index_copy_(0, there.kept, tokens.clamp(min=0))
         return tokens
+
+    def _what_grammars_allow(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """On the device, rows with grammars [guided] int64 and masks [guided, words] int32."""
+        rows = batch.sampled
+        if not rows.guided:
+            return None
+        begin = time.perf_counter()
+        masks, _ = follow_grammars(rows, self.model.vocab_size)
+        # It is no work of the host's.
+        self._computed_seconds -= time.perf_counter() - begin
+        return self._to_device(torch.tensor(rows.guided)), self._to_device(masks)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host, there for what is put into `stream` behind it."""
+        pinned = self._queues.pinned(tensor.shape, tensor.dtype)
+        pinned.copy_(tensor)
+        with self.stream.current():
+            there = torch.empty_like(pinned, device=self._queues.device)
+            return there.copy_(pinned, non_blocking=True)

@@ -1,0 +1,65 @@
+"""What a request may ask its output to be, in OpenAI's shape and in vLLM's.
+
+Owns both shapes and the way from them to a StructuredOutput. Knows nothing of grammars.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from gllm.config import FieldError, StructuredOutput
+
+
+class JsonSchema(msgspec.Struct):
+    """A JSON Schema with its name."""
+
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """A schema is always kept to."""
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's shape."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's shape: exactly one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+def structured_output(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> StructuredOutput | None:
+    """What the output has to be, None for anything. Raises FieldError."""
+    asked = None if response_format is None else _of_format(response_format)
+    if structured_outputs is None:
+        return asked
+    if asked is not None:
+        raise FieldError(
+            "structured_outputs", "structured_outputs does not go with response_format"
+        )
+    own = structured_outputs
+    choice = None if own.choice is None else tuple(own.choice)
+    return StructuredOutput(own.json, own.regex, choice, own.grammar, "structured_outputs")
+
+
+def _of_format(asked: ResponseFormat) -> StructuredOutput | None:
+    given = None if asked.json_schema is None else asked.json_schema.schema
+    if (asked.type == "json_schema") != (given is not None):
+        raise FieldError(
+            "response_format",
+            "response_format needs json_schema.schema with type json_schema, and only there",
+        )
+    if asked.type == "text":
+        return None
+    schema = {"type": "object"} if given is None else given
+    return StructuredOutput(json=schema, param="response_format")

@@ -1,0 +1,171 @@
+"""Compiles grammars before their requests are taken, in a process of its own (child.py).
+
+Owns that process and a bounded memory of what it said. Knows nothing of what a grammar does later:
+the last stage compiles it again.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from gllm.config import FieldError, StructuredOutput
+from gllm.grammar.child import CPU_SECONDS, MEMORY
+from gllm.grammar.source import Source, source_of
+
+MAX_ENTRIES = 1024
+MAX_CHARACTERS = 2**24
+"""Of all grammars that are remembered."""
+MAX_WAITING = 64
+"""Grammars that wait for their turn."""
+PATIENCE = 60.0
+"""Seconds without an answer after which the process is taken for stuck: its own bound is CPU time,
+of which a busy machine may give it little."""
+LINE = 2**23
+"""Bytes of an answer at most."""
+
+
+class BadGrammar(ValueError):
+    """A grammar that cannot be used; the message is for whoever wrote it."""
+
+
+class CompilerBusy(Exception):
+    """Too many grammars wait to be compiled, or nobody compiles any more."""
+
+
+class GrammarCompiler:
+    """What has been compiled for one model, and the process that does it, made when first needed.
+
+    Each grammar is compiled once, however many requests wait for it.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._arguments = [str(folder), str(vocab_size), *map(str, eos_ids)]
+        self._known: OrderedDict[Source, tuple[str, str]] = OrderedDict()
+        """Grammar and error by what was compiled, the one used longest ago first."""
+        self._characters = 0
+        self._under_way: dict[Source, asyncio.Task[tuple[str, str]]] = {}
+        self._turn = asyncio.Lock()
+        self._process: Process | None = None
+
+    async def grammar_of(self, wanted: StructuredOutput) -> str:
+        """What a structured output asks for, compiled. Raises FieldError and CompilerBusy."""
+        source = await asyncio.to_thread(source_of, wanted)
+        try:
+            return await self.compile(source)
+        except BadGrammar as error:
+            raise FieldError(wanted.param, f"{wanted.param} cannot be used: {error}") from error
+
+    async def compile(self, source: Source) -> str:
+        """The grammar as the last stage wants it. Raises BadGrammar and CompilerBusy."""
+        if source in self._known:
+            self._known.move_to_end(source)
+            grammar, error = self._known[source]
+        else:
+            grammar, error = await self._wait(self._task(source))
+        if error:
+            raise BadGrammar(error)
+        return grammar
+
+    async def close(self) -> None:
+        """End the process; who still waits for it gets CompilerBusy."""
+        for task in self._under_way.values():
+            task.cancel()
+        await self._end()
+
+    async def _wait(self, task: "asyncio.Task[tuple[str, str]]") -> tuple[str, str]:
+        """What a task brings. A caller that leaves does not end it: its answer is on the way, and
+        would be taken for the next one's."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise CompilerBusy("the engine was stopped") from None
+
+    def _task(self, source: Source) -> "asyncio.Task[tuple[str, str]]":
+        if source in self._under_way:
+            return self._under_way[source]
+        if len(self._under_way) >= MAX_WAITING:
+            raise CompilerBusy(f"{MAX_WAITING} grammars wait to be compiled: try again later")
+        task = asyncio.create_task(self._compile(source))
+        self._under_way[source] = task
+        task.add_done_callback(lambda _: self._under_way.pop(source, None))
+        return task
+
+    async def _compile(self, source: Source) -> tuple[str, str]:
+        async with self._turn:
+            try:
+                answer = await self._ask(source)
+            except BadGrammar as error:
+                answer = "", str(error)
+        self._remember(source, answer)
+        return answer
+
+    def _remember(self, source: Source, answer: tuple[str, str]) -> None:
+        self._known[source] = answer
+        self._characters += _size(source, answer)
+        while len(self._known) > MAX_ENTRIES or self._characters > MAX_CHARACTERS:
+            self._characters -= _size(*self._known.popitem(last=False))
+
+    async def _ask(self, source: Source) -> tuple[str, str]:
+        """The process's answer. Raises BadGrammar where it ended over it."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = await self._start()
+        assert process.stdin is not None
+        with suppress(ConnectionError):
+            process.stdin.write(json.dumps(source).encode() + b"\n")
+            await process.stdin.drain()
+        return await self._answer(process)
+
+    async def _start(self) -> Process:
+        # One thread is all that is bounded and all that is used.
+        environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = (sys.executable, "-m", "gllm.grammar.child", *self._arguments)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, limit=LINE, env=environment
+        )
+        self._process = process
+        _, error = await self._answer(process)
+        if error:
+            await self._end()
+            raise BadGrammar(error)
+        return process
+
+    async def _answer(self, process: Process) -> tuple[str, str]:
+        assert process.stdout is not None
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), PATIENCE)
+        except TimeoutError:
+            await self._end()
+            raise BadGrammar(f"it is too complex: no answer in {PATIENCE:g} s") from None
+        if not line:
+            code = await process.wait()
+            await self._end()
+            bound = f"{MEMORY >> 20} MiB or its stack"
+            if code == -signal.SIGPROF:
+                bound = f"{CPU_SECONDS:g} s"
+            raise BadGrammar(f"it is too complex: compiling takes more than {bound}")
+        grammar, error = json.loads(line)
+        return grammar, error
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _size(source: Source, answer: tuple[str, str]) -> int:
+    return len(source.text) + sum(map(len, answer))

@@ -1,0 +1,209 @@
+"""Structured output over real processes: every kind, streamed and whole, beside plain requests."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from gllm.config import FieldError, SamplingParams, StructuredOutput
+from gllm.llm import LLM
+from tests.e2e.server import Server, alive, serving, wait_until
+from tests.grammar.test_compiler import HANGS
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "color": {"enum": ["red", "green", "blue"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "friends": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 2},
+    },
+    "required": ["name", "color", "age", "friends"],
+    "additionalProperties": False,
+}
+MESSAGES = [{"role": "user", "content": "Tell me about Otto the fox."}]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "regex": ({"regex": "(Otto|Molly) is [0-9]{1,2} years old\\."}, "(Otto|Molly) is \\d+ years.*"),
+    "choice": ({"choice": ["the fox", "the owl", "the hedgehog"]}, "the (fox|owl|hedgehog)"),
+    "lark": ({"grammar": 'start: "Otto" (" and " NAME)+\nNAME: /[A-Z][a-z]{1,5}/'}, "Otto and .*"),
+    "gbnf": ({"grammar": 'root ::= "a fox of " [1-9] " years"'}, "a fox of \\d years"),
+    "json": ({"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}}, "\\[.*]"),
+    "json as text": ({"json": '{"const": {"a": [1, "b"]}}'}, '{"a":\\[1,"b"]}'),
+}
+
+
+@pytest.fixture(scope="module", params=["1", "2"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    small = ["--kv-cache-memory", "64MiB", "--threads", "1"]
+    with serving("demo", "--pp", request.param, *small) as started:
+        yield started
+
+
+def ask(server: Server, path: str, **fields: Any) -> Any:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "Once upon a time"}
+    status, answer = server.post(path, {**prompt, "seed": 5, "max_tokens": 120, **fields})
+    assert status == 200, answer
+    return answer
+
+
+def test_a_schema_in_openais_shape_streamed_and_whole(server: Server) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    given: Any = {"model": "demo", "messages": MESSAGES, "response_format": FORMAT, "seed": 3}
+    whole = client.chat.completions.create(**given).choices[0]
+    assert whole.finish_reason == "stop"
+    value = json.loads(whole.message.content or "")
+    jsonschema.validate(value, SCHEMA)
+    assert list(value) == list(SCHEMA["properties"]), "in the order of the schema"
+    chunks = list(client.chat.completions.create(**given, stream=True))
+    parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(parts) == whole.message.content
+    assert '{"name":"' in parts, "what is forced comes in one piece"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_every_kind(server: Server, kind: str, path: str) -> None:
+    wanted, pattern = KINDS[kind]
+    for choice in ask(server, path, structured_outputs=wanted, n=2)["choices"]:
+        text = choice["text"] if path == TEXT else choice["message"]["content"]
+        assert re.fullmatch(pattern, text), text
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+
+
+def test_any_object(server: Server) -> None:
+    found = []
+    for seed in range(4):
+        fields = {"response_format": {"type": "json_object"}, "seed": seed, "max_tokens": 300}
+        choice = ask(server, CHAT, **fields)["choices"][0]
+        text = choice["message"]["content"]
+        assert text.startswith("{")
+        if choice["finish_reason"] == "stop":
+            found.append(json.loads(text))
+    assert all(isinstance(value, dict) for value in found)
+
+
+def test_the_end_comes_whatever_else_is_asked(server: Server) -> None:
+    fixed = {"structured_outputs": {"regex": "one two three four"}, "return_token_ids": True}
+    plain = ask(server, TEXT, **fixed)
+    tokens = plain["choices"][0]["token_ids"]
+    assert plain["usage"]["completion_tokens"] == len(tokens)
+    eos = ask(server, TEXT, **fixed, ignore_eos=True)["choices"][0]
+    assert (eos["text"], eos["finish_reason"]) == ("one two three four", "stop")
+    short = ask(server, TEXT, **{**fixed, "max_tokens": 2})["choices"][0]
+    assert (short["token_ids"], short["finish_reason"]) == (tokens[:2], "length")
+    cut = ask(server, TEXT, **fixed, stop="thr")["choices"][0]
+    assert (cut["text"], cut["stop_reason"]) == ("one two ", "thr")
+    stopped = ask(server, TEXT, **fixed, stop_token_ids=[tokens[1]])["choices"][0]
+    assert (stopped["token_ids"], stopped["stop_reason"]) == (tokens[:2], tokens[1])
+
+
+def test_log_probabilities_are_those_of_every_token(server: Server) -> None:
+    given = {"structured_outputs": {"choice": ["the fox", "the owl"]}, "return_token_ids": True}
+    choice = ask(server, TEXT, **given, logprobs=3)["choices"][0]
+    assert choice["text"] in ("the fox", "the owl")
+    assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
+    assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"])
+
+
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}),
+    ("structured_outputs", {"regex": "(a"}),
+    ("structured_outputs", {"grammar": "start: nowhere"}),
+    ("structured_outputs", {"regex": "(((a{100}){100}){100}){100}"}),
+    ("structured_outputs", {"json": {"$ref": "#"}}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_bad_is_refused_before_the_headers(server: Server, stream: bool) -> None:
+    for name, value in BAD:
+        body = {"messages": MESSAGES, "stream": stream, name: value}
+        status, answer = server.post(CHAT, body)
+        assert (status, answer["error"]["param"]) == (400, name), value
+    both = {"response_format": FORMAT, "structured_outputs": {"regex": "a"}}
+    status, answer = server.post(CHAT, {"messages": MESSAGES, **both})
+    assert (status, answer["error"]["param"]) == (400, "structured_outputs")
+
+
+def test_a_grammar_that_hangs_holds_nobody_up(server: Server) -> None:
+    answers: list[tuple[int, Any]] = []
+
+    def hang() -> None:
+        body = {"messages": MESSAGES, "structured_outputs": {"grammar": HANGS}}
+        answers.append(server.post(CHAT, body))
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    ask(server, TEXT, max_tokens=5)
+    thread.join()
+    assert answers[0][0] == 400
+    assert "too complex" in answers[0][1]["error"]["message"]
+    ask(server, TEXT, structured_outputs={"choice": ["next"]})
+
+
+def test_plain_requests_beside_structured_ones_get_what_they_get_alone(server: Server) -> None:
+    alone = [ask(server, TEXT, seed=seed, max_tokens=30)["choices"][0] for seed in range(3)]
+    structured = ask(server, CHAT, response_format=FORMAT)["choices"][0]["message"]
+    together: dict[int, Any] = {}
+
+    def run(seed: int) -> None:
+        if seed < 3:
+            together[seed] = ask(server, TEXT, seed=seed, max_tokens=30)["choices"][0]
+        else:
+            together[seed] = ask(server, CHAT, response_format=FORMAT)["choices"][0]["message"]
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[seed] for seed in range(3)] == alone
+    assert all(together[seed] == structured for seed in range(3, 8))
+
+
+def test_the_compiling_process_ends_with_the_server() -> None:
+    with serving("demo", "--threads", "1", "--kv-cache-memory", "64MiB") as started:
+        ask(started, TEXT, structured_outputs={"choice": ["a"]}, max_tokens=2)
+        children = started.workers()
+        assert len(children) == 2
+        started.process.kill()
+        wait_until(lambda: not any(alive(pid) for pid in children))
+
+
+PROMPTS = [f"Story {i} of Otto the fox. " * 4 for i in range(6)]
+
+
+def test_forced_tokens_take_no_steps_and_survive_preemption() -> None:
+    forced = SamplingParams(seed=2, max_tokens=150, structured=StructuredOutput(json=SCHEMA))
+    options = {"progress": False, "threads": 1, "max_model_len": 256, "prefix_cache": False}
+    with LLM("demo", **options, kv_cache_memory=2**25) as llm:
+        engine = llm._engine
+        begin = engine.stats.steps
+        alone = [llm.generate(prompt, forced)[0] for prompt in PROMPTS]
+        steps = engine.stats.steps - begin
+        for output in alone:
+            jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
+        tokens = sum(len(output.outputs[0].token_ids) for output in alone)
+        assert steps < 0.8 * tokens
+        # Where every token is drawn, each takes a step.
+        drawn = [llm.generate(prompt, replace(forced, logprobs=0))[0] for prompt in PROMPTS]
+        count = sum(len(output.outputs[0].token_ids) for output in drawn)
+        assert engine.stats.steps - begin - steps >= count
+        with pytest.raises(FieldError, match="multipleOf"):
+            llm.generate("x", SamplingParams(structured=StructuredOutput(json={"multipleOf": 3})))
+        block = engine.kv_bytes // engine.num_blocks
+    with LLM("demo", **options, kv_cache_memory=20 * block) as small:
+        crowd = small.generate(PROMPTS, forced)
+        assert small._engine.stats.preemptions > 0
+    assert [one.outputs for one in crowd] == [one.outputs for one in alone]

@@ -1,0 +1,154 @@
+"""The process that compiles: what it refuses, what it survives, what is remembered."""
+
+import asyncio
+
+import pytest
+
+from gllm.config import FieldError, StructuredOutput
+from gllm.grammar import compiler as module
+from gllm.grammar.compiler import BadGrammar, CompilerBusy, GrammarCompiler
+from gllm.grammar.source import Source
+from tests.grammar.writing import EOS, FOLDER, VOCABULARY
+
+GOOD = Source("regex", "[a-z]+")
+HANGS = "start: T\nT: /(.*a.{15}.*)/ & /(.*b.{15}.*)/ & ~/.*c.{13}.*/ & /(.*d.{17}.*)/"
+RULES = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000))
+WIDE = {f"p{i}": {"type": "string"} for i in range(3000)}
+
+HOSTILE = {
+    "takes for ever": StructuredOutput(grammar=HANGS),
+    "overflows the stack": StructuredOutput(grammar=f'start: r0\n{RULES}\nr3000: "a"'),
+    "many repetitions": StructuredOutput(regex="(((a{100}){100}){100}){100}"),
+    "many repetitions behind a token": StructuredOutput(regex="x(a{1000}){1000}"),
+    "nested groups": StructuredOutput(regex="(" * 4000 + "a" + ")" * 4000),
+    "brackets in Lark": StructuredOutput(grammar="start: " + "(" * 30000),
+    "brackets in GBNF": StructuredOutput(grammar="root ::= " + "(" * 30000),
+    "many optional properties": StructuredOutput(json={"type": "object", "properties": WIDE}),
+    "ambiguous": StructuredOutput(grammar="start: (r{1000}){1000}\nr: /a/"),
+}
+REFUSED = {
+    "look-around": StructuredOutput(regex="(?=a)b"),
+    "not a regex": StructuredOutput(regex="(a"),
+    "no start": StructuredOutput(grammar='root: "a"'),
+    "unknown rule": StructuredOutput(grammar="start: other"),
+    "nothing fits": StructuredOutput(json={"type": "integer", "minimum": 3, "maximum": 2}),
+    "never ends": StructuredOutput(json={"$ref": "#"}),
+    "unknown format": StructuredOutput(json={"type": "string", "format": "sonnet"}),
+    "unknown type": StructuredOutput(json={"type": "text"}),
+    "odd bound": StructuredOutput(json={"type": "string", "minLength": "x"}),
+    "the library's own format": StructuredOutput(grammar='{"grammars": [{"json_schema": {}}]}'),
+}
+
+
+@pytest.fixture
+async def compiler():
+    made = GrammarCompiler(FOLDER, VOCABULARY, (EOS,))
+    yield made
+    await made.close()
+    assert made._process is None
+
+
+async def test_hostile_grammars_are_refused_and_the_next_one_is_served(compiler):
+    for number, (name, wanted) in enumerate(HOSTILE.items()):
+        with pytest.raises(FieldError) as refused:
+            await compiler.grammar_of(wanted)
+        assert refused.value.param == "structured", name
+        assert await compiler.compile(Source("regex", f"good{number}"))
+
+
+async def test_what_does_not_compile_is_told(compiler):
+    for name, wanted in REFUSED.items():
+        with pytest.raises(FieldError, match="structured cannot be used") as refused:
+            await compiler.grammar_of(wanted)
+        assert len(str(refused.value)) < 1000, name
+
+
+async def test_an_answer_is_remembered_good_or_bad(compiler):
+    good = await compiler.compile(GOOD)
+    bad = Source("regex", "(a")
+    with pytest.raises(BadGrammar) as first:
+        await compiler.compile(bad)
+    compiler._process.kill()
+    assert await compiler.compile(GOOD) == good
+    with pytest.raises(BadGrammar, match="invalid") as second:
+        await compiler.compile(bad)
+    assert str(first.value) == str(second.value)
+
+
+async def test_a_process_that_is_gone_is_replaced(compiler):
+    await compiler.compile(GOOD)
+    compiler._process.kill()
+    await compiler._process.wait()
+    assert await compiler.compile(Source("regex", "one"))
+
+
+async def test_a_caller_that_leaves_does_not_mix_up_answers(compiler):
+    sources = [Source("regex", f"a{{{i}}}") for i in range(1, 20)]
+    tasks = [asyncio.create_task(compiler.compile(source)) for source in sources]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    kept = await asyncio.gather(*tasks[1::2])
+    for source, grammar in zip(sources[1::2], kept, strict=True):
+        assert f"/{source.text}/" in grammar
+    assert all(task.cancelled() for task in tasks[::2])
+
+
+async def test_who_waits_when_it_is_closed_is_told(compiler):
+    await compiler.compile(GOOD)
+    waiting = asyncio.create_task(compiler.compile(Source("lark", HANGS)))
+    await asyncio.sleep(0.1)
+    await compiler.close()
+    with pytest.raises(CompilerBusy, match="stopped"):
+        await waiting
+
+
+async def test_one_without_an_answer_is_given_up(compiler, monkeypatch):
+    await compiler.compile(GOOD)
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    with pytest.raises(BadGrammar, match="no answer in"):
+        await compiler.compile(Source("lark", HANGS))
+    assert compiler._process is None
+
+
+async def test_one_grammar_is_compiled_once_for_all_that_wait(compiler, monkeypatch):
+    asked = []
+    ask = GrammarCompiler._ask
+
+    async def counted(self, source):
+        asked.append(source)
+        return await ask(self, source)
+
+    monkeypatch.setattr(GrammarCompiler, "_ask", counted)
+    answers = await asyncio.gather(*(compiler.compile(GOOD) for _ in range(10)))
+    assert len(set(answers)) == 1
+    assert asked == [GOOD]
+
+
+async def test_those_that_wait_are_bounded(compiler, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    sources = [Source("regex", f"b{{{i}}}") for i in range(1, 9)]
+    tasks = [asyncio.create_task(compiler.compile(source)) for source in sources]
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(one, CompilerBusy) for one in answers] == [False] * 3 + [True] * 5
+    assert await compiler.compile(sources[-1])
+
+
+async def test_what_is_remembered_is_bounded(compiler, monkeypatch):
+    monkeypatch.setattr(module, "MAX_ENTRIES", 3)
+    for i in range(1, 6):
+        await compiler.compile(Source("regex", f"c{{{i}}}"))
+    assert [source.text for source in compiler._known] == ["c{3}", "c{4}", "c{5}"]
+    await compiler.compile(Source("regex", "c{3}"))
+    await compiler.compile(GOOD)
+    assert [source.text for source in compiler._known] == ["c{5}", "c{3}", "[a-z]+"]
+    monkeypatch.setattr(module, "MAX_CHARACTERS", compiler._characters)
+    await compiler.compile(Source("regex", "d" * 1000))
+    assert compiler._characters <= module.MAX_CHARACTERS or len(compiler._known) == 0
+
+
+async def test_a_model_without_an_end_has_no_grammars():
+    compiler = GrammarCompiler(FOLDER, VOCABULARY, (VOCABULARY,))
+    with pytest.raises(BadGrammar, match="no token that ends"):
+        await compiler.compile(GOOD)
+    await compiler.close()

@@ -1,0 +1,59 @@
+"""Random schemas over every keyword: texts that come to an end are what the schema says."""
+
+import json
+from collections import Counter
+from random import Random
+
+import jsonschema
+
+from gllm.config import StructuredOutput
+from gllm.grammar.schema import KEYWORDS
+from tests.grammar.schemas import schema
+from tests.grammar.writing import EOS, grammars, state_of, text_of, write
+
+SCHEMAS = 200
+LIMIT = 1500
+"""Tokens of a text."""
+AT_ONCE = 50
+VALIDATOR = jsonschema.Draft202012Validator
+
+
+def keys(value):
+    """The keys of all objects in a value."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from keys(one)
+
+
+def test_texts_that_end_fit_their_schemas():
+    schemas = [schema(Random(seed)) for seed in range(SCHEMAS)]
+    used = Counter(key for one in schemas for key in keys(one))
+    assert all(used[keyword] >= 3 for keyword in KEYWORDS), "every keyword is tried"
+    owner = grammars()
+    complete = 0
+    for begin in range(0, SCHEMAS, AT_ONCE):
+        part = schemas[begin : begin + AT_ONCE]
+        states = [
+            state_of(StructuredOutput(json=one), owner, seed=begin + at)
+            for at, one in enumerate(part)
+        ]
+        for one, output in zip(part, write(states, LIMIT, begin), strict=True):
+            assert isinstance(output, list), output
+            if output[-1] == EOS:
+                complete += 1
+                value = json.loads(text_of(output))
+                VALIDATOR(one, format_checker=VALIDATOR.FORMAT_CHECKER).validate(value)
+    assert complete >= 0.95 * SCHEMAS
+
+
+def test_the_validator_would_see_a_text_that_does_not_fit():
+    """The check above can fail: a text of one schema is seldom one of another."""
+    owner = grammars()
+    schemas = [schema(Random(seed)) for seed in range(20)]
+    states = [state_of(StructuredOutput(json=one), owner, seed=1) for one in schemas]
+    texts = [text_of(one) for one in write(states, LIMIT) if one[-1] == EOS]
+    other = {"type": "object", "required": ["nobody writes this"]}
+    assert not any(VALIDATOR(other).is_valid(json.loads(text)) for text in texts)

@@ -1,0 +1,80 @@
+"""Writes texts under grammars as the last stage does, with random numbers for a model."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gllm.grammar.child import compiled
+from gllm.grammar.source import source_of
+from gllm.grammar.vocabulary import load_vocabulary
+from gllm.messages import Register, Sampling
+from gllm.runtime.grammars import Grammars
+from gllm.runtime.sampler import Drawn, draw, plan_rows
+from gllm.runtime.sampling_state import SamplingState, states_of
+from gllm.text.tokenizer import Tokenizer
+
+FOLDER = Path(__file__).parents[2] / "gllm" / "demo"
+VOCABULARY = 2048
+EOS = 2
+TOKENS = load_vocabulary(FOLDER, VOCABULARY, (EOS,))
+TOKENIZER = Tokenizer.load(FOLDER)
+
+
+def grammars() -> Grammars:
+    """Of the demo model."""
+    return Grammars(FOLDER, VOCABULARY, (EOS,))
+
+
+def compile_output(wanted) -> tuple[str, str]:
+    """A structured output's grammar, or why there is none."""
+    grammar, error = compiled(list(source_of(wanted)), TOKENS)
+    return grammar, error
+
+
+def grammar_of(wanted) -> str:
+    grammar, error = compile_output(wanted)
+    assert not error
+    return grammar
+
+
+def state_of(wanted, owner: Grammars, **spec) -> SamplingState:
+    """The state of a sequence that has to write a structured output."""
+    sampling = Sampling(grammar=grammar_of(wanted), **spec)
+    return states_of(Register(0, 1, [], sampling), owner)[0]
+
+
+def step(states: list[SamplingState], indices: list[int], logits: Tensor) -> Drawn:
+    """One draw; logits [rows, vocabulary]."""
+    owners = [(row, 0) for row in range(len(states))]
+    return draw(logits.clone(), plan_rows(owners, states, indices))
+
+
+def punctuation() -> Tensor:
+    """[vocabulary]: what a model of noise needs to come to an end now and then."""
+    closes = [set(TOKENIZER.decode([token], False)) <= set('"}],:') for token in range(VOCABULARY)]
+    return torch.tensor(closes) * 6.0
+
+
+def write(states: list[SamplingState], limit: int, seed: int = 0) -> list[list[int] | str]:
+    """Each sequence's output, as long as they are; its error where it has one."""
+    noise = torch.Generator().manual_seed(seed)
+    prefers = punctuation()
+    outputs: list[list[int]] = [[] for _ in states]
+    ended: dict[int, list[int] | str] = {}
+    while alive := [row for row in range(len(states)) if row not in ended]:
+        logits = prefers + torch.randn(len(alive), VOCABULARY, generator=noise)
+        indices = [len(outputs[row]) for row in alive]
+        drawn = step([states[row] for row in alive], indices, logits)
+        for at, row in enumerate(alive):
+            outputs[row] += [drawn.tokens[at], *drawn.forced.get(at, ())]
+            if drawn.errors[at]:
+                ended[row] = drawn.errors[at]
+            elif outputs[row][-1] == EOS or len(outputs[row]) >= limit:
+                ended[row] = outputs[row]
+    return [ended[row] for row in range(len(states))]
+
+
+def text_of(output: list[int]) -> str:
+    """A whole output as text."""
+    return TOKENIZER.decode([token for token in output if token != EOS], False)

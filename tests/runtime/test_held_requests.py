@@ -1,0 +1,77 @@
+"""Requests whose grammars are being compiled wait at the driver, not in the pipeline."""
+
+from gllm.messages import Abort, Begun, Register, Sampling, Step, Submit, Tokens
+from gllm.runtime.driver import Driver
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.scheduler import Scheduler
+
+
+class Frontend:
+    """Remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.ends: dict[int, str] = {}
+
+    def send(self, message) -> None:
+        if isinstance(message, Tokens):
+            self.ends.update((end.seq, end.error) for end in message.outcome.ends)
+
+    def send_encoded(self, payload: bytes) -> None:
+        raise AssertionError("the frontend is sent messages")
+
+
+def made() -> tuple[Driver, list, Frontend]:
+    config = SchedulerConfig(lookahead=False).resolve(1, 20, 100)
+    told: list = []
+    frontend = Frontend()
+    return Driver(Scheduler(config), told.append, [], frontend), told, frontend
+
+
+def submit(driver: Driver, seq: int, grammar: str = "", n: int = 1, tokens: int = 5) -> None:
+    driver.submit(Submit(seq, [1] * tokens, Sampling(grammar=grammar), 10, [], n))
+    driver.turn()
+
+
+def steps(told: list) -> list[set[int]]:
+    return [{row.seq for row in one.plan.rows} for one in told if isinstance(one, Step)]
+
+
+def test_others_run_until_the_grammar_is_compiled() -> None:
+    driver, told, frontend = made()
+    submit(driver, 0, "grammar")
+    assert [type(one) for one in told] == [Register], "the stage has it to compile"
+    submit(driver, 1)
+    assert steps(told) == [{1}]
+    driver.begin(Begun(0))
+    assert driver.scheduler.stats().waiting == 1
+    assert frontend.ends == {}
+
+
+def test_one_that_does_not_compile_ends_with_its_error() -> None:
+    driver, told, frontend = made()
+    submit(driver, 0, "grammar", n=3)
+    driver.begin(Begun(0, "it is odd"))
+    driver.turn()
+    assert frontend.ends == dict.fromkeys(range(3), "it is odd")
+    assert not driver.scheduler._sequences
+    submit(driver, 3)
+    released = [one.plan.released for one in told if isinstance(one, Step)]
+    assert sorted(released[0]) == [0, 1, 2], "stages forget it"
+
+
+def test_one_that_is_aborted_meanwhile_never_runs() -> None:
+    driver, told, frontend = made()
+    submit(driver, 0, "grammar", n=2)
+    driver.abort(Abort([0, 1]))
+    driver.begin(Begun(0))
+    submit(driver, 2)
+    assert steps(told) == [{2}]
+    assert [sorted(one.plan.released) for one in told if isinstance(one, Step)] == [[0, 1]]
+    assert frontend.ends == {}
+
+
+def test_one_that_can_never_run_is_not_compiled() -> None:
+    driver, told, frontend = made()
+    submit(driver, 0, "grammar", tokens=100)
+    assert told == []
+    assert "at most 100" in frontend.ends[0]
