@@ -17,13 +17,28 @@ from gllm.frontend.endpoint import Endpoint
 from gllm.frontend.errors import Handler, error_middleware
 from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.completions import CompletionFields
+from gllm.frontend.fields.messages import CountFields, MessageFields
+from gllm.frontend.fields.responses import ResponseFields
 from gllm.frontend.metrics import Metrics
-from gllm.frontend.routes import chat, completions, health, metrics, models, openapi, version
+from gllm.frontend.routes import (
+    chat,
+    completions,
+    health,
+    messages,
+    metrics,
+    models,
+    openapi,
+    responses,
+    version,
+)
 from gllm.frontend.routes.openapi import ALL
 
 ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", chat.create, ChatFields),
     Endpoint("POST", "/v1/completions", completions.create, CompletionFields),
+    Endpoint("POST", "/v1/responses", responses.create, ResponseFields),
+    Endpoint("POST", "/v1/messages", messages.create, MessageFields),
+    Endpoint("POST", "/v1/messages/count_tokens", messages.count, CountFields),
     Endpoint("GET", "/v1/models", models.listing),
     Endpoint("GET", "/v1/models/{model}", models.one),
     Endpoint("GET", "/health", health.health),

@@ -1,0 +1,26 @@
+"""POST /v1/responses.
+
+Owns nothing but the route. Knows nothing of shapes.
+"""
+
+from aiohttp import web
+
+from gllm.frontend.answer import answer
+from gllm.frontend.chat_job import chat_job
+from gllm.frontend.context import CONTEXT
+from gllm.frontend.fields.as_chat import named
+from gllm.frontend.fields.reading import read_fields
+from gllm.frontend.fields.responses import NAMES, ResponseFields
+from gllm.frontend.response_writer import ResponseWriter
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """An answer to the input, in the shape of OpenAI's Responses API."""
+    context = request.app[CONTEXT]
+    fields = await read_fields(request, ResponseFields)
+    context.check_model(fields.model)
+    chat = fields.chat()
+    with context.admit():
+        with named(NAMES):
+            job = await chat_job(context, chat)
+        return await answer(request, context, job, ResponseWriter(request, job, fields))
