@@ -21,6 +21,10 @@ MAX_BAD_WORDS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "deepseek", "glm4", "glm45", "hermes", "llama3", "mistral", "qwen3_coder"),
+)
+REASONING_PARSERS = ("auto", "none", "think", "mistral")
 
 
 class FieldError(ValueError):
@@ -131,6 +135,17 @@ class ServerConfig:
     max_num_queued_requests: int = option(2048, "requests in the engine; more get 503")
     max_choices: int = option(128, "largest n of a request")
     max_body_bytes: int = option(8 * 2**20, "largest request body, as 8MiB", parse=parse_bytes)
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template shows; none: left in the text",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model encloses its reasoning; auto: as its chat template shows; none: left in the "
+        "text",
+        choices=REASONING_PARSERS,
+    )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
 
@@ -146,7 +161,8 @@ class SamplingParams:
     over the output. `logit_bias` is by token id; `allowed_token_ids` are the only ones drawn;
     `bad_words` never come out. `logprobs` and `prompt_logprobs`: how many of the likeliest tokens
     to tell with each token, None for none of it. `truncate_prompt_tokens` keeps the prompt's last
-    so many tokens, -1 as many as leave room for the output.
+    so many tokens, -1 as many as leave room for the output. `shown_tokens` are special tokens that
+    are text although `skip_special_tokens`.
     """
 
     temperature: float = 1.0
@@ -171,6 +187,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    shown_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises FieldError for a value out of its range."""

@@ -259,6 +259,7 @@ class Engine:
             params.stop,
             params.skip_special_tokens,
             params.include_stop_str_in_output,
+            params.shown_tokens,
         )
 
     async def _wait_for(self, reached: dict[int, Loaded] | set[int]) -> None:

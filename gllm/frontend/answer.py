@@ -3,7 +3,7 @@
 Owns the order of events. Knows nothing of the endpoints' own shapes: they give a `Writer`.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,6 +19,8 @@ from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.fields.generation import Generation
 from gllm.frontend.metrics import RequestRecord
 from gllm.frontend.sse import Event, EventStream
+from gllm.text.output.parser import PLAIN, OutputFormat
+from gllm.text.output.reasoning import ReasoningCounter
 
 Json = dict[str, Any]
 
@@ -51,6 +53,10 @@ class Job:
     params: SamplingParams
     generates: bool = True
     """If not, what is drawn is not shown: the prompt is all that matters."""
+    output: OutputFormat = PLAIN
+    """What the choices may hold besides text."""
+    reasoning: Callable[[], ReasoningCounter] | None = None
+    """Makes what counts a choice's tokens of reasoning, where they can be told apart."""
 
     @property
     def choices(self) -> int:
@@ -61,7 +67,7 @@ async def answer(
     request: web.Request, context: Context, job: Job, writer: Writer
 ) -> web.StreamResponse:
     """Run a job and answer with what it brings."""
-    tally = Tally(sum(map(len, job.prompts)), job.params.n)
+    tally = Tally(sum(map(len, job.prompts)), job.params.n, job.reasoning)
     async with _start(context, job, request[ARRIVAL]) as merged:
         if job.fields.stream:
             return await _stream(request, merged, writer, tally)

@@ -63,6 +63,10 @@ class Tokenizer:
         """The vocabulary's entry for an id, None where there is none."""
         return self._backend.id_to_token(token_id) if token_id >= 0 else None
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a vocabulary's entry, None where there is none."""
+        return self._backend.token_to_id(token)
+
     @cached_property
     def is_byte_level(self) -> bool:
         """Whether tokens stand for bytes, so that text is the concatenation of theirs."""

@@ -104,6 +104,7 @@ class FakeEngine:
         ids = self.tokenizer.encode(self.reply)
         limit = min(params.max_tokens or self.max_model_len, len(ids))
         shown = (params.stop, params.skip_special_tokens, params.include_stop_str_in_output)
+        shown += (params.shown_tokens,)
         streams = {i: TextStream(self.tokenizer, *shown) for i in range(params.n)}
         before = [entry for token in prompt[1:] for entry in scored(token, params.prompt_logprobs)]
         for at in range(limit):

@@ -9,7 +9,9 @@ from gllm.text.output.calls import Calls
 from gllm.text.output.reader import Reader, Wait, ignore
 
 
-def call(reader: Reader, calls: Calls, *, arguments: tuple[str, ...] = ("arguments",)) -> Wait[bool]:
+def call(
+    reader: Reader, calls: Calls, *, arguments: tuple[str, ...] = ("arguments",)
+) -> Wait[bool]:
     """Take an object with `name` and one of `arguments`; other keys are skipped.
 
     It is a call from where name and arguments are there: whatever is wrong behind them is left.

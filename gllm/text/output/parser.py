@@ -25,11 +25,6 @@ class OutputFormat:
     """Schemas of arguments by name of the tool."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing to be found."""
-        return self.reasoning is None and self.calls is None
-
-    @property
     def markers(self) -> tuple[str, ...]:
         """Tokens that the parser has to see, should the vocabulary have them as special ones."""
         tags = self.reasoning
@@ -37,6 +32,10 @@ class OutputFormat:
             *(() if tags is None else (tags.opening, tags.closing)),
             *(() if self.calls is None else self.calls.markers),
         )
+
+
+PLAIN = OutputFormat()
+"""Nothing but text."""
 
 
 class _Machine:

@@ -4,7 +4,7 @@ Owns the tags of the families, and the split at them. Whitespace at both sides o
 nobody. Knows nothing of what an answer holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gllm.text.output.events import Event, Reasoning
@@ -81,16 +81,20 @@ class Splitter:
 
 
 class ReasoningCounter:
-    """Counts the tokens of reasoning, the closing tag among them.
+    """Counts the tokens of reasoning, the tags among them.
 
     opening, closing: the tags' token ids. within: whether the output begins in the middle of it.
+    is_blank: whether a token is nothing but whitespace.
     """
 
-    def __init__(self, opening: int, closing: int, within: bool) -> None:
+    def __init__(
+        self, opening: int, closing: int, within: bool, is_blank: Callable[[int], bool]
+    ) -> None:
         self.count = 0
         self._opening = opening
         self._closing = closing
         self._within = within
+        self._is_blank = is_blank
         self._over = False
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -98,6 +102,9 @@ class ReasoningCounter:
         for token in token_ids:
             if self._over:
                 return
-            self._within = self._within or token == self._opening
+            if not self._within and not self._is_blank(token):
+                self._within = token == self._opening
+                self._over = not self._within
             self.count += self._within
-            self._over = self._within and token == self._closing
+            if self._within and token == self._closing:
+                self._over = True

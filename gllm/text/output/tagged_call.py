@@ -12,7 +12,7 @@ from gllm.text.output import json_text
 from gllm.text.output.calls import Calls, Schema
 from gllm.text.output.reader import Sink, Wait
 
-_KINDS = {
+_KINDS: dict[str, type | tuple[type, ...]] = {
     "string": str,
     "integer": int,
     "number": (int, float),

@@ -1,7 +1,7 @@
 """DeepSeek V3, R1, V3.1: calls between markers, in a block of their own.
 
-Owns both formats. V3 and R1 write `function<sep>NAME`, a line end and the arguments as a fenced block
-of JSON; V3.1 writes `NAME<sep>{..}`. Source: the models' chat templates.
+Owns both formats. V3 and R1 write `function<sep>NAME`, a line end and the arguments as a fenced
+block of JSON; V3.1 writes `NAME<sep>{..}`. Source: the models' chat templates.
 """
 
 import re

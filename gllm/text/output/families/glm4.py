@@ -1,7 +1,7 @@
 """GLM-4 before 4.5: a tool's name on a line of its own, and a JSON object on the next.
 
-Owns this format. It has no markers, so a line is a call's beginning only if it is the name of one of
-the request's tools. Source: the models' chat templates.
+Owns this format. It has no markers, so a line is a call's beginning only if it is the name of one
+of the request's tools. Source: the models' chat templates.
 """
 
 import re

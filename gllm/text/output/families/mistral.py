@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS][{"name": .., "arguments": {..}}, ..]`, newer ones `[TOOL_CALLS]NAME[ARGS]{..}`.
+"""Mistral: `[TOOL_CALLS][{"name": .., "arguments": {..}}, ..]` or `[TOOL_CALLS]NAME[ARGS]{..}`.
 
 Owns both formats: what follows the marker tells which it is. Source: the models' chat templates.
 """

@@ -1,4 +1,4 @@
-"""Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>..</function></tool_call>`.
+"""Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
 Owns this format: every tag on a line of its own, a value between two line ends. Source: the models'
 chat templates.
