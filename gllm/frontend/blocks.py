@@ -3,7 +3,7 @@
 Owns where a block ends and the next one begins. Knows nothing of how blocks are written.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -11,6 +11,7 @@ from gllm.frontend.sse import Event
 from gllm.text.output import events as output
 
 Kind = Literal["reasoning", "text", "call"]
+Status = Literal["in_progress", "completed", "incomplete"]
 
 
 @dataclass
@@ -23,8 +24,8 @@ class Block:
     """Of a call: its arguments, the text of a JSON object."""
     call_id: str = ""
     name: str = ""
-    broken: bool = False
-    """A call that turned out to be none."""
+    status: Status = "in_progress"
+    """Incomplete: cut off, or a call that turned out to be none."""
 
 
 class Pen(Protocol):
@@ -37,7 +38,7 @@ class Pen(Protocol):
         """More of a block's text, which is in the block already."""
 
     def closed(self, block: Block) -> list[Event]:
-        """A block is complete."""
+        """A block has ended."""
 
 
 class Blocks:
@@ -46,15 +47,15 @@ class Blocks:
     def __init__(self, pen: Pen) -> None:
         self.all: list[Block] = []
         self._pen = pen
-        self._open = False
 
-    def add(self, events: Iterable[output.Event]) -> list[Event]:
+    def add(self, events: Sequence[output.Event]) -> list[Event]:
         """What the output's events add to a stream.
 
-        A call that turns out to be none cannot be taken back: its block ends as it is.
+        A call that turns out to be none is left out where all of it is among the events; it cannot
+        be taken back later.
         """
         written: list[Event] = []
-        for event in events:
+        for event in _without_broken_calls(events):
             match event:
                 case output.Content(text):
                     written += self._text("text", text)
@@ -65,25 +66,30 @@ class Blocks:
                 case output.CallArguments(_, text):
                     written += self._grow(text)
                 case output.CallBroken(_):
-                    self.all[-1].broken = True
-                    written += self.end()
+                    written += self.end("incomplete")
         return written
 
-    def end(self) -> list[Event]:
-        """Close what is open."""
-        was_open, self._open = self._open, False
-        return self._pen.closed(self.all[-1]) if was_open else []
+    def finish(self, reason: str) -> list[Event]:
+        """The end of the output. A call that is whole by then is not cut off by a limit."""
+        cut = reason == "length" and bool(self.all) and self.all[-1].kind != "call"
+        return self.end("incomplete" if cut else "completed")
+
+    def end(self, status: Status = "completed") -> list[Event]:
+        """The end of what is open."""
+        if not self.all or self.all[-1].status != "in_progress":
+            return []
+        self.all[-1].status = status
+        return self._pen.closed(self.all[-1])
 
     def _text(self, kind: Kind, text: str) -> list[Event]:
-        written: list[Event] = []
-        if not self._open or self.all[-1].kind != kind:
-            written += self._begin(Block(kind, len(self.all)))
-        return written + self._grow(text)
+        last = self.all[-1] if self.all else None
+        if last is not None and last.kind == kind and last.status == "in_progress":
+            return self._grow(text)
+        return self._begin(Block(kind, len(self.all))) + self._grow(text)
 
     def _begin(self, block: Block) -> list[Event]:
         written = self.end()
         self.all.append(block)
-        self._open = True
         return written + self._pen.opened(block)
 
     def _grow(self, text: str) -> list[Event]:
@@ -92,13 +98,9 @@ class Blocks:
         return self._pen.grown(block, text)
 
 
-def blocks_of(message: output.Message) -> list[Block]:
-    """A finished output as blocks."""
-    blocks: list[Block] = []
-    if message.reasoning:
-        blocks.append(Block("reasoning", 0, message.reasoning))
-    if message.content:
-        blocks.append(Block("text", len(blocks), message.content))
-    for call in message.calls.values():
-        blocks.append(Block("call", len(blocks), call.arguments, call.id, call.name))
-    return blocks
+def _without_broken_calls(events: Sequence[output.Event]) -> list[output.Event]:
+    """The events without those of calls that begin and break among them."""
+    begun = {event.index for event in events if isinstance(event, output.CallStart)}
+    broken = {event.index for event in events if isinstance(event, output.CallBroken)}
+    gone = begun & broken
+    return [event for event in events if getattr(event, "index", None) not in gone]

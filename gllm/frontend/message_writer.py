@@ -5,16 +5,13 @@ Owns the API's shapes. Knows nothing of requests.
 
 import json
 
-from aiohttp import web
-
-from gllm.engine_api import Delta
+from gllm.engine_api import Delta, EngineLike
 from gllm.frontend.answer import Job, Json
-from gllm.frontend.blocks import Block, Blocks, blocks_of
+from gllm.frontend.blocks import Block, Blocks
 from gllm.frontend.collect import Choice, Tally
-from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
+from gllm.frontend.output import Outputs
 from gllm.frontend.sse import Event
-from gllm.text.output.events import Content, Message
 
 DELTAS = {
     "text": ("text_delta", "text"),
@@ -22,18 +19,21 @@ DELTAS = {
     "call": ("input_json_delta", "partial_json"),
 }
 """How an increment of a block is written: its type, and the name of its text."""
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+"""What finish reasons are called."""
 
 
 class MessageWriter:
-    """Writes one answer."""
+    """Writes one answer. `name` is in ids where the request does not name itself."""
 
-    def __init__(self, request: web.Request, job: Job) -> None:
+    def __init__(self, engine: EngineLike, job: Job, name: str) -> None:
         self._head = {
-            "id": f"msg_{job.fields.request_id or request[REQUEST_ID]}",
+            "id": f"msg_{job.fields.request_id or name}",
             "type": "message",
             "role": "assistant",
-            "model": request.app[CONTEXT].engine.model.name,
+            "model": engine.model.name,
         }
+        self._outputs = Outputs(job.output)
         self._blocks = Blocks(self)
         self._begun = False
         self._ending: Json = {}
@@ -50,10 +50,11 @@ class MessageWriter:
             ending = {"stop_reason": None, "stop_sequence": None}
             message: Json = {**self._head, "content": [], **ending, "usage": usage(tally)}
             events += [_event("message_start", message=message), _event("ping")]
-        events += self._blocks.add([Content(delta.text)] if delta.text else [])
-        if delta.finish_reason is not None:
-            events += self._blocks.end()
-            self._ending = _ending(delta, self._blocks.all)
+        said, reason = self._outputs.take(delta)
+        events += self._blocks.add(said)
+        if reason is not None:
+            events += self._blocks.finish(reason)
+            self._ending = _ending(reason, delta.stop_reason)
         return events
 
     def closing(self, tally: Tally) -> list[Event]:
@@ -68,14 +69,9 @@ class MessageWriter:
     def whole(self, choices: list[Choice], tally: Tally) -> Json:
         """As of Writer."""
         (choice,) = choices
-        blocks = blocks_of(Message(choice.text))
-        content = [_written(block) for block in blocks]
-        return {
-            **self._head,
-            "content": content,
-            **_ending(choice, blocks),
-            "usage": usage(tally),
-        }
+        self.delta(choice.as_delta(), tally)
+        content = [_written(block) for block in self._blocks.all]
+        return {**self._head, "content": content, **self._ending, "usage": usage(tally)}
 
     def opened(self, block: Block) -> list[Event]:
         """As of Pen."""
@@ -94,11 +90,14 @@ class MessageWriter:
 
 def usage(tally: Tally) -> Json:
     """Token counts: those of the prompt that were cached are not among the input's."""
+    thought = tally.reasoning_tokens
+    details = {"output_tokens_details": {"thinking_tokens": thought}}
     return {
         "input_tokens": tally.prompt_tokens - tally.cached_tokens,
         "cache_read_input_tokens": tally.cached_tokens,
         "cache_creation_input_tokens": 0,
         "output_tokens": tally.completion_tokens,
+        **({} if thought is None else details),
     }
 
 
@@ -127,13 +126,8 @@ def _object(text: str) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-def _ending(part: Delta | Choice, blocks: list[Block]) -> Json:
+def _ending(reason: str, stop: int | str | None) -> Json:
     """Why an answer ended."""
-    sequence = part.stop_reason if isinstance(part.stop_reason, str) else None
-    if part.finish_reason == "length":
-        reason = "max_tokens"
-    elif any(block.kind == "call" and not block.broken for block in blocks):
-        reason = "tool_use"
-    else:
-        reason = "end_turn" if sequence is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": sequence}
+    sequence = stop if isinstance(stop, str) and reason == "stop" else None
+    told = REASONS[reason] if sequence is None else "stop_sequence"
+    return {"stop_reason": told, "stop_sequence": sequence}

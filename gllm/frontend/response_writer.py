@@ -6,18 +6,16 @@ Owns the API's shapes. Knows nothing of requests but what an answer repeats of t
 import time
 from collections import defaultdict
 
-from aiohttp import web
-
-from gllm.engine_api import Delta
+from gllm.engine_api import Delta, EngineLike
 from gllm.frontend.answer import Job, Json
-from gllm.frontend.blocks import Block, Blocks, blocks_of
+from gllm.frontend.blocks import Block, Blocks
 from gllm.frontend.collect import Choice, Tally
-from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.responses import ResponseFields
 from gllm.frontend.logprobs import chat_logprobs
+from gllm.frontend.output import Outputs
 from gllm.frontend.sse import Event
-from gllm.text.output.events import Content, Message
+from gllm.text.output.events import Content
 
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 """What ids of items begin with."""
@@ -26,19 +24,20 @@ TEXTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function
 
 
 class ResponseWriter:
-    """Writes one answer."""
+    """Writes one answer. `name` is in ids where the request does not name itself."""
 
-    def __init__(self, request: web.Request, job: Job, asked: ResponseFields) -> None:
-        engine = request.app[CONTEXT].engine
-        self._id = asked.request_id or request[REQUEST_ID]
+    def __init__(self, engine: EngineLike, job: Job, asked: ResponseFields, name: str) -> None:
+        self._id = asked.request_id or name
         self._model = engine.model.name
         self._tokenizer = engine.tokenizer
         self._created = int(time.time())
         self._params = job.params
         self._asked = asked
         self._number = 0
+        self._outputs = Outputs(job.output)
         self._blocks = Blocks(self)
-        self._finish: str | None = None
+        self._cut = False
+        """Whether the limit on tokens ended the answer."""
         self._pending: list[Json] = []
         """Log-probabilities of text that comes next."""
         self._logprobs: dict[int, list[Json]] = defaultdict(list)
@@ -46,7 +45,7 @@ class ResponseWriter:
 
     def opening(self, tally: Tally) -> list[Event]:
         """As of Writer."""
-        begun = self._response("in_progress", [], None)
+        begun = self._response("in_progress", None)
         return [
             self._event("response.created", response=begun),
             self._event("response.in_progress", response=begun),
@@ -55,39 +54,36 @@ class ResponseWriter:
     def delta(self, delta: Delta, tally: Tally) -> list[Event]:
         """As of Writer."""
         self._pending += self._logprobs_of(delta)
-        events = self._blocks.add([Content(delta.text)] if delta.text else [])
-        if delta.finish_reason is not None:
-            self._finish = delta.finish_reason
+        said, reason = self._outputs.take(delta)
+        events = self._blocks.add(said)
+        if reason is not None:
+            self._cut = reason == "length"
             if not self._blocks.all:
                 events += self._blocks.add([Content("")])
-            events += self._blocks.end()
+            events += self._blocks.finish(reason)
         return events
 
     def closing(self, tally: Tally) -> list[Event]:
         """As of Writer."""
-        response = self._response(self._status, self._blocks.all, tally)
-        return [self._event(f"response.{self._status}", response=response)]
+        response = self._response(self._end_status, tally)
+        return [self._event(f"response.{self._end_status}", response=response)]
 
     def failed(self, error: ApiError) -> list[Event]:
         """As of Writer."""
-        self._finish = "error"
-        response = self._response("failed", self._blocks.all, None)
-        return [self._event("response.failed", response={**response, **error.body()})]
+        events = self._blocks.end("incomplete")
+        response = {**self._response("failed", None), **error.body()}
+        return [*events, self._event("response.failed", response=response)]
 
     def whole(self, choices: list[Choice], tally: Tally) -> Json:
         """As of Writer."""
         (choice,) = choices
-        self._finish = choice.finish_reason
-        blocks = blocks_of(Message(choice.text)) or [Block("text", 0)]
-        for block in blocks:
-            if block.kind == "text":
-                self._logprobs[block.index] = self._logprobs_of(choice)
-        return self._response(self._status, blocks, tally)
+        self.delta(choice.as_delta(), tally)
+        return self._response(self._end_status, tally)
 
     def opened(self, block: Block) -> list[Event]:
         """As of Pen."""
-        item = self._item(block, "in_progress")
-        events = [self._event("response.output_item.added", output_index=block.index, item=item)]
+        where = {"output_index": block.index, "item": self._item(block)}
+        events = [self._event("response.output_item.added", **where)]
         if block.kind != "call":
             part = self._part(block)
             events.append(self._within(block, "response.content_part.added", part=part))
@@ -113,19 +109,18 @@ class ResponseWriter:
                 self._within(block, done, **told),
                 self._within(block, "response.content_part.done", part=part),
             ]
-        item = self._item(block, self._status)
-        event = self._event("response.output_item.done", output_index=block.index, item=item)
-        return [*events, event]
+        where = {"output_index": block.index, "item": self._item(block)}
+        return [*events, self._event("response.output_item.done", **where)]
 
     @property
-    def _status(self) -> str:
-        """Of what ends here."""
-        return "completed" if self._finish in (None, "stop") else "incomplete"
+    def _end_status(self) -> str:
+        """Of an answer that went well."""
+        return "incomplete" if self._cut else "completed"
 
-    def _logprobs_of(self, part: Delta | Choice) -> list[Json]:
+    def _logprobs_of(self, delta: Delta) -> list[Json]:
         if self._params.logprobs is None:
             return []
-        told = chat_logprobs(self._tokenizer, part.logprobs, self._params.logprobs)
+        told = chat_logprobs(self._tokenizer, delta.logprobs, self._params.logprobs)
         content: list[Json] = told["content"]
         return content
 
@@ -145,14 +140,13 @@ class ResponseWriter:
     def _item_id(self, block: Block) -> str:
         return f"{PREFIXES[block.kind]}_{self._id}_{block.index}"
 
-    def _item(self, block: Block, status: str) -> Json:
-        """A block as an item of the output."""
-        status = "incomplete" if block.broken else status
-        head = {"id": self._item_id(block), "status": status}
+    def _item(self, block: Block) -> Json:
+        """A block as an item of the output; its content only when that has ended."""
+        head = {"id": self._item_id(block), "status": block.status}
         if block.kind == "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
             return {**head, "type": "function_call", **call}
-        content = [] if status == "in_progress" else [self._part(block)]
+        content = [] if block.status == "in_progress" else [self._part(block)]
         if block.kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": content}
         return {**head, "type": "message", "role": "assistant", "content": content}
@@ -164,12 +158,9 @@ class ResponseWriter:
             return part
         return {**part, "annotations": [], "logprobs": list(self._logprobs[block.index])}
 
-    def _response(self, status: str, blocks: list[Block], tally: Tally | None) -> Json:
-        """The whole object. Only the last item can be incomplete."""
-        asked, finish = self._asked, self._finish
-        output = [self._item(block, "completed") for block in blocks[:-1]]
-        output += [self._item(block, self._status) for block in blocks[-1:]]
-        ended = status in ("completed", "incomplete")
+    def _response(self, status: str, tally: Tally | None) -> Json:
+        """The whole object; with token counts if there is a tally."""
+        asked = self._asked
         return {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -177,10 +168,10 @@ class ResponseWriter:
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if finish == "length" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
             "model": self._model,
-            "output": output,
-            "usage": usage(tally) if ended and tally is not None else None,
+            "output": [self._item(block) for block in self._blocks.all],
+            "usage": None if tally is None else usage(tally),
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "temperature": self._params.temperature,
@@ -206,6 +197,6 @@ def usage(tally: Tally) -> Json:
         "input_tokens": tally.prompt_tokens,
         "input_tokens_details": {"cached_tokens": tally.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": tally.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": tally.reasoning_tokens or 0},
         "total_tokens": tally.prompt_tokens + tally.completion_tokens,
     }

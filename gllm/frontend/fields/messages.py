@@ -11,9 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from gllm.config import FieldError
-from gllm.frontend.fields.as_chat import chat_fields
 from gllm.frontend.fields.body import Body, Count, Refused
-from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.generation import Sampling, about
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
 
@@ -131,8 +129,8 @@ class CountFields(Body):
     output_config: Output = None
 
 
-def as_chat(fields: MessageFields | CountFields) -> ChatFields:
-    """What they ask of chat completions. Raises FieldError."""
+def as_chat(fields: MessageFields | CountFields) -> Json:
+    """Fields of chat completions that ask for the same. Raises FieldError."""
     output = fields.output_config or OutputConfig()
     values: Json = {
         "messages": _messages(fields),
@@ -151,7 +149,7 @@ def as_chat(fields: MessageFields | CountFields) -> ChatFields:
         values |= {"add_generation_prompt": False, "continue_final_message": True}
     if isinstance(fields, MessageFields):
         values |= {"max_tokens": fields.max_tokens, "stop": fields.stop_sequences}
-    return chat_fields(fields, values, NAMES)
+    return values
 
 
 def _messages(fields: MessageFields | CountFields) -> list[Json]:

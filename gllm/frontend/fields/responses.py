@@ -9,9 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from gllm.config import FieldError
-from gllm.frontend.fields.as_chat import chat_fields
 from gllm.frontend.fields.body import Count, Int, Refused
-from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.generation import Sampling, about
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
 
@@ -124,58 +122,61 @@ class ResponseFields(Sampling):
                 "truncation", "truncation and truncate_prompt_tokens exclude each other"
             )
 
-    def chat(self) -> ChatFields:
-        """What it asks of chat completions. Raises FieldError."""
-        told = LOGPROBS in (self.include or ()) or self.top_logprobs
-        values = {
-            "messages": self._messages(),
-            "max_tokens": self.max_output_tokens,
-            "stop": self.stop,
-            "response_format": self._format(),
-            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
-            "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
-            or None,
-            "tool_choice": self._tool_choice(),
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "logprobs": True if told else None,
-            "top_logprobs": self.top_logprobs,
-        }
-        if self.truncation == "auto":
-            values["truncate_prompt_tokens"] = -1
-        return chat_fields(self, values, NAMES)
 
-    def _messages(self) -> list[Json]:
-        turns = Turns()
-        if self.instructions:
-            turns.say("system", self.instructions)
-        if isinstance(self.input, str):
-            turns.say("user", self.input)
-        elif not self.input:
-            raise FieldError("input", "input has to be a string or a list of items, not empty")
-        else:
-            for i, item in enumerate(self.input):
-                _add_item(turns, item, f"input[{i}]")
-        if not turns.messages:
-            raise FieldError("input", "input has nothing that is said")
-        return turns.messages
+def as_chat(fields: ResponseFields) -> Json:
+    """Fields of chat completions that ask for the same. Raises FieldError."""
+    told = LOGPROBS in (fields.include or ()) or fields.top_logprobs
+    values: Json = {
+        "messages": _messages(fields),
+        "max_tokens": fields.max_output_tokens,
+        "stop": fields.stop,
+        "response_format": _format(fields),
+        "reasoning_effort": None if fields.reasoning is None else fields.reasoning.effort,
+        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())] or None,
+        "tool_choice": _tool_choice(fields),
+        "parallel_tool_calls": fields.parallel_tool_calls,
+        "logprobs": True if told else None,
+        "top_logprobs": fields.top_logprobs,
+    }
+    if fields.truncation == "auto":
+        values["truncate_prompt_tokens"] = -1
+    return values
 
-    def _format(self) -> Json | None:
-        """The text's form as chat completions nest it."""
-        given = None if self.text is None else self.text.format
-        if given is None or given.get("type") != "json_schema":
-            return given
-        schema = {name: value for name, value in given.items() if name != "type"}
-        return {"type": "json_schema", "json_schema": schema}
 
-    def _tool_choice(self) -> str | Json | None:
-        """The choice as chat completions nest it."""
-        given = self.tool_choice
-        if not isinstance(given, dict):
-            return given
-        if given.get("type") != "function":
-            unknown_type(given, "tool_choice", ("function",))
-        name = string(given, "name", "tool_choice")
-        return {"type": "function", "function": {"name": name}}
+def _messages(fields: ResponseFields) -> list[Json]:
+    turns = Turns()
+    if fields.instructions:
+        turns.say("system", fields.instructions)
+    if isinstance(fields.input, str):
+        turns.say("user", fields.input)
+    elif not fields.input:
+        raise FieldError("input", "input has to be a string or a list of items, not empty")
+    else:
+        for i, item in enumerate(fields.input):
+            _add_item(turns, item, f"input[{i}]")
+    if not turns.messages:
+        raise FieldError("input", "input has nothing that is said")
+    return turns.messages
+
+
+def _format(fields: ResponseFields) -> Json | None:
+    """The text's form as chat completions nest it."""
+    given = None if fields.text is None else fields.text.format
+    if given is None or given.get("type") != "json_schema":
+        return given
+    schema = {name: value for name, value in given.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _tool_choice(fields: ResponseFields) -> str | Json | None:
+    """The choice as chat completions nest it."""
+    given = fields.tool_choice
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") != "function":
+        unknown_type(given, "tool_choice", ("function",))
+    name = string(given, "name", "tool_choice")
+    return {"type": "function", "function": {"name": name}}
 
 
 def _tool(tool: Json, where: str) -> Json:

@@ -11,9 +11,9 @@ from aiohttp import web
 
 from gllm.frontend.answer import answer
 from gllm.frontend.chat_job import chat_job, chat_prompt
-from gllm.frontend.context import CONTEXT
+from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import to_api_error
-from gllm.frontend.fields.as_chat import named
+from gllm.frontend.fields.as_chat import chat_fields, named
 from gllm.frontend.fields.messages import NAMES, CountFields, MessageFields, as_chat
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.message_writer import MessageWriter
@@ -25,11 +25,12 @@ async def create(request: web.Request) -> web.StreamResponse:
     with _errors_of_its_own():
         fields = await read_fields(request, MessageFields)
         context.check_model(fields.model)
-        chat = as_chat(fields)
+        chat = chat_fields(fields, as_chat(fields), NAMES)
         with context.admit():
             with named(NAMES):
                 job = await chat_job(context, chat)
-            return await answer(request, context, job, MessageWriter(request, job))
+            writer = MessageWriter(context.engine, job, request[REQUEST_ID])
+            return await answer(request, context, job, writer)
 
 
 async def count(request: web.Request) -> web.StreamResponse:
@@ -39,9 +40,11 @@ async def count(request: web.Request) -> web.StreamResponse:
         fields = await read_fields(request, CountFields)
         context.check_ready()
         context.check_model(fields.model)
-        chat = as_chat(fields)
+        chat = chat_fields(fields, as_chat(fields), NAMES)
         with named(NAMES):
-            prompt = await asyncio.to_thread(chat_prompt, context.engine.tokenizer, chat)
+            prompt, _ = await asyncio.to_thread(
+                chat_prompt, context.engine.tokenizer, chat, context.config
+            )
         return web.json_response({"input_tokens": len(prompt)})
 
 

@@ -7,10 +7,10 @@ from aiohttp import web
 
 from gllm.frontend.answer import answer
 from gllm.frontend.chat_job import chat_job
-from gllm.frontend.context import CONTEXT
-from gllm.frontend.fields.as_chat import named
+from gllm.frontend.context import CONTEXT, REQUEST_ID
+from gllm.frontend.fields.as_chat import chat_fields, named
 from gllm.frontend.fields.reading import read_fields
-from gllm.frontend.fields.responses import NAMES, ResponseFields
+from gllm.frontend.fields.responses import NAMES, ResponseFields, as_chat
 from gllm.frontend.response_writer import ResponseWriter
 
 
@@ -19,8 +19,9 @@ async def create(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     fields = await read_fields(request, ResponseFields)
     context.check_model(fields.model)
-    chat = fields.chat()
+    chat = chat_fields(fields, as_chat(fields), NAMES)
     with context.admit():
         with named(NAMES):
             job = await chat_job(context, chat)
-        return await answer(request, context, job, ResponseWriter(request, job, fields))
+        writer = ResponseWriter(context.engine, job, fields, request[REQUEST_ID])
+        return await answer(request, context, job, writer)
