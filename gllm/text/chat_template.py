@@ -97,7 +97,7 @@ class ChatTemplate:
         mark = secrets.token_hex(16) if continue_final else ""
         if continue_final:
             last = checked[-1]
-            if last["role"] != "assistant" or not isinstance(last["content"], str):
+            if last["role"] != "assistant" or "tool_calls" in last:
                 raise FieldError(
                     "continue_final_message",
                     "continue_final_message needs a last message that is a text of the assistant",

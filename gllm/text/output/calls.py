@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gllm.text.output.events import CallArguments, CallBroken, CallStart, Content, Event
-from gllm.text.output.reader import Reader, Wait
+from gllm.text.output.reader import Reader, Trimmed, Wait
 
 Schema = Mapping[str, Any]
 """A JSON schema."""
@@ -51,16 +51,11 @@ class Calls:
         self._open = False
         self._may_close = False
         """Whether a closing marker may still belong to the last call."""
-        self._space = ""
-        """Whitespace that is content only if content follows."""
+        self._shown = Trimmed(lambda text: self.events.append(Content(text)))
 
     def content(self, text: str) -> None:
         """More content."""
-        text = self._space + text
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
-            self.events.append(Content(shown))
+        self._shown.push(text)
 
     def start(self, name: str) -> bool:
         """A call begins; false for a name that no tool has."""
@@ -83,7 +78,7 @@ class Calls:
         good = yield from call
         text = self._reader.kept()
         if good:
-            self._space = ""
+            self._shown.drop()
             self._done += 1
         else:
             if self._open:
@@ -102,8 +97,8 @@ class Calls:
 
     def finish(self) -> None:
         """No more text comes."""
-        if self._space and not self._done:
-            self.events.append(Content(self._space))
+        if not self._done:
+            self._shown.flush()
 
 
 Parse = Callable[[Reader, Calls], Wait[None]]

@@ -5,6 +5,7 @@ Owns the events that parsers give and the message they add up to. Knows nothing 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +87,21 @@ class Message:
 def merged(events: Iterable[Event]) -> list[Event]:
     """The same events with neighbours of one kind joined."""
     joined: list[Event] = []
-    for event in events:
-        before = joined[-1] if joined else None
-        match before, event:
-            case Content(first), Content(second):
-                joined[-1] = Content(first + second)
-            case Reasoning(first), Reasoning(second):
-                joined[-1] = Reasoning(first + second)
-            case CallArguments(index, first), CallArguments(other, second) if index == other:
-                joined[-1] = CallArguments(index, first + second)
+    for _, group in groupby(events, _kind):
+        several = list(group)
+        text = "".join(getattr(event, "text", "") for event in several)
+        match several[0]:
+            case Content():
+                joined.append(Content(text))
+            case Reasoning():
+                joined.append(Reasoning(text))
+            case CallArguments(index):
+                joined.append(CallArguments(index, text))
             case _:
-                joined.append(event)
+                joined += several
     return joined
+
+
+def _kind(event: Event) -> tuple[type[Event], int]:
+    """What is the same in neighbours that can be joined."""
+    return type(event), getattr(event, "index", 0)

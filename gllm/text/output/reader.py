@@ -23,6 +23,33 @@ def ignore(text: str) -> None:
     """A sink for what nobody needs."""
 
 
+class Trimmed:
+    """Passes text on, but whitespace only once something follows it."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._space: list[str] = []
+
+    def push(self, text: str) -> None:
+        """More text."""
+        shown = text.rstrip()
+        if shown:
+            self._sink("".join([*self._space, shown]))
+            self._space.clear()
+        if len(shown) < len(text):
+            self._space.append(text[len(shown) :])
+
+    def drop(self) -> None:
+        """Nothing follows the whitespace so far."""
+        self._space.clear()
+
+    def flush(self) -> None:
+        """Pass it on nevertheless."""
+        if self._space:
+            self._sink("".join(self._space))
+            self._space.clear()
+
+
 class Reader:
     """The text from where the parser stands. At the end there is nothing more to wait for."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gllm.text.output.events import Event, Reasoning
-from gllm.text.output.reader import Reader, Sink, Wait
+from gllm.text.output.reader import Reader, Sink, Trimmed, Wait
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Splitter:
         self._tags = tags
         self._within = within
         self._answer = answer
-        self._space = ""
+        self._thought = Trimmed(lambda text: self.events.append(Reasoning(text)))
 
     def split(self, reader: Reader) -> Wait[None]:
         """The parser."""
@@ -66,18 +66,11 @@ class Splitter:
         if opened or self._within:
             self.found = True
             yield from reader.space()
-            if (yield from reader.until((self._tags.closing,), self._think)):
+            if (yield from reader.until((self._tags.closing,), self._thought.push)):
                 yield from reader.space()
         else:
             self._answer(before)
         yield from reader.rest(self._answer)
-
-    def _think(self, text: str) -> None:
-        text = self._space + text
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
-            self.events.append(Reasoning(shown))
 
 
 class ReasoningCounter:

@@ -1,6 +1,7 @@
 """GLM-4.5 and later: a name and tagged keys and values between `<tool_call>` and `</tool_call>`.
 
-Owns this format: `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>`, with and without line ends between tags. Source: the models' chat templates.
+Owns this format: `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>`, with and without line ends
+between tags. Source: the models' chat templates.
 """
 
 import re
