@@ -34,6 +34,8 @@ names the field as the client knows it. Where there is no counterpart:
   Given back, it reaches the chat template as `reasoning_content`. Summaries and encrypted contents
   are neither made nor read, and no budget of reasoning is kept.
 - Tools are functions that the client runs; every other type is refused, as are images and files.
+  What else items, parts, blocks and tools hold (`status`, `cache_control`, `is_error`, `strict`)
+  has no effect.
 - A stream cannot take back a call that turns out to be none: its item ends as `incomplete`, its
   block without a whole object. An answer that is not streamed leaves it out, but for its text.
 - Messages that end with the assistant's are gone on with; input that ends so is answered anew.

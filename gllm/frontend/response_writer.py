@@ -39,7 +39,7 @@ class ResponseWriter:
         self._cut = False
         """Whether the limit on tokens ended the answer."""
         self._pending: list[Json] = []
-        """Log-probabilities of text that comes next."""
+        """Log-probabilities of tokens since the last text, whose place is the next one."""
         self._logprobs: dict[int, list[Json]] = defaultdict(list)
         """Of the text so far, by block."""
 
@@ -100,12 +100,15 @@ class ResponseWriter:
     def closed(self, block: Block) -> list[Event]:
         """As of Pen."""
         done = f"response.{TEXTS[block.kind]}.done"
+        events = []
+        if block.kind == "text" and self._pending:
+            events += self.grown(block, "")  # tokens that no text has come of
         if block.kind == "call":
-            events = [self._within(block, done, name=block.name, arguments=block.text)]
+            events += [self._within(block, done, name=block.name, arguments=block.text)]
         else:
             part = self._part(block)
             told = {name: value for name, value in part.items() if name in ("text", "logprobs")}
-            events = [
+            events += [
                 self._within(block, done, **told),
                 self._within(block, "response.content_part.done", part=part),
             ]

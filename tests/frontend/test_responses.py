@@ -121,6 +121,12 @@ async def test_logprobs(server):
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [entry for event in deltas for entry in event["logprobs"]] == told
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == told
+    cut = {**asked, "stop": "how are"}
+    body = (await respond(server, **cut)).json
+    told = body["output"][0]["content"][0]["logprobs"]
+    assert len(told) == body["usage"]["output_tokens"]
+    deltas = [event["logprobs"] for event in await stream(server, **cut) if "delta" in event]
+    assert [entry for entries in deltas for entry in entries] == told
     bare = await respond(server, include=["message.output_text.logprobs"])
     assert bare.json["output"][0]["content"][0]["logprobs"][0]["top_logprobs"] == []
 
