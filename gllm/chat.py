@@ -74,18 +74,23 @@ class Client:
 
 
 def answer(client: Client, history: list[Message]) -> str:
-    """Print an answer while it comes, then its speed; Ctrl-C stops it. Raises ServerError."""
-    text, tokens, first = "", 0, None
+    """Print an answer while it comes, its reasoning first, then its speed; Ctrl-C stops it. What is
+    remembered is the answer alone. Raises ServerError."""
+    text, tokens, first, thinks = "", 0, None, False
     stream = client.stream(history)
     try:
         for chunk in stream:
             tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
             for choice in chunk["choices"]:
-                piece = choice["delta"].get("content") or ""
-                if piece and first is None:
+                delta = choice["delta"]
+                thought, piece = delta.get("reasoning") or "", delta.get("content") or ""
+                if (thought or piece) and first is None:
                     first = time.monotonic()
+                if piece and thinks:
+                    print("\n")
+                thinks = bool(thought) or (thinks and not piece)
                 text += piece
-                print(piece, end="", flush=True)
+                print(thought + piece, end="", flush=True)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except (OSError, http.client.HTTPException, ValueError) as error:

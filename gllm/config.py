@@ -25,10 +25,12 @@ TOOL_CALL_PARSERS = (
     *("auto", "none", "deepseek", "glm4", "glm45", "hermes", "llama3", "mistral", "qwen3_coder"),
 )
 REASONING_PARSERS = ("auto", "none", "think", "mistral")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
 
 
 class FieldError(ValueError):
-    """A value that cannot be: names the field, so that the client can be told which."""
+    """A value that cannot be: names the field, so that who gave it can be told which."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -65,7 +67,15 @@ class EngineConfig:
     layers: tuple[int, ...] | None = option(
         None, "layers of each stage, as 10,14; default: balanced by cost", parse=parse_layers
     )
-    dtype: str = option("auto", "arithmetic and KV cache", choices=DTYPES)
+    dtype: str = option("auto", "arithmetic", choices=DTYPES)
+    kv_cache_dtype: str = option(
+        "auto",
+        "keys and values in the KV cache; auto: as the arithmetic; fp8 is fp8_e4m3, half as large",
+        choices=KV_CACHE_DTYPES,
+    )
+    attention_backend: str = option(
+        "auto", "what computes attention; auto: the first that fits", choices=ATTENTION_BACKENDS
+    )
     quantization: str = option(
         "none", "int8: linear maps by 8-bit weights and activations", choices=QUANTIZATIONS
     )
@@ -101,7 +111,10 @@ class EngineConfig:
                 f"layers {self.layers} has to give at least one layer to each of the "
                 f"{stages} stages (pipeline_parallel_size)"
             )
-        chosen = (("dtype", DTYPES), ("quantization", QUANTIZATIONS), ("device", DEVICES))
+        chosen = (
+            *(("dtype", DTYPES), ("quantization", QUANTIZATIONS), ("device", DEVICES)),
+            *(("kv_cache_dtype", KV_CACHE_DTYPES), ("attention_backend", ATTENTION_BACKENDS)),
+        )
         for name, choices in chosen:
             if getattr(self, name) not in choices:
                 given = getattr(self, name)
@@ -133,6 +146,9 @@ class ServerConfig:
     served_model_name: str | None = option(None, "the name clients ask for; default: the model's")
     shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
     max_num_queued_requests: int = option(2048, "requests in the engine; more get 503")
+    profile_dir: str | None = option(
+        None, "folder of the profiles that /start_profile records; default: none are"
+    )
     max_choices: int = option(128, "largest n of a request")
     max_body_bytes: int = option(8 * 2**20, "largest request body, as 8MiB", parse=parse_bytes)
     tool_call_parser: str = option(

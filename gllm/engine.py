@@ -1,59 +1,44 @@
-"""The embeddable engine: worker processes, tokenizer and requests behind one object.
+"""The embeddable engine: pipeline, tokenizer and requests behind one object.
 
-Owns the engine's life (loading, ready, draining, dead) and the way from a prompt to text. Knows
-nothing of HTTP; imports no torch, that is the workers' business.
+Owns the way from a prompt to text. Knows nothing of HTTP and of processes; imports no torch, which
+is the workers' business.
 """
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import zmq
+import msgspec
 from tqdm import tqdm
 
 from gllm.config import EngineConfig, SamplingParams
-from gllm.engine_api import Delta, EngineUnavailable, ModelInfo, check_request, truncated
-from gllm.messages import (
-    AnyMessage,
-    Bubbles,
-    Fatal,
-    Loaded,
-    Progress,
-    Ready,
-    Sampling,
-    Shutdown,
-    StageLoad,
-    Start,
-    TokenLogprobs,
-    Tokens,
+from gllm.engine_api import (
+    Delta,
+    EngineUnavailable,
+    ModelInfo,
+    ProfileError,
+    check_request,
+    truncated,
 )
+from gllm.messages import Bubbles, Sampling, StageLoad, TokenLogprobs
 from gllm.models.config import read_config
-from gllm.models.errors import ModelError
 from gllm.models.hub import resolve
 from gllm.models.spec import Model
 from gllm.models.split import split_layers
-from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
-from gllm.runtime.client import EngineClient, Piece
-from gllm.runtime.device import kv_blocks
+from gllm.runtime.client import Piece
 from gllm.runtime.launch import Workers
+from gllm.runtime.pipeline import EngineError as EngineError
+from gllm.runtime.pipeline import Pipeline
 from gllm.scheduler.plan import First, Stats
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
 Words = tuple[tuple[int, ...], ...]
 """Bad words as token sequences."""
-
-
-class EngineError(Exception):
-    """The engine could not start, or is gone; the message says why."""
 
 
 class Engine:
@@ -71,14 +56,10 @@ class Engine:
         progress: bool = False,
         workers: Workers | None = None,
     ) -> None:
-        self.state = "loading"
-        self.cause = ""
-        self.died = asyncio.Event()
-        """Set when the engine is dead."""
         self._folder = resolve(config.model)
         read = read_config(self._folder)
         self.config = replace(config, max_model_len=_context(config, read.model))
-        self._layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
+        layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
         self.tokenizer = Tokenizer.load(self._folder)
         assert self.config.max_model_len is not None
         self.model = ModelInfo(
@@ -86,18 +67,14 @@ class Engine:
             max_model_len=self.config.max_model_len,
             vocab_size=read.model.vocab_size,
             eos_ids=read.eos_ids,
-            defaults=_sampling_defaults(self._folder),
+            defaults=read.sampling,
             created=int(time.time()),
         )
-        self.num_blocks = 0
-        self.kv_bytes = 0
+        self._pipeline = Pipeline(self.config, layers, self._show_progress)
+        self._client = self._pipeline.client
         self._log_level = log_level
         self._given = workers
         self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=not progress)
-        self._progress: dict[int, Progress] = {}
-        self._loaded: dict[int, Loaded] = {}
-        self._ready: set[int] = set()
-        self._news = asyncio.Event()
 
     async def __aenter__(self) -> "Engine":
         await self.start()
@@ -107,29 +84,54 @@ class Engine:
         await self.stop()
 
     @property
+    def state(self) -> str:
+        """loading, ready, draining or dead."""
+        return self._pipeline.state
+
+    @property
+    def cause(self) -> str:
+        """Why the engine is dead."""
+        return self._pipeline.cause
+
+    @property
+    def died(self) -> asyncio.Event:
+        """Set when the engine is dead."""
+        return self._pipeline.died
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks, the same on every stage; known once the workers have loaded."""
+        return self._pipeline.num_blocks
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of them over all stages."""
+        return self._pipeline.kv_bytes
+
+    @property
     def num_requests(self) -> int:
         """Calls of `generate` that have not ended."""
-        return self._client.num_requests if self.state != "loading" else 0
+        return self._client.num_requests
 
     @property
     def stats(self) -> Stats:
         """The scheduler's state after the last step."""
-        return self._client.stats if self.state != "loading" else Stats()
+        return self._client.stats
 
     @property
     def step_sizes(self) -> Mapping[int, int]:
         """Micro-batches so far, by their tokens rounded up to a power of two."""
-        return self._client.step_sizes if self.state != "loading" else {}
+        return self._client.step_sizes
 
     @property
     def stage_loads(self) -> dict[int, StageLoad]:
         """What each stage computed so far, by stage."""
-        return self._client.stage_loads if self.state != "loading" else {}
+        return self._client.stage_loads
 
     @property
     def bubbles(self) -> Bubbles:
         """What the pipeline lost so far."""
-        return self._client.bubbles if self.state != "loading" else Bubbles()
+        return self._client.bubbles
 
     def healthy(self) -> bool:
         """Whether the engine lives and no pending work is stuck."""
@@ -142,44 +144,19 @@ class Engine:
 
         Raises EngineError where one fails.
         """
-        self._workers = self._given or Workers(len(self._layers))
-        self._workers.tell(self.config, self._folder, self._layers, self._log_level)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = Inbox(self._context, self._workers.frontend)
-        self._stages = [Outbox(self._context, a, FRONTEND) for a in self._workers.inboxes]
-        self._client = EngineClient(self._stages[0])
-        self._inbox.start(self._handle, self._on_fault)
-        self._workers.watch(self._on_death)
+        workers = self._given or Workers(len(self._pipeline.layers))
         try:
-            await self._wait_for(self._loaded)
-            self._start_stages()
-            await self._wait_for(self._ready)
-            await self._warm_up()
-        except BaseException:
-            await self.stop()
-            raise
-        self._workers.hide()
-        self.state = "ready"
+            await self._pipeline.start(self._folder, workers, self._log_level)
+        finally:
+            self._bar.close()
 
     async def drain(self, seconds: float) -> None:
         """Take no new requests and give running ones this long to end."""
-        if self.state == "ready":
-            self.state = "draining"
-        deadline = time.monotonic() + seconds
-        while self.num_requests and self.state == "draining" and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        await self._pipeline.drain(seconds)
 
     async def stop(self) -> None:
         """End the workers; requests that still run end with an error."""
-        self._die("the engine was stopped")
-        self._bar.close()
-        for stage in self._stages:
-            stage.send(Shutdown())
-        await self._workers.stop()
-        self._inbox.close()
-        for stage in self._stages:
-            stage.close()
-        self._context.term()
+        await self._pipeline.stop()
 
     async def generate(
         self,
@@ -188,8 +165,10 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        request_id: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """The deltas of the request's choices, interleaved; closing the generator aborts it.
+        """The deltas of the request's choices, interleaved; closing the generator aborts it, and so
+        does `abort` by its id.
 
         prompt: text, or token ids. Raises FieldError for a request that cannot be,
         EngineUnavailable before the first delta.
@@ -201,11 +180,44 @@ class Engine:
         words: Words = ()
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
-        if self.state != "ready":
-            raise EngineUnavailable(self.state, self.cause or f"the engine is {self.state}")
-        async with aclosing(self._run(prompt, params, priority, cache_salt, words)) as deltas:
+        self._check_ready()
+        async with aclosing(
+            self._run(prompt, params, priority, cache_salt, request_id, words)
+        ) as deltas:
             async for delta in deltas:
                 yield delta
+
+    def abort(self, request_id: str | None) -> int:
+        """End the requests of this id, all for None; their choices finish with reason `abort`.
+        The number of requests."""
+        return self._client.end(request_id) if self.state in ("ready", "draining") else 0
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what the prefix cache holds. Raises EngineUnavailable."""
+        self._check_ready()
+        if cause := await self._pipeline.forget_prefixes():
+            raise EngineUnavailable("dead", cause)
+
+    async def profile(self, folder: str) -> None:
+        """Let every stage record what it computes, for a file in this folder; an empty one ends
+        that and writes the files. Raises EngineUnavailable, ProfileError where a stage cannot."""
+        self._check_ready()
+        if cause := await self._pipeline.profile(folder):
+            raise ProfileError(cause)
+
+    def info(self) -> dict[str, Any]:
+        """What runs here, as JSON values."""
+        return {
+            "state": self.state,
+            "layers": [len(layers) for layers in self._pipeline.layers],
+            "kv_blocks": self.num_blocks,
+            "kv_bytes": self.kv_bytes,
+            "config": msgspec.to_builtins(self.config),
+        }
+
+    def _check_ready(self) -> None:
+        if self.state != "ready":
+            raise EngineUnavailable(self.state, self.cause or f"the engine is {self.state}")
 
     def _token_sequences(self, words: tuple[str, ...]) -> Words:
         """What the model may write the words with: each alone and behind a space."""
@@ -221,6 +233,7 @@ class Engine:
         params: SamplingParams,
         priority: int,
         cache_salt: str,
+        request_id: str,
         bad_words: Words,
     ) -> AsyncGenerator[Delta, None]:
         room = self.model.max_model_len - len(prompt)
@@ -233,6 +246,7 @@ class Engine:
             params.n,
             priority,
             cache_salt,
+            request_id,
         )
         texts = {choice: self._text_stream(params) for choice in range(params.n)}
         prompt_logprobs: list[TokenLogprobs] = []
@@ -262,68 +276,9 @@ class Engine:
             params.shown_tokens,
         )
 
-    async def _wait_for(self, reached: dict[int, Loaded] | set[int]) -> None:
-        while len(reached) < len(self._layers):
-            await self._news.wait()
-            self._news.clear()
-            if self.state == "dead":
-                raise EngineError(self.cause)
-
-    def _start_stages(self) -> None:
-        """Divide the memory for KV blocks: the same number on every stage."""
-        self._bar.close()
-        block_bytes = sum(loaded.block_bytes for loaded in self._loaded.values())
-        scheduler, length = self.config.scheduler, self.model.max_model_len
-        most = scheduler.max_num_seqs * -(-length // scheduler.block_size)
-        stages = [(loaded.block_bytes, loaded.room) for loaded in self._loaded.values()]
-        self.num_blocks = min(kv_blocks(self.config.kv_cache_memory, stages), most)
-        self.kv_bytes = self.num_blocks * block_bytes
-        scheduler.resolve(len(self._layers), self.num_blocks, length)
-        for stage in self._stages:
-            stage.send(Start(self.num_blocks))
-
-    async def _warm_up(self) -> None:
-        """One token through all stages and back."""
-        async for delta in self._run([0], SamplingParams(max_tokens=1, temperature=0), 0, "", ()):
-            if delta.error:
-                raise EngineError(f"the warm-up step failed: {delta.error}")
-
-    def _handle(self, messages: list[AnyMessage]) -> None:
-        for message in messages:
-            match message:
-                case Tokens() | StageLoad() | Bubbles():
-                    self._client.hear(message)
-                case Progress(stage):
-                    self._progress[stage] = message
-                    self._show_progress()
-                case Loaded(stage):
-                    self._loaded[stage] = message
-                case Ready(stage):
-                    self._ready.add(stage)
-                case Fatal(stage, cause):
-                    self._die(f"stage {stage} failed: {cause}")
-        self._news.set()
-
-    def _show_progress(self) -> None:
-        self._bar.total = sum(progress.total for progress in self._progress.values())
-        done = sum(progress.done for progress in self._progress.values())
+    def _show_progress(self, done: int, total: int) -> None:
+        self._bar.total = total
         self._bar.update(done - self._bar.n)
-
-    def _on_fault(self, fault: BusFault) -> None:
-        self._die(str(fault))
-
-    def _on_death(self, stage: int, ending: str) -> None:
-        # Why it ended may still be on its way to us.
-        asyncio.get_running_loop().call_later(0.05, self._die, ending)
-
-    def _die(self, cause: str) -> None:
-        """The first cause counts."""
-        if self.state == "dead":
-            return
-        self.state, self.cause = "dead", cause
-        self._client.fail_all(cause)
-        self._news.set()
-        self.died.set()
 
 
 def _context(config: EngineConfig, model: Model) -> int:
@@ -334,18 +289,6 @@ def _context(config: EngineConfig, model: Model) -> int:
             f"max_model_len is {length}, but the model's context is {model.context_length} tokens"
         )
     return length
-
-
-def _sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Sampling defaults of a model folder's generation_config.json, if it has one."""
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return {k: values[k] for k in SAMPLING_DEFAULTS if values.get(k) is not None}
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{file} is no JSON object: {error}") from error
 
 
 def _sampling(params: SamplingParams, stop_ids: set[int], bad_words: Words) -> Sampling:

@@ -64,6 +64,10 @@ class EngineUnavailable(Exception):
         self.retry_after = retry_after
 
 
+class ProfileError(Exception):
+    """A profile that cannot begin or end; the message says why."""
+
+
 class PromptTooLong(FieldError):
     """A prompt that leaves no room for output in the model's context."""
 
@@ -114,11 +118,25 @@ class EngineLike(Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        request_id: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of the request's choices, interleaved; closing the generator aborts it.
 
         Raises FieldError for a request that cannot be, EngineUnavailable before the first delta.
         """
+
+    def abort(self, request_id: str | None) -> int:
+        """End the requests of this id, all for None, with reason `abort`; the number of them."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what the prefix cache holds. Raises EngineUnavailable."""
+
+    async def profile(self, folder: str) -> None:
+        """Let every stage record what it computes, for a file in this folder; an empty one ends
+        that and writes the files. Raises EngineUnavailable, ProfileError where a stage cannot."""
+
+    def info(self) -> dict[str, Any]:
+        """What runs here, as JSON values."""
 
 
 def truncated(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:

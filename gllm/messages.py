@@ -100,6 +100,17 @@ class Abort(Message, frozen=True):
     seqs: list[int]
 
 
+class ForgetPrefixes(Message, frozen=True):
+    """Empty the prefix cache; Done is the answer."""
+
+
+class Profile(Message, frozen=True):
+    """To every stage: record what is computed, or end that and write it down; Done answers each."""
+
+    folder: str
+    """Where each stage's record goes; empty: end."""
+
+
 # Driver to stages.
 
 
@@ -222,6 +233,14 @@ class StageLoad(Message, frozen=True):
     """On a device: time that the host took to build steps and to put their work into its queues."""
 
 
+class Done(Message, frozen=True):
+    """A stage has done what the frontend asked for."""
+
+    stage: int
+    error: str = ""
+    """Why it could not."""
+
+
 class Shutdown(Message, frozen=True):
     """End this process."""
 
@@ -229,6 +248,9 @@ class Shutdown(Message, frozen=True):
 AnyMessage = (
     Submit
     | Abort
+    | ForgetPrefixes
+    | Profile
+    | Done
     | Register
     | Step
     | Result

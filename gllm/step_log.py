@@ -54,6 +54,12 @@ class Abort(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):
     seqs: list[int]
 
 
+class Forget(msgspec.Struct, frozen=True, tag_field="event", tag="forget"):
+    """The prefix cache was emptied."""
+
+    time: float
+
+
 class Schedule(msgspec.Struct, frozen=True, tag_field="event", tag="schedule"):
     """A plan was asked for; None where there was none."""
 
@@ -79,7 +85,7 @@ class Times(msgspec.Struct, frozen=True, tag_field="event", tag="times"):
     steps: list[StepTime]
 
 
-Event = Start | Add | Abort | Schedule | Commit | Times
+Event = Start | Add | Abort | Forget | Schedule | Commit | Times
 
 
 class LoggedScheduler(Scheduler):
@@ -109,6 +115,11 @@ class LoggedScheduler(Scheduler):
         """As Scheduler.abort."""
         self._write(Abort(self._clock(), seqs))
         super().abort(seqs)
+
+    def forget_prefixes(self) -> None:
+        """As Scheduler.forget_prefixes."""
+        self._write(Forget(self._clock()))
+        super().forget_prefixes()
 
     def schedule(self, now: float) -> StepPlan | None:
         """As Scheduler.schedule."""
@@ -144,6 +155,8 @@ def call_again(scheduler: Scheduler, event: Event) -> StepPlan | None:
             scheduler.add(request_of(event), event.time)
         case Abort():
             scheduler.abort(event.seqs)
+        case Forget():
+            scheduler.forget_prefixes()
         case Commit():
             scheduler.commit(event.result)
         case Times():

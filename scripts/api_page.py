@@ -41,6 +41,8 @@ names the field as the client knows it. Where there is no counterpart:
 - Messages that end with the assistant's are gone on with; input that ends so is answered anew.
 - Every token of the prompt that is not read from the prefix cache counts as plain input: none is
   told as written to it. In `/v1/messages`, `input_tokens` are those without the cached ones.
+- An answer that `/abort` ends is `incomplete` with the reason `abort`; of `/v1/messages`, that is
+  the `stop_reason`.
 - Errors of `/v1/messages` have `"type": "error"` beside `error`.
 """
 

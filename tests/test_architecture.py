@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.bubbles", "gllm.config", "gllm.metrics", "gllm.scheduler", "gllm.sim"),
         *("gllm.step_log", "matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
     },
-    "gllm.kernels": {"gllm.kernels", "numpy", "torch", "triton"},
+    "gllm.kernels": {"flash_attn", "gllm.kernels", "numpy", "torch", "triton"},
     "gllm.models": {
         "gllm.models",
         "gllm.kernels",
@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "gllm.engine": {
         *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.models", "gllm.runtime"),
-        *("gllm.scheduler", "gllm.text", "tqdm", "zmq"),
+        *("gllm.scheduler", "gllm.text", "msgspec", "tqdm"),
     },
     "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "tqdm"},
     "gllm.frontend": {

@@ -14,7 +14,7 @@ from aiohttp import web
 from gllm.config import SamplingParams
 from gllm.engine_api import Delta
 from gllm.frontend.collect import Choice, Merged, Tally
-from gllm.frontend.context import ARRIVAL, Context
+from gllm.frontend.context import ARRIVAL, REQUEST_ID, Context
 from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.fields.generation import Generation
 from gllm.frontend.metrics import RequestRecord
@@ -68,7 +68,8 @@ async def answer(
 ) -> web.StreamResponse:
     """Run a job and answer with what it brings."""
     tally = Tally(sum(map(len, job.prompts)), job.params.n, job.reasoning)
-    async with _start(context, job, request[ARRIVAL]) as merged:
+    request_id = job.fields.request_id or request[REQUEST_ID]
+    async with _start(context, job, request_id, request[ARRIVAL]) as merged:
         if job.fields.stream:
             return await _stream(request, merged, writer, tally)
         choices = await _collect(merged, job, tally)
@@ -76,7 +77,7 @@ async def answer(
     return web.Response(body=body, content_type="application/json")
 
 
-def _start(context: Context, job: Job, arrival: float) -> Merged:
+def _start(context: Context, job: Job, request_id: str, arrival: float) -> Merged:
     """The engine's deltas for all prompts."""
     sources = []
     n = job.params.n
@@ -86,6 +87,7 @@ def _start(context: Context, job: Job, arrival: float) -> Merged:
             job.params,
             priority=job.fields.priority or 0,
             cache_salt=job.fields.cache_salt or "",
+            request_id=request_id,
         )
         if not job.generates:
             deltas = _without_output(deltas)

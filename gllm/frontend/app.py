@@ -17,18 +17,23 @@ from gllm.frontend.endpoint import Endpoint
 from gllm.frontend.errors import Handler, error_middleware
 from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.completions import CompletionFields
+from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.messages import CountFields, MessageFields
 from gllm.frontend.fields.responses import ResponseFields
+from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.routes import (
     chat,
     completions,
+    control,
     health,
     messages,
     metrics,
     models,
     openapi,
     responses,
+    server_info,
+    tokens,
     version,
 )
 from gllm.frontend.routes.openapi import ALL
@@ -47,6 +52,14 @@ ENDPOINTS = (
     Endpoint("HEAD", "/metrics", metrics.metrics, content="text/plain"),
     Endpoint("GET", "/version", version.version),
     Endpoint("GET", "/openapi.json", openapi.document),
+    Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeFields),
+    Endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeFields),
+    Endpoint("GET", "/server_info", server_info.server_info),
+    Endpoint("GET", "/load", server_info.load),
+    Endpoint("POST", "/abort", control.abort, AbortFields),
+    Endpoint("POST", "/reset_prefix_cache", control.reset_prefix_cache),
+    Endpoint("POST", "/start_profile", control.start_profile),
+    Endpoint("POST", "/stop_profile", control.stop_profile),
 )
 
 MAX_HEADER_BYTES = 16384

@@ -70,8 +70,8 @@ class Blocks:
         return written
 
     def finish(self, reason: str) -> list[Event]:
-        """The end of the output. A call that is whole by then is not cut off by a limit."""
-        cut = reason == "length" and bool(self.all) and self.all[-1].kind != "call"
+        """The end of the output. A call that did not break is whole, whatever ended the output."""
+        cut = reason in ("length", "abort") and bool(self.all) and self.all[-1].kind != "call"
         return self.end("incomplete" if cut else "completed")
 
     def end(self, status: Status = "completed") -> list[Event]:

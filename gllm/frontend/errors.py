@@ -25,9 +25,11 @@ TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     405: "method_not_allowed",
+    409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "internal_error",
+    501: "not_implemented_error",
     503: "unavailable_error",
 }
 

@@ -20,7 +20,7 @@ DELTAS = {
 }
 """How an increment of a block is written: its type, and the name of its text."""
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-"""What finish reasons are called."""
+"""What finish reasons are called; others have no name of this API's own."""
 
 
 class MessageWriter:
@@ -129,5 +129,5 @@ def _object(text: str) -> Json:
 def _ending(reason: str, stop: int | str | None) -> Json:
     """Why an answer ended."""
     sequence = stop if isinstance(stop, str) and reason == "stop" else None
-    told = REASONS[reason] if sequence is None else "stop_sequence"
+    told = REASONS.get(reason, reason) if sequence is None else "stop_sequence"
     return {"stop_reason": told, "stop_sequence": sequence}

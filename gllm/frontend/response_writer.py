@@ -21,6 +21,8 @@ PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 """What ids of items begin with."""
 TEXTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 """What the text of a block is called."""
+CUTS = {"length": "max_output_tokens", "abort": "abort"}
+"""Why answers are incomplete, by finish reason."""
 
 
 class ResponseWriter:
@@ -36,8 +38,8 @@ class ResponseWriter:
         self._number = 0
         self._outputs = Outputs(job.output)
         self._blocks = Blocks(self)
-        self._cut = False
-        """Whether the limit on tokens ended the answer."""
+        self._cut: str | None = None
+        """Why the answer is incomplete, where it is."""
         self._pending: list[Json] = []
         """Log-probabilities of tokens since the last text, whose place is the next one."""
         self._logprobs: dict[int, list[Json]] = defaultdict(list)
@@ -57,7 +59,7 @@ class ResponseWriter:
         said, reason = self._outputs.take(delta)
         events = self._blocks.add(said)
         if reason is not None:
-            self._cut = reason == "length"
+            self._cut = CUTS.get(reason)
             if not self._blocks.all:
                 events += self._blocks.add([Content("")])
             events += self._blocks.finish(reason)
@@ -171,7 +173,7 @@ class ResponseWriter:
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
+            "incomplete_details": self._cut and {"reason": self._cut},
             "model": self._model,
             "output": [self._item(block) for block in self._blocks.all],
             "usage": None if tally is None else usage(tally),

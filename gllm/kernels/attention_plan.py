@@ -9,7 +9,7 @@ sequence, say) leaks through a masked position.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gllm.kernels.native.library import native
+from gllm.kernels.attention_backends import BACKENDS, usual_backend
 
 Ints = npt.NDArray[np.int64]
 
@@ -104,14 +104,20 @@ class DeviceTables:
     """[rows + 1] int32."""
     block_table: Tensor
     """[rows, blocks] int32: block ids, padding arbitrary."""
-    _tiles: dict[int, Tensor] = field(default_factory=dict)
+    _derived: dict[Hashable, Tensor] = field(default_factory=dict)
+
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """What the first layer that asks for a key makes of the tables, for all layers."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
 
     def tiles(self, rows: PagedRows, tokens: int) -> Tensor:
         """`prefill_tiles` on the tables' device, made once for each number of tokens."""
-        if tokens not in self._tiles:
-            found = torch.from_numpy(prefill_tiles(rows, tokens))
-            self._tiles[tokens] = upload(found, self.buffer.device)
-        return self._tiles[tokens]
+        return self.once(
+            tokens,
+            lambda: upload(torch.from_numpy(prefill_tiles(rows, tokens)), self.buffer.device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +129,12 @@ class AttentionPlan:
     """[tokens] int64: where each token's key and value are stored."""
     window: int | None
     """Tokens that a token sees, itself among them; None: all."""
-    gathers: Gathers | None
-    """None where compiled kernels read the block tables themselves."""
+    backend: str
+    """Computes attention; a name of attention_backends.BACKENDS, which says what it reads."""
+    gathers: Gathers | None = None
+    """For backends that read them."""
     tables: DeviceTables | None = None
-    """On the device of the step's tensors, unless that is the CPU."""
+    """For backends that read them, on the device of the step's tensors."""
 
 
 def plan_attention(
@@ -134,19 +142,24 @@ def plan_attention(
     dtype: torch.dtype,
     window: int | None = None,
     device: torch.device | None = None,
+    backend: str | None = None,
 ) -> AttentionPlan:
     """Where the tokens of a step, of this compute dtype, are written and look.
 
-    On a device that is not the CPU, plans of other windows differ in `window` alone:
-    `dataclasses.replace` makes them without another copy of the tables.
+    device: of slots and tables, default the CPU; gathers are made on the host. backend: default
+    what is usual for this dtype there. Plans of other windows for a backend that reads tables
+    differ in `window` alone: `dataclasses.replace` makes them without another copy of the tables.
     """
-    written = written_slots(rows)
-    if device is not None and device.type != "cpu":
-        slots = upload(torch.from_numpy(written), device)
-        return AttentionPlan(rows, slots, window, None, device_tables(rows, device))
-    is_native = native(torch.empty(0, dtype=dtype)) is not None
-    gathers = None if is_native else _gathers(rows, dtype, window)
-    return AttentionPlan(rows, torch.from_numpy(written), window, gathers)
+    device = device or torch.device("cpu")
+    backend = backend or usual_backend(dtype, device)
+    slots = upload(torch.from_numpy(written_slots(rows)), device)
+    gathers = tables = None
+    match BACKENDS[backend].reads:
+        case "gathers":
+            gathers = _gathers(rows, dtype, window)
+        case "tables":
+            tables = device_tables(rows, device)
+    return AttentionPlan(rows, slots, window, backend, gathers, tables)
 
 
 def written_slots(rows: PagedRows) -> Ints:

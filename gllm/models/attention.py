@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.alibi import alibi_slopes
-from gllm.kernels.attention import Scores, paged_attention
+from gllm.kernels.attention import Scores, paged_attention, store
+from gllm.kernels.attention_backends import HeadShape
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.qkv import Heads, rotate_and_store
 from gllm.kernels.rotary import Angles, apply_rotary
@@ -106,7 +107,7 @@ class LatentAttention:
         key = apply_rotary(key[:, None], angles, rope.interleaved)
         latent = torch.cat((self.kv_norm(latent)[:, None], key), dim=-1)
         # The cache's values are a part of its keys.
-        cache[0].flatten(0, 1).index_copy_(0, plan.slots, latent)
+        store(latent, cache[0], plan.slots)
         attended = paged_attention(self._queries(x, angles), *cache, plan, self.scores)
         # [heads, tokens, rank] times [heads, rank, value_dim].
         values = attended.transpose(0, 1) @ self.value_up.transpose(1, 2)
@@ -124,6 +125,12 @@ class LatentAttention:
         against = (plain.transpose(0, 1) @ self.key_up).transpose(0, 1)
         turned = apply_rotary(turned, angles, described.rope.interleaved)
         return torch.cat((against, turned), dim=-1)
+
+
+def head_shape(described: spec.Attention | spec.LatentAttention) -> HeadShape:
+    """What kernels have to know of a layer's heads before they are chosen."""
+    cached = described.cached
+    return HeadShape(cached.key, cached.value, cached.shared)
 
 
 def _ungrouped(heads: int, kv_heads: int, dim: int) -> Tensor:

@@ -5,7 +5,7 @@ tensors; the frontend reads it without torch.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from gllm.models.spec import Model
 from gllm.models.stored import stored_as
 
 DTYPES = ("float32", "bfloat16", "float16")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class ModelConfig:
     """Of the checkpoint: float32, bfloat16 or float16."""
     eos_ids: tuple[int, ...]
     """Token ids that end a text: those of config.json and generation_config.json together."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Defaults of generation_config.json, by the names of SAMPLING."""
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -41,7 +44,8 @@ def read_config(folder: Path) -> ModelConfig:
     model = replace(family(architecture)(keys), stored=stored_as(keys))
     keys.finish()
     eos_ids = _ids(raw, "eos_token_id") | _ids(generation, "eos_token_id")
-    return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)))
+    sampling = {key: generation[key] for key in SAMPLING if generation.get(key) is not None}
+    return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)), sampling)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

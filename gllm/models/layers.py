@@ -47,7 +47,8 @@ class Layers:
         kv: the cache of each layer, always the same. The result is good until the next call.
         """
         tokens = len(hidden)
-        self._can_record = self._can_record and hidden.is_cpu
+        compiled = all(plan.backend == "native" for plan in step.plans.values())
+        self._can_record = self._can_record and compiled
         if self._can_record and (self._program is None or tokens > self._program.tokens):
             room = max(LEAST, 1 << (tokens - 1).bit_length())
             self._program = self._recorded(room, hidden.dtype, kv)
@@ -90,7 +91,7 @@ class Layers:
         ones = np.ones(tokens, dtype=np.int64)
         rows = PagedRows(ones[:, None], np.arange(tokens + 1), ones, tokens, 1, 1)
         slots = torch.empty(tokens, dtype=torch.int64)
-        plans = {window: AttentionPlan(rows, slots, window, None) for window in self._windows}
+        plans = {window: AttentionPlan(rows, slots, window, "native") for window in self._windows}
         angles: dict[spec.Rope, Angles] = {}
         for rope in self._ropes:
             cosine, sine = torch.empty(2, tokens, 1, rope.dim // 2)

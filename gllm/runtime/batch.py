@@ -26,10 +26,10 @@ PlanAttention = Callable[[PagedRows, torch.dtype, Windows], Mapping[int | None, 
 
 
 def plan_each(
-    rows: PagedRows, dtype: torch.dtype, windows: Windows
+    rows: PagedRows, dtype: torch.dtype, windows: Windows, backend: str | None = None
 ) -> dict[int | None, AttentionPlan]:
-    """The attention of a step for layers with these windows."""
-    return {window: plan_attention(rows, dtype, window) for window in windows}
+    """The attention of a step for layers with these windows, on the host."""
+    return {window: plan_attention(rows, dtype, window, backend=backend) for window in windows}
 
 
 @dataclass(slots=True)
@@ -97,6 +97,7 @@ class CacheShape:
     num_blocks: int
     block_size: int
     dtype: torch.dtype
+    """Of queries, not of what is cached."""
     windows: Windows
     """Of the stage's layers."""
     plan: PlanAttention = plan_each

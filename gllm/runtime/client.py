@@ -29,8 +29,9 @@ class Piece:
 class Stream:
     """The coming tokens of one request's choices. A slow reader gets more of them at a time."""
 
-    def __init__(self, seq: int, n: int) -> None:
+    def __init__(self, seq: int, n: int, request_id: str) -> None:
         self.seq = seq
+        self.request_id = request_id
         self.alive = set(range(seq, seq + n))
         """Sequences that the driver has not ended."""
         self._pieces: dict[int, Piece] = {}
@@ -58,13 +59,13 @@ class Stream:
 class EngineClient:
     """Requests under way."""
 
-    def __init__(self, driver: Outbox) -> None:
+    def __init__(self) -> None:
         self.stats = Stats()
         self.stage_loads: dict[int, StageLoad] = {}
         self.bubbles = Bubbles()
         self.step_sizes: Counter[int] = Counter()
         """Micro-batches by their tokens, rounded up to a power of two."""
-        self._driver = driver
+        self._driver: Outbox | None = None
         self._next_seq = 0
         self._streams: dict[int, Stream] = {}
         """By sequence, while the sequence lives."""
@@ -81,26 +82,29 @@ class EngineClient:
         """For how long work has been pending without a finished step."""
         return time.monotonic() - self._progress if self._streams else 0.0
 
+    def connect(self, driver: Outbox) -> None:
+        """Requests go here."""
+        self._driver = driver
+
     def submit(
         self,
         prompt: list[int],
         sampling: Sampling,
         max_tokens: int,
         stop_ids: list[int],
-        n: int,
-        priority: int,
-        cache_salt: str,
+        n: int = 1,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
     ) -> Stream:
         """Send a request to the driver. Its ids have never been used before."""
         if not self._streams:
             self._progress = time.monotonic()
         seq, self._next_seq = self._next_seq, self._next_seq + n
-        stream = Stream(seq, n)
+        stream = Stream(seq, n, request_id)
         self._streams.update(dict.fromkeys(stream.alive, stream))
         self._requests += 1
-        self._driver.send(
-            Submit(seq, prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt)
-        )
+        self._send(Submit(seq, prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt))
         return stream
 
     def abort(self, seqs: list[int]) -> None:
@@ -109,7 +113,22 @@ class EngineClient:
         for seq in living:
             self._streams.pop(seq).alive.discard(seq)
         if living:
-            self._driver.send(Abort(living))
+            self._send(Abort(living))
+
+    def end(self, request_id: str | None) -> int:
+        """End the requests of this id, all for None, with reason `abort`; the number of them."""
+        streams = {
+            stream.seq: stream
+            for stream in self._streams.values()
+            if request_id is None or stream.request_id == request_id
+        }
+        for stream in streams.values():
+            living = sorted(stream.alive)
+            for seq in living:
+                stream.end(End(seq, "abort"))
+                del self._streams[seq]
+            self._send(Abort(living))
+        return len(streams)
 
     def release(self, stream: Stream) -> None:
         """A request is over for its caller, whatever still runs of it."""
@@ -131,6 +150,10 @@ class EngineClient:
         for seq, stream in self._streams.items():
             stream.end(End(seq, "error", error=cause))
         self._streams.clear()
+
+    def _send(self, message: Submit | Abort) -> None:
+        assert self._driver is not None, "no request before the start"
+        self._driver.send(message)
 
     def _on_tokens(self, message: Tokens) -> None:
         """A step has finished."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gllm.config import FieldError
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,6 +19,8 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 KV_SHARE = 0.25
 """Share of the memory left that the KV cache takes by default."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with 8-bit floats (Ada; Hopper is 9.0)."""
 
 
 def cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -97,14 +101,48 @@ def compute_dtype(requested: str, checkpoint: str, device: str = "cpu") -> "torc
     ]
 
 
+def cache_dtype(
+    requested: str, compute: "torch.dtype", capability: tuple[int, int] | None
+) -> "torch.dtype":
+    """The number format of the KV cache for a configuration's `kv_cache_dtype` and the arithmetic's
+    own. capability: of the GPU, None on a CPU.
+
+    Raises FieldError for 8-bit floats on a GPU without them.
+    """
+    import torch
+
+    if requested.startswith("fp8"):
+        if capability is not None and capability < FP8_CAPABILITY:
+            raise FieldError(
+                "kv_cache_dtype",
+                f"--kv-cache-dtype {requested} needs a GPU of compute capability "
+                f"{_dotted(FP8_CAPABILITY)} or more, but this one has {_dotted(capability)}: "
+                "choose auto, bfloat16 or float16",
+            )
+        return torch.float8_e4m3fn
+    return {"auto": compute, "bfloat16": torch.bfloat16, "float16": torch.float16}[requested]
+
+
+def capability(device: "torch.device") -> tuple[int, int] | None:
+    """Compute capability of a GPU; None for anything else."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
 def gpus(requested: str) -> int:
-    """GPUs that a configuration's `device` asks for; 0 for the CPU. Raises ValueError where it asks
+    """GPUs that a configuration's `device` asks for; 0 for the CPU. Raises FieldError where it asks
     for some and there is none."""
     import torch
 
     found = torch.cuda.device_count() if requested != "cpu" and torch.cuda.is_available() else 0
     if requested == "cuda" and not found:
-        raise ValueError("device is cuda, but PyTorch finds no GPU here: choose cpu or auto")
+        message = "device is cuda, but PyTorch finds no GPU here: choose cpu or auto"
+        raise FieldError("device", message)
     return found
 
 

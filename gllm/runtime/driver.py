@@ -14,6 +14,7 @@ from gllm.bubbles import BubbleMeter
 from gllm.messages import (
     Abort,
     Bubbles,
+    Done,
     Message,
     Register,
     Result,
@@ -80,6 +81,11 @@ class Driver:
     def abort(self, message: Abort) -> None:
         """End sequences nobody waits for."""
         self.scheduler.abort(message.seqs)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self.scheduler.forget_prefixes()
+        self._frontend.send(Done(0))
 
     def commit(self, message: Result) -> None:
         """Take a step's result in. Raises ValueError where it is not the next one's."""

@@ -7,19 +7,23 @@ sequence, which `sample` leaves for `compute` of a batch with placeholders. Thos
 alone, where one thread does both.
 """
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from gllm.config import EngineConfig
+from gllm.config import EngineConfig, FieldError
+from gllm.kernels.attention_backends import Wanted, choose
 from gllm.messages import Register, RowLogprobs
+from gllm.models.attention import head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage
-from gllm.runtime.batch import Batch, BlockTables, CacheShape, build_inputs
-from gllm.runtime.device import compute_dtype
+from gllm.runtime.batch import Batch, BlockTables, CacheShape, build_inputs, plan_each
+from gllm.runtime.device import cache_dtype, capability, compute_dtype
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from gllm.runtime.logprobs import PromptRows, prompt_rows
 from gllm.runtime.sampler import SampledRows, draw, plan_rows
@@ -28,6 +32,8 @@ from gllm.scheduler.mirror import Followed, Mirror
 from gllm.scheduler.plan import Sampled, StepPlan
 
 CPU = torch.device("cpu")
+
+log = logging.getLogger(__name__)
 
 
 class StageExecutor:
@@ -42,6 +48,7 @@ class StageExecutor:
         layers: range,
         device: torch.device = CPU,
     ) -> None:
+        """Raises FieldError where the KV cache or attention cannot be as configured."""
         self.model = model_config.model
         self.layers = layers
         self._described = self.model.layers[layers.start : layers.stop]
@@ -50,15 +57,40 @@ class StageExecutor:
         self.is_last = stage == stages - 1
         self.dtype = compute_dtype(engine_config.dtype, model_config.dtype, device.type)
         self._quantization = engine_config.quantization
-        block_size = engine_config.scheduler.block_size
-        self.block_bytes = block_bytes(self._described, block_size, self.dtype)
-        self.weight_bytes = 0
         self.device = device
+        gpu = capability(device)
+        self.cache_dtype = cache_dtype(engine_config.kv_cache_dtype, self.dtype, gpu)
+        block_size = engine_config.scheduler.block_size
+        self.block_bytes = block_bytes(self._described, block_size, self.cache_dtype)
+        self.backend = self._attention_backend(engine_config, gpu)
+        self.weight_bytes = 0
         self._mirror = Mirror()
         self._tables = BlockTables()
         self._samplings: dict[int, SamplingState] = {}
         self._keeps_tokens = stages == 1
         self._last_tokens: dict[int, int] = {}
+
+    def _attention_backend(self, config: EngineConfig, gpu: tuple[int, int] | None) -> str:
+        """What computes attention; the log tells why. gpu: its capability, None on a CPU."""
+        wanted = Wanted(
+            "cpu" if gpu is None else "cuda",
+            gpu or (0, 0),
+            self.dtype,
+            self.cache_dtype,
+            config.scheduler.block_size,
+            frozenset(head_shape(layer.attention) for layer in self._described),
+        )
+        try:
+            choice = choose(config.attention_backend, wanted)
+        except ValueError as error:
+            raise FieldError("attention_backend", str(error)) from error
+        log.log(
+            # It is the slowest everywhere.
+            logging.WARNING if choice.name == "torch" else logging.INFO,
+            "attention by %s (%s); KV cache in %s, %d bytes a block",
+            *(choice.name, choice.reason, self.cache_dtype, self.block_bytes),
+        )
+        return choice.name
 
     def load(self, folder: Path, progress: Callable[[int, int], None]) -> None:
         """Read the stage's weights; `progress` hears (bytes read, bytes in all).
@@ -77,9 +109,10 @@ class StageExecutor:
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Make room for `num_blocks` KV blocks."""
-        self._cache = KVCache(self._described, num_blocks, block_size, self.dtype)
+        self._cache = KVCache(self._described, num_blocks, block_size, self.cache_dtype)
         windows = frozenset(layer.attention.window for layer in self._described)
-        self._shape = CacheShape(num_blocks, block_size, self.dtype, windows)
+        plan = partial(plan_each, backend=self.backend)
+        self._shape = CacheShape(num_blocks, block_size, self.dtype, windows, plan)
 
     def register(self, message: Register) -> None:
         """Sequences that coming plans may name."""

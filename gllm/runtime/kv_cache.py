@@ -14,7 +14,7 @@ from gllm.models.spec import Layer
 
 
 def block_bytes(layers: Sequence[Layer], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over a stage's layers, keys and values."""
+    """Bytes of one block over a stage's layers, keys and values, for what is cached in dtype."""
     elements = sum(layer.attention.cached.elements for layer in layers)
     return block_size * elements * dtype.itemsize
 
@@ -33,8 +33,10 @@ class KVCache:
         dtype: torch.dtype,
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
-        """`zeros`: makes tensors of a shape; default: on the CPU."""
-        zeros = zeros or _zeros
+        """dtype: of what is cached. `zeros`: makes tensors of a shape; default: on the CPU."""
+        make = zeros or _zeros
+        # 8-bit floats as bytes: 0 is 0, and not all of torch knows how to write them.
+        made = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = []
@@ -42,9 +44,9 @@ class KVCache:
         for layer in layers:
             cached = layer.attention.cached
             shape = (num_blocks + 1, block_size, cached.heads)
-            keys = zeros((*shape, cached.key), dtype)
+            keys = make((*shape, cached.key), made).view(dtype)
             shared = keys[..., : cached.value]
-            values = shared if cached.shared else zeros((*shape, cached.value), dtype)
+            values = shared if cached.shared else make((*shape, cached.value), made).view(dtype)
             self.layers.append((keys, values))
 
 

@@ -131,7 +131,8 @@ class Stage:
         begin = time.monotonic()
         self._under_way.append(begin)
         try:
-            output = self._executor.compute(batch, hidden)
+            with torch.profiler.record_function(f"step {plan.step}"):
+                output = self._executor.compute(batch, hidden)
         except Exception as error:
             log.exception("step %d failed", plan.step)
             self._under_way.pop()

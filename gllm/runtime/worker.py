@@ -20,12 +20,15 @@ import setproctitle
 import uvloop
 import zmq
 
+from gllm.config import FieldError
 from gllm.messages import (
     Abort,
     AnyMessage,
     Fatal,
+    ForgetPrefixes,
     Linked,
     Loaded,
+    Profile,
     Progress,
     Ready,
     Register,
@@ -43,6 +46,7 @@ from gllm.runtime.bus import Inbox, Outbox
 from gllm.runtime.device import gpus, return_memory, set_threads, threads
 from gllm.runtime.driver import Driver
 from gllm.runtime.executor import StageExecutor
+from gllm.runtime.profiler import Profiler
 from gllm.runtime.spec import WorkerSpec
 from gllm.runtime.stage import Stage, describe
 from gllm.scheduler.config import SchedulerConfig
@@ -79,6 +83,7 @@ class Worker:
         """Stages that the driver has heard of; its own among them once it has started."""
         self._reporting = False
         self._log: StepLog | None = None
+        self._profiler = Profiler(spec.stage, self._frontend)
         self._gpu: OnGpu | None = None
 
     async def run(self) -> None:
@@ -145,19 +150,27 @@ class Worker:
                 self._start(num_blocks)
             case Linked(stage):
                 self._link(stage)
+            case Profile(folder):
+                self._profiler.turn(folder)
             case Shutdown():
                 self.done.set()
-            case Submit() | Abort() | Result() | StageTimes() if self._driver is not None:
+            case Submit() | Abort() | ForgetPrefixes() | Result() | StageTimes() if (
+                self._driver is not None
+            ):
                 self._drive(self._driver, message)
             case _:
                 raise ValueError(f"stage {self.spec.stage} has no use for {type(message).__name__}")
 
-    def _drive(self, driver: Driver, message: Submit | Abort | Result | StageTimes) -> None:
+    def _drive(
+        self, driver: Driver, message: Submit | Abort | ForgetPrefixes | Result | StageTimes
+    ) -> None:
         match message:
             case Submit():
                 driver.submit(message)
             case Abort():
                 driver.abort(message)
+            case ForgetPrefixes():
+                driver.forget_prefixes()
             case Result():
                 driver.commit(message)
             case StageTimes():
@@ -257,7 +270,7 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         """Say why, and end."""
-        if not isinstance(error, ModelError):
+        if not isinstance(error, ModelError | FieldError):
             traceback.print_exception(error)
         self._frontend.send(Fatal(self.spec.stage, describe(error)))
         self.failed = True

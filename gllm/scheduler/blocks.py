@@ -69,6 +69,13 @@ class BlockPool:
             self._hashes[block] = digest
             self._by_hash[digest] = block
 
+    def forget(self) -> None:
+        """Offer nothing any more; held blocks stay with their holders."""
+        self._free += reversed(self._evictable)
+        self._evictable.clear()
+        self._by_hash.clear()
+        self._hashes = [None] * self.num_blocks
+
     def lookup(self, digests: Sequence[bytes]) -> list[int]:
         """The cached blocks of the longest prefix of a hash chain; `share` them to hold them."""
         found = []

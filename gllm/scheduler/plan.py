@@ -98,6 +98,11 @@ class Stats(NamedTuple):
     prefill_tokens: int = 0
     decode_tokens: int = 0
 
+    @property
+    def unfinished(self) -> int:
+        """Sequences that have not ended."""
+        return self.running + self.waiting
+
 
 class First(NamedTuple):
     """What is known of a sequence once it has its first token."""

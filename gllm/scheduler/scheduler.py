@@ -61,11 +61,6 @@ class Scheduler:
         """A decode could not get a block."""
         self._counts = Counts()
 
-    @property
-    def has_work(self) -> bool:
-        """Some sequence has not ended."""
-        return bool(self._sequences)
-
     def add(self, request: Request, now: float) -> None:
         """Take a request in. Raises ValueError where it can never run."""
         longest = len(request.prompt) + request.max_tokens
@@ -86,6 +81,10 @@ class Scheduler:
                 self._released.append(seq)
             elif seq in self._sequences:
                 self._end(self._sequences[seq])
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; what runs goes on."""
+        self.memory.pool.forget()
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next micro-batch; None where nothing can run or enough is in flight."""

@@ -54,6 +54,23 @@ def test_prompts_come_back_in_order_with_all_choices(llm: LLM) -> None:
     assert outputs[1].outputs[0].token_ids != outputs[1].outputs[1].token_ids
 
 
+def test_a_cache_in_fp8_is_half_as_large(tiny_model: Path) -> None:
+    sizes = []
+    for kept in ("auto", "fp8"):
+        options = {"dtype": "bfloat16", "device": "cpu", "kv_cache_dtype": kept}
+        with LLM(str(tiny_model), progress=False, max_num_seqs=4, **options) as made:
+            (output,) = made.generate([[7, 8]], GREEDY)
+            assert len(output.outputs[0].token_ids) == 10
+            sizes.append((made._engine.num_blocks, made._engine.kv_bytes))
+    assert sizes[1] == (sizes[0][0], sizes[0][1] // 2)
+
+
+def test_attention_that_cannot_be_ends_the_start(tiny_model: Path) -> None:
+    wanted = "--attention-backend triton: does not compute on a CPU; choose auto"
+    with pytest.raises(EngineError, match=wanted):
+        LLM(str(tiny_model), progress=False, device="cpu", attention_backend="triton")
+
+
 def test_without_parameters_the_models_defaults_hold(llm: LLM) -> None:
     assert llm._engine.model.defaults == {"temperature": 0.0}
     one, two = llm.generate([[5] * 500, [5] * 500])
@@ -103,7 +120,7 @@ async def test_the_asynchronous_engine(tiny_model: Path) -> None:
         assert engine.healthy()
         waiting = asyncio.ensure_future(collect(engine, [5] * 300))
         await asyncio.sleep(0)
-        os.kill(engine._workers.processes[1].pid, signal.SIGKILL)
+        os.kill(engine._pipeline.workers.processes[1].pid, signal.SIGKILL)
         last = (await waiting)[-1]
         assert (last.finish_reason, "SIGKILL" in last.error) == ("error", True)
         assert not engine.healthy()

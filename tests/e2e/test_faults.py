@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -43,9 +42,15 @@ class Streaming:
         return self.events[-1]
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary folder that no other process writes to."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 def leftovers() -> set[Path]:
     """What a run may leave outside its processes."""
-    return {*Path("/dev/shm").glob("*"), *Path(tempfile.gettempdir()).glob("gllm-*")}
+    return {*Path("/dev/shm").glob("*"), *Path(os.environ["TMPDIR"]).glob("gllm-*")}
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["driver", "last stage"])

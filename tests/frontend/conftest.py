@@ -16,7 +16,9 @@ from tests.frontend.fake_engine import FakeEngine
 from tests.frontend.sse import events_of
 from tests.text import tokenizers_for_tests as some
 
-CONFIG = ServerConfig(max_choices=8, max_num_queued_requests=64, max_body_bytes=2**18)
+CONFIG = ServerConfig(
+    max_choices=8, max_num_queued_requests=64, max_body_bytes=2**18, profile_dir="/profiles"
+)
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "Hi"}
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"

@@ -6,4 +6,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/responses": {"input": "Hi"},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [72, 105]},
+    "/abort": {"abort_all": True},
 }

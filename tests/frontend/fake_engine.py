@@ -6,9 +6,10 @@ Owns the scripted behaviour. Knows nothing of HTTP.
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gllm.config import SamplingParams
-from gllm.engine_api import Delta, ModelInfo, check_request, truncated
+from gllm.engine_api import Delta, ModelInfo, ProfileError, check_request, truncated
 from gllm.messages import Bubbles, StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.detokenizer import TextStream
@@ -23,6 +24,8 @@ class Call:
     params: SamplingParams
     priority: int
     cache_salt: str
+    request_id: str = ""
+    aborted: bool = False
     closed: bool = False
     finished: bool = False
 
@@ -61,6 +64,9 @@ class FakeEngine:
     calls: list[Call] = field(default_factory=list)
     defaults: dict[str, float] = field(default_factory=dict)
     num_requests: int = 0
+    asked: list[str] = field(default_factory=list)
+    """What it was asked besides generating."""
+    profile_error: str = ""
     max_model_len: int = 256
 
     @property
@@ -80,22 +86,47 @@ class FakeEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        request_id: str = "",
     ) -> AsyncGenerator[Delta, None]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids = truncated(ids, params, self.model)
         check_request(ids, params, self.model)
-        call = Call(prompt, params, priority, cache_salt)
+        call = Call(prompt, params, priority, cache_salt, request_id)
         self.calls.append(call)
         self.num_requests += 1
         try:
             if self.raises is not None:
                 raise self.raises
+            left = set(range(params.n))
             async for delta in self._tokens(ids, params):
                 yield delta
+                left -= {delta.index} if delta.finish_reason else set()
+                if call.aborted:
+                    for index in left:
+                        yield Delta(index, "", [], "abort")
+                    return
             call.finished = True
         finally:
             call.closed = True
             self.num_requests -= 1
+
+    def abort(self, request_id: str | None) -> int:
+        named = [call for call in self.calls if request_id in (None, call.request_id)]
+        running = [call for call in named if not call.closed]
+        for call in running:
+            call.aborted = True
+        return len(running)
+
+    async def reset_prefix_cache(self) -> None:
+        self.asked.append("reset_prefix_cache")
+
+    async def profile(self, folder: str) -> None:
+        if self.profile_error:
+            raise ProfileError(self.profile_error)
+        self.asked.append(f"profile {folder}")
+
+    def info(self) -> dict[str, Any]:
+        return {"state": self.state}
 
     async def _tokens(
         self, prompt: list[int], params: SamplingParams

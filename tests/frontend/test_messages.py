@@ -1,6 +1,7 @@
 """POST /v1/messages and its count of tokens: what is asked reaches the engine, what comes back is
 in the API's shape."""
 
+import asyncio
 import json
 
 import pytest
@@ -294,6 +295,14 @@ async def test_disconnect_aborts(server):
     response.close()
     await until(lambda: server.engine.calls[0].closed)
     assert not server.engine.calls[0].finished
+
+
+async def test_abort_by_id_is_told(server):
+    server.engine.delay, server.engine.reply = 0.02, "word " * 200
+    asking = asyncio.create_task(ask(server, request_id="mine", max_tokens=200))
+    await until(lambda: server.engine.calls)
+    assert (await server.post("/abort", {"request_id": "mine"})).json == {"aborted": 1}
+    assert (await asking).json["stop_reason"] == "abort"
 
 
 async def test_tokens_are_counted_as_they_are_read(server):

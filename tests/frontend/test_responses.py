@@ -1,5 +1,7 @@
 """POST /v1/responses: what is asked reaches the engine, what comes back is in the API's shape."""
 
+import asyncio
+
 import pytest
 
 from gllm.engine_api import EngineUnavailable
@@ -362,6 +364,16 @@ async def test_disconnect_aborts(server):
     response.close()
     await until(lambda: server.engine.calls[0].closed)
     assert not server.engine.calls[0].finished
+
+
+async def test_abort_by_id_leaves_it_incomplete(server):
+    server.engine.delay, server.engine.reply = 0.02, "word " * 200
+    asking = asyncio.create_task(stream(server, request_id="mine"))
+    await until(lambda: server.engine.calls)
+    assert (await server.post("/abort", {"request_id": "mine"})).json == {"aborted": 1}
+    last = (await asking)[-1]
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "abort"}
 
 
 async def test_it_is_what_chat_completions_do(server):

@@ -323,3 +323,17 @@ async def test_continued_message(server):
     ):
         answer = await server.chat(**fields)
         assert (answer.status, answer.error["param"]) == (400, "continue_final_message")
+
+
+async def test_tokenize_knows_the_prompt_of_a_chat(server):
+    serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}{{{{ enable_thinking }}}}")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}]
+    for fields in (
+        {"tools": TOOLS, "reasoning_effort": "high"},
+        {"continue_final_message": True},
+    ):
+        await server.chat(messages=messages, **fields)
+        answer = await server.post("/tokenize", {"messages": messages, **fields})
+        assert answer.json["tokens"] == server.engine.calls[-1].prompt
+    answer = await server.post("/tokenize", {"messages": messages, "tools": 7})
+    assert (answer.status, answer.error["param"]) == (400, "tools")

@@ -42,36 +42,41 @@ def check(
     kind: Scores = PLAIN,
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
+    cached: torch.dtype | None = None,
 ) -> None:
-    """Rows of (cached tokens, new tokens), decodes first, through a cache full of NaN elsewhere."""
+    """Rows of (cached tokens, new tokens), decodes first, through a cache full of NaN elsewhere;
+    `cached`: its type, where it is not dtype."""
+    kept = cached or dtype
     kv_heads, group, head_dim = shape
     generator = torch.Generator().manual_seed(seed)
-    totals = [cached + new for cached, new in contexts]
+    totals = [before + new for before, new in contexts]
     counts = [-(-total // block_size) for total in totals]
     num_blocks = sum(counts) + 1
     shuffled = torch.randperm(num_blocks, generator=generator).tolist()
     caches = [torch.full((num_blocks + 1, block_size, kv_heads, head_dim), math.nan) for _ in "kv"]
     table = np.zeros((len(contexts), max(counts)), dtype=np.int64)
     keys, values, queries, wanted = [], [], [], []
-    for row, ((cached, new), total) in enumerate(zip(contexts, totals, strict=True)):
+    for row, ((_, new), total) in enumerate(zip(contexts, totals, strict=True)):
         blocks = [shuffled.pop() for _ in range(counts[row])]
         table[row, : len(blocks)] = blocks
         pair = [torch.randn(total, kv_heads, head_dim, generator=generator) for _ in "kv"]
+        if cached is not None:
+            pair = [tokens.to(cached).float() for tokens in pair]
         for cache, tokens in zip(caches, pair, strict=True):
             cache[-1] = 0
-            for position in range(cached):
+            for position in range(total - new):
                 cache[blocks[position // block_size], position % block_size] = tokens[position]
         query = torch.randn(new, kv_heads * group, head_dim, generator=generator)
-        keys.append(pair[0][cached:])
-        values.append(pair[1][cached:])
+        keys.append(pair[0][-new:])
+        values.append(pair[1][-new:])
         queries.append(query)
         wanted.append(dense(query, *pair, kind, window))
     starts = np.cumsum([0] + [new for _, new in contexts])
     decodes = next((i for i, (_, new) in enumerate(contexts) if new > 1), len(contexts))
     lengths = np.array(totals)
     rows = PagedRows(table, starts, lengths, decodes, block_size, num_blocks)
-    plan = plan_attention(rows, dtype, window)
-    caches = [cache.to(dtype) for cache in caches]
+    plan = plan_attention(rows, dtype, window, backend=None if cached is None else "torch")
+    caches = [cache.to(kept) for cache in caches]
     store_kv(torch.cat(keys).to(dtype), torch.cat(values).to(dtype), *caches, plan.slots)
     actual = paged_attention(torch.cat(queries).to(dtype), *caches, plan, kind)
     limit = 1e-5 if dtype == torch.float32 else 0.05
@@ -131,6 +136,15 @@ def test_decodes_are_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [rows.tolist() for rows in attention_plan._group_decodes(np.array(lengths))]
     assert groups == [[1], [8], [4, 3], [5, 7], [0], [6], [2]]
     check([(length - 1, 1) for length in lengths], 4, (2, 3, 8), seed=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cached", [torch.float8_e4m3fn, torch.float16, torch.bfloat16])
+def test_caches_of_another_type(cached: torch.dtype, dtype: torch.dtype) -> None:
+    rows = [(30, 1), (2, 1), (0, 1), (9, 7), (0, 5)]
+    check(rows, 4, (2, 3, 16), 4, dtype=dtype, cached=cached)
+    check(rows, 4, (2, 3, 16), 5, Scores(0.3, 2.0), 9, dtype, cached)
+    check(rows, 4, (2, 3, 16), 6, Scores(0.3, slopes=torch.rand(6)), None, dtype, cached)
 
 
 def test_a_cache_in_fp8_keeps_numbers_within_its_range() -> None:

@@ -27,6 +27,7 @@ from gllm.kernels.attention_plan import (
 from gllm.kernels.native import library
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
+from gllm.runtime.batch import PlanAttention
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.scheduler.plan import Sampled, StepPlan
 from tests.runtime.fake_streams import FakeQueues
@@ -91,9 +92,15 @@ def plan_of_one_layout(
 
 
 def executor_on(
-    queues: FakeQueues, folder: Path, stage: int = 0, stages: int = 1, graphs: int = 0
+    queues: FakeQueues,
+    folder: Path,
+    stage: int = 0,
+    stages: int = 1,
+    graphs: int = 0,
+    plan: PlanAttention | None = plan_of_one_layout,
+    **options: Any,
 ) -> DeviceExecutor:
-    """A loaded stage; `graphs`: most rows of a decode that is one."""
+    """A loaded stage; `graphs`: most rows of a decode that is one; `options`: of the engine."""
     config = read_config(folder)
     engine = EngineConfig.of(
         str(folder),
@@ -104,9 +111,10 @@ def executor_on(
         max_num_seqs=8,
         max_in_flight=IN_FLIGHT,
         max_num_batched_tokens=64,
+        **options,
     )
     layers = split_layers(config.model, stages)[stage]
-    executor = DeviceExecutor(config, engine, stage, stages, layers, queues, plan_of_one_layout)
+    executor = DeviceExecutor(config, engine, stage, stages, layers, queues, plan)
     executor.load(folder, lambda done, total: None)
     queues.adopt(*tensors_of(executor._stage, set()))
     executor.reserve(engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST))

@@ -43,6 +43,8 @@ class Pipeline:
     num_blocks: int = 64
     dtype: str = "float32"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"
     held: dict[int, Held] = field(default_factory=dict)
     steps: int = 0
     logprobs: list[RowLogprobs] = field(default_factory=list)
@@ -55,6 +57,8 @@ class Pipeline:
             pipeline_parallel_size=self.stages,
             dtype=self.dtype,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            attention_backend=self.attention_backend,
             block_size=self.block_size,
         )
         cut = split_layers(self.config.model, self.stages)

@@ -2,6 +2,8 @@
 threads, and not without each of its waits."""
 
 import json
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gllm.messages import Register, RowLogprobs, Sampling
+from gllm.runtime.cuda.graphs import DecodeGraphs
+from gllm.runtime.cuda.plans import plan_tables
 from gllm.runtime.executor import StageExecutor
 from gllm.scheduler.plan import ON_DEVICE, Sampled, StepPlan
+from tests.kernels import fake_flash_attention
 from tests.runtime.device import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -71,9 +76,12 @@ def plans(folder: Path) -> list[StepPlan]:
     return plans_of(Pipeline(folder, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS))
 
 
-def expected_of(folder: Path, plans: list[StepPlan], **special: Sampling) -> list[list[Sampled]]:
+def expected_of(
+    folder: Path, plans: list[StepPlan], kv_cache_dtype: str = "auto", **special: Sampling
+) -> list[list[Sampled]]:
     """What the CPU's executor samples."""
-    pipeline = Pipeline(folder, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    shape = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
+    pipeline = Pipeline(folder, **shape, kv_cache_dtype=kv_cache_dtype)
     executor = pipeline.executors[0]
     for message in registered(**special):
         executor.register(message)
@@ -102,9 +110,9 @@ def approximately(tree: Any) -> Any:
 def run(
     folder: Path, plans: list[StepPlan], seed: int, graphs: int, **options: object
 ) -> tuple[list[list[Sampled]], FakeQueues]:
-    special = options.pop("special", {})
+    special, given = options.pop("special", {}), options.pop("given", {})
     with as_on_a_device(), FakeQueues(seed, **options) as queues:  # type: ignore[arg-type]
-        executor = executor_on(queues, folder, graphs=graphs)
+        executor = executor_on(queues, folder, graphs=graphs, **given)  # type: ignore[arg-type]
         for message in registered(**special):  # type: ignore[arg-type]
             executor.register(message)
         results = run_interleaved(queues, executor, plans, seed)
@@ -133,6 +141,61 @@ def test_any_order_gives_the_tokens_of_the_cpu(
     eager: float,
 ) -> None:
     results, _ = run(folder, plans, seed, graphs, eagerness=eager)
+    assert results == expected
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each graph that was replayed."""
+    sizes: list[int] = []
+    replay = DecodeGraphs.replay
+
+    def counted(graphs: DecodeGraphs, size: int) -> torch.Tensor:
+        sizes.append(size)
+        return replay(graphs, size)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_by_torch_without_graphs(
+    folder: Path,
+    plans: list[StepPlan],
+    expected: list[list[Sampled]],
+    seed: int,
+    replayed: list[int],
+) -> None:
+    """As on a GPU where kernels are under suspicion: gathers go there with a step's inputs."""
+    given = {"plan": None, "attention_backend": "torch"}
+    results, _ = run(folder, plans, seed, 4, given=given)
+    assert results == expected
+    assert replayed == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_by_flash_attention_in_graphs(
+    folder: Path,
+    plans: list[StepPlan],
+    expected: list[list[Sampled]],
+    seed: int,
+    replayed: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tables on the device are all that tells decodes apart."""
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
+    monkeypatch.setattr(fake_flash_attention, "PAGE", BLOCK_SIZE)
+    monkeypatch.setattr(fake_flash_attention, "DTYPES", (torch.float32,))
+    given = {"plan": partial(plan_tables, backend="flash-attn")}
+    results, _ = run(folder, plans, seed, 4, given=given)
+    assert results == expected
+    assert len(replayed) == DECODES + 2
+
+
+@pytest.mark.parametrize("graphs", [0, 4])
+def test_a_cache_in_fp8(folder: Path, plans: list[StepPlan], graphs: int) -> None:
+    expected = expected_of(folder, plans, kv_cache_dtype="fp8")
+    results, _ = run(folder, plans, 0, graphs, given={"kv_cache_dtype": "fp8"})
     assert results == expected
 
 

@@ -62,7 +62,7 @@ class Scheduled:
 
     def run(self) -> dict[int, list[int]]:
         """All generated tokens, by sequence, once everything has ended."""
-        while self.scheduler.has_work:
+        while self.scheduler.stats().unfinished:
             while (plan := self.scheduler.schedule(0.0)) is not None:
                 self._plans.append((plan, [stage.prepare(plan) for stage in self.executors]))
             self._commit()

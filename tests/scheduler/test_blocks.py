@@ -53,6 +53,23 @@ def test_the_least_recently_released_chain_is_evicted_first() -> None:
     assert pool.lookup(two) == []
 
 
+def test_what_is_forgotten_is_free_or_stays_with_its_holder() -> None:
+    pool = BlockPool(4)
+    first, second = pool.allocate(2), pool.allocate(1)
+    digests = chain([1, 2, 3, 4, 5, 6])
+    for block, digest in zip([*first, *second], digests, strict=True):
+        pool.publish(block, digest)
+    pool.release(first)
+    pool.forget()
+    assert pool.lookup(digests) == []
+    assert pool.available == 3
+    # A held block may be offered anew, and is free once let go.
+    pool.publish(second[0], digests[0])
+    assert pool.lookup(digests[:1]) == second
+    pool.release(second)
+    assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
+
+
 def test_a_shared_block_is_not_given_away() -> None:
     pool = BlockPool(2)
     digest = chain([1, 2])

@@ -58,7 +58,7 @@ def random_request(rng: Random, seq: int, longest: int) -> Request:
 
 
 def drive(pipeline: Pipeline, rng: Random, steps: int) -> None:
-    """Arrivals, aborts, schedules and commits in random order."""
+    """Arrivals, aborts, a forgetful cache, schedules and commits in random order."""
     seq = 0
     arrivals = rng.choice([0.02, 0.1, 0.5])
     for _ in range(steps):
@@ -69,6 +69,8 @@ def drive(pipeline: Pipeline, rng: Random, steps: int) -> None:
         if rng.random() < 0.02 and pipeline.alive:
             victim = pipeline.requests[rng.choice(sorted(pipeline.alive))]
             pipeline.abort(list(range(victim.seq, victim.seq + rng.randint(1, victim.n))))
+        if rng.random() < 0.005:
+            pipeline.scheduler.forget_prefixes()
         if pipeline.plans and rng.random() < 0.5:
             pipeline.commit()
         else:
@@ -95,7 +97,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
             assert pipeline.generated[seq] == alone
     stats = pipeline.scheduler.stats()
     assert (stats.running, stats.waiting, stats.in_flight, stats.kv_usage) == (0, 0, 0, 0.0)
-    assert not pipeline.scheduler.has_work
+    assert not pipeline.scheduler.stats().unfinished
 
 
 @settings(max_examples=50, deadline=None, database=None)

@@ -199,7 +199,7 @@ def test_nothing_is_lost_and_nothing_overlaps(
     check_requests(played, jobs, aborts)
     check_order(played, link)
     scheduler = played.pipeline.scheduler
-    assert not scheduler.has_work
+    assert not scheduler.stats().unfinished
     assert not scheduler.memory.holders
     assert scheduler.memory.pool.available == resolved.num_blocks
 

@@ -149,7 +149,7 @@ class Case:
         """As for a device."""
         planned = plan_attention(self.paged, torch.float32, window)
         tables = device_tables(self.paged, CPU)
-        return dataclasses.replace(planned, gathers=None, tables=tables)
+        return dataclasses.replace(planned, backend="triton", gathers=None, tables=tables)
 
     def check(
         self,
@@ -237,6 +237,13 @@ def test_a_cache_of_float8(dtype: torch.dtype, shared: bool) -> None:
     case.check(Scores(0.2), processors=8)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cached"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)]
+)
+def test_a_cache_of_another_16_bits(dtype: torch.dtype, cached: torch.dtype) -> None:
+    Case([(20, 1), (9, 4)], 2, 1, 24, 16, dtype=dtype, cached=cached).check(Scores(0.2))
+
+
 @pytest.mark.parametrize("window", [None, 45])
 def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | None) -> None:
     rows = [(97, 1), (0, 1), (32, 1)]
@@ -253,7 +260,7 @@ def test_a_launch_is_replayed_for_other_contexts() -> None:
     tables = empty_tables(4, 25, CPU)
     fill_tables(case.paged, tables)
     tables.block_table[:, case.paged.block_table.shape[1] :] = 10**6
-    plan = AttentionPlan(rows, torch.empty(0), None, None, tables)
+    plan = AttentionPlan(rows, torch.empty(0), None, "triton", tables=tables)
     query = torch.cat((case.query, torch.full_like(case.query, math.nan)))
     for processors in (1, 40):
         actual = launched(query, case.caches, plan, Scores(0.2), processors)

@@ -126,6 +126,18 @@ def test_a_cache_in_fp8(
         assert actual.flatten(0, 1).to(torch.float32)[[2, 3, 5]].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_of_another_16_bits(dtype: torch.dtype) -> None:
+    fused, how, angles = random(0, dtype, 3, 4, 8), Heads(2, 1), turned(1, 3, 8)
+    cache, wanted_cache = (empty_cache(4, 1, 8, torch.float16) for _ in range(2))
+    slots = torch.tensor([3, 0, 1])
+    wanted = operation(fused.clone(), how, angles, wanted_cache, slots)
+    close(rotate_and_store(fused, how, angles, cache, slots), wanted)
+    for actual, reference in zip(cache, wanted_cache, strict=True):
+        # They have been rounded to the heads' type first.
+        close(*(part.flatten(0, 1)[slots].to(dtype) for part in (actual, reference)))
+
+
 def test_beyond_the_range_of_fp8_is_its_largest() -> None:
     numbers = torch.tensor([1e4, -1e4, 448.0, -460.0, 465.0, torch.inf, -torch.inf, 0.0])
     wanted = torch.tensor([448.0, -448.0, 448.0, -448.0, 448.0, 448.0, -448.0, 0.0])

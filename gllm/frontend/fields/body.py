@@ -17,6 +17,11 @@ Count = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 CountOrZero = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 
 
+def about(text: str) -> Meta:
+    """What a field does, for those who read the API's pages."""
+    return Meta(description=text)
+
+
 class Refused(msgspec.Struct, frozen=True):
     """A known field that is not implemented."""
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from gllm.config import MAX_LOGPROBS, FieldError
-from gllm.frontend.fields.body import Int
-from gllm.frontend.fields.generation import Generation, about
+from gllm.frontend.fields.body import Int, about
+from gllm.frontend.fields.generation import Generation
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -20,6 +20,13 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     enable_thinking: bool | None = None
     thinking: bool | None = None
     reasoning_effort: Effort | None = None
+
+
+PROMPT_FIELDS = (
+    *("messages", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"),
+    *("reasoning_effort", "chat_template_kwargs"),
+)
+"""Fields that say what the prompt is."""
 
 
 class ChatFields(Generation):

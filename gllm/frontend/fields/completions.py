@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import msgspec
 
 from gllm.config import FieldError
-from gllm.frontend.fields.body import CountOrZero, Int, Int32
-from gllm.frontend.fields.generation import Generation, about
+from gllm.frontend.fields.body import CountOrZero, Int, Int32, about
+from gllm.frontend.fields.generation import Generation
 
 MAX_PROMPTS = 1024
 """Prompts of one completions request; also the least bound on all its choices."""

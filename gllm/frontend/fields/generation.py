@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from gllm.config import FieldError, SamplingParams
-from gllm.frontend.fields.body import Body, Count, Int, Int32, Refused
+from gllm.frontend.fields.body import Body, Count, Int, Int32, Refused, about
 
 Salt = Annotated[str, Meta(max_length=128)]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
@@ -23,11 +23,6 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-def about(text: str) -> Meta:
-    """What a field does, for those who read the API's pages."""
-    return Meta(description=text)
 
 
 class Sampling(Body):

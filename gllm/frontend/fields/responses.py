@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from gllm.config import FieldError
-from gllm.frontend.fields.body import Count, Int, Refused
-from gllm.frontend.fields.generation import Sampling, about
+from gllm.frontend.fields.body import Count, Int, Refused, about
+from gllm.frontend.fields.generation import Sampling
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
 
 Json = dict[str, Any]

@@ -22,7 +22,7 @@ def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scores: Scores
 ) -> Tensor:
     """As gllm.kernels.attention.paged_attention: query [tokens, heads, head_dim] of bfloat16,
-    float16 or float32, caches [blocks, block_size, kv_heads, elements] of the same dtype or of
+    float16 or float32, caches [blocks, block_size, kv_heads, elements] of one of these dtypes or of
     float8_e4m3fn, the result [tokens, heads, value_dim]. Slots of the cache have to be evenly
     spaced, the elements of a head adjacent; plan.tables is needed.
 

@@ -12,6 +12,7 @@ drawn on the host; a step with one of them waits for the device.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,13 +21,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.config import EngineConfig
+from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedRows
 from gllm.kernels.sampling import SamplingPlan
 from gllm.kernels.sampling import sample as draw_tokens
 from gllm.messages import RowLogprobs
 from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
-from gllm.runtime.batch import Batch, CacheShape, PlanAttention
+from gllm.runtime.batch import Batch, CacheShape, PlanAttention, plan_each
 from gllm.runtime.cuda.graphs import DecodeGraphs, bucket_of, buckets, pad_decodes
 from gllm.runtime.cuda.plans import plan_tables
 from gllm.runtime.cuda.staging import Staging
@@ -83,16 +85,20 @@ class DeviceExecutor(StageExecutor):
         stages: int,
         layers: range,
         queues: Queues,
-        plan: PlanAttention = plan_tables,
+        plan: PlanAttention | None = None,
     ) -> None:
         """`plan`: makes attention plans on the host, always of one layout for decodes as many as
-        a bucket has."""
+        a bucket has; default: what the attention backend reads, tables or gathers. The latter are
+        not of one layout, so that decodes are no graphs."""
         super().__init__(model_config, engine_config, stage, stages, layers, queues.device)
         self.stream = queues.stream()
         """Computes; whoever brings activations or takes them waits for it and lets it wait."""
         self._prepared_seconds = self._computed_seconds = 0.0
         """Spent by the host, each on a thread of its own."""
-        self._queues, self._plan = queues, plan
+        self._queues = queues
+        tables = BACKENDS[self.backend].reads == "tables"
+        self._plan = plan or partial(plan_tables if tables else plan_each, backend=self.backend)
+        self._can_record = plan is not None or tables
         self._sizes: list[int] = []
         """Rows of decodes that there is a graph for."""
         self._waited = 0.0
@@ -121,7 +127,7 @@ class DeviceExecutor(StageExecutor):
         """As in StageExecutor."""
         # Two blocks that no sequence holds: one that stays zero, one that padding is written to.
         blocks = num_blocks + 1, block_size
-        self._cache = KVCache(self._described, *blocks, self.dtype, self._queues.zeros)
+        self._cache = KVCache(self._described, *blocks, self.cache_dtype, self._queues.zeros)
         windows = frozenset(layer.attention.window for layer in self._described)
         plans = self._plan, self._padded
         self._shape = CacheShape(num_blocks, block_size, self.dtype, windows, *plans)
@@ -138,8 +144,11 @@ class DeviceExecutor(StageExecutor):
     def record_graphs(self, most: int, progress: Callable[[int, int], None]) -> None:
         """Record decodes of up to `most` rows; `progress` hears (graphs, graphs in all).
 
-        To be called behind `reserve` and `allocate`, before the first step.
+        To be called behind `reserve` and `allocate`, before the first step. Does nothing where
+        plans are not of one layout.
         """
+        if not self._can_record:
+            return
         sizes = buckets(most)
         hidden = self._queues.zeros((sizes[-1], self.model.hidden_size), self.dtype)
         for done, size in enumerate(reversed(sizes)):

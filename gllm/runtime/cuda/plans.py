@@ -14,10 +14,10 @@ CPU = torch.device("cpu")
 
 
 def plan_tables(
-    rows: PagedRows, dtype: torch.dtype, windows: Windows
+    rows: PagedRows, dtype: torch.dtype, windows: Windows, backend: str = "triton"
 ) -> dict[int | None, AttentionPlan]:
-    """Plans for layers with these windows, all with the same slots and tables. Steps with as many
-    rows, blocks in a row and tokens are laid out alike."""
+    """Plans for layers with these windows and a backend that reads tables, all with the same slots
+    and tables. Steps with as many rows, blocks in a row and tokens are laid out alike."""
     slots, tables = torch.from_numpy(written_slots(rows)), device_tables(rows, CPU)
-    plan = AttentionPlan(rows, slots, None, None, tables)
+    plan = AttentionPlan(rows, slots, None, backend, tables=tables)
     return {window: replace(plan, window=window) for window in windows}

@@ -9,13 +9,11 @@ import secrets
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from gllm.text.output.constraint import Schema, Written
 from gllm.text.output.events import CallArguments, CallBroken, CallStart, Content, Event
 from gllm.text.output.reader import Reader, Trimmed, Wait
 
-Schema = Mapping[str, Any]
-"""A JSON schema."""
 Tools = Mapping[str, Schema]
 """Schemas of arguments by name of the tool."""
 
@@ -115,6 +113,8 @@ class ToolFamily:
     """Tokens that the parser has to see, should the vocabulary have them as special ones."""
     written_by: Callable[[str], bool]
     """Whether a chat template, given by its source, shows this format."""
+    written: Callable[[str], Written]
+    """How calls look, by the chat template's source."""
     model_types: tuple[str, ...] = ()
     """Of config.json, for templates that show no format that is known."""
     only_known: bool = False

@@ -7,7 +7,8 @@ nothing of tokens and of HTTP.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gllm.text.output.calls import Calls, Schema, ToolFamily
+from gllm.text.output.calls import Calls, ToolFamily
+from gllm.text.output.constraint import Schema
 from gllm.text.output.events import Content, Event, merged
 from gllm.text.output.reader import Reader, Wait
 from gllm.text.output.reasoning import ReasoningTags, Splitter

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gllm.text.output import json_text
-from gllm.text.output.calls import Calls, Schema
+from gllm.text.output.calls import Calls
+from gllm.text.output.constraint import Grammar, Schema
 from gllm.text.output.reader import Sink, Wait
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -50,6 +51,32 @@ class TaggedArguments:
         end = yield from value(pieces.append)
         self._calls.arguments(typed("".join(pieces), kinds))
         return end
+
+
+def tagged_grammar(grammar: Grammar, schema: Schema, before: str, end: str, space: str) -> str:
+    """Arguments in the schema's order, those left out that are not required. KEY in `before` stands
+    for an argument's name; `end` is behind its value, `space` behind that."""
+    required = schema.get("required", [])
+    parts = []
+    for key, value in schema.get("properties", {}).items():
+        of_value = value if isinstance(value, Mapping) else {}
+        argument = grammar.rule(
+            f"{grammar.text(before.replace('KEY', key))} {_value(grammar, schema, of_value, end)} "
+            f"{grammar.text(space)}"
+        )
+        parts.append(argument if key in required else f"{argument}?")
+    return " ".join(parts)
+
+
+def _value(grammar: Grammar, schema: Schema, value: Schema, end: str) -> str:
+    """A value and its end."""
+    if _kinds(value) == {"string"}:
+        if not isinstance(value.get("enum"), list):
+            return grammar.until(end)
+        words = " | ".join(grammar.text(word) for word in value["enum"] if isinstance(word, str))
+        return f"({words}) {grammar.text(end)}"
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return f"{grammar.rule(grammar.json({**value, **shared}))} {grammar.text(end)}"
 
 
 def kinds_of(schema: Schema, key: str) -> set[str]:

@@ -9,14 +9,19 @@ from typing import Any
 Calls = list[tuple[str, dict[str, Any]]]
 
 
+def _json(value: Any) -> str:
+    """As templates write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _tagged(value: Any) -> str:
     """A value as templates write it between tags: strings as they are."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else _json(value)
 
 
 def hermes(calls: Calls) -> str:
     objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return "\n".join(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in objects)
+    return "\n".join(f"<tool_call>\n{_json(one)}\n</tool_call>" for one in objects)
 
 
 def qwen3_coder(calls: Calls) -> str:
@@ -46,12 +51,12 @@ def glm47(calls: Calls) -> str:
 
 
 def glm4(calls: Calls) -> str:
-    return "\n".join(f"{name}\n{json.dumps(arguments)}" for name, arguments in calls)
+    return "\n".join(f"{name}\n{_json(arguments)}" for name, arguments in calls)
 
 
 def llama3(calls: Calls) -> str:
     objects = [{"name": name, "parameters": arguments} for name, arguments in calls]
-    return "; ".join(map(json.dumps, objects))
+    return "; ".join(map(_json, objects))
 
 
 def llama3_tag(calls: Calls) -> str:
@@ -60,16 +65,16 @@ def llama3_tag(calls: Calls) -> str:
 
 def mistral(calls: Calls) -> str:
     objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return f"[TOOL_CALLS]{json.dumps(objects)}"
+    return f"[TOOL_CALLS]{_json(objects)}"
 
 
 def mistral_named(calls: Calls) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(values)}" for name, values in calls)
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(values)}" for name, values in calls)
 
 
 def deepseek(calls: Calls) -> str:
     texts = [
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{_json(arguments)}\n```"
         "<｜tool▁call▁end｜>"
         for name, arguments in calls
     ]
@@ -78,7 +83,7 @@ def deepseek(calls: Calls) -> str:
 
 def deepseek31(calls: Calls) -> str:
     texts = [
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(arguments)}<｜tool▁call▁end｜>"
         for name, arguments in calls
     ]
     return "<｜tool▁calls▁begin｜>" + "".join(texts) + "<｜tool▁calls▁end｜>"

@@ -232,6 +232,12 @@ LENIENT = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}}\n</tool_call>', "}", {"a": 1}),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", {"a": 1}),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", {}),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"\\u00e9": "\\ud83c\\udf89"}}</tool_call>',
+        "",
+        {"é": "🎉"},
+    ),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", {}),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}', "", {"a": "x\ny"}),
     ("qwen3_coder", "<function=f>\n<parameter=n>\n7\n</parameter>\n</function>", "", {"n": 7}),

@@ -8,6 +8,7 @@ import re
 
 from gllm.text.output import json_text
 from gllm.text.output.calls import Calls, ToolFamily
+from gllm.text.output.constraint import Written
 from gllm.text.output.reader import Reader, Wait
 
 BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -55,10 +56,19 @@ def _call(reader: Reader, calls: Calls, marker: str) -> Wait[bool]:
     return True
 
 
+def _written(template: str) -> Written:
+    """The older format where the template shows its fences."""
+    if FENCE in template:
+        before = f"{OPEN}function{SEPARATOR}NAME\n{FENCE}\n"
+        return Written(before, f"\n{FENCE_END}{CLOSE}", BLOCK, "\n", BLOCK_END)
+    return Written(f"{OPEN}NAME{SEPARATOR}", CLOSE, BLOCK, "", BLOCK_END)
+
+
 FAMILY = ToolFamily(
     name="deepseek",
     parse=_parse,
     markers=(BLOCK, BLOCK_END, OPEN, CLOSE, SEPARATOR),
     written_by=lambda template: BLOCK in template,
+    written=_written,
     model_types=("deepseek_v3",),
 )

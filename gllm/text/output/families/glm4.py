@@ -8,6 +8,7 @@ import re
 
 from gllm.text.output import json_text
 from gllm.text.output.calls import Calls, ToolFamily
+from gllm.text.output.constraint import Written
 from gllm.text.output.reader import Reader, Wait, ignore
 
 _BLANK = re.compile(r"[ \t]+")
@@ -50,6 +51,7 @@ FAMILY = ToolFamily(
     parse=_parse,
     markers=(),
     written_by=lambda template: "<|observation|>" in template,
+    written=lambda template: Written(before="NAME\n", after="", between="\n"),
     model_types=("glm", "glm4", "chatglm"),
     only_known=True,
 )

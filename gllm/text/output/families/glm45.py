@@ -7,8 +7,9 @@ between tags. Source: the models' chat templates.
 import re
 
 from gllm.text.output.calls import Calls, ToolFamily
+from gllm.text.output.constraint import Written
 from gllm.text.output.reader import Reader, Wait
-from gllm.text.output.tagged_call import TaggedArguments
+from gllm.text.output.tagged_call import TaggedArguments, tagged_grammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -58,5 +59,13 @@ FAMILY = ToolFamily(
     parse=_parse,
     markers=(OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END),
     written_by=lambda template: KEY in template,
+    written=lambda template: Written(
+        before=f"{OPEN}NAME\n",
+        after=CLOSE,
+        between="\n",
+        arguments=lambda grammar, schema: tagged_grammar(
+            grammar, schema, f"{KEY}KEY{KEY_END}\n{VALUE}", VALUE_END, "\n"
+        ),
+    ),
     model_types=("glm4_moe",),
 )

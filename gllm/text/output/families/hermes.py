@@ -5,6 +5,7 @@ Owns this format. Source: the models' chat templates.
 
 from gllm.text.output import json_call
 from gllm.text.output.calls import Calls, ToolFamily
+from gllm.text.output.constraint import Written
 from gllm.text.output.reader import Reader, Wait
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -32,5 +33,10 @@ FAMILY = ToolFamily(
     parse=_parse,
     markers=(OPEN, CLOSE),
     written_by=lambda template: OPEN in template and '"arguments"' in template,
+    written=lambda template: Written(
+        before=f'{OPEN}\n{{"name": "NAME", "arguments": ',
+        after=f"}}\n{CLOSE}",
+        between="\n",
+    ),
     model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
 )

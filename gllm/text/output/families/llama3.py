@@ -7,6 +7,7 @@ templates.
 
 from gllm.text.output import json_call
 from gllm.text.output.calls import Calls, ToolFamily
+from gllm.text.output.constraint import Written
 from gllm.text.output.reader import Reader, Wait
 
 TAG = "<|python_tag|>"
@@ -38,5 +39,8 @@ FAMILY = ToolFamily(
     parse=_parse,
     markers=(TAG,),
     written_by=lambda template: TAG in template or '"parameters": dictionary' in template,
+    written=lambda template: Written(
+        before='{"name": "NAME", "parameters": ', after="}", between="; "
+    ),
     only_known=True,
 )

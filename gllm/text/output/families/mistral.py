@@ -7,6 +7,7 @@ import re
 
 from gllm.text.output import json_call, json_text
 from gllm.text.output.calls import Calls, ToolFamily, short_id
+from gllm.text.output.constraint import Written
 from gllm.text.output.reader import Reader, Wait, ignore
 
 MARKER, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -46,11 +47,25 @@ def _single(reader: Reader, calls: Calls) -> Wait[bool]:
     return (yield from json_text.value(reader, calls.arguments))
 
 
+def _written(template: str) -> Written:
+    """The newer format where the template shows it."""
+    if ARGUMENTS in template:
+        return Written(before=f"{MARKER}NAME{ARGUMENTS}", after="")
+    return Written(
+        before='{"name": "NAME", "arguments": ',
+        after="}",
+        opening=f"{MARKER}[",
+        between=", ",
+        closing="]",
+    )
+
+
 FAMILY = ToolFamily(
     name="mistral",
     parse=_parse,
     markers=(MARKER, ID, ARGUMENTS),
     written_by=lambda template: MARKER in template,
+    written=_written,
     model_types=("mistral", "mixtral", "mistral3", "ministral"),
     new_id=short_id,
 )

@@ -7,8 +7,9 @@ chat templates.
 import re
 
 from gllm.text.output.calls import Calls, ToolFamily
+from gllm.text.output.constraint import Written
 from gllm.text.output.reader import Reader, Sink, Wait
-from gllm.text.output.tagged_call import TaggedArguments
+from gllm.text.output.tagged_call import TaggedArguments, tagged_grammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -68,4 +69,12 @@ FAMILY = ToolFamily(
     parse=_parse,
     markers=(OPEN, CLOSE),
     written_by=lambda template: FUNCTION in template and PARAMETER in template,
+    written=lambda template: Written(
+        before=f"{OPEN}\n{FUNCTION}NAME>\n",
+        after=f"{FUNCTION_END}\n{CLOSE}",
+        between="\n",
+        arguments=lambda grammar, schema: tagged_grammar(
+            grammar, schema, f"{PARAMETER}KEY>\n", f"\n{PARAMETER_END}", "\n"
+        ),
+    ),
 )

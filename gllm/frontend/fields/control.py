@@ -1,0 +1,23 @@
+"""The fields of the endpoints that steer the server.
+
+Owns the schemas. Knows nothing of what they cause.
+"""
+
+from typing import Annotated
+
+from gllm.config import FieldError
+from gllm.frontend.fields.body import Body, about
+
+
+class AbortFields(Body):
+    """POST /abort."""
+
+    request_id: Annotated[
+        str | None, about("of the request: its request_id, else its X-Request-Id")
+    ] = None
+    abort_all: Annotated[bool | None, about("end every request")] = None
+
+    def check(self) -> None:
+        """Raises FieldError unless it is clear what to end."""
+        if bool(self.abort_all) == (self.request_id is not None):
+            raise FieldError("request_id", "request_id or abort_all has to be given, and not both")

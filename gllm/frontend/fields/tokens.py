@@ -1,0 +1,48 @@
+"""The fields of POST /tokenize and POST /detokenize.
+
+Owns the schemas. Knows nothing of tokenizers.
+"""
+
+from typing import Annotated, Any
+
+from gllm.config import FieldError
+from gllm.frontend.fields.body import Body, Int32, about
+from gllm.frontend.fields.chat import PROMPT_FIELDS, ChatFields, Effort, TemplateOptions
+
+
+class TokenizeFields(Body):
+    """POST /tokenize."""
+
+    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
+    prompt: Annotated[str | None, about("a text; or else messages")] = None
+    add_special_tokens: Annotated[
+        bool | None, about("those that begin a completion's prompt; default true; only with prompt")
+    ] = None
+    messages: Annotated[Any, about("a chat, as chat completions take it; or else prompt")] = None
+    add_generation_prompt: Annotated[bool | None, about("as of chat completions")] = None
+    continue_final_message: Annotated[bool | None, about("as of chat completions")] = None
+    tools: Annotated[Any, about("as of chat completions")] = None
+    tool_choice: Annotated[Any, about("as of chat completions")] = None
+    reasoning_effort: Annotated[Effort | None, about("as of chat completions")] = None
+    chat_template_kwargs: Annotated[TemplateOptions | None, about("as of chat completions")] = None
+    return_token_strs: Annotated[bool | None, about("token_strs: each token by itself")] = None
+
+    @property
+    def chat(self) -> ChatFields:
+        """What chat completions would be asked for this prompt."""
+        return ChatFields(**{name: getattr(self, name) for name in PROMPT_FIELDS})
+
+    def check(self) -> None:
+        """Raises FieldError unless there is one thing to tokenize."""
+        self.chat.check()
+        if self.prompt is None and self.messages is None:
+            raise FieldError("prompt", "prompt or messages has to be given")
+        if self.prompt is not None and self.messages is not None:
+            raise FieldError("messages", "messages cannot be given together with prompt")
+
+
+class DetokenizeFields(Body):
+    """POST /detokenize."""
+
+    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
+    tokens: Annotated[list[Int32] | None, about("token ids")] = None

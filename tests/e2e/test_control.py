@@ -1,0 +1,79 @@
+"""Steering a real server: abort, prefix cache, profiles, and what it tells of itself."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server, serving, wait_until
+
+LONG = {"prompt": "The pipeline moves and moves and moves and moves and moves", "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, profiles: Path) -> Iterator[Server]:
+    log = str(profiles / "steps.jsonl")
+    flags = ["--pp", "2", "--kv-cache-memory", "64MiB", "--profile-dir", str(profiles)]
+    with serving(tiny_model, *flags, "--step-log", log) as started:
+        yield started
+
+
+def cached(server: Server) -> int:
+    answer = server.post("/v1/completions", LONG)[1]
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_the_prefix_cache_forgets(server: Server) -> None:
+    cached(server)
+    assert cached(server) > 0
+    assert server.post("/reset_prefix_cache", b"")[0] == 200
+    assert cached(server) == 0
+    assert cached(server) > 0
+
+
+def test_abort_ends_a_running_request_and_frees_its_blocks(server: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "request_id": "long", "n": 2}
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
+    thread.start()
+    aborted = []
+
+    def abort() -> bool:
+        aborted.append(server.post("/abort", {"request_id": "long"})[1]["aborted"])
+        return bool(aborted[-1])
+
+    wait_until(abort)
+    thread.join()
+    status, answer = answers[0]
+    assert status == 200
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["abort", "abort"]
+    assert answer["usage"]["completion_tokens"] < 1000
+    assert cached(server) >= 0
+
+
+def test_a_profile_is_a_trace_of_every_stage(server: Server, profiles: Path) -> None:
+    assert server.post("/stop_profile", b"")[0] == 409
+    assert server.post("/start_profile", b"")[0] == 200
+    assert server.post("/start_profile", b"")[0] == 409
+    server.post("/v1/completions", LONG)
+    assert server.post("/stop_profile", b"")[0] == 200
+    for stage in range(2):
+        (file,) = profiles.glob(f"stage-{stage}-*.json")
+        events = json.loads(file.read_text())["traceEvents"]
+        assert any(event.get("name", "").startswith("step ") for event in events)
+
+
+def test_server_info(server: Server) -> None:
+    import urllib.request
+
+    with urllib.request.urlopen(server.url + "/server_info") as answer:
+        told = json.load(answer)
+    assert told["engine"]["layers"] == [2, 2]
+    assert told["engine"]["config"]["scheduler"]["block_size"] == 16

@@ -1,0 +1,132 @@
+"""Which backend a stage takes, and what the ones it cannot take say."""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from gllm.config import ATTENTION_BACKENDS
+from gllm.kernels.attention_backends import (
+    AUTO,
+    BACKENDS,
+    HeadShape,
+    Wanted,
+    choose,
+    implementation,
+)
+from gllm.kernels.native import library
+from tests.kernels import fake_flash_attention
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+LATENT = HeadShape(576, 512, shared=True)
+ON_CPU = Wanted("cpu", (0, 0), torch.float32, torch.float32, 16, frozenset({HeadShape(64, 64)}))
+ON_GPU = Wanted("cuda", (9, 0), BF16, BF16, 256, frozenset({HeadShape(128, 128)}))
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What Python itself puts there for a module that is not to be imported.
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+
+
+def test_the_choices_of_the_flag_are_the_backends() -> None:
+    assert sorted(ATTENTION_BACKENDS) == sorted(["auto", *BACKENDS])
+    for device, names in AUTO.items():
+        assert all(device in BACKENDS[name].devices for name in names)
+
+
+@pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"triton"}))
+def test_each_is_a_module_with_the_operation(name: str) -> None:
+    assert callable(implementation(name).paged_attention)
+
+
+def test_a_cpu_takes_compiled_kernels_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "library", lambda: object())
+    assert choose("auto", ON_CPU).name == choose("native", ON_CPU).name == "native"
+    for misfit, reason in (
+        (replace(ON_CPU, cached=FP8), "KV cache of the arithmetic's type"),
+        (replace(ON_CPU, dtype=torch.float16), "float32 and bfloat16"),
+    ):
+        choice = choose("auto", misfit)
+        assert choice.name == "torch"
+        assert reason in choice.reason
+        with pytest.raises(ValueError, match=f"--attention-backend native: .*{reason}"):
+            choose("native", misfit)
+    assert choose("torch", ON_CPU).name == "torch"
+    monkeypatch.setattr(library, "library", lambda: None)
+    assert choose("auto", ON_CPU).name == "torch"
+    with pytest.raises(ValueError, match="was not compiled; install"):
+        choose("native", ON_CPU)
+
+
+@pytest.mark.parametrize("name", ["triton", "flash-attn"])
+def test_kernels_for_gpus_are_not_for_cpus(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: does not compute on a CPU; choose auto or .*"):
+        choose(name, ON_CPU)
+
+
+def test_native_kernels_are_not_for_gpus() -> None:
+    with pytest.raises(ValueError, match=r"native: does not compute on GPUs; choose auto or .*tri"):
+        choose("native", ON_GPU)
+
+
+def test_a_gpu_takes_flash_attention_where_it_fits(installed: None) -> None:
+    pytest.importorskip("triton")
+    assert choose("auto", ON_GPU).name == choose("flash-attn", ON_GPU).name == "flash-attn"
+    choice = choose("auto", replace(ON_GPU, block_size=16))
+    assert choice.name == "triton"
+    assert "--block-size 256" in choice.reason
+    assert choose("triton", ON_GPU).name == "triton"
+    assert choose("torch", ON_GPU).name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("misfit", "reason"),
+    [
+        (replace(ON_GPU, block_size=16), "multiple of 256 tokens, not 16; choose --block-size 256"),
+        (replace(ON_GPU, cached=FP8), "float8_e4m3fn; choose --kv-cache-dtype auto"),
+        (replace(ON_GPU, dtype=torch.float32, cached=torch.float32), "choose another --dtype"),
+        (replace(ON_GPU, capability=(7, 5)), "8.0 or more, this one has 7.5"),
+        (replace(ON_GPU, shapes=ON_GPU.shapes | {LATENT}), "latent attention"),
+        (replace(ON_GPU, shapes=frozenset({HeadShape(320, 320)})), "320 elements"),
+        (replace(ON_GPU, shapes=frozenset({HeadShape(12, 12)})), "12 elements"),
+        (replace(ON_GPU, shapes=frozenset({HeadShape(192, 128)})), "values 128"),
+    ],
+)
+def test_what_flash_attention_does_not_take(installed: None, misfit: Wanted, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"--attention-backend flash-attn: .*{reason}"):
+        choose("flash-attn", misfit)
+    pytest.importorskip("triton")
+    assert choose("auto", misfit).name == "triton"
+
+
+def test_flash_attention_has_to_be_installed(missing: None) -> None:
+    with pytest.raises(ValueError, match=r"flash-attn: .*cannot be imported .*pip install flash-a"):
+        choose("flash-attn", ON_GPU)
+
+
+def test_another_package_of_that_name_is_not_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashAttention-4 alone, which shares the name but has none of the functions."""
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    with pytest.raises(ValueError, match="flash-attn: cannot be imported"):
+        choose("flash-attn", ON_GPU)
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.5.9", False), ("2.6.0", True), ("2.10", True)])
+def test_flash_attention_has_to_be_new_enough(
+    version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
+    monkeypatch.setattr(fake_flash_attention, "__version__", version)
+    if fits:
+        assert choose("flash-attn", ON_GPU).name == "flash-attn"
+    else:
+        with pytest.raises(ValueError, match=r"2\.5\.9 is installed; pip install -U flash-attn"):
+            choose("flash-attn", ON_GPU)

@@ -1,0 +1,83 @@
+"""What a stage on a GPU takes for its attention: nothing is put there, what it has is asked."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gllm.config import EngineConfig, FieldError
+from gllm.kernels.attention_plan import PagedRows
+from gllm.models.config import read_config
+from gllm.runtime.cuda.executor import DeviceExecutor
+from tests.kernels import fake_flash_attention
+from tests.tiny_models import save
+
+
+class OnGpu:
+    """Queues of a GPU, of which only the place is looked at."""
+
+    device = torch.device("cuda", 0)
+
+    def stream(self) -> None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of sm_90 with flash-attn."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
+
+
+def executor(folder: Path, **options: Any) -> DeviceExecutor:
+    given = {"dtype": "bfloat16", "block_size": 256} | options
+    config, engine = read_config(folder), EngineConfig.of(str(folder), **given)
+    layers = range(config.model.num_layers)
+    return DeviceExecutor(config, engine, 0, 1, layers, OnGpu())  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("llama3", tmp_path_factory.mktemp("llama3"))
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({}, "flash-attn"),
+        ({"block_size": 16}, "triton"),
+        ({"kv_cache_dtype": "fp8"}, "triton"),
+        ({"dtype": "float32"}, "triton"),
+        ({"attention_backend": "triton"}, "triton"),
+        ({"attention_backend": "torch"}, "torch"),
+    ],
+)
+def test_plans_are_those_of_the_backend(
+    folder: Path, options: dict[str, Any], backend: str
+) -> None:
+    made = executor(folder, **options)
+    rows = PagedRows(np.array([[1, 0]]), np.array([0, 6]), np.array([6]), 0, 256, 8)
+    (plan,) = made._plan(rows, made.dtype, frozenset({None})).values()
+    assert made.backend == plan.backend == backend
+    assert (plan.gathers is None) == (plan.tables is not None) == (backend != "torch")
+    assert made._can_record == (backend != "torch")
+    # Staging takes a plan there from the host.
+    assert plan.slots.is_cpu
+
+
+def test_one_layer_that_does_not_fit_is_enough(tmp_path: Path) -> None:
+    assert executor(save("deepseek-v2", tmp_path)).backend == "triton"
+
+
+def test_a_gpu_without_8_bit_floats_refuses_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(FieldError, match=r"--kv-cache-dtype fp8 needs .*this one has 8\.0"):
+        executor(folder, kv_cache_dtype="fp8")
+    assert executor(folder, kv_cache_dtype="float16").cache_dtype == torch.float16
