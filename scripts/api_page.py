@@ -29,7 +29,8 @@ names the field as the client knows it. Where there is no counterpart:
 - Nothing is kept. `store` has no effect, answers say `"store": false`, and what names a stored
   answer, conversation or template is refused.
 - `instructions`, `system`, and system and developer messages at the beginning become one system
-  message: chat templates have no place for more.
+  message: chat templates have no place for more. In `/v1/messages`, a user's messages in a row
+  become one.
 - Reasoning is told whole: as `reasoning_text`, or as a `thinking` block with an empty signature.
   Given back, it reaches the chat template as `reasoning_content`. Summaries and encrypted contents
   are neither made nor read, and no budget of reasoning is kept.

@@ -4,7 +4,7 @@ Owns where a block ends and the next one begins. Knows nothing of how blocks are
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from gllm.frontend.sse import Event
@@ -20,12 +20,16 @@ class Block:
 
     kind: Kind
     index: int
-    text: str = ""
-    """Of a call: its arguments, the text of a JSON object."""
     call_id: str = ""
     name: str = ""
+    pieces: list[str] = field(default_factory=list)
     status: Status = "in_progress"
     """Incomplete: cut off, or a call that turned out to be none."""
+
+    @property
+    def text(self) -> str:
+        """What it says; of a call: its arguments, the text of a JSON object."""
+        return "".join(self.pieces)
 
 
 class Pen(Protocol):
@@ -62,7 +66,7 @@ class Blocks:
                 case output.Reasoning(text):
                     written += self._text("reasoning", text)
                 case output.CallStart(_, call_id, name):
-                    written += self._begin(Block("call", len(self.all), "", call_id, name))
+                    written += self._begin(Block("call", len(self.all), call_id, name))
                 case output.CallArguments(_, text):
                     written += self._grow(text)
                 case output.CallBroken(_):
@@ -94,7 +98,7 @@ class Blocks:
 
     def _grow(self, text: str) -> list[Event]:
         block = self.all[-1]
-        block.text += text
+        block.pieces.append(text)
         return self._pen.grown(block, text)
 
 

@@ -169,6 +169,15 @@ def test_blocks_become_messages():
     ]
 
 
+def test_a_users_messages_in_a_row_are_one():
+    turns = [USER, {"role": "user", "content": "there"}, {"role": "system", "content": "x"}, USER]
+    assert chat_of(messages=turns)["messages"] == [
+        {"role": "user", "content": "Hi\nthere"},
+        {"role": "system", "content": "x"},
+        USER,
+    ]
+
+
 def test_what_has_other_names_elsewhere():
     schema = {"type": "object"}
     chat = chat_of(

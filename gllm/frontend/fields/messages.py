@@ -153,7 +153,7 @@ def as_chat(fields: MessageFields | CountFields) -> Json:
 
 
 def _messages(fields: MessageFields | CountFields) -> list[Json]:
-    turns = Turns()
+    turns = Turns(joins=True)
     if fields.system:
         turns.say("system", text_of(fields.system, "system", TEXT))
     if not fields.messages:

@@ -12,18 +12,24 @@ Json = dict[str, Any]
 
 
 class Turns:
-    """Chat messages, put together turn by turn."""
+    """Chat messages, put together turn by turn.
 
-    def __init__(self) -> None:
+    joins: whether what a user says in a row is one message.
+    """
+
+    def __init__(self, joins: bool = False) -> None:
         self.messages: list[Json] = []
+        self._joins = joins
 
     def say(self, role: str, text: str) -> None:
         """A message of its own. What a chat begins with for the system is one message: that is all
         that chat templates have a place for."""
         systems = ("system", "developer")
-        first = self.messages[0] if len(self.messages) == 1 else {"role": ""}
-        if role in systems and first["role"] in systems:
-            first["content"] += "\n\n" + text
+        last = self.messages[-1] if self.messages else {"role": ""}
+        if role in systems and last["role"] in systems and len(self.messages) == 1:
+            last["content"] += "\n\n" + text
+        elif role == last["role"] == "user" and self._joins:
+            last["content"] += "\n" + text
         else:
             self.messages.append({"role": role, "content": text})
 
