@@ -16,7 +16,9 @@ from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.embeddings import EmbeddingFields
+from gllm.frontend.fields.messages import CountFields, MessageFields
 from gllm.frontend.fields.reading import continue_later
+from gllm.frontend.fields.responses import ResponseFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.middleware import arrival, cors, draining, keys, rate_limit
@@ -26,10 +28,12 @@ from gllm.frontend.routes import (
     control,
     embeddings,
     health,
+    messages,
     metrics,
     models,
     openapi,
     page,
+    responses,
     server_info,
     tokens,
     version,
@@ -43,6 +47,9 @@ ENDPOINTS = (
     Endpoint("HEAD", "/page/{name}", page.file, content="*/*", is_open=True),
     Endpoint("POST", "/v1/chat/completions", chat.create, ChatFields),
     Endpoint("POST", "/v1/completions", completions.create, CompletionFields),
+    Endpoint("POST", "/v1/responses", responses.create, ResponseFields),
+    Endpoint("POST", "/v1/messages", messages.create, MessageFields),
+    Endpoint("POST", "/v1/messages/count_tokens", messages.count, CountFields),
     Endpoint("POST", "/v1/embeddings", embeddings.create, EmbeddingFields),
     Endpoint("GET", "/v1/models", models.listing),
     Endpoint("GET", "/v1/models/{model}", models.one),

@@ -183,6 +183,11 @@ class Choice:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
 
+    def as_delta(self) -> Delta:
+        """The choice as the only delta of its own."""
+        ending = (self.finish_reason, self.stop_reason)
+        return Delta(self.index, self.text, self.token_ids, *ending, logprobs=self.logprobs)
+
 
 def _coalesced(deltas: list[Delta]) -> list[Delta]:
     """Consecutive deltas of one choice as one; a failure stays apart from what came before it."""

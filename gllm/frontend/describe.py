@@ -94,10 +94,12 @@ def page(endpoints: Sequence[Endpoint]) -> str:
         lines += ["", f"## {endpoint.method} {endpoint.path}", ""]
         parents = [one for one in body.__mro__[1:] if issubclass(one, Body) and one is not Body]
         shared.update(dict.fromkeys(parents))
-        lines += _fields(body, set(body.__annotations__) if parents else None)
-        lines += [f"\nAnd {_title(parent).lower()}." for parent in parents]
+        lines += _fields(body)
+        lines += ["", f"And {', and '.join(_title(one).lower() for one in parents)}."] * bool(
+            parents
+        )
     for parent in shared:
-        lines += ["", f"## {_title(parent)}", "", *_fields(parent, None)]
+        lines += ["", f"## {_title(parent)}", "", *_fields(parent)]
     return "\n".join(lines) + "\n"
 
 
@@ -106,20 +108,19 @@ def _title(body: type[Body]) -> str:
     return (body.__doc__ or "").strip().splitlines()[0].removesuffix(".")
 
 
-def _fields(body: type[Body], names: set[str] | None) -> Iterator[str]:
-    """Fields of a body as a table: those of these names, or all, with those of no effect."""
+def _fields(body: type[Body]) -> Iterator[str]:
+    """The fields that a schema adds to those of its parents as a table: what they do, what has no
+    effect, what is refused."""
     (_,), schemas = msgspec.json.schema_components([body])
     properties = schemas[body.__name__]["properties"]
     yield "| field | type | what it does |"
     yield "| --- | --- | --- |"
     for name, schema in properties.items():
-        if names is None or name in names:
+        if name in body.__annotations__:
             yield f"| `{name}` | {_kind(schema)} | {schema.get('description', '')} |"
-    if names is not None:
-        return
-    for name, why in body.inert.items():
+    for name, why in vars(body).get("inert", {}).items():
         yield f"| `{name}` | any | accepted without effect: {why} |"
-    for name, refused in body.refused.items():
+    for name, refused in vars(body).get("refused", {}).items():
         if name not in properties:
             values = " or ".join(f"`{msgspec.json.encode(off).decode()}`" for off in refused.off)
             yield f"| `{name}` | {values or 'none'} | {refused.why} |"

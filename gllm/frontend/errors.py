@@ -50,13 +50,16 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers: dict[str, str] = {}
+        self.besides: dict[str, Any] = {}
+        """What an endpoint's own clients look for in the body, beside `error`."""
 
     def body(self) -> dict[str, Any]:
         """The error as JSON values, safe to encode whatever the client sent."""
         kind = TYPES.get(self.status, TYPES[400] if self.status < 500 else TYPES[500])
         param = None if self.param is None else _encodable(self.param)
         message = _encodable(self.message)
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+        told = {"message": message, "type": kind, "param": param, "code": self.code}
+        return {**self.besides, "error": told}
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -63,3 +63,21 @@ def test_the_name_demo_is_served() -> None:
         text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
         assert len(text.split()) >= 2
         assert {event["model"] for event in events} == {"demo"}
+
+
+def test_the_newer_apis_tell_what_chat_completions_tell() -> None:
+    question = [{"role": "user", "content": "Tell me a story about Otto the fox."}]
+    greedy = {"temperature": 0, "max_tokens": 30}
+    with serving("demo") as server:
+        _, chat = server.post("/v1/chat/completions", {"messages": question, **greedy})
+        text = chat["choices"][0]["message"]["content"]
+        asked = {"input": question, "temperature": 0, "max_output_tokens": 30}
+        *_, last = server.stream("/v1/responses", asked)
+        assert last["type"] == "response.incomplete"
+        assert last["response"]["output"][0]["content"][0]["text"] == text
+        body = {"messages": question, **greedy}
+        deltas = [event.get("delta", {}) for event in server.stream("/v1/messages", body)]
+        assert "".join(delta.get("text", "") for delta in deltas) == text
+        assert deltas[-2]["stop_reason"] == "max_tokens"
+        _, counted = server.post("/v1/messages/count_tokens", {"messages": question})
+        assert counted["input_tokens"] == chat["usage"]["prompt_tokens"]

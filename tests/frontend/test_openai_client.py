@@ -65,6 +65,34 @@ async def test_logprobs(server, client):
         await client.completions.create(**refused)
 
 
+async def test_responses(server, client):
+    asked = {"model": "fake/model", "input": "Hi", "metadata": {"a": "b"}}
+    whole = await client.responses.create(**asked)
+    assert (whole.output_text, whole.status) == (server.engine.reply, "completed")
+    assert whole.usage.input_tokens_details.cached_tokens == 3
+    assert whole.usage.output_tokens_details.reasoning_tokens == 0
+    events = [event async for event in await client.responses.create(**asked, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response.output_text == server.engine.reply
+    again = [*whole.output, {"role": "user", "content": "And then?"}]
+    assert (await client.responses.create(model="fake/model", input=again)).output_text
+
+
+async def test_responses_streamed_with_their_state(server, client):
+    asked = {"model": "fake/model", "input": "Hi"}
+    async with client.responses.stream(**asked) as stream:
+        snapshots = [e.snapshot async for e in stream if e.type == "response.output_text.delta"]
+        final = await stream.get_final_response()
+    assert snapshots[-1] == final.output_text == server.engine.reply
+    server.engine.fail_after = 3
+    async with client.responses.stream(**asked) as stream:
+        *_, last = [event async for event in stream]
+    assert (last.type, last.response.error.code) == ("response.failed", "generation_failed")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(**asked, previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+
+
 async def test_models(client):
     assert [model.id async for model in client.models.list()] == ["fake/model"]
     assert (await client.models.retrieve("fake/model")).id == "fake/model"

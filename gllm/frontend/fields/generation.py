@@ -27,8 +27,55 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Generation(Body):
+class Sampling(Body):
     """Fields of every endpoint that generates."""
+
+    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
+    temperature: Annotated[
+        float | None, about("0..2; 0 takes the likeliest token; default: the model's, else 1")
+    ] = None
+    top_p: Annotated[float | None, about("(0, 1]: the likeliest tokens of this share")] = None
+    top_k: Annotated[Int | None, about("so many likeliest tokens; -1 or 0: all")] = None
+    min_p: Annotated[
+        float | None, about("[0, 1]: no token below this share of the likeliest one's")
+    ] = None
+    seed: Annotated[Int | None, about("same seed, same output, whatever else is in the batch")] = (
+        None
+    )
+    stop_token_ids: Annotated[list[Int32] | None, about("token ids that end the output")] = None
+    min_tokens: Annotated[Int | None, about("0..max_tokens: nothing ends the output before")] = None
+    ignore_eos: Annotated[bool | None, about("go on behind the model's own end")] = None
+    stream: Annotated[bool | None, about("answer with server-sent events")] = None
+    repetition_penalty: Annotated[float | None, about("> 0, over prompt and output; 1: none")] = (
+        None
+    )
+    presence_penalty: Annotated[float | None, about("[-2, 2], over the output")] = None
+    frequency_penalty: Annotated[float | None, about("[-2, 2], over the output")] = None
+    logit_bias: Annotated[
+        dict[Int32, float] | None, about("by token id, [-100, 100], added to logits")
+    ] = None
+    allowed_token_ids: Annotated[list[Int32] | None, about("the only tokens drawn")] = None
+    bad_words: Annotated[list[str] | None, about("up to 1024 strings that never come out")] = None
+    truncate_prompt_tokens: Annotated[
+        Int | None, about("keep the prompt's last so many tokens; -1: as many as fit")
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, about("leave special tokens out of the text; default true")
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, about("do not cut off what ended the text")
+    ] = None
+    priority: Annotated[Int32 | None, about("smaller runs earlier; default 0")] = None
+    cache_salt: Annotated[
+        Salt | None, about("requests share prefixes in the cache only with the same salt")
+    ] = None
+    request_id: Annotated[
+        Id | None, about("names the answer, and the request to /abort; default: X-Request-Id")
+    ] = None
+
+
+class Generation(Sampling):
+    """Fields of chat completions and completions."""
 
     inert: ClassVar[Mapping[str, str]] = {
         "user": "who asks",
@@ -57,56 +104,21 @@ class Generation(Body):
         "early_stopping": Refused(NO_BEAMS, (False,)),
     }
 
-    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
-    temperature: Annotated[
-        float | None, about("0..2; 0 takes the likeliest token; default: the model's, else 1")
-    ] = None
-    top_p: Annotated[float | None, about("(0, 1]: the likeliest tokens of this share")] = None
-    top_k: Annotated[Int | None, about("so many likeliest tokens; -1 or 0: all")] = None
-    min_p: Annotated[
-        float | None, about("[0, 1]: no token below this share of the likeliest one's")
-    ] = None
-    seed: Annotated[Int | None, about("same seed, same output, whatever else is in the batch")] = (
-        None
-    )
     stop: Annotated[
         str | list[str] | None, about("up to 32 strings that end the text, and are cut off it")
     ] = None
-    stop_token_ids: Annotated[list[Int32] | None, about("token ids that end the output")] = None
-    min_tokens: Annotated[Int | None, about("0..max_tokens: nothing ends the output before")] = None
     max_tokens: Annotated[
         Count | None, about("most tokens of a choice; default: the rest of the context")
     ] = None
     max_completion_tokens: Annotated[Count | None, about("the newer name of max_tokens")] = None
-    ignore_eos: Annotated[bool | None, about("go on behind the model's own end")] = None
     n: Annotated[Int | None, about("choices, at most --max-choices")] = None
-    stream: Annotated[bool | None, about("answer with server-sent events")] = None
     stream_options: Annotated[
         StreamOptions | None,
         about("include_usage: usage at the end; continuous_usage_stats: usage in every event"),
     ] = None
     return_token_ids: Annotated[bool | None, about("token_ids in every choice")] = None
-    repetition_penalty: Annotated[float | None, about("> 0, over prompt and output; 1: none")] = (
-        None
-    )
-    presence_penalty: Annotated[float | None, about("[-2, 2], over the output")] = None
-    frequency_penalty: Annotated[float | None, about("[-2, 2], over the output")] = None
-    logit_bias: Annotated[
-        dict[Int32, float] | None, about("by token id, [-100, 100], added to logits")
-    ] = None
-    allowed_token_ids: Annotated[list[Int32] | None, about("the only tokens drawn")] = None
-    bad_words: Annotated[list[str] | None, about("up to 1024 strings that never come out")] = None
     prompt_logprobs: Annotated[
         Int | None, about("0..20 likeliest tokens for each token of the prompt; not with stream")
-    ] = None
-    truncate_prompt_tokens: Annotated[
-        Int | None, about("keep the prompt's last so many tokens; -1: as many as fit")
-    ] = None
-    skip_special_tokens: Annotated[
-        bool | None, about("leave special tokens out of the text; default true")
-    ] = None
-    include_stop_str_in_output: Annotated[
-        bool | None, about("do not cut off what ended the text")
     ] = None
     response_format: Annotated[
         ResponseFormat | None,
@@ -115,13 +127,6 @@ class Generation(Body):
     structured_outputs: Annotated[
         StructuredOutputs | None,
         about("exactly one of json, regex, choice and grammar (docs/structured-output.md)"),
-    ] = None
-    priority: Annotated[Int32 | None, about("smaller runs earlier; default 0")] = None
-    cache_salt: Annotated[
-        Salt | None, about("requests share prefixes in the cache only with the same salt")
-    ] = None
-    request_id: Annotated[
-        Id | None, about("names the answer, and the request to /abort; default: X-Request-Id")
     ] = None
 
     def check(self) -> None:

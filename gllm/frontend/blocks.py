@@ -1,0 +1,110 @@
+"""An answer as blocks in a row, as newer APIs show it: reasoning, text, tool calls.
+
+Owns where a block ends and the next one begins. Knows nothing of how blocks are written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from gllm.frontend.sse import Event
+from gllm.text.output import events as output
+
+Kind = Literal["reasoning", "text", "call"]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+@dataclass
+class Block:
+    """One block, as far as it got."""
+
+    kind: Kind
+    index: int
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    status: Status = "in_progress"
+    """Incomplete: cut off, or a call that turned out to be none."""
+
+    @property
+    def text(self) -> str:
+        """What it says; of a call: its arguments, the text of a JSON object."""
+        return "".join(self.pieces)
+
+
+class Pen(Protocol):
+    """How an API writes blocks to a stream."""
+
+    def opened(self, block: Block) -> list[Event]:
+        """A block without text begins."""
+
+    def grown(self, block: Block, text: str) -> list[Event]:
+        """More of a block's text, which is in the block already."""
+
+    def closed(self, block: Block) -> list[Event]:
+        """A block has ended."""
+
+
+class Blocks:
+    """Blocks on their way through a pen."""
+
+    def __init__(self, pen: Pen) -> None:
+        self.all: list[Block] = []
+        self._pen = pen
+
+    def add(self, events: Sequence[output.Event]) -> list[Event]:
+        """What the output's events add to a stream.
+
+        A call that turns out to be none is left out where all of it is among the events; it cannot
+        be taken back later.
+        """
+        written: list[Event] = []
+        for event in _without_broken_calls(events):
+            match event:
+                case output.Content(text):
+                    written += self._text("text", text)
+                case output.Reasoning(text):
+                    written += self._text("reasoning", text)
+                case output.CallStart(_, call_id, name):
+                    written += self._begin(Block("call", len(self.all), call_id, name))
+                case output.CallArguments(_, text):
+                    written += self._grow(text)
+                case output.CallBroken(_):
+                    written += self.end("incomplete")
+        return written
+
+    def finish(self, reason: str) -> list[Event]:
+        """The end of the output. A call that did not break is whole, whatever ended the output."""
+        cut = reason in ("length", "abort") and bool(self.all) and self.all[-1].kind != "call"
+        return self.end("incomplete" if cut else "completed")
+
+    def end(self, status: Status = "completed") -> list[Event]:
+        """The end of what is open."""
+        if not self.all or self.all[-1].status != "in_progress":
+            return []
+        self.all[-1].status = status
+        return self._pen.closed(self.all[-1])
+
+    def _text(self, kind: Kind, text: str) -> list[Event]:
+        last = self.all[-1] if self.all else None
+        if last is not None and last.kind == kind and last.status == "in_progress":
+            return self._grow(text)
+        return self._begin(Block(kind, len(self.all))) + self._grow(text)
+
+    def _begin(self, block: Block) -> list[Event]:
+        written = self.end()
+        self.all.append(block)
+        return written + self._pen.opened(block)
+
+    def _grow(self, text: str) -> list[Event]:
+        block = self.all[-1]
+        block.pieces.append(text)
+        return self._pen.grown(block, text)
+
+
+def _without_broken_calls(events: Sequence[output.Event]) -> list[output.Event]:
+    """The events without those of calls that begin and break among them."""
+    begun = {event.index for event in events if isinstance(event, output.CallStart)}
+    broken = {event.index for event in events if isinstance(event, output.CallBroken)}
+    gone = begun & broken
+    return [event for event in events if getattr(event, "index", None) not in gone]
