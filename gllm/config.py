@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.logs import FORMATS
 from gllm.scheduler.config import SchedulerConfig, option
 
 INT32_MAX = 2**31 - 1
@@ -148,6 +149,12 @@ class ServerConfig:
     max_choices: int = option(128, "largest n of a request")
     max_body_bytes: int = option(8 * 2**20, "largest request body, as 8MiB", parse=parse_bytes)
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "log lines for people, or a JSON object each", choices=FORMATS)
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL that gets a span of each request by OTLP over HTTP, as http://localhost:4318/v1/traces; "
+        "default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, without it none",
+    )
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from gllm.engine_api import (
     check_request,
     truncated,
 )
+from gllm.logs import QUIET, LogConfig
 from gllm.messages import Bubbles, Sampling, StageLoad, TokenLogprobs
 from gllm.models.config import read_config
 from gllm.models.hub import resolve
@@ -53,7 +54,7 @@ class Engine:
         self,
         config: EngineConfig,
         served_model_name: str | None = None,
-        log_level: str = "warning",
+        logs: LogConfig = QUIET,
         progress: bool = False,
         workers: Workers | None = None,
     ) -> None:
@@ -73,7 +74,7 @@ class Engine:
         )
         self._pipeline = Pipeline(self.config, layers, self._show_progress)
         self._client = self._pipeline.client
-        self._log_level = log_level
+        self._logs = logs
         self._given = workers
         self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=not progress)
 
@@ -147,7 +148,7 @@ class Engine:
         """
         workers = self._given or Workers(len(self._pipeline.layers))
         try:
-            await self._pipeline.start(self._folder, workers, self._log_level)
+            await self._pipeline.start(self._folder, workers, self._logs)
         finally:
             self._bar.close()
 

@@ -6,13 +6,19 @@ a command line or a model that cannot be. Knows nothing of what is served (serve
 
 import argparse
 import logging
+import os
 import sys
 
 import setproctitle
 
 from gllm import __version__
 from gllm.config import EngineConfig, ServerConfig, add_flags, from_flags
+from gllm.logs import LogConfig, configure
 from gllm.runtime.launch import Workers
+
+log = logging.getLogger("gllm")
+
+TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,21 +37,23 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until told to end; the exit status."""
     values = parser().parse_args(argv)
     values.model = values.positional or values.model
-    logging.basicConfig(level=values.log_level.upper(), format="%(levelname)s %(message)s")
+    values.otlp_traces_endpoint = values.otlp_traces_endpoint or os.environ.get(TRACES_VARIABLE)
+    logs = LogConfig(values.log_level, values.log_format)
+    configure(logs)
     setproctitle.setproctitle("gllm-frontend")
     try:
         engine_config = from_flags(EngineConfig, values)
         server_config = from_flags(ServerConfig, values)
     except ValueError as error:
-        return _refuse(error, 2)
+        return _refuse(error, 2, logs)
     workers = Workers(engine_config.pipeline_parallel_size)
     try:
-        return _serve(engine_config, server_config, workers)
+        return _serve(engine_config, server_config, workers, logs)
     finally:
         workers.kill()
 
 
-def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers) -> int:
+def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers, logs: LogConfig) -> int:
     # Here, not above: the workers import torch beside this process's own imports.
     import uvloop
 
@@ -53,15 +61,18 @@ def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers) -> int:
     from gllm.server import Server
 
     try:
-        return uvloop.run(Server(engine, server, workers).run())
+        return uvloop.run(Server(engine, server, workers, logs).run())
     except (ValueError, OSError) as error:
-        return _refuse(error, 2)
+        return _refuse(error, 2, logs)
     except EngineError as error:
-        return _refuse(error, 1)
+        return _refuse(error, 1, logs)
 
 
-def _refuse(error: Exception, status: int) -> int:
-    print(f"gllm: {error}", file=sys.stderr)
+def _refuse(error: Exception, status: int, logs: LogConfig) -> int:
+    if logs.format == "json":
+        log.critical("%s", error)
+    else:
+        print(f"gllm: {error}", file=sys.stderr)
     return status
 
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from gllm.config import EngineConfig, ServerConfig
 from gllm.engine import Engine
 from gllm.frontend.app import make_app, make_runner
+from gllm.logs import LogConfig
 from gllm.runtime.launch import Workers
 
 log = logging.getLogger("gllm")
@@ -25,11 +26,13 @@ DEAD_SECONDS = 5.0
 class Server:
     """The engine, the HTTP server, and the signals that end them."""
 
-    def __init__(self, engine: EngineConfig, server: ServerConfig, workers: Workers) -> None:
+    def __init__(
+        self, engine: EngineConfig, server: ServerConfig, workers: Workers, logs: LogConfig
+    ) -> None:
         """Raises as Engine does."""
         self._config = server
-        name, level = server.served_model_name, server.log_level
-        self._engine = Engine(engine, name, level, progress=True, workers=workers)
+        bar = logs.format == "text"
+        self._engine = Engine(engine, server.served_model_name, logs, bar, workers)
         self._told_to_end = asyncio.Event()
 
     async def run(self) -> int:

@@ -20,6 +20,7 @@ from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.metrics import Metrics
+from gllm.frontend.middleware import observe
 from gllm.frontend.routes import (
     chat,
     completions,
@@ -34,6 +35,7 @@ from gllm.frontend.routes import (
     version,
 )
 from gllm.frontend.routes.openapi import ALL
+from gllm.logs import REQUEST_ID as REQUEST_LOGGED
 
 ENDPOINTS = (
     Endpoint("GET", "/", page.index, content="text/html"),
@@ -65,12 +67,15 @@ MAX_HEADER_BYTES = 16384
 
 
 def make_app(engine: EngineLike, config: ServerConfig) -> web.Application:
-    """The application around an engine, which may still be loading."""
-    app = web.Application(
-        middlewares=[arrival_middleware, error_middleware],
-        client_max_size=config.max_body_bytes,
-    )
+    """The application around an engine, which may still be loading.
+
+    Raises ValueError that names the flag for what cannot be.
+    """
+    app = web.Application(client_max_size=config.max_body_bytes)
     app[CONTEXT] = Context(engine, config, Metrics(engine))
+    app.middlewares.append(arrival_middleware)
+    observe.install(app, config)
+    app.middlewares.append(error_middleware)
     app.on_response_prepare.append(_echo_request_id)
     app[ALL] = ENDPOINTS
     for endpoint in ENDPOINTS:
@@ -98,6 +103,7 @@ async def arrival_middleware(request: web.Request, handler: Handler) -> web.Stre
     request[ARRIVAL] = time.monotonic()
     given = re.sub(r"[^A-Za-z0-9._:-]", "", request.headers.get("X-Request-Id", ""))
     request[REQUEST_ID] = given[:128] or uuid.uuid4().hex
+    REQUEST_LOGGED.set(request[REQUEST_ID])
     return await handler(request)
 
 
