@@ -152,8 +152,8 @@ class ServerConfig:
     log_format: str = option("text", "log lines for people, or a JSON object each", choices=FORMATS)
     otlp_traces_endpoint: str | None = option(
         None,
-        "URL that gets a span of each request by OTLP over HTTP, as http://localhost:4318/v1/traces; "
-        "default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, without it none",
+        "URL that gets a span of each request by OTLP over HTTP, as "
+        "http://localhost:4318/v1/traces; default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none",
     )
 
 

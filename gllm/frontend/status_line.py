@@ -6,6 +6,7 @@ a request sets it, and it is set again only while requests are inside.
 
 import asyncio
 import logging
+from contextvars import Context
 from typing import NamedTuple
 
 from gllm.engine_api import EngineLike
@@ -45,7 +46,8 @@ class StatusLine:
             self._timer.cancel()
 
     def _wait(self, loop: asyncio.AbstractEventLoop, since: _Counts) -> None:
-        self._timer = loop.call_later(SECONDS, self._tell, loop, since)
+        # In a context of its own: the line is about no one request.
+        self._timer = loop.call_later(SECONDS, self._tell, loop, since, context=Context())
 
     def _tell(self, loop: asyncio.AbstractEventLoop, before: _Counts) -> None:
         now = self._counts(loop)
