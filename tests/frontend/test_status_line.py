@@ -79,11 +79,17 @@ def test_a_line_every_ten_seconds_of_activity(engine: FakeEngine, told: Any) -> 
 def test_the_line_is_about_no_one_request(engine: FakeEngine, told: Any) -> None:
     loop, line = Loop(), StatusLine(engine, Metrics(engine))
     seen: list[str] = []
-    told.handler.addFilter(lambda record: seen.append(REQUEST_ID.get()) or True)
+
+    def look(record: logging.LogRecord) -> bool:
+        seen.append(REQUEST_ID.get())
+        return True
+
+    told.handler.addFilter(look)
     token = REQUEST_ID.set("abc")
     line.wake(loop)
     loop.turn(10)
     REQUEST_ID.reset(token)
+    told.handler.removeFilter(look)
     assert seen == [""]
 
 
