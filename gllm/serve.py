@@ -61,7 +61,7 @@ def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers, logs: L
     from gllm.server import Server
 
     try:
-        return uvloop.run(Server(engine, server, workers, logs).run())
+        return uvloop.run(Server(engine, server, workers).run())
     except (ValueError, OSError) as error:
         return _refuse(error, 2, logs)
     except EngineError as error:

@@ -26,11 +26,10 @@ DEAD_SECONDS = 5.0
 class Server:
     """The engine, the HTTP server, and the signals that end them."""
 
-    def __init__(
-        self, engine: EngineConfig, server: ServerConfig, workers: Workers, logs: LogConfig
-    ) -> None:
+    def __init__(self, engine: EngineConfig, server: ServerConfig, workers: Workers) -> None:
         """Raises as Engine does."""
         self._config = server
+        logs = LogConfig(server.log_level, server.log_format)
         bar = logs.format == "text"
         self._engine = Engine(engine, server.served_model_name, logs, bar, workers)
         self._told_to_end = asyncio.Event()

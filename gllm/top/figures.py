@@ -104,8 +104,7 @@ def between(before: Scrape, after: Scrape) -> Figures:
             after.stage(name, number) - before.stage(name, number)
             for name in ("stage_busy_seconds_total", "stage_bubble_seconds_total")
         )
-        # Stages tell by themselves, so what they tell may be of a moment more than the window.
-        return Stage(min(1.0, share(busy, seconds)), min(1.0, share(bubble, work)))
+        return Stage(capped(share(busy, seconds)), capped(share(bubble, work)))
 
     steps = grown("micro_batches_total")
     tokens = grown("prefill_tokens_total") + grown("decode_tokens_total")
@@ -130,6 +129,12 @@ def between(before: Scrape, after: Scrape) -> Figures:
 def share(part: float, whole: float) -> float:
     """A part of a whole; NaN of nothing."""
     return part / whole if whole > 0 else math.nan
+
+
+def capped(share: float) -> float:
+    """A share of time, at most all of it: stages tell by themselves twice a second, so what they
+    tell may be of a moment more than the window."""
+    return 1.0 if share > 1 else share
 
 
 def histogram(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:

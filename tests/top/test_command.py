@@ -162,7 +162,7 @@ def test_in_a_terminal(server: Fake, number: signal.Signals) -> None:
     server.status = 503
     terminal.wait(lambda text: "answered 503; these are figures of" in text)
     server.status = 200
-    terminal.wait(lambda text: "503" not in text.rsplit("\x1b[H", 1)[1])
+    terminal.wait(lambda text: "503" not in text.rsplit("\x1b[H", 2)[1])
     terminal.process.send_signal(number)
     assert terminal.process.wait(SECONDS) == 0
     terminal.wait(lambda text: text.endswith("\x1b[?25h\x1b[?1049l"))

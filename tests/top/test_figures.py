@@ -52,7 +52,9 @@ def test_other_texts_are_refused(text: str) -> None:
 
 
 def test_what_cannot_be_known_is_nan() -> None:
-    found = between(scrape(1.0), scrape(1.0))
+    stages = {name: {0: 1.0} for name in ("stage_busy_seconds_total", "stage_bubble_seconds_total")}
+    found = between(scrape(1.0), replace(scrape(1.0), stages=stages))
+    assert all(math.isnan(share) for share in found.stages[0])
     assert math.isnan(found.output_rate)
     assert math.isnan(found.prefix_hits)
     assert math.isnan(found.step_tokens)
@@ -89,6 +91,11 @@ def test_history_over_a_long_absence() -> None:
     history.add(scrape(0.0, 100.0))
     history.add(scrape(1.0, 110.0))
     assert history.add(scrape(101.0, 1110.0)).output_rate == 10
+
+
+def test_no_share_is_more_than_all() -> None:
+    busy = replace(scrape(2.0), stages={"stage_busy_seconds_total": {0: 1.5, 1: 0.5}})
+    assert [stage.busy for stage in between(scrape(1.0), busy).stages] == [1, 0.5]
 
 
 def test_quantiles_within_buckets() -> None:
