@@ -38,7 +38,7 @@ def configure(config: LogConfig, stage: int | None = None) -> None:
     else:
         where = "" if stage is None else f" stage {stage}:"
         handler.setFormatter(TextLines(f"%(levelname)s{where} %(message)s"))
-    logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=config.level.upper(), handlers=[handler])
 
 
 class TextLines(logging.Formatter):

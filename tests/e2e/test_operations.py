@@ -7,6 +7,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.server import DEADLINE, Server, serving, wait_until
 
 GLLM = [sys.executable, "-c", "import sys; from gllm.cli import main; sys.exit(main())"]
@@ -42,11 +44,16 @@ def test_top_and_json_logs(tiny_model: Path) -> None:
     assert TEXT["prompt"] not in errors
 
 
-def test_a_refusal_is_a_json_line_too(tiny_model: Path) -> None:
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_a_refusal_is_a_json_line_too(
+    tiny_model: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     endpoint = "collector:4318"
-    flags = ["--log-format", "json", "--otlp-traces-endpoint", endpoint]
-    server = Server(str(tiny_model), *flags)
-    code, errors = server.end()
+    flags = ["--otlp-traces-endpoint", endpoint]
+    if by == "environment":
+        flags = []
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint)
+    code, errors = Server(str(tiny_model), "--log-format", "json", *flags).end()
     assert code == 2
     (line,) = [json.loads(line) for line in errors.splitlines()]
     assert line["level"] == "critical"
