@@ -48,8 +48,8 @@ setup(
     ext_modules=[native(flavor, flags) for flavor, flags in FLAVORS.items()],
     package_data={
         "gllm": [
-            *("kernels/native/*.cpp", "kernels/native/*.h", "demo/*", "sim/data/*", "py.typed"),
-            "frontend/page/*",
+            *("kernels/native/*.cpp", "kernels/native/*.h", "kernels/triton/tuned/*.json"),
+            *("demo/*", "frontend/page/*", "sim/data/*", "py.typed"),
         ]
     },
     install_requires=["torch>=2.11", *names("requirements.txt")],

@@ -42,6 +42,8 @@ class Job:
     index: int
     """In the module's COMPILED."""
     arch: int
+    use: tuple[tuple[str, int], ...] = ()
+    """Tiles to be tried in place of those that the architecture's table says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def jobs(modules: Iterable[str], archs: Sequence[int], everything: bool) -> list
     """What there is to do for these modules."""
     made = []
     for name in modules:
-        compiled = _compiled(name)
+        compiled = listed(name)
         indices = {arch: chosen(compiled, arch, everything) for arch in archs}
         for index in range(len(compiled)):
             made += [Job(name, index, arch) for arch in archs if index in indices[arch]]
@@ -138,16 +140,24 @@ def room() -> list[str]:
     return [found.name for found in pkgutil.iter_modules(importlib.import_module(ROOM).__path__)]
 
 
-def _compiled(module: str) -> Sequence["Compiled"]:
+def listed(module: str) -> Sequence["Compiled"]:
+    """What a file of kernels has compiled."""
     return getattr(importlib.import_module(f"{ROOM}.{module}"), "COMPILED", ())
 
 
 def run(job: Job) -> Result:
     """Compile, in this process."""
-    one = _compiled(job.module)[job.index]
+    from gllm.kernels.triton import tiles
+
+    one = listed(job.module)[job.index]
     name = f"{job.module}.{one.kernel.__name__}"
+    tried = {}
+    if job.use and one.tiled is not None:
+        row = tiles.row_for(one.tiled.table, one.tiled.sizes)
+        tried[one.tiled.table] = [tiles.Row(row.up_to, dict(job.use))]
     try:
-        figures = _figures(one, job.arch)
+        with tiles.using(tried, tiles.tables_for("", job.arch)):
+            figures = _figures(one, job.arch)
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
@@ -160,11 +170,12 @@ def _figures(one: "Compiled", arch: int) -> tuple[int, int, int, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    signature = {**one.signature, **dict.fromkeys(one.constants, "constexpr")}
+    constants, warps, stages = one.launch()
+    signature = {**one.signature, **dict.fromkeys(constants, "constexpr")}
     places = {name: (place,) for place, name in enumerate(one.kernel.arg_names)}
     attributes = {places[name]: [["tt.divisibility", 16]] for name in one.aligned}
-    source = ASTSource(one.kernel, signature, dict(one.constants), attributes)
-    options = {"num_warps": one.warps, "num_stages": one.stages}
+    source = ASTSource(one.kernel, signature, constants, attributes)
+    options = {"num_warps": warps, "num_stages": stages}
     kernel = compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = usage(_resource_usage(kernel.asm["cubin"]))
     instructions = tensor_core_instructions(kernel.asm["ptx"])

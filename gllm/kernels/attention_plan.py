@@ -104,6 +104,10 @@ class DeviceTables:
     """[rows + 1] int32."""
     block_table: Tensor
     """[rows, blocks] int32: block ids, padding arbitrary."""
+    listed: dict[int, Tensor] = field(default_factory=dict)
+    """[tiles, 2] int32: `prefill_tiles` by their number of tokens, as far as they were made."""
+    asked: set[int] = field(default_factory=set)
+    """Numbers of tokens that kernels asked for, maybe of several steps: to make those ahead."""
     _derived: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
@@ -114,10 +118,11 @@ class DeviceTables:
 
     def tiles(self, rows: PagedRows, tokens: int) -> Tensor:
         """`prefill_tiles` on the tables' device, made once for each number of tokens."""
-        return self.once(
-            tokens,
-            lambda: upload(torch.from_numpy(prefill_tiles(rows, tokens)), self.buffer.device),
-        )
+        self.asked.add(tokens)
+        if tokens not in self.listed:
+            found = torch.from_numpy(prefill_tiles(rows, tokens))
+            self.listed[tokens] = upload(found, self.buffer.device)
+        return self.listed[tokens]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ Sources: Fedus, Zoph and Shazeer, "Switch Transformers" (2022), section 2; DeepS
 (correction).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear
 from gllm.kernels.linear import Matrix, linear, plain
+from gllm.kernels.linear_fp8 import Fp8Matrix, Fp8Stack, stack_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,44 @@ def run_experts(
 class StackedExperts:
     """The weights of all experts, each kind in one tensor, as kernels for GPUs read them."""
 
-    up: Tensor
+    up: Tensor | Fp8Stack
     """[experts, 2 * inner, hidden]: the gates first."""
-    down: Tensor
+    down: Tensor | Fp8Stack
     """[experts, hidden, inner]."""
     activation: str
     """Of activation.py."""
+
+
+def stack(
+    count: int, experts: Iterable[Sequence[Tensor] | Sequence[Fp8Matrix]]
+) -> Tensor | Fp8Stack:
+    """The weights of `count` experts, given one by one as parts [outputs, inputs] that lie one
+    below the other; those in 8-bit floats stay so.
+
+    Raises ValueError where experts have weights of different shapes, types or blocks.
+    """
+    floats: list[Tensor] = []
+    scales: list[Tensor] = []
+    like: Fp8Matrix | None = None
+    for number, parts in enumerate(experts):
+        eights = [part for part in parts if isinstance(part, Fp8Matrix)]
+        one = stack_fp8(eights) if eights else None
+        if number and (one is None) != (like is None):
+            raise ValueError("experts of one layer are in 8-bit floats in part only")
+        whole = torch.cat([*parts]) if one is None else one.codes.view(torch.uint8)
+        if not floats:
+            like, floats = one, [whole.new_empty(count, *whole.shape)]
+        if whole.shape != floats[0].shape[1:]:
+            raise ValueError("experts of one layer have weights of different shapes")
+        floats[0][number] = whole
+        if one is not None and like is not None:
+            if (one.rows, one.columns) != (like.rows, like.columns):
+                raise ValueError("experts of one layer have blocks of different sizes")
+            scales.append(one.scales)
+    if like is None:
+        return floats[0]
+    codes = floats[0].view(like.codes.dtype)
+    return Fp8Stack(codes, torch.stack(scales), like.rows, like.columns, like.dtype)
 
 
 def run_stacked(x: Tensor, experts: Tensor, weights: Tensor, stacked: StackedExperts) -> Tensor:
@@ -107,5 +140,10 @@ def run_stacked(x: Tensor, experts: Tensor, weights: Tensor, stacked: StackedExp
         from gllm.kernels.triton import experts as gpu
 
         return gpu.run_experts(x, experts, weights, up, down, activation)
-    gated = [GatedMatrix(plain(one), None, activation) for one in up]
-    return run_experts(x, experts, weights, gated, [plain(one) for one in down])
+    count = up.shape[0]
+    gated = [GatedMatrix(_matrix(up, number), None, activation) for number in range(count)]
+    return run_experts(x, experts, weights, gated, [_matrix(down, one) for one in range(count)])
+
+
+def _matrix(weights: Tensor | Fp8Stack, expert: int) -> Matrix:
+    return weights[expert] if isinstance(weights, Fp8Stack) else plain(weights[expert])

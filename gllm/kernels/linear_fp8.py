@@ -44,6 +44,30 @@ class Fp8Matrix:
         return self.codes.nbytes + self.scales.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Stack:
+    """Weights [outputs, inputs] of the same shape and blocks, one for each expert."""
+
+    codes: Tensor
+    """[experts, outputs, inputs] float8_e4m3fn."""
+    scales: Tensor
+    """[experts, blocks of outputs, blocks of inputs] float32."""
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    """All three as of Fp8Matrix."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Experts, outputs, inputs."""
+        return self.codes.shape
+
+    def __getitem__(self, expert: int) -> Fp8Matrix:
+        return Fp8Matrix(
+            self.codes[expert], self.scales[expert], self.rows, self.columns, self.dtype
+        )
+
+
 def prepare_fp8(
     codes: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> Fp8Matrix:

@@ -40,3 +40,25 @@ def score(logprobs: Tensor, tokens: Tensor, top: int) -> Scores:
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     likeliest = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
     return Scores(tokens, chosen[:, 0], ranks, likeliest.indices, likeliest.values)
+
+
+def packed_width(top: int) -> int:
+    """Numbers of a packed row that tells so many of the likeliest tokens."""
+    return 3 + 2 * top
+
+
+def packed(scores: Scores) -> Tensor:
+    """Scores as one table [rows, packed_width(top)] float64, to be copied at a stroke; its numbers
+    are exact."""
+    columns = [scores.tokens, scores.logprobs, scores.ranks]
+    tables = [column[:, None] for column in columns] + [scores.top_ids, scores.top_logprobs]
+    return torch.cat([table.double() for table in tables], dim=1)
+
+
+def unpacked(table: Tensor) -> Scores:
+    """Scores from a table as `packed` makes it."""
+    tokens, logprobs, ranks = table[:, :3].unbind(dim=1)
+    top_ids, top_logprobs = table[:, 3:].chunk(2, dim=1)
+    return Scores(
+        tokens.long(), logprobs.float(), ranks.long(), top_ids.long(), top_logprobs.float()
+    )

@@ -1,8 +1,7 @@
 """Penalties on tokens that were there before.
 
-Owns the arithmetic of repetition, frequency and presence penalty. Does not know sequences: which
-tokens a row has seen, and how often, comes as a list of entries, so that the work depends on those
-and not on the vocabulary.
+Owns the arithmetic of repetition, frequency and presence penalty. Does not know requests: which
+tokens a row has seen comes as a list of entries, or as where its history is.
 
 Repetition penalty: Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
 Generation" (2019), section 4.1; here a negative logit is multiplied, so that it falls as well.
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gllm.kernels.transfer import beside
+from gllm.kernels.history import Histories, tokens_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +34,51 @@ def penalize(
     """Lower the logits [rows, vocabulary] float32 of seen tokens, in place.
 
     repetition, frequency, presence: [rows] float64; 1, 0 and 0 are off. A forbidden token (-inf)
-    stays forbidden, a finite logit stays finite. All but the logits may be on the CPU where those
-    are on a GPU; nobody waits for it.
+    stays forbidden, a finite logit stays finite. The work depends on the entries alone.
     """
-    rows, ids, counts = (beside(column, logits) for column in (seen.rows, seen.ids, seen.counts))
-    factor, each, once = (
-        beside(column, logits)[rows] for column in (repetition, frequency, presence)
-    )
-    before = logits[rows, ids]
+    rows = seen.rows
+    before = logits[rows, seen.ids]
+    settings = (column[rows] for column in (repetition, frequency, presence))
+    logits[rows, seen.ids] = _penalized(before, seen.counts, *settings)
+
+
+def penalize_histories(
+    logits: Tensor, table: Tensor, histories: Histories, settings: Tensor
+) -> None:
+    """The same for rows of logits [rows, vocabulary] float32 that have histories in a table [slots]
+    int64; nobody waits for the device.
+
+    settings [3, histories] float64: repetition, frequency, presence.
+    """
+    if logits.is_cuda:
+        from gllm.kernels.triton import penalties
+
+        return penalties.penalize_histories(logits, table, histories, settings)
+    count, size = len(histories.rows), logits.shape[1]
+    positions = torch.arange(histories.widest, device=logits.device).expand(count, -1)
+    owners = torch.arange(count, device=logits.device)
+    ids = tokens_at(table, histories, owners, positions)
+    inside = (positions < histories.lengths[:, None]) & (ids >= 0) & (ids < size)
+    # One column more, for what is no token.
+    ids = torch.where(inside, ids, size)
+    shape = (count, size + 1)
+    seen = torch.zeros(shape, dtype=torch.bool, device=logits.device).scatter_(1, ids, True)
+    in_output = (positions >= histories.prompts[:, None]).double()
+    counts = torch.zeros(shape, dtype=torch.float64, device=logits.device)
+    counts.scatter_add_(1, ids, in_output)
+    before = logits.index_select(0, histories.rows)
+    after = _penalized(before, counts[:, :size], *settings[:, :, None])
+    logits.index_copy_(0, histories.rows, torch.where(seen[:, :size], after, before))
+    return None
+
+
+def _penalized(
+    before: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """Logits of seen tokens, penalized; counts, of before's shape, and settings are float64."""
     values = before.double()
-    values = torch.where(values > 0, values / factor, values * factor)
-    values -= each * counts + once * (counts > 0)
-    largest = torch.finfo(logits.dtype).max
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * counts + presence * (counts > 0)
+    largest = torch.finfo(before.dtype).max
     values.clamp_(-largest, largest)
-    logits[rows, ids] = torch.where(before == -torch.inf, before, values.float())
+    return torch.where(before == -torch.inf, before, values.float())

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.random_numbers import uniform
-from gllm.kernels.transfer import to_device
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -68,16 +67,12 @@ class SamplingPlan:
     """[3, rows] float32, for a GPU: temperature, top-p (infinite means off), min-p."""
     counters: Tensor
     """[4, rows] int64, for a GPU: top-k (0 means off), seed, choice, index."""
+    filters: bool
+    """Whether a row has top-k or top-p."""
 
-    @property
-    def filters(self) -> bool:
-        """Whether a row has top-k or top-p."""
-        return any(group.candidates != WHOLE for group in self.random)
-
-    def on(self, device: torch.device) -> "SamplingPlan":
-        """The same with what a GPU needs there; nobody waits for the copies."""
-        settings, counters = (to_device(one, device) for one in (self.settings, self.counters))
-        return replace(self, settings=settings, counters=counters)
+    def for_gpu(self) -> "SamplingPlan":
+        """The same without what a GPU does not read: less to be copied there."""
+        return replace(self, greedy=self.greedy[:0], random=[])
 
 
 def plan_sampling(
@@ -117,6 +112,7 @@ def plan_sampling(
         groups,
         torch.from_numpy(np.stack((temperature, limit, min_p)).astype(np.float32, copy=False)),
         torch.from_numpy(np.stack((top_k, seed, choice, index))),
+        any(group.candidates != WHOLE for group in groups),
     )
 
 
@@ -145,20 +141,18 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def all_finite(logits: Tensor) -> list[bool]:
-    """Whether all logits of each row of [rows, vocabulary] are finite; waits for a GPU.
+    """Whether all logits of each row of [rows, vocabulary], on the CPU, are finite.
 
-    On one thread of a CPU: a second thread that forks would have OpenMP count more threads than
-    cores and put those of the stage's arithmetic to sleep at each of their barriers.
+    On one thread: a second thread that forks would have OpenMP count more threads than cores and
+    put those of the stage's arithmetic to sleep at each of their barriers.
     """
-    if logits.is_cpu:
-        array = logits.numpy()
-        finite = np.isfinite(array.min(axis=-1)) & np.isfinite(array.max(axis=-1))
-        return finite.tolist()
-    return finite_rows(logits).tolist()
+    array = logits.numpy()
+    finite = np.isfinite(array.min(axis=-1)) & np.isfinite(array.max(axis=-1))
+    return finite.tolist()
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """As `all_finite`, [rows] bool beside the logits."""
+    """As `all_finite` on any device, [rows] bool; nobody waits for it."""
     return torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))
 
 

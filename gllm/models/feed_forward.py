@@ -11,12 +11,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.activation import activate
-from gllm.kernels.experts import Routing, StackedExperts, route, run_experts, run_stacked
+from gllm.kernels.experts import (
+    Routing,
+    StackedExperts,
+    route,
+    run_experts,
+    run_stacked,
+    stack,
+)
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
 from gllm.kernels.linear import Matrix, prepare
 from gllm.models import spec
+from gllm.models.errors import ModelError
 from gllm.models.loader import Weights
-from gllm.models.parts import Linear, matrices_of, parts_of, stacked_bias
+from gllm.models.parts import Linear, matrices_of, stacked_bias
 
 
 class MLP:
@@ -60,21 +68,17 @@ def single(experts: Sequence[spec.MLP], weights: Weights, hidden: int) -> Single
 
 
 def stacked(experts: Sequence[spec.MLP], weights: Weights, hidden: int) -> StackedExperts:
-    """The weights of experts that have the same shapes and no biases, in one tensor of a kind."""
+    """The weights of experts that have the same shapes and no biases, in one tensor of a kind.
+
+    Raises ModelError where they are not stored alike.
+    """
     inner, activation = experts[0].inner, experts[0].activation
-    up: Tensor | None = None
-    down: Tensor | None = None
-    for number, one in enumerate(experts):
-        halves = parts_of(one.up, weights, [inner, inner], hidden)
-        (part,) = parts_of(one.down, weights, [hidden], inner)
-        if up is None or down is None:
-            up = part.new_empty(len(experts), 2 * inner, hidden)
-            down = part.new_empty(len(experts), hidden, inner)
-        torch.cat(halves, out=up[number])
-        down[number] = part
-    assert up is not None, "there are experts"
-    assert down is not None
-    return StackedExperts(up, down, activation)
+    up = (matrices_of(one.up, weights, [inner, inner], hidden) for one in experts)
+    down = (matrices_of(one.down, weights, [hidden], inner) for one in experts)
+    try:
+        return StackedExperts(stack(len(experts), up), stack(len(experts), down), activation)
+    except ValueError as error:
+        raise ModelError(f"{experts[0].up.names[0]}: {error}") from error
 
 
 class Experts:

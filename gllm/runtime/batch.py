@@ -128,7 +128,7 @@ def build_inputs(
     padded = cache.pad(rows)
     padding = np.zeros(padded.query_start[-1] - query_start[-1], dtype=np.int64)
     attention = cache.plan(padded, cache.dtype, cache.windows)
-    ids = _token_ids(plan.rows, followed) if tokens else np.empty(0, dtype=np.int64)
+    ids = token_ids(plan.rows, followed) if tokens else np.empty(0, dtype=np.int64)
     unknown = np.flatnonzero(ids == ON_DEVICE)
     owners = np.searchsorted(query_start, unknown, side="right") - 1
     placeholders = [
@@ -142,7 +142,7 @@ def build_inputs(
     return inputs, placeholders
 
 
-def _token_ids(rows: list[Row], followed: list[Followed]) -> Ints:
+def token_ids(rows: list[Row], followed: list[Followed]) -> Ints:
     """Token ids [tokens]: of the prompt as registered, then what the row brings."""
     ids: list[int] = []
     for row, sequence in zip(rows, followed, strict=True):

@@ -49,7 +49,11 @@ class Driver:
         local: Callable[[Register | Step], None],
         others: list[Link],
         frontend: Link,
+        last_needs_prompts: bool = False,
     ) -> None:
+        """`last_needs_prompts`: the last stage has to know all prompts, not only those that it
+        samples by."""
+        self._last_needs_prompts = last_needs_prompts
         self.scheduler = scheduler
         self._local = local
         self._others = others
@@ -125,10 +129,11 @@ class Driver:
 
     def _register(self, message: Submit) -> None:
         """The sampling goes to the last stage, ids to all, the prompt to the first, and to the last
-        where it samples by it."""
+        where it has use for it."""
         bare = Register(message.seq, len(message.prompt), n=message.n)
         first = msgspec.structs.replace(bare, prompt=message.prompt)
-        known = first if not self._others or message.sampling.needs_prompt else bare
+        needed = self._last_needs_prompts or message.sampling.needs_prompt
+        known = first if not self._others or needed else bare
         last = msgspec.structs.replace(known, sampling=message.sampling)
         self._local(first if self._others else last)
         for stage in self._others[:-1]:

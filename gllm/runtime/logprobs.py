@@ -34,13 +34,22 @@ class PromptRows:
     scores: list[Scores] = field(default_factory=list)
     """Of SCORED_ROWS tokens each."""
 
+    @property
+    def top(self) -> int:
+        """How many of the likeliest tokens are told with each."""
+        return self.state.spec.prompt_logprobs or 0
+
+    @property
+    def rows(self) -> range:
+        """Token rows of the batch that score them."""
+        return range(self.begin, self.begin + len(self.tokens))
+
     def compute(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
         """Score them. hidden [tokens, hidden] of the batch; head: from such rows to logits."""
-        top = self.state.spec.prompt_logprobs or 0
         targets = torch.tensor(self.tokens, dtype=torch.int64)
         rows = hidden[self.begin : self.begin + len(targets)]
         for part, tokens in zip(rows.split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True):
-            self.scores.append(score(log_probabilities(head(part)), tokens, top))
+            self.scores.append(score(log_probabilities(head(part)), tokens, self.top))
 
     def record(self) -> None:
         """Put the scores where the sequence keeps them; a position computed again replaces."""

@@ -18,6 +18,8 @@ from gllm.messages import RowLogprobs, TokenLogprobs
 from gllm.runtime.logprobs import NOT_FINITE, entries_of
 from gllm.runtime.sampling_state import SamplingState, edit_logits
 
+ALL_FORBIDDEN = "every token of the vocabulary is forbidden"
+
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
@@ -112,10 +114,13 @@ def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
         edit_logits(logits, rows.states, rows.indices, edited)
         for row in edited:
             if logits[row].max() == -math.inf:
-                errors[row] = "every token of the vocabulary is forbidden"
+                errors[row] = ALL_FORBIDDEN
                 logits[row] = 0
     tokens = sample(logits, rows.plan)
-    told = [] if raw is None else _told(raw, tokens, rows, errors)
+    told: list[RowLogprobs] = []
+    if raw is not None:
+        scores = score(raw, tokens[rows.told], wanted_top(rows))
+        told = tell(entries_of(scores), rows, errors)
     kept = [0 if error else token for token, error in zip(tokens.tolist(), errors, strict=True)]
     return Drawn(kept, errors, told)
 
@@ -135,18 +140,19 @@ def _draw_each(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
     return drawn
 
 
-def _told(
-    logprobs: Tensor, tokens: Tensor, rows: SampledRows, errors: list[str]
-) -> list[RowLogprobs]:
-    """What the telling rows have to tell. logprobs [told rows, vocabulary], tokens [all rows]."""
-    wanted = [rows.states[row].spec.logprobs for row in rows.told]
-    # Always the same number, so that equal logits are ranked alike in any batch.
-    top = MAX_LOGPROBS if any(wanted) else 0
-    scored = entries_of(score(logprobs, tokens[rows.told], top))
+def wanted_top(rows: SampledRows) -> int:
+    """How many of the likeliest tokens to score for the telling rows: always the same number, so
+    that equal logits are ranked alike in any batch."""
+    return MAX_LOGPROBS if any(rows.states[row].spec.logprobs for row in rows.told) else 0
+
+
+def tell(scored: list[TokenLogprobs], rows: SampledRows, errors: list[str]) -> list[RowLogprobs]:
+    """What the telling rows have to tell, their tokens scored; errors: of all rows."""
     made = []
-    for row, count, entry in zip(rows.told, wanted, scored, strict=True):
+    for row, entry in zip(rows.told, scored, strict=True):
         if not errors[row]:
             state = rows.states[row]
+            count = state.spec.logprobs
             own = None if count is None else _cut(entry, count)
             prompt = [] if rows.indices[row] else _in_order(state.prompt_logprobs)
             made.append(RowLogprobs(rows.owners[row][0], own, prompt))

@@ -72,41 +72,48 @@ class History:
 
 
 class LogitEdits:
-    """What a request does to its logits before a token is drawn; penalties come after it."""
+    """What a request does to its logits before a token is drawn; penalties come after it. Ids are
+    [n] int64."""
 
     def __init__(self, spec: Sampling) -> None:
-        self._allowed = _ids(spec.allowed)
-        self._bias_ids = _ids(spec.logit_bias)
-        self._bias = torch.tensor(list(spec.logit_bias.values()), dtype=torch.float32)
-        self._banned = _ids([word[0] for word in spec.bad_words if len(word) == 1])
-        self._phrases: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        """Bad words of several tokens, by the last token but one."""
-        for word in spec.bad_words:
-            if len(word) > 1:
-                self._phrases[word[-2]].append(word)
+        self.allowed = _ids(spec.allowed)
+        """Empty where all are."""
+        self.bias_ids = _ids(spec.logit_bias)
+        self.bias = torch.tensor(list(spec.logit_bias.values()), dtype=torch.float32)
+        self.banned = _ids([word[0] for word in spec.bad_words if len(word) == 1])
+        self.phrases = [word for word in spec.bad_words if len(word) > 1]
+        """Bad words of several tokens."""
+        self._by_last: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        """Those, by the last token but one."""
+        for word in self.phrases:
+            self._by_last[word[-2]].append(word)
         self._min_tokens = spec.min_tokens if spec.banned else 0
-        self._ending = _ids(spec.banned)
+        self.ending = _ids(spec.banned)
         off = Sampling()
         self._lasting = any(getattr(spec, name) != getattr(off, name) for name in EDITING)
 
     def concern(self, index: int) -> bool:
         """Whether there is anything to do for output token `index`."""
-        return self._lasting or index < self._min_tokens
+        return self._lasting or self.is_early(index)
+
+    def is_early(self, index: int) -> bool:
+        """Whether output token `index` must not end the sequence."""
+        return index < self._min_tokens
 
     def apply(self, logits: Tensor, output: list[int]) -> None:
         """Change logits [vocabulary] float32 in place for the token after `output`."""
-        if len(self._allowed):
-            keep_only(logits, self._allowed)
-        ban(logits, self._banned)
+        if len(self.allowed):
+            keep_only(logits, self.allowed)
+        ban(logits, self.banned)
         if output:
-            phrases = self._phrases.get(output[-1], ())
+            phrases = self._by_last.get(output[-1], ())
             completing = [p[-1] for p in phrases if tuple(output[1 - len(p) :]) == p[:-1]]
             ban(logits, _ids(completing))
-        if len(self._bias):
-            add_bias(logits, self._bias_ids, self._bias)
-        if len(output) < self._min_tokens:
+        if len(self.bias):
+            add_bias(logits, self.bias_ids, self.bias)
+        if self.is_early(len(output)):
             # Ids of EOS come from the model's files and may lie outside of its vocabulary.
-            ban(logits, self._ending[self._ending < len(logits)])
+            ban(logits, self.ending[self.ending < len(logits)])
 
 
 class SamplingState:

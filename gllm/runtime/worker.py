@@ -205,7 +205,11 @@ class Worker:
         if spec.stage == 0:
             others = list(self._stages.values())
             self._driver = Driver(
-                self._scheduler(scheduler), self._to_own_stage, [*others], self._frontend
+                self._scheduler(scheduler),
+                self._to_own_stage,
+                [*others],
+                self._frontend,
+                last_needs_prompts=self._gpu is not None,
             )
         if spec.stage == 0:
             self._link(0)

@@ -10,9 +10,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gllm.kernels.activation import gate
-from gllm.kernels.experts import Routing, route, run_experts
+from gllm.kernels.experts import (
+    Routing,
+    StackedExperts,
+    route,
+    run_experts,
+    run_stacked,
+    stack,
+)
 from gllm.kernels.gated_linear import prepare_gated
 from gllm.kernels.linear import prepare
+from gllm.kernels.linear_fp8 import Fp8Stack, dequantize
+from tests.kernels.test_linear_fp8 import quantized
+
+FIVE = range(5)
 
 
 def sigmoid(x: float) -> float:
@@ -155,3 +166,31 @@ def test_parts_are_added_in_float32() -> None:
     half = run(x.bfloat16(), experts, weights, up.bfloat16(), down.bfloat16())
     assert half.dtype == torch.bfloat16
     assert ((half - wanted).norm() / wanted.norm()).item() < 0.02
+
+
+@pytest.mark.parametrize(("block", "scales"), [((4, 3), 1), (None, 1), (None, 4)])
+def test_stacked_weights_in_8_bit_floats(block: tuple[int, int] | None, scales: int) -> None:
+    """Gates of 4 outputs lie above as many others; each expert has scales of its own."""
+    x, experts, weights, *_ = made(6, 7)
+    up = [[quantized(4, 6, block, n, scales), quantized(4, 6, block, n + 9, scales)] for n in FIVE]
+    down = [[quantized(6, 4, block, n)] for n in FIVE]
+    stacked = StackedExperts(stack(5, iter(up)), stack(5, iter(down)), "silu")
+    assert isinstance(stacked.up, Fp8Stack)
+    assert stacked.up.shape == (5, 8, 6)
+    floats = [
+        torch.stack([torch.cat([*map(dequantize, one)]) for one in each]) for each in (up, down)
+    ]
+    wanted = run_stacked(x, experts, weights, StackedExperts(*floats, "silu"))
+    torch.testing.assert_close(run_stacked(x, experts, weights, stacked), wanted)
+
+
+def test_experts_that_are_not_stored_alike_are_not_stacked() -> None:
+    eight, plain = quantized(4, 6, (4, 3)), torch.ones(4, 6)
+    for parts, named in (
+        ([[eight], [plain]], "8-bit floats in part only"),
+        ([[plain], [eight]], "8-bit floats in part only"),
+        ([[plain], [torch.ones(5, 6)]], "different shapes"),
+        ([[eight], [quantized(4, 6, (2, 3))]], "blocks of different sizes"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            stack(2, parts)

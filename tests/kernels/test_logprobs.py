@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.kernels.logprobs import log_probabilities, score
+from gllm.kernels.logprobs import log_probabilities, packed, score, unpacked
 
 
 @settings(max_examples=200, deadline=None)
@@ -58,3 +58,16 @@ def test_a_row_is_scored_the_same_in_any_batch(threads: int) -> None:
             assert torch.equal(alone.top_logprobs, together.top_logprobs[part])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("top", [0, 5])
+def test_scores_survive_their_way_in_one_table(top) -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)) * 50
+    scores = score(log_probabilities(logits), torch.tensor([7, 39, 0]), top)
+    table = packed(scores)
+    assert table.shape == (3, 3 + 2 * top)
+    again = unpacked(table)
+    for name in ("tokens", "logprobs", "ranks", "top_ids", "top_logprobs"):
+        wanted, got = getattr(scores, name), getattr(again, name)
+        assert torch.equal(wanted, got)
+        assert wanted.dtype == got.dtype

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.kernels.masking import add_bias, ban, keep_only
-from gllm.kernels.penalties import SeenTokens, penalize
-from gllm.kernels.sampling import finite_rows
+from gllm.kernels.penalties import SeenTokens, penalize, penalize_histories
+from tests.kernels.histories import laid_out
 
 VOCABULARY = 9
 LARGEST = torch.finfo(torch.float32).max
@@ -69,17 +69,23 @@ def test_extreme_penalties_keep_finite_logits_finite(repetition: float) -> None:
     assert logits[0, 6] == -math.inf
 
 
-def test_nobody_waits_for_logits_elsewhere() -> None:
-    """A device without numbers: whatever looked at one would fail."""
-    logits = torch.empty(2, 9, device="meta")
-    ids, one = torch.tensor([3, 4]), torch.ones(2, dtype=torch.float64)
-    keep_only(logits[0], ids)
-    ban(logits[0], ids)
-    add_bias(logits[0], ids, torch.ones(2))
-    penalize(logits, SeenTokens(torch.tensor([0, 1]), ids, one), one, one, one)
-    assert finite_rows(logits).shape == (2,)
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        logits[0, 0].item()
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(row, min_size=1, max_size=3), st.integers(1, 5), st.integers(0, 99))
+def test_histories_are_penalized_as_entries_are(rows, block_size, seed) -> None:
+    """Bit by bit; rows without a history stay."""
+    columns = (list(column) for column in zip(*rows, strict=True))
+    prompts, outputs, repetition, frequency, presence, values = columns
+    prompts = [[3, *prompt] for prompt in prompts]
+    logits = torch.cat((torch.tensor(values), torch.full((1, VOCABULARY), 2.0)))
+    logits[0, ::3] = -math.inf
+    expected = logits.clone()
+    settings = torch.tensor([repetition, frequency, presence], dtype=torch.float64)
+    penalize(expected, entries(prompts, outputs), *settings)
+    order = list(range(len(rows)))[::-1]
+    prompts, outputs = ([column[row] for row in order] for column in (prompts, outputs))
+    table, histories = laid_out(order, prompts, outputs, block_size, seed)
+    penalize_histories(logits, table, histories, settings[:, order])
+    assert torch.equal(logits, expected)
 
 
 def test_bans_allowed_tokens_and_biases() -> None:

@@ -22,26 +22,53 @@ from gllm.kernels.attention_plan import (
     DecodeGroup,
     Gathers,
     PagedRows,
+    device_tables,
     plan_attention,
 )
 from gllm.kernels.native import library
+from gllm.messages import RowLogprobs
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import PlanAttention
+from gllm.runtime.cuda import drawing
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.scheduler.plan import Sampled, StepPlan
 from tests.runtime.fake_streams import FakeQueues
 
 BLOCK_SIZE, NUM_BLOCKS, IN_FLIGHT = 4, 64, 3
 LONGEST = 64
+Answer = tuple[list[Sampled], list[RowLogprobs]]
+"""What a step sampled, and what its rows told."""
+
+
+@torch.library.custom_op("gllm_tests::sample", mutates_args=())
+def one_kernel(
+    logits: torch.Tensor, settings: torch.Tensor, counters: torch.Tensor
+) -> torch.Tensor:
+    """Sampling as one operation, which looks at what a plan has for a GPU alone: the reference
+    would wait within."""
+    temperature, top_p, min_p = settings.numpy()
+    top_k, seed, choice, index = counters.numpy()
+    plan = sampling.plan_sampling(temperature, top_k, top_p, min_p, seed, choice, index)
+    return sampling.sample(logits.clone(), plan)
+
+
+@one_kernel.register_fake
+def _(logits: torch.Tensor, settings: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
 
 
 @contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """Operations as they are where tensors are not the CPU's: by torch, argmax among them."""
+    """Operations as they are where tensors are not the CPU's: by torch, and those that would wait
+    as one kernel."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "library", lambda: None)
-        patch.setattr(sampling, "likeliest", lambda logits: logits.argmax(dim=-1))
+        patch.setattr(
+            drawing,
+            "sample",
+            lambda logits, plan: one_kernel(logits, plan.settings, plan.counters),
+        )
         yield
 
 
@@ -68,9 +95,10 @@ def plan_of_one_layout(
     rows: PagedRows, dtype: torch.dtype, windows: frozenset[int | None]
 ) -> dict[int | None, AttentionPlan]:
     """As `plan_each` for layers without windows; decodes are one group over the longest context,
-    so that all steps of a bucket are laid out alike."""
+    so that all steps of a bucket are laid out alike but for block tables, at the end."""
     assert windows == {None}
-    plan = plan_attention(rows, dtype)
+    tables = device_tables(rows, torch.device("cpu"))
+    plan = replace(plan_attention(rows, dtype), tables=tables)
     count = len(rows.context_len)
     if rows.num_decodes < count or not count:
         return {None: plan}
@@ -126,13 +154,13 @@ def executor_on(
 
 def run_interleaved(
     queues: FakeQueues, executor: DeviceExecutor, plans: list[StepPlan], seed: int
-) -> list[list[Sampled]]:
+) -> list[Answer]:
     """All steps through three threads that take turns at random, as far as each has something to
     do: a step is planned when the one IN_FLIGHT before it has been sampled."""
     order = random.Random(seed)
     prepared: list[Any] = []
     computed: list[Any] = []
-    sampled: list[list[Sampled]] = []
+    sampled: list[Answer] = []
     while len(sampled) < len(plans):
         able = []
         if len(prepared) < min(len(plans), len(sampled) + IN_FLIGHT):
@@ -154,6 +182,6 @@ def run_interleaved(
             case "sample":
                 with queues.thread("sample"):
                     batch, made = prepared[len(sampled)], computed[len(sampled)]
-                    sampled.append(executor.sample(batch, made)[0])
+                    sampled.append(executor.sample(batch, made))
                 queues.hand_over("sample", "loop")
     return sampled

@@ -54,6 +54,7 @@ class FakeEvent:
         """Of the last record, shared with who waits for it."""
 
     def synchronize(self) -> None:
+        self._queues.note_host_wait(sys._getframe(1))
         if not self._queues.ignores_wait(sys._getframe(1)):
             reached = self.reached
             self._queues.advance(lambda: reached[0])
@@ -133,6 +134,8 @@ class FakeQueues:
         self.device = torch.device("cpu")
         self.waits: set[str] = set()
         """All places that wait."""
+        self.host_waits: set[tuple[str, str]] = set()
+        """(thread, place) where the host waits for the device."""
         self.stream_now: FakeStream | None = None
         self._random = random.Random(seed)
         self._ignored, self._checks, self._eagerness = ignored, checks, eagerness
@@ -190,6 +193,7 @@ class FakeQueues:
         return graph
 
     def synchronize(self) -> None:
+        self.note_host_wait(sys._getframe(1))
         self.advance(lambda: not any(stream.pending for stream in self._streams))
         for stream in self._streams:
             merge(self.host_clock, stream.clock)
@@ -249,9 +253,13 @@ class FakeQueues:
 
     def ignores_wait(self, frame: Any) -> bool:
         """Whether this wait is the one to be left out; waits are told by their callers' lines."""
-        place = f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        place = place_of(frame)
         self.waits.add(place)
         return place == self._ignored
+
+    def note_host_wait(self, frame: Any) -> None:
+        """The host waits for the device here."""
+        self.host_waits.add((self._host, place_of(frame)))
 
     def advance_some(self) -> None:
         """The device goes on for a while, or does not."""
@@ -336,6 +344,9 @@ class FakeQueues:
                 raise HiddenSync(f"{func} reads memory of the host that is not pinned")
         written = written_arguments(func, args, kwargs)
         reads = [t for t in arguments if not any(t is other for other in written)]
+        if "index_put" in str(func) and any(t.dtype == torch.bool for t in tensors_in(args[1])):
+            # The result's shape does not tell, for it is written in place.
+            raise HiddenSync(f"{func} counts where a condition holds")
         if written:
             self._later(func, lambda: func(*args, **kwargs), reads, written)
             return written[0] if len(written) == 1 else tuple(written)
@@ -377,6 +388,11 @@ class FakeQueues:
         else:
             assert self.stream_now is not None
             self.stream_now.put(operation)
+
+
+def place_of(frame: Any) -> str:
+    """A frame's file and line."""
+    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
 
 
 class _Operations(TorchDispatchMode):

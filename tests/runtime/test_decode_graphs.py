@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedRows
-from gllm.runtime.cuda.graphs import bucket_of, buckets, pad_decodes
-from gllm.runtime.cuda.plans import plan_tables
-from gllm.runtime.cuda.staging import ALIGNMENT, Layout
+from gllm.models.stage import StageInputs
+from gllm.runtime.cuda.graphs import DecodeGraphs, bucket_of, buckets, pad_decodes
+from gllm.runtime.cuda.plans import block_table_of, plan_tables
+from gllm.runtime.cuda.staging import ALIGNMENT, Layout, Staging
+from tests.runtime.fake_streams import FakeQueues
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 16, 17, 40, 256])
@@ -43,7 +45,7 @@ def test_padding_writes_to_a_block_that_is_nobodys() -> None:
 
 
 def test_plans_of_one_bucket_are_laid_out_alike() -> None:
-    """Tables of all windows once, whatever the contexts."""
+    """Tables of all windows once, whatever the contexts; block tables at least as wide as told."""
     layouts = []
     for context in ([1], [9, 17, 3]):
         table = np.arange(len(context) * 5).reshape(len(context), 5)
@@ -53,6 +55,87 @@ def test_plans_of_one_bucket_are_laid_out_alike() -> None:
         plans = plan_tables(padded, torch.float32, frozenset({None, 7}))
         layouts.append(Layout(plans))
     assert layouts[0].num_bytes == layouts[1].num_bytes == 32 + 176
+
+
+def decodes(contexts: list[int], size: int, width: int, first: int) -> StageInputs:
+    """Inputs of decodes padded to `size`, their blocks counting up from `first`."""
+    count = len(contexts)
+    blocks = -(-max(contexts, default=1) // 4)
+    table = first + np.arange(count * blocks).reshape(count, blocks)
+    lengths = np.array(contexts, dtype=np.int64)
+    rows = PagedRows(table, np.arange(count + 1), lengths, count, 4, 900)
+    plans = plan_tables(pad_decodes(rows, size, width), torch.float32, frozenset({None, 7}))
+    return StageInputs(torch.arange(size) + first, torch.arange(size) + 2 * first, plans)
+
+
+def test_a_graph_gets_as_much_of_the_block_tables_as_a_step_uses() -> None:
+    """All windows see it; what is behind stays from the steps before."""
+    width, staged = 9, []
+    steps = [([30, 3, 8], 100), ([5, 9], 500), ([36], 700)]
+    with FakeQueues(3) as queues:
+        stream, staging = queues.stream(), Staging(queues, 64)
+        graphs = DecodeGraphs(queues, stream, block_table_of)
+        # A row of every input, as the graph finds them.
+        found = [queues.zeros((4, 2 * width + 4), torch.int64) for _ in range(3)]
+        rounds = iter(found)
+
+        def forward(inputs: StageInputs, hidden: Tensor | None) -> Tensor:
+            columns = [inputs.token_ids, inputs.positions, inputs.attention[None].slots]
+            tables = [plan.tables for plan in inputs.attention.values() if plan.tables]
+            parts = [column[:, None] for column in [*columns, tables[1].context_len]]
+            return torch.cat([*parts, *(table.block_table for table in tables)], dim=1)
+
+        graphs.record(4, decodes([], 4, width, 0), None, forward)
+        for contexts, first in steps:
+            inputs = decodes(contexts, 4, 1, first)
+            there, flat = staging.put(inputs, stream)
+            staged.append(len(flat))
+            with stream.current():
+                graphs.inputs(4, there, flat, None)
+                next(rounds).copy_(graphs.replay(4))
+            staging.release(stream)
+        queues.synchronize()
+        with torch.utils._python_dispatch._disable_current_modes():
+            seen = [table.clone() for table in found]
+    assert staged[0] - staged[1] == 4 * 4 * (8 - 3)
+    wide = np.zeros((4, width), dtype=np.int64)
+    for table, (contexts, first) in zip(seen, steps, strict=True):
+        inputs = decodes(contexts, 4, 1, first)
+        plan = inputs.attention[None]
+        assert plan.tables is not None
+        assert table[:, 0].equal(inputs.token_ids)
+        assert table[:, 1].equal(inputs.positions)
+        assert table[:, 2].equal(plan.slots)
+        assert table[:, 3].tolist() == [*contexts, *[1] * (4 - len(contexts))]
+        wide[:, : plan.tables.block_table.shape[1]] = plan.tables.block_table
+        assert table[:, 4 : 4 + width].tolist() == table[:, 4 + width :].tolist() == wide.tolist()
+
+
+def test_tiles_of_prefill_go_over_with_the_inputs_once_they_were_asked_for() -> None:
+    """The first step brings those that it asks for itself."""
+    table = np.arange(12).reshape(2, 6)
+    rows = PagedRows(table, np.array([0, 1, 15]), np.array([9, 20]), 1, 4, 50)
+    asked: set[int] = set()
+    first = plan_tables(rows, torch.float32, frozenset({None, 7}), asked)
+    assert first[None].tables is not None
+    wanted = {tokens: first[None].tables.tiles(rows, tokens) for tokens in (4, 16)}
+    with FakeQueues(1) as queues:
+        stream, staging = queues.stream(), Staging(queues, 64)
+        plans = plan_tables(rows, torch.float32, frozenset({None, 7}), asked)
+        there, _ = staging.put(plans, stream)
+        for plan in there.values():
+            assert plan.tables is not None
+            for tokens, expected in wanted.items():
+                tiles = plan.tables.tiles(rows, tokens)
+                assert queues.kind(tiles) == "device"
+                assert tiles.shape == expected.shape
+        queues.synchronize()
+        with torch.utils._python_dispatch._disable_current_modes():
+            assert all(tiles.equal(wanted[n]) for n, tiles in plan.tables.listed.items())
+    only = PagedRows(table, np.arange(3), np.array([9, 20]), 2, 4, 50)
+    decoding = plan_tables(only, torch.float32, frozenset({None}), asked)[None].tables
+    assert decoding is not None
+    assert not decoding.listed
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,25 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gllm.messages import Register, RowLogprobs, Sampling
+from gllm.kernels import sampling
+from gllm.kernels.logprobs import Scores
+from gllm.messages import Register, Sampling
+from gllm.runtime.cuda import drawing, edits
 from gllm.runtime.cuda.graphs import DecodeGraphs
 from gllm.runtime.cuda.plans import plan_tables
 from gllm.runtime.executor import StageExecutor
-from gllm.scheduler.plan import ON_DEVICE, Sampled, StepPlan
+from gllm.scheduler.plan import ON_DEVICE, StepPlan
 from tests.kernels import fake_flash_attention
 from tests.runtime.device import (
     BLOCK_SIZE,
     NUM_BLOCKS,
+    Answer,
     as_on_a_device,
     executor_on,
     run_interleaved,
 )
 from tests.runtime.fake_streams import FakeQueues
-from tests.runtime.memory_uses import Race
+from tests.runtime.memory_uses import HiddenSync, Race
 from tests.runtime.pipeline import GREEDY, Pipeline
 from tests.tiny_models import save
 
@@ -77,9 +81,12 @@ def plans(folder: Path) -> list[StepPlan]:
 
 
 def expected_of(
-    folder: Path, plans: list[StepPlan], kv_cache_dtype: str = "auto", **special: Sampling
-) -> list[list[Sampled]]:
-    """What the CPU's executor samples."""
+    folder: Path,
+    plans: list[StepPlan],
+    special: dict[str, Sampling],
+    kv_cache_dtype: str = "auto",
+) -> list[Answer]:
+    """What the CPU's executor samples and tells."""
     shape = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
     pipeline = Pipeline(folder, **shape, kv_cache_dtype=kv_cache_dtype)
     executor = pipeline.executors[0]
@@ -88,16 +95,55 @@ def expected_of(
     results = []
     for plan in plans:
         batch = executor.prepare(plan)
-        results.append(executor.sample(batch, executor.compute(batch, None))[0])
+        results.append(executor.sample(batch, executor.compute(batch, None)))
     return results
+
+
+PENALIZED = Sampling(
+    temperature=0.0, repetition_penalty=1.3, presence_penalty=1.5, frequency_penalty=0.5
+)
+EVERYTHING = Sampling(
+    temperature=0.8,
+    top_k=20,
+    top_p=0.9,
+    min_p=0.01,
+    seed=5,
+    min_tokens=3,
+    banned=(7, 8, 10**6),
+    repetition_penalty=1.2,
+    frequency_penalty=0.4,
+    logit_bias={3: 2.0, 9: -1.0},
+    allowed=tuple(range(2, 60)),
+    bad_words=((5,), (3, 4), *((any_, 9) for any_ in range(40))),
+    logprobs=3,
+)
+SPECIALS: dict[str, dict[str, Sampling]] = {
+    "greedy": {},
+    "random": {
+        "seq1": Sampling(temperature=0.9, top_k=7, seed=1),
+        "seq2": Sampling(seed=2),
+        "seq3": Sampling(temperature=1.2, top_p=0.8, seed=3),
+        "seq4": Sampling(min_p=0.02, seed=4),
+    },
+    "penalties": {"seq2": PENALIZED, "seq4": PENALIZED},
+    "everything": {
+        "seq1": EVERYTHING,
+        "seq3": msgspec.structs.replace(EVERYTHING, seed=6, bad_words=(), prompt_logprobs=2),
+        "seq4": Sampling(temperature=0.0, logprobs=0, prompt_logprobs=4, allowed=(4, 9)),
+    },
+}
+"""Sampling by sequence; others are greedy."""
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path, plans: list[StepPlan]) -> list[list[Sampled]]:
-    results = expected_of(folder, plans)
-    drawn = [sampled.token for step in results for sampled in step]
-    assert len(set(drawn)) > len(drawn) / 3, "tokens that tell steps apart"
-    return results
+def expected(folder: Path, plans: list[StepPlan]) -> dict[str, list[Answer]]:
+    """By name of what is special."""
+    made = {name: expected_of(folder, plans, special) for name, special in SPECIALS.items()}
+    for name, results in made.items():
+        drawn = [sampled.token for step, _ in results for sampled in step]
+        assert len(set(drawn)) > len(drawn) / 4, "tokens that tell steps apart"
+        assert name == "greedy" or results != made["greedy"]
+    return made
 
 
 def approximately(tree: Any) -> Any:
@@ -107,41 +153,132 @@ def approximately(tree: Any) -> Any:
     return pytest.approx(tree, abs=1e-4) if isinstance(tree, float) else tree
 
 
+def check(results: list[Answer], expected: list[Answer]) -> None:
+    """The same tokens; log-probabilities with a tolerance."""
+    assert [step for step, _ in results] == [step for step, _ in expected]
+    told = [msgspec.to_builtins([told for _, told in answers]) for answers in (results, expected)]
+    assert told[0] == approximately(told[1])
+
+
 def run(
     folder: Path, plans: list[StepPlan], seed: int, graphs: int, **options: object
-) -> tuple[list[list[Sampled]], FakeQueues]:
+) -> tuple[list[Answer], FakeQueues]:
     special, given = options.pop("special", {}), options.pop("given", {})
     with as_on_a_device(), FakeQueues(seed, **options) as queues:  # type: ignore[arg-type]
         executor = executor_on(queues, folder, graphs=graphs, **given)  # type: ignore[arg-type]
         for message in registered(**special):  # type: ignore[arg-type]
             executor.register(message)
+        queues.host_waits.clear()
         results = run_interleaved(queues, executor, plans, seed)
+        made = queues.host_waits.copy()
         queues.synchronize()
+        queues.host_waits = made
         assert executor.host_seconds > 0
     return results, queues
 
 
 @settings(
-    max_examples=8,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
+    name=st.sampled_from(sorted(SPECIALS)),
     seed=st.integers(0, 2**32),
     graphs=st.sampled_from([0, 2, 4]),
     eager=st.sampled_from([0, 0.5, 0.9]),
 )
-def test_any_order_gives_the_tokens_of_the_cpu(
+def test_any_order_gives_what_the_cpu_gives(
     folder: Path,
     plans: list[StepPlan],
-    expected: list[list[Sampled]],
+    expected: dict[str, list[Answer]],
+    name: str,
     seed: int,
     graphs: int,
     eager: float,
 ) -> None:
-    results, _ = run(folder, plans, seed, graphs, eagerness=eager)
-    assert results == expected
+    special = SPECIALS[name]
+    results, _ = run(folder, plans, seed, graphs, eagerness=eager, special=special)
+    check(results, expected[name])
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_no_step_waits_but_for_its_tokens(folder: Path, plans: list[StepPlan], name: str) -> None:
+    """Whatever its rows ask, with a device that does nothing until somebody waits: who builds steps
+    waits for nothing, who puts them into streams for memory of the host alone to be refilled."""
+    _, queues = run(folder, plans, 3, 4, eagerness=0, special=SPECIALS[name])
+    by_thread = {
+        thread: {place.split(":")[0] for other, place in queues.host_waits if other == thread}
+        for thread, _ in queues.host_waits
+    }
+    assert by_thread == {"compute": {"staging.py"}, "sample": {"tokens.py"}}
+    assert len(queues.host_waits) == 2
+
+
+def test_all_steps_can_be_put_into_streams_before_the_first_has_begun(folder: Path) -> None:
+    """As far as staging has buffers: drawing looks at nothing on the way."""
+    pipeline = Pipeline(folder, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    plans = plans_of(pipeline)[:2]
+    with as_on_a_device(), FakeQueues(1, eagerness=0) as queues:
+        executor = executor_on(queues, folder)
+        for message in registered(**SPECIALS["everything"]):
+            executor.register(message)
+        queues.host_waits.clear()
+        batches = [executor.prepare(plan) for plan in plans]
+        tokens = [executor.compute(batch, None) for batch in batches]
+        assert not any(event.reached[0] for event in (each.device.ended for each in batches))
+        results = [executor.sample(*step) for step in zip(batches, tokens, strict=True)]
+    check(results, expected_of(folder, plans, SPECIALS["everything"]))
+
+
+def with_item(logits: torch.Tensor) -> torch.Tensor:
+    finite = sampling.finite_rows(logits)
+    assert finite.all()
+    return finite
+
+
+def by_condition(logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+    chosen = places[values != 0]
+    logits.view(-1).index_add_(0, chosen, values[values != 0])
+
+
+def in_full(scores: Scores) -> torch.Tensor:
+    return torch.tensor(scores.logprobs.tolist())
+
+
+def with_a_list(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    for row in rows.tolist():
+        logits[row] = 0
+
+
+def where_it_is(logits: torch.Tensor, table: torch.Tensor, *rest: object) -> None:
+    logits[0, table.nonzero()[0]] = 0
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "waiting"),
+    [
+        (drawing, "finite_rows", with_item),
+        (drawing, "packed", in_full),
+        (drawing, "sample", sampling.sample),
+        (edits, "add_at", by_condition),
+        (edits, "keep_masked", with_a_list),
+        (edits, "penalize_histories", where_it_is),
+    ],
+)
+def test_an_operation_that_waits_is_found(
+    folder: Path, plans: list[StepPlan], module: Any, name: str, waiting: Any
+) -> None:
+    """Each in the place of the one that does not."""
+    with as_on_a_device(), FakeQueues(2) as queues, pytest.MonkeyPatch.context() as patch:
+        executor = executor_on(queues, folder)
+        for message in registered(**SPECIALS["everything"]):
+            executor.register(message)
+        patch.setattr(module, name, waiting)
+        batch = executor.prepare(plans[0])
+        with pytest.raises(HiddenSync):
+            executor.compute(batch, None)
 
 
 @pytest.fixture
@@ -162,14 +299,14 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_attention_by_torch_without_graphs(
     folder: Path,
     plans: list[StepPlan],
-    expected: list[list[Sampled]],
+    expected: dict[str, list[Answer]],
     seed: int,
     replayed: list[int],
 ) -> None:
     """As on a GPU where kernels are under suspicion: gathers go there with a step's inputs."""
     given = {"plan": None, "attention_backend": "torch"}
     results, _ = run(folder, plans, seed, 4, given=given)
-    assert results == expected
+    check(results, expected["greedy"])
     assert replayed == []
 
 
@@ -177,7 +314,7 @@ def test_attention_by_torch_without_graphs(
 def test_attention_by_flash_attention_in_graphs(
     folder: Path,
     plans: list[StepPlan],
-    expected: list[list[Sampled]],
+    expected: dict[str, list[Answer]],
     seed: int,
     replayed: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -188,15 +325,15 @@ def test_attention_by_flash_attention_in_graphs(
     monkeypatch.setattr(fake_flash_attention, "DTYPES", (torch.float32,))
     given = {"plan": partial(plan_tables, backend="flash-attn")}
     results, _ = run(folder, plans, seed, 4, given=given)
-    assert results == expected
+    check(results, expected["greedy"])
     assert len(replayed) == DECODES + 2
 
 
 @pytest.mark.parametrize("graphs", [0, 4])
 def test_a_cache_in_fp8(folder: Path, plans: list[StepPlan], graphs: int) -> None:
-    expected = expected_of(folder, plans, kv_cache_dtype="fp8")
+    expected = expected_of(folder, plans, {}, kv_cache_dtype="fp8")
     results, _ = run(folder, plans, 0, graphs, given={"kv_cache_dtype": "fp8"})
-    assert results == expected
+    check(results, expected)
 
 
 def test_the_largest_step_leaves_room(folder: Path) -> None:
@@ -221,18 +358,17 @@ def run_often(folder: Path, plans: list[StepPlan], ignored: str, **options: obje
         run(folder, plans, seed, 0, ignored=ignored, **options)
 
 
-def test_no_wait_can_be_spared(
-    folder: Path, plans: list[StepPlan], expected: list[list[Sampled]]
-) -> None:
-    _, queues = run(folder, plans, 0, 4)
+@pytest.mark.parametrize("name", ["greedy", "everything"])
+def test_no_wait_can_be_spared(folder: Path, plans: list[StepPlan], name: str) -> None:
+    _, queues = run(folder, plans, 0, 4, special=SPECIALS[name])
     assert len(queues.waits) == 6
     for wait in queues.waits:
         with pytest.raises(Race):
-            run_often(folder, plans, wait)
+            run_often(folder, plans, wait, special=SPECIALS[name])
 
 
 def test_without_a_wait_numbers_are_wrong(
-    folder: Path, plans: list[StepPlan], expected: list[list[Sampled]]
+    folder: Path, plans: list[StepPlan], expected: dict[str, list[Answer]]
 ) -> None:
     """Not only clocks say so. Wrong numbers may be indices beyond a tensor's end."""
     _, queues = run(folder, plans, 0, 4)
@@ -245,26 +381,10 @@ def test_without_a_wait_numbers_are_wrong(
             )
         except (IndexError, RuntimeError):
             return True
-        return results != expected
+        return results != expected["greedy"]
 
     for wait in queues.waits:
         assert any(goes_wrong(wait, seed) for seed in range(40)), wait
-
-
-PENALIZED = Sampling(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5)
-
-
-def test_rows_that_the_host_draws(folder: Path, plans: list[StepPlan]) -> None:
-    """Steps with one of them and without, each with the tokens of the one before; the waits of
-    those steps can be spared as little."""
-    special = {"seq2": PENALIZED, "seq4": PENALIZED}
-    expected = expected_of(folder, plans, **special)
-    assert expected != expected_of(folder, plans)
-    results, queues = run(folder, plans, 1, 4, special=special)
-    assert results == expected
-    (wait,) = (each for each in queues.waits if each.startswith("executor.py"))
-    with pytest.raises(Race):
-        run_often(folder, plans, wait, special=special)
 
 
 def test_log_probabilities_are_those_of_the_cpu(folder: Path) -> None:
@@ -277,7 +397,7 @@ def test_log_probabilities_are_those_of_the_cpu(folder: Path) -> None:
         pipeline.plan([pipeline.row(1, 2)]),
     ]
 
-    def answer(executor: StageExecutor) -> tuple[list[Sampled], list[RowLogprobs]]:
+    def answer(executor: StageExecutor) -> Answer:
         for plan in plans:
             batch = executor.prepare(plan)
             results = executor.sample(batch, executor.compute(batch, None))
@@ -289,8 +409,7 @@ def test_log_probabilities_are_those_of_the_cpu(folder: Path) -> None:
         executor.register(Register(1, len(PROMPTS[4]), PROMPTS[4], sampling))
         told.append(answer(executor))
     assert len(told[0][1][0].prompt) == len(PROMPTS[4]) - 1
-    assert told[0][0] == told[1][0]
-    assert msgspec.to_builtins(told[1][1]) == approximately(msgspec.to_builtins(told[0][1]))
+    check([told[1]], [told[0]])
 
 
 def test_a_step_without_samples_draws_nothing(folder: Path) -> None:

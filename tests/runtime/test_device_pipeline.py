@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gllm.messages import Register
+from gllm.messages import Register, Sampling
 from gllm.runtime.launch import Edge
 from gllm.scheduler.plan import Sampled
 from gllm.transport.base import EdgeShape
@@ -22,10 +22,15 @@ GROUPS = ((1, 2), (3,))
 ROUNDS = 4
 
 
-def rounds(pipeline: Pipeline) -> list[list[Sampled]]:
+LOOKING = Sampling(
+    seed=3, repetition_penalty=1.5, frequency_penalty=0.8, bad_words=((7, 7), (3, 2)), logprobs=1
+)
+
+
+def rounds(pipeline: Pipeline, sampling: Sampling) -> list[list[Sampled]]:
     """What the CPU samples, step by step."""
     for seq, prompt in PROMPTS.items():
-        pipeline.add(seq, prompt)
+        pipeline.add(seq, prompt, sampling)
     steps = []
     for turn in range(ROUNDS):
         for group in GROUPS:
@@ -34,11 +39,13 @@ def rounds(pipeline: Pipeline) -> list[list[Sampled]]:
     return steps
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, LOOKING], ids=["greedy", "looking back"])
 @pytest.mark.parametrize("seed", range(3))
-def test_two_stages_are_as_one(tmp_path: Path, seed: int) -> None:
+def test_two_stages_are_as_one(tmp_path: Path, seed: int, sampling: Sampling) -> None:
+    """Whose last one knows the tokens by what it was told alone."""
     folder = save("llama3", tmp_path)
     given = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
-    expected = rounds(Pipeline(folder, **given))
+    expected = rounds(Pipeline(folder, **given), sampling)
     book = Pipeline(folder, **given)
     for seq, prompt in PROMPTS.items():
         book.add(seq, prompt)
@@ -51,7 +58,7 @@ def test_two_stages_are_as_one(tmp_path: Path, seed: int) -> None:
         receiver = HostStagingReceiver(*ends, stages[1].stream)
         for seq, prompt in PROMPTS.items():
             for stage in stages:
-                stage.register(Register(seq, len(prompt), prompt, GREEDY))
+                stage.register(Register(seq, len(prompt), prompt, sampling))
         results: list[list[Sampled]] = []
         begun: list = []
         while len(results) < len(expected):

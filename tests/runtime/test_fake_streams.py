@@ -1,6 +1,6 @@
 """The fake device finds what it is there to find, and lets pass what is in order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -116,6 +116,34 @@ def test_a_look_into_the_device_is_found(queues: FakeQueues) -> None:
             device.copy_(pageable)
     with pytest.raises(Race):
         device.add_(1)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda numbers: numbers.max().item(),
+        lambda numbers: int(numbers.max()),
+        lambda numbers: bool((numbers > 0).any()),
+        lambda numbers: [1, 2][numbers.long().sum()],
+        lambda numbers: numbers[numbers > 0],
+        lambda numbers: numbers.masked_select(numbers > 0),
+        lambda numbers: numbers.nonzero(),
+        lambda numbers: torch.where(numbers > 0),
+        lambda numbers: numbers.unique(),
+        lambda numbers: numbers.repeat_interleave(numbers.long()),
+        lambda numbers: numbers.tolist(),
+        lambda numbers: numbers.numpy(),
+        lambda numbers: numbers.__setitem__(numbers > 0, torch.ones(4)),
+        lambda numbers: numbers.split(numbers.long().tolist()),
+    ],
+)
+def test_whatever_depends_on_a_number_of_the_device_is_found(
+    look: Callable[[torch.Tensor], object],
+) -> None:
+    with FakeQueues() as queues:
+        numbers = queues.zeros((4,), torch.float32)
+        with queues.stream().current(), pytest.raises(HiddenSync):
+            look(numbers)
 
 
 def test_a_graph_is_what_was_recorded() -> None:

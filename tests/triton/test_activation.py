@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.kernels.activation import ACTIVATIONS
-from gllm.kernels.triton.activation import BLOCK, KINDS, gate
+from gllm.kernels.triton.activation import KINDS, gate
+from gllm.kernels.triton.tiles import choose
 
 # What is beyond float32 is infinite, as meant; NumPy would have it said.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
+BLOCK = choose("activation")["elements"]
 STEP = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 

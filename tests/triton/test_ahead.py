@@ -9,15 +9,26 @@ import pytest
 
 from gllm.kernels.aot import SHARED_MEMORY, room
 
-WITHOUT = {"ahead", "attention_shapes", "attention_tiles", "common"}
+WITHOUT = {"ahead", "attention_shapes", "attention_tiles", "common", "expert_blocks", "tiles"}
+WITHOUT |= {"workloads"}
 """Files of the room that have no kernels of their own."""
+
+
+TRY = """
+from functools import partial
+from gllm.kernels import aot, tune
+from gllm.kernels.triton import tiles
+row = tiles.row_for("quantize", {})
+for use in (row.use, {"groups": 64, "warps": 1}):
+    print(tune.fits(80, partial(map, aot.run), "quantize", row, use))
+"""
 
 
 def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A process that does not interpret kernels unless told so."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "gllm.kernels.aot", *arguments],
+        [sys.executable, *(arguments or ("-m", "gllm.kernels.aot"))],
         env=kept | variables,
         capture_output=True,
         text=True,
@@ -30,7 +41,7 @@ def test_every_file_lists_what_is_compiled(name: str) -> None:
     assert module.COMPILED
     assert len({one.label + one.kernel.__name__ for one in module.COMPILED}) == len(module.COMPILED)
     for one in module.COMPILED:
-        assert {*one.signature, *one.constants} == {*one.kernel.arg_names}
+        assert {*one.signature, *one.launch()[0]} == {*one.kernel.arg_names}
         assert {*one.aligned} <= {*one.signature}
 
 
@@ -47,3 +58,8 @@ def test_nothing_is_compiled_where_kernels_are_interpreted() -> None:
     done = command(TRITON_INTERPRET="1")
     assert done.returncode == 2
     assert done.stderr.strip() == "TRITON_INTERPRET is set: kernels would be interpreted"
+
+
+def test_tiles_that_spill_do_not_fit() -> None:
+    done = command("-c", TRY)
+    assert done.stdout.split() == ["True", "False"], done.stderr

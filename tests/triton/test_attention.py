@@ -27,10 +27,13 @@ from gllm.kernels.attention_plan import (
     plan_attention,
 )
 from gllm.kernels.native import library
-from gllm.kernels.triton import attention, attention_shapes, decode_attention
-from gllm.kernels.triton.attention_shapes import Tiles
+from gllm.kernels.triton import attention, attention_shapes, common, decode_attention, tiles
 
 CPU = torch.device("cpu")
+SMALL = [
+    tiles.Row(row.up_to, {"rows": 16, "keys": 16, "warps": 4, "stages": 2})
+    for row in tiles.read(tiles.DEFAULT).tables["decode"]
+]
 LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 0.03}
 GUARD = 64
 Rows = list[tuple[int, int]]
@@ -85,13 +88,14 @@ def launched(
                 else new_empty(self, *size, **more)
             ),
         )
-        patch.setattr(attention_shapes, "processors", lambda device: processors)
+        patch.setattr(common, "processors", lambda device: processors)
+        tables = {}
         if small:
             patch.setattr(attention_shapes, "LEAST", 16)
-            for table in (attention_shapes.PREFILL, attention_shapes.DECODE):
-                for size in table:
-                    patch.setitem(table, size, Tiles(16, 16, 4, 2))
-        output = attention.paged_attention(query, *caches, plan, scores)
+            patch.setattr(attention_shapes, "LEAST_OF_CHUNKS", 16)
+            tables = dict.fromkeys(("prefill", "decode"), SMALL)
+        with tiles.using(tables):
+            output = attention.paged_attention(query, *caches, plan, scores)
     assert poison.intact()
     return output
 
@@ -252,6 +256,14 @@ def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | No
         case.check(Scores(0.2), window, processors)
 
 
+@pytest.mark.parametrize("window", [None, 45])
+@pytest.mark.parametrize("processors", [4, 11, 1000])
+def test_chunks_of_long_contexts_are_split(window: int | None, processors: int) -> None:
+    """Also beside decodes, and where a part of a short one's context is empty."""
+    case = Case([(9, 1), (97, 5), (0, 3), (64, 6)], 6, 2, 16, 16, dtype=torch.bfloat16)
+    case.check(Scores(0.2), window, processors)
+
+
 def test_a_launch_is_replayed_for_other_contexts() -> None:
     """The plan's rows choose the grid; the tables say what is there, fewer rows too."""
     case = Case([(40, 1), (10, 1)], 2, 1, 16, 16)
@@ -277,20 +289,28 @@ def test_queries_of_a_fused_projection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "programs", "longest", "processors", "expected"),
+    ("programs", "longest", "processors", "decodes", "chunks"),
     [
-        *((1, 4, 100_000, 132, 66), (1, 1, 100_000, 132, 128), (256, 8, 100_000, 132, 1)),
-        *((1, 4, 300, 132, 3), (1, 4, 1, 132, 1), (8, 8, 4096, 108, 4)),
+        (4, 100_000, 132, 66, 33),
+        (1, 100_000, 132, 128, 98),
+        (1, 1_000_000, 132, 128, 128),
+        (2048, 100_000, 132, 1, 1),
+        (4, 300, 132, 3, 1),
+        (4, 1, 132, 1, 1),
+        (64, 4096, 108, 4, 1),
+        (16, 32_768, 132, 17, 8),
+        (100, 32_768, 132, 3, 1),
     ],
 )
 def test_splits_fill_the_processors_but_do_not_get_short(
-    rows: int, programs: int, longest: int, processors: int, expected: int
+    programs: int, longest: int, processors: int, decodes: int, chunks: int
 ) -> None:
-    assert attention_shapes.splits_for(rows, programs, longest, processors) == expected
+    assert attention_shapes.decode_splits(programs, longest, processors) == decodes
+    assert attention_shapes.prefill_splits(programs, longest, processors) == chunks
 
 
 def test_what_is_compiled_ahead_has_all_arguments() -> None:
     for entry in attention.COMPILED + decode_attention.COMPILED:
-        given = [*entry.signature, *entry.constants]
+        given = [*entry.signature, *entry.launch()[0]]
         assert sorted(given) == sorted(inspect.signature(entry.kernel.fn).parameters), entry.label
         assert set(entry.aligned) <= set(entry.signature), entry.label

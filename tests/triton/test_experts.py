@@ -11,12 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gllm.kernels.experts import StackedExperts, run_stacked
+from gllm.kernels.experts import StackedExperts, run_stacked, stack
+from gllm.kernels.linear_fp8 import Fp8Matrix, Fp8Stack
 from gllm.kernels.triton import experts as gpu
 from gllm.kernels.triton.activation import KINDS
+from tests.kernels.test_linear_fp8 import quantized
 
-# What is beyond float32 is infinite, as meant; NumPy would have it said.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+# What is beyond float32 is infinite, as meant, and NaN is kept; NumPy would have it said.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+]
 
 
 def made(seed: int, tokens: int, sizes: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
@@ -96,3 +101,64 @@ def test_rows_may_be_apart() -> None:
 def test_an_activation_without_a_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match="no kernel for the activation 'swish'"):
         gpu.run_experts(*made(0, 1, (1, 1, 2, 2)), "swish")
+
+
+def eights(
+    sizes: tuple[int, int, int], block: tuple[int, int] | None, scales: int
+) -> tuple[Fp8Stack, Fp8Stack]:
+    """up and down of (experts, hidden, inner), with scales of blocks, or without blocks one or one
+    for each output."""
+    count, hidden, inner = sizes
+
+    def part(outputs: int, inputs: int, seed: int) -> Fp8Matrix:
+        return quantized(outputs, inputs, block, seed, scales if scales == 1 else outputs)
+
+    up = stack(count, ([part(inner, hidden, 2 * n), part(inner, hidden, n)] for n in range(count)))
+    down = stack(count, ([part(hidden, inner, 50 + n)] for n in range(count)))
+    assert isinstance(up, Fp8Stack)
+    assert isinstance(down, Fp8Stack)
+    return up, down
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 9),
+    st.sampled_from([(5, 2, 40, 24), (3, 3, 150, 70), (4, 2, 64, 140)]),
+    st.sampled_from([((16, 32), 1), ((128, 128), 1), ((8, 64), 1), (None, 1), (None, 2)]),
+    st.sampled_from([(torch.float32, 1e-4), (torch.float16, 2**-8), (torch.bfloat16, 2**-4)]),
+    st.booleans(),
+)
+def test_weights_in_8_bit_floats(
+    tokens: int,
+    sizes: tuple[int, int, int, int],
+    scales: tuple[tuple[int, int] | None, int],
+    kind: tuple[torch.dtype, float],
+    fp8: bool,
+) -> None:
+    """Against the reference, which makes floats of them; activations in 8 bits are off by a
+    sixteenth each, sums of them by less."""
+    up, down = eights((sizes[0], *sizes[2:]), *scales)
+    dtype, step = kind
+    x, experts, weights, *_ = made(tokens, tokens, sizes)
+    x = (x / 4).to(dtype)
+    wanted = run_stacked(x, experts, weights, StackedExperts(up, down, "silu")).double()
+    actual = gpu.run_experts(x, experts, weights, up, down, "silu", fp8)
+    assert actual.dtype == dtype
+    assert actual.isfinite().all()
+    error = (actual.double() - wanted).norm() / wanted.norm()
+    assert error < (0.08 if fp8 else step)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_token_in_8_bit_floats_does_not_depend_on_its_batch(fp8: bool) -> None:
+    up, down = eights((4, 40, 24), (8, 32), 1)
+    x, experts, weights, *_ = made(3, 8, (4, 3, 40, 24))
+    whole = gpu.run_experts(x, experts, weights, up, down, "silu", fp8)
+    rows = torch.tensor([4, 3, 7])
+    others = x.clone()
+    others[torch.tensor([0, 2, 5])] = math.nan
+    spoiled = gpu.run_experts(others, experts, weights, up, down, "silu", fp8)
+    assert torch.equal(spoiled[rows], whole[rows])
+    assert spoiled[[0, 2, 5]].isnan().all()
+    alone = gpu.run_experts(x[rows], experts[rows], weights[rows], up, down, "silu", fp8)
+    assert torch.equal(alone, whole[rows])

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, stack_fp8
-from gllm.kernels.triton.linear_fp8 import linear_fp8, quantize
+from gllm.kernels.triton import common, tiles
+from gllm.kernels.triton.linear_fp8 import linear_fp8, parts_of, quantize
 from tests.kernels.test_linear_fp8 import quantized
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -67,6 +68,54 @@ def test_stacked_with_a_bias(dtype: torch.dtype, fp8: bool) -> None:
     wanted = expected(x, matrix, 32 if fp8 else None) + bias.double()
     close(actual, wanted, dtype)
     assert linear_fp8(x[:0], matrix, bias, fp8=fp8).shape == (0, 32)
+
+
+@pytest.mark.parametrize("processors", [3, 1000])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_inputs_are_cut_into_parts(
+    processors: int, fp8: bool, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into 2 and 3 of 9 groups, the last one smaller; each output is the same however often."""
+    monkeypatch.setattr(common, "processors", lambda device: processors)
+    monkeypatch.setattr("gllm.kernels.triton.linear_fp8.LEAST", 3)
+    monkeypatch.setattr("gllm.kernels.triton.linear_fp8.IN_FLIGHT", 10_000)
+    asked: list[tuple[int, ...]] = []
+    empty = torch.empty
+
+    def poisoned(*size: int, **more: object) -> torch.Tensor:
+        asked.append(size)
+        made = empty(*size, **more)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    matrix = quantized(40, 280, (16, 32))
+    x = torch.randn(3, 280, generator=torch.Generator().manual_seed(1)).bfloat16()
+    bias = torch.arange(40.0).bfloat16() if biased else None
+    monkeypatch.setattr(torch, "empty", poisoned)
+    out = torch.full((3, 40), torch.nan)
+    linear_fp8(x, matrix, bias, out, fp8=fp8)
+    assert (2 if processors == 3 else 3, 3, 40) in asked
+    wanted = expected(x, matrix, 32 if fp8 else None) + (0 if bias is None else bias.double())
+    close(out, wanted, torch.float32)
+    assert torch.equal(linear_fp8(x, matrix, bias, torch.empty(3, 40), fp8=fp8), out)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "parts"),
+    [
+        *((1, 3584, 3584, 4), (16, 3584, 3584, 4), (16, 3584, 18_944, 4)),
+        *((16, 4608, 3584, 3), (16, 37_888, 3584, 1), (16, 4096, 14_336, 4)),
+        *((64, 3584, 3584, 3), (64, 3584, 18_944, 4), (256, 3584, 3584, 1)),
+    ],
+)
+def test_as_many_parts_as_an_h200_needs(
+    tokens: int, outputs: int, inputs: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the linear maps of Qwen2.5-7B and Llama-3.1-8B."""
+    monkeypatch.setattr(common, "processors", lambda device: 132)
+    use = tiles.row_for("linear_fp8", {"tokens": tokens}).use
+    grid = -(-outputs // use["columns"]), -(-tokens // use["rows"])
+    assert parts_of(tokens, inputs, inputs // 128, grid, use, torch.device("cpu")) == parts
 
 
 def test_every_code() -> None:

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.triton.ahead import Compiled
+from gllm.kernels.triton.ahead import Compiled, Tiled
+from gllm.kernels.triton.tiles import choose
 
-BLOCK = 1024
 KINDS = ("silu", "relu", "gelu", "gelu_tanh")
 
 
@@ -50,16 +50,24 @@ def gate(kind: str, gate_up: Tensor) -> Tensor:
     tokens, size = len(gate_up), gate_up.shape[1] // 2
     output = gate_up.new_empty(tokens, size)
     if output.numel():
-        grid = (tokens, triton.cdiv(size, BLOCK))
-        _gate[grid](gate_up, output, size, gate_up.stride(0), KIND=kind, BLOCK=BLOCK)
+        use = choose("activation")
+        grid = (tokens, triton.cdiv(size, use["elements"]))
+        arguments = (gate_up, output, size, gate_up.stride(0))
+        _gate[grid](*arguments, KIND=kind, BLOCK=use["elements"], num_warps=use["warps"])
     return output
 
 
 def _compiled(kind: str, activation: str) -> Compiled:
     signature = {"both": f"*{kind}", "output": f"*{kind}", "size": "i32", "row": "i32"}
-    constants = {"KIND": activation, "BLOCK": BLOCK}
-    label = f"{activation}, {kind}"
-    return Compiled(label, _gate, signature, constants, stages=3, aligned=tuple(signature))
+    return Compiled(
+        f"{activation}, {kind}",
+        _gate,
+        signature,
+        {"KIND": activation},
+        stages=3,
+        aligned=tuple(signature),
+        tiled=Tiled("activation", {}, lambda use: {"BLOCK": use["elements"]}),
+    )
 
 
 COMPILED = [_compiled(kind, activation) for activation in KINDS for kind in ("bf16", "fp16")]

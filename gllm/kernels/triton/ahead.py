@@ -1,12 +1,26 @@
 """What kernels are compiled for ahead of time, to prove without a GPU that they fit onto one.
 
 Owns the description of one compilation. Every file of this room lists its own in COMPILED; `python
--m gllm.kernels.aot` compiles them (gllm/kernels/aot.py).
+-m gllm.kernels.aot` compiles them (gllm/kernels/aot.py), and `python -m gllm.kernels.tune` tries
+tiles on them (gllm/kernels/tune.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from gllm.kernels.triton import tiles
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Constants that come from a table of tiles, with warps and stages."""
+
+    table: str
+    sizes: Mapping[str, int]
+    """What the row is looked up by."""
+    constants: Callable[[Mapping[str, int]], Mapping[str, Any]]
+    """tl.constexpr arguments of a row's choices."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +34,7 @@ class Compiled:
     signature: Mapping[str, str]
     """Types of all arguments that are no constants, as `*bf16`, `i32`, `fp32`."""
     constants: Mapping[str, Any]
-    """tl.constexpr arguments by name."""
+    """tl.constexpr arguments by name, but for those of a table."""
     warps: int = 4
     stages: int = 2
     tensor_cores: bool = False
@@ -29,3 +43,13 @@ class Compiled:
     """The oldest architecture that it is for, as 89 for sm_89."""
     aligned: tuple[str, ...] = field(default=())
     """Arguments that are multiples of 16 at run time: pointers and row lengths."""
+    tiled: Tiled | None = None
+    """What a table of tiles says, in place of warps and stages too."""
+
+    def launch(self) -> tuple[dict[str, Any], int, int]:
+        """All tl.constexpr arguments, warps and stages, as tables have them now."""
+        if self.tiled is None:
+            return dict(self.constants), self.warps, self.stages
+        use = tiles.choose(self.tiled.table, **self.tiled.sizes)
+        constants = {**self.constants, **self.tiled.constants(use)}
+        return constants, use["warps"], use.get("stages", self.stages)

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from gllm.kernels.attention import Scores
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.triton import attention_shapes
-from gllm.kernels.triton.attention_shapes import PREFILL, Shape
+from gllm.kernels.triton import attention_shapes, common
+from gllm.kernels.triton.attention_shapes import Shape
 from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
 from gllm.kernels.triton.decode_attention import decode_attention
+from gllm.kernels.triton.split_attention import (
+    PARTIAL,
+    add_parts,
+    part_of,
+    parts_for,
+    store_part,
+)
 
 
 def paged_attention(
@@ -64,19 +71,32 @@ def _prefill(
     """Fill the rows of prefill chunks of output [tokens, heads, value_dim]."""
     tables, rows = plan.tables, plan.rows
     assert tables is not None, "attention was not planned for a device"
-    tiles = attention_shapes.tiles_for(shape, PREFILL)
+    tiles = attention_shapes.tiles_for(shape, "prefill")
     packed = attention_shapes.packing(tiles, shape)
     listed = tables.tiles(rows, packed.tokens)
-    prefill_kernel[(len(listed), shape.kv_heads * packed.parts)](
-        *(output, query, key_cache, value_cache, slopes),
+    programs = shape.kv_heads * packed.parts
+    longest = int(rows.context_len[rows.num_decodes :].max())
+    if shape.window is not None:
+        longest = min(longest, shape.window + packed.tokens)
+    busy = common.processors(query.device)
+    splits = attention_shapes.prefill_splits(len(listed) * programs, longest, busy)
+    # Each decode is one token, and they come first.
+    own = output[rows.num_decodes :]
+    parts = parts_for(len(own), splits, shape, query.device)
+    prefill_kernel[(len(listed), programs, splits)](
+        *(output, *parts, query, key_cache, value_cache, slopes),
         *(listed, tables.block_table, tables.query_start, tables.context_len),
+        *(rows.num_decodes, len(own)),
         *(tables.block_table.stride(0), *query.stride()[:2]),
         *(*key_cache.stride()[1:3], *value_cache.stride()[1:3]),
         *factors,
         **attention_shapes.constants(tiles, shape),
+        SPLIT=splits > 1,
+        LEAST=attention_shapes.LEAST_OF_CHUNKS,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
+    add_parts(own, parts, shape)
 
 
 @triton.jit
@@ -97,9 +117,15 @@ def packed_rows(
     return token, tl.program_id(1) // PARTS * GROUP + member, there
 
 
-@triton.jit(do_not_specialize=["tiles", "block_table", "query_start", "context_len", "table_row"])
+@triton.jit(
+    do_not_specialize=[
+        *("tiles", "block_table", "query_start", "context_len", "table_row", "skipped", "tokens")
+    ]
+)
 def prefill_kernel(
     output,
+    partial,
+    statistics,
     query,
     keys,
     values,
@@ -108,6 +134,8 @@ def prefill_kernel(
     block_table,
     query_start,
     context_len,
+    skipped,
+    tokens,
     table_row,
     query_token,
     query_head,
@@ -133,10 +161,15 @@ def prefill_kernel(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
-    """One tile of a prefill chunk, of PARTS for a KV head: grid (tiles, kv_heads * PARTS).
+    """One part of the context of one tile of a prefill chunk, of PARTS for a KV head: grid (tiles,
+    kv_heads * PARTS, splits).
 
-    tiles [tiles, 2] as of attention_plan.prefill_tiles for ROWS // HEADS tokens.
+    tiles [tiles, 2] as of attention_plan.prefill_tiles for ROWS // HEADS tokens. With SPLIT results
+    go to partial and statistics (split_attention.Parts, of `tokens` behind `skipped` ones) instead
+    of output.
     """
     TOKENS: tl.constexpr = ROWS // HEADS
     row = tl.load(tiles + 2 * tl.program_id(0))
@@ -164,19 +197,21 @@ def prefill_kernel(
     nearest = context - count + first
     end = tl.minimum(nearest + TOKENS, context)
     oldest = 0
-    begin = 0
     if WINDOW > 0:
         oldest = tl.maximum(nearest - WINDOW + 1, 0)
-        begin = oldest // KEYS * KEYS
-    else:
-        # The first token, and so every one, sees all keys before `begin`.
-        begin = (nearest + 1) // KEYS * KEYS
+    begin = oldest // KEYS * KEYS
+    if SPLIT:
+        begin, end = part_of(begin, end, tl.program_id(2), tl.num_programs(2), KEYS, LEAST)
+    if WINDOW == 0:
+        # The first token, and so every one, sees all keys before `seen`.
+        seen = tl.minimum((nearest + 1) // KEYS * KEYS, end)
         highest, total, attended = attend(
             *(queries, rest, positions, own_slopes, highest, total, attended),
-            *(keys, values, table, 0, begin, oldest, inner, outer, key_row, value_row),
+            *(keys, values, table, begin, seen, oldest, inner, outer, key_row, value_row),
             *(KEYS, BLOCK_SIZE, MAIN, MAIN_PAD, REST, REST_PAD, VALUE, VALUE_PAD),
             *(SHARED, SOFTCAP, ALIBI, WINDOW, False),
         )
+        begin = tl.maximum(begin, seen)
     highest, total, attended = attend(
         *(queries, rest, positions, own_slopes, highest, total, attended),
         *(keys, values, table, begin, end, oldest, inner, outer, key_row, value_row),
@@ -184,21 +219,42 @@ def prefill_kernel(
         *(SHARED, SOFTCAP, ALIBI, WINDOW, True),
     )
 
-    # Rows without a token have no weight; they are not stored.
-    attended = attended * (1 / tl.where(total > 0, total, 1))[:, None]
     # Read again, lest where rows are stored be kept in registers while keys are visited.
     first = tl.load(tiles + 2 * tl.program_id(0) + 1, volatile=True)
     token, head, there = packed_rows(first, count, ROWS, GROUP, HEADS, PARTS)
-    columns = tl.arange(0, VALUE_PAD)
     heads = tl.num_programs(1) // PARTS * GROUP
-    at = output + ((start + token).to(tl.int64) * heads + head) * VALUE
-    tl.store(
-        at[:, None] + columns[None, :],
-        attended.to(output.dtype.element_ty),
-        mask=there[:, None] & (columns < VALUE)[None, :],
-    )
+    if SPLIT:
+        each = tokens.to(tl.int64) * heads * tl.num_programs(2)
+        at = ((start + token - skipped).to(tl.int64) * heads + head) * tl.num_programs(2)
+        at += tl.program_id(2)
+        store_part(
+            *(partial, statistics, at, there, each, highest, total, attended),
+            *(VALUE, VALUE_PAD),
+        )
+    else:
+        # Rows without a token have no weight; they are not stored.
+        attended = attended * (1 / tl.where(total > 0, total, 1))[:, None]
+        columns = tl.arange(0, VALUE_PAD)
+        at = output + ((start + token).to(tl.int64) * heads + head) * VALUE
+        tl.store(
+            at[:, None] + columns[None, :],
+            attended.to(output.dtype.element_ty),
+            mask=there[:, None] & (columns < VALUE)[None, :],
+        )
 
 
-COMPILED = attention_shapes.compiled(
-    "prefill", prefill_kernel, PREFILL, {"tiles": "*i32", "query_start": "*i32"}, {}
-)
+OTHERS = {"tiles": "*i32", "query_start": "*i32", "skipped": "i32", "tokens": "i32"}
+COMPILED = [
+    *attention_shapes.compiled(
+        *("prefill", prefill_kernel, "prefill", OTHERS),
+        {
+            **dict.fromkeys(PARTIAL),
+            "SPLIT": False,
+            "LEAST": attention_shapes.LEAST_OF_CHUNKS,
+        },
+    ),
+    *attention_shapes.compiled(
+        *("split prefill", prefill_kernel, "prefill", {**OTHERS, **PARTIAL}),
+        {"SPLIT": True, "LEAST": attention_shapes.LEAST_OF_CHUNKS},
+    ),
+]

@@ -1,19 +1,20 @@
 """Sizes of the tiles of paged attention, and all else that is constant within one of its kernels.
 
-Owns the tables of tiles, the names of the kernels' constants, the number of splits of a context,
-and the models that the kernels are compiled for ahead of time. Does not know what they compute.
+Owns the names of the kernels' constants, the number of splits of a context, and the models that the
+kernels are compiled for ahead of time. Sizes come from tables (tiles.py). Does not know what
+kernels compute.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from gllm.kernels.triton.ahead import Compiled
+from gllm.kernels.triton.ahead import Compiled, Tiled
+from gllm.kernels.triton.tiles import choose
 
 
 @dataclass(frozen=True)
@@ -29,29 +30,15 @@ class Tiles:
     stages: int
 
 
-# Chosen by what compiles for sm_80, 86, 89, 90 and 100 without a register spilled and within the
-# 101,376 bytes of shared memory of sm_86 and 89; never timed. Keys are the padded dimensions of a
-# head; 512 stands for latent attention (with 64 more dimensions of the keys alone), which in
-# float32 takes 106,496 bytes. More warps or fewer keys are what removes spills of a tile.
-PREFILL = {
-    64: Tiles(128, 64, 8, 3),
-    128: Tiles(128, 64, 8, 2),
-    256: Tiles(64, 32, 8, 2),
-    512: Tiles(32, 32, 8, 2),
-}
-DECODE = {
-    64: Tiles(16, 64, 4, 3),
-    128: Tiles(16, 64, 4, 3),
-    256: Tiles(16, 32, 4, 3),
-    512: Tiles(16, 16, 4, 2),
-}
-
 SPLITS = 128
 """Most parts of a context."""
 LEAST = 128
-"""Fewest tokens of a part: below, the reduction costs more than parallelism saves."""
+"""Fewest tokens of a decode's part: below, the reduction costs more than parallelism saves."""
+LEAST_OF_CHUNKS = 1024
+"""The same for a prefill chunk. A row of a tile writes and reads 1 KB for each part of its context
+(128 elements, float32); at 4.8 TB/s that takes as long as 166 keys do at 400 TFLOP/s."""
 WAVES = 2
-"""Programs for each processor that splitting aims at."""
+"""Programs for each processor that splitting of decodes aims at; a chunk's fill one each."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +82,16 @@ def shape_of(
     )
 
 
-def tiles_for(shape: Shape, table: dict[int, Tiles]) -> Tiles:
-    """The table's choice for heads of this size; smaller tiles for float32."""
-    padded = max(_padded(shape.main), _padded(shape.value_dim))
-    chosen = table[min(size for size in table if size >= padded)]
-    if not shape.wide:
-        return chosen
-    rows, keys = max(chosen.rows // 2, 16), max(chosen.keys // 4, 16)
-    return Tiles(rows, keys, chosen.warps, chosen.stages)
+def sizes_of(shape: Shape) -> dict[str, int]:
+    """What tiles are looked up by: the padded dimensions of a head (512 stands for latent
+    attention, which has 64 more of the keys alone), bytes of a query's element."""
+    head = max(_padded(shape.main), _padded(shape.value_dim))
+    return {"head": head, "bytes": 4 if shape.wide else 2}
+
+
+def tiles_for(shape: Shape, table: str) -> Tiles:
+    """The table's choice for heads of this size. Raises ValueError where there is none."""
+    return Tiles(**choose(table, **sizes_of(shape)))
 
 
 @dataclass(frozen=True)
@@ -140,31 +129,38 @@ def constants(tiles: Tiles, shape: Shape) -> dict[str, int | bool]:
         "REST_PAD": _padded(rest),
         "VALUE": shape.value_dim,
         "VALUE_PAD": _padded(shape.value_dim),
-        "SHARED": shape.shared,
+        # In float32 a tile for both products takes more shared memory than sm_86 and 89 have; read
+        # again it comes from the second cache.
+        "SHARED": shape.shared and not shape.wide,
         "SOFTCAP": shape.softcap,
         "ALIBI": shape.alibi,
         "WINDOW": shape.window or 0,
     }
 
 
-def splits_for(rows: int, programs: int, longest: int, processors: int) -> int:
-    """Parts of the longest context, in tokens, that keep the processors busy; `programs` read the
-    cache for each of the rows anyway."""
-    wanted = -(-WAVES * processors // (rows * programs))
-    return max(1, min(wanted, -(-longest // LEAST), SPLITS))
+def decode_splits(programs: int, longest: int, processors: int) -> int:
+    """Parts of the longest context, in tokens, that keep the processors busy where so many programs
+    read the cache anyway."""
+    return _splits(-(-WAVES * processors // programs), longest, LEAST)
 
 
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; 1 for one that has none."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def prefill_splits(programs: int, longest: int, processors: int) -> int:
+    """The same for tiles of prefill chunks, which are split where processors would be idle."""
+    return _splits(processors // programs, longest, LEAST_OF_CHUNKS)
+
+
+def _splits(wanted: int, longest: int, least: int) -> int:
+    return max(1, min(wanted, -(-longest // least), SPLITS))
 
 
 def _padded(size: int) -> int:
     """The next power of two that tensor cores take."""
     return max(int(triton.next_power_of_2(size)), 16)
+
+
+def widened(shape: Shape) -> Shape:
+    """The same in float32."""
+    return replace(shape, wide=True)
 
 
 HEADS_OF = {
@@ -194,6 +190,10 @@ CASES = [
             ("ALiBi, heads of 128", "groups of 4 heads of 128", {"alibi": True}),
         )
     ),
+    *(
+        (f"{label}, fp32 on fp32", widened(shape), "fp32", "fp32", 80)
+        for label, shape in HEADS_OF.items()
+    ),
 ]
 """Label, shape, types of queries and cache, oldest architecture."""
 
@@ -201,7 +201,7 @@ CASES = [
 def compiled(
     name: str,
     kernel: Any,
-    table: dict[int, Tiles],
+    table: str,
     types: Mapping[str, str],
     more: Mapping[str, Any],
 ) -> list[Compiled]:
@@ -212,19 +212,19 @@ def compiled(
             f"{name}, {label}",
             kernel,
             {**_types(query, cached, shape), **types},
-            {
-                **constants(tiles_for(shape, table), shape),
-                **({} if shape.alibi else {"slopes": None}),
-                **more,
-            },
-            tiles_for(shape, table).warps,
-            tiles_for(shape, table).stages,
+            {**({} if shape.alibi else {"slopes": None}), **more},
+            tiled=tiled(table, shape),
             tensor_cores=True,
             least=least,
             aligned=tuple(name for name in _types(query, cached, shape) if name in ALIGNED),
         )
         for label, shape, query, cached, least in CASES
     ]
+
+
+def tiled(table: str, shape: Shape) -> Tiled:
+    """The constants of a shape by its row of a table."""
+    return Tiled(table, sizes_of(shape), lambda use: constants(Tiles(**use), shape))
 
 
 ALIGNED = (

@@ -1,31 +1,25 @@
 """What experts compute, for GPUs, without the host hearing which experts were picked.
 
-Owns how tokens are put together: sorted by expert, and cut into blocks of one expert each. There
-are as many programs as blocks could become at most; those beyond the last block end at once. The
-size of blocks is always the same, and a token's parts are added in the order of its experts'
-numbers, so what a token becomes does not depend on its batch. The formula is in
-gllm/kernels/experts.py.
+Owns the product of a block's rows by its expert's weight in 16 bits, and the sum of a token's
+parts. Blocks are in expert_blocks.py, weights in 8-bit floats in experts_fp8.py. The size of blocks
+is always the same, and a token's parts are added in the order of its experts' numbers, so what a
+token becomes does not depend on its batch. The formula is in gllm/kernels/experts.py.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gllm.kernels.linear_fp8 import Fp8Stack
+from gllm.kernels.triton import experts_fp8
 from gllm.kernels.triton.activation import KINDS, activated
-from gllm.kernels.triton.ahead import Compiled
+from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.common import dot
-
-ROWS = 64
-"""Of a block: the fewest that Hopper's tensor cores multiply by one instruction."""
-INNER = 64
-"""Elements of the inner dimension that are multiplied at once."""
-COLUMNS = 64
-"""Outputs of a program where it has two accumulators; twice as many where it has one."""
-SUMMED = 512
-"""Elements of a token that a program adds up."""
+from gllm.kernels.triton.expert_blocks import Sorted, block_of, counted, sort
+from gllm.kernels.triton.tiles import choose
 
 
 @triton.jit
@@ -48,26 +42,14 @@ def _multiply(
 ):
     """One tile of a block's rows times their expert's weight.
 
-    order [rows]: (token, place) pairs, as numbers, sorted by expert; bounds [EXPERTS + 1]: where
-    each expert's begin in it. With a GATE: weight [EXPERTS, 2 * OUTPUTS, INPUTS], x
-    [tokens, INPUTS] is read at tokens, PICKED places each, and output [rows, OUTPUTS] is in sorted
-    order. Without: weight [EXPERTS, OUTPUTS, INPUTS], x [rows, INPUTS] is in sorted order, output
-    [rows, OUTPUTS] by pairs.
+    order and bounds as of expert_blocks.Sorted. With a GATE: weight [EXPERTS, 2 * OUTPUTS, INPUTS],
+    x [tokens, INPUTS] is read at tokens, PICKED places each, and output [rows, OUTPUTS] is in
+    sorted order. Without: weight [EXPERTS, OUTPUTS, INPUTS], x [rows, INPUTS] is in sorted order,
+    output [rows, OUTPUTS] by pairs.
     """
     block = tl.program_id(1)
-    number = tl.arange(0, EXPERTS_BLOCK)
-    begins = tl.load(bounds + number, number < EXPERTS, 0)
-    ends = tl.load(bounds + number + 1, number < EXPERTS, 0)
-    blocks = (ends - begins + ROWS - 1) // ROWS
-    last = tl.cumsum(blocks, 0)
-    expert = tl.sum((last <= block).to(tl.int32), 0)
+    expert, row, there, pair = block_of(block, order, bounds, EXPERTS, EXPERTS_BLOCK, ROWS)
     if expert < EXPERTS:
-        firsts = begins + (block - (last - blocks)) * ROWS
-        first = tl.sum(tl.where(number == expert, firsts, 0), 0)
-        end = tl.sum(tl.where(number == expert, ends, 0), 0)
-        row = first + tl.arange(0, ROWS)
-        there = row < end
-        pair = tl.load(order + row, there, 0)
         source = row
         to = pair
         if GATE != "":
@@ -131,81 +113,113 @@ def _add(
 
 
 def run_experts(
-    x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Tensor | Fp8Stack,
+    down: Tensor | Fp8Stack,
+    activation: str,
+    fp8: bool | None = None,
 ) -> Tensor:
     """As gllm.kernels.experts.run_stacked: x [tokens, hidden], experts and weights
     [tokens, active], up [experts, 2 * inner, hidden], down [experts, hidden, inner]; the result is
-    like x."""
+    like x. fp8: whether activations become 8-bit floats where weights are, which is up to the GPU
+    where it is not given."""
     if activation not in KINDS:
         raise ValueError(f"no kernel for the activation {activation!r}")
     tokens, hidden = x.shape
     count, _, inner = down.shape
-    picked = experts.shape[1]
-    output = x.new_empty(tokens, hidden)
     if not tokens:
-        return output
+        return x.new_empty(tokens, hidden)
     x = x if x.stride(1) == 1 else x.contiguous()
     experts, weights = experts.contiguous(), weights.contiguous()
-    numbers, order = experts.flatten().sort(stable=True)
-    bounds = torch.searchsorted(numbers, torch.arange(count + 1, device=x.device))
-    gated, parts = x.new_empty(len(order), inner), x.new_empty(len(order), hidden)
-    # Each expert that was picked has at most one block that is not full.
-    blocks = min(len(order), count) + len(order) // ROWS
+    pairs = sort(experts, count)
+    size = len(pairs.order)
+    gated, parts = x.new_empty(size, inner), x.new_empty(size, hidden)
     for source, weight, to, gate in ((x, up, gated, activation), (gated, down, parts, "")):
-        constants = _constants(source.shape[1], to.shape[1], count, picked, gate)
-        grid = (triton.cdiv(to.shape[1], constants["COLUMNS"]), blocks)
-        tensors = (source, weight, to, order, bounds)
-        _multiply[grid](*tensors, source.stride(0), **constants, **_options(x.element_size()))
-    constants = _sums(hidden, picked)
-    _add[(tokens, triton.cdiv(hidden, SUMMED))](parts, experts, weights, output, **constants)
+        if isinstance(weight, Fp8Stack):
+            experts_fp8.multiply(source, weight, to, pairs, gate, fp8)
+        else:
+            _launch(source, weight, to, pairs, gate)
+    return add_parts(parts, experts, weights)
+
+
+def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """[tokens, hidden]: the weighted sum of parts [tokens * active, hidden] by rising number of
+    their experts [tokens, active], weights alike."""
+    tokens, picked = experts.shape
+    hidden, use = parts.shape[1], choose("experts_sum")
+    output = parts.new_empty(tokens, hidden)
+    _add[(tokens, triton.cdiv(hidden, use["elements"]))](
+        *(parts, experts, weights, output),
+        **_sums(hidden, picked, use),
+        num_warps=use["warps"],
+    )
     return output
 
 
-def _options(element_size: int) -> dict[str, int]:
-    """Tiles in float32 are twice as large."""
-    return {"num_warps": 4, "num_stages": 3 if element_size == 2 else 2}
+def _launch(source: Tensor, weight: Tensor, to: Tensor, pairs: Sorted, gate: str) -> None:
+    """Fill `to` [rows, outputs] from source [tokens or rows, inputs], as _multiply says."""
+    use = choose("experts", **_sizes(gate, source.element_size()))
+    grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
+    _multiply[grid](
+        *(source, weight, to, pairs.order, pairs.bounds, source.stride(0)),
+        **pairs.constants(),
+        **_constants(source.shape[1], to.shape[1], gate, use),
+        num_warps=use["warps"],
+        num_stages=use["stages"],
+    )
 
 
-def _constants(inputs: int, outputs: int, count: int, picked: int, gate: str) -> dict[str, Any]:
+def _sizes(gate: str, element: int) -> dict[str, int]:
+    """What tiles are looked up by: accumulators, bytes of an element of x."""
+    return {"maps": 2 if gate else 1, "bytes": element}
+
+
+def _constants(inputs: int, outputs: int, gate: str, use: Mapping[str, int]) -> dict[str, Any]:
     return {
-        "PICKED": picked,
         "GATE": gate,
         "INPUTS": inputs,
         "OUTPUTS": outputs,
-        "EXPERTS": count,
-        "EXPERTS_BLOCK": triton.next_power_of_2(count),
-        "ROWS": ROWS,
-        "COLUMNS": COLUMNS if gate else 2 * COLUMNS,
-        "INNER": INNER,
+        "ROWS": use["rows"],
+        "COLUMNS": use["columns"],
+        "INNER": use["inner"],
     }
 
 
-def _sums(hidden: int, picked: int) -> dict[str, int]:
+def _sums(hidden: int, picked: int, use: Mapping[str, int]) -> dict[str, int]:
     block = triton.next_power_of_2(picked)
-    return {"HIDDEN": hidden, "PICKED": picked, "PICKED_BLOCK": block, "BLOCK": SUMMED}
+    return {"HIDDEN": hidden, "PICKED": picked, "PICKED_BLOCK": block, "BLOCK": use["elements"]}
 
 
 def _product(kind: str, sizes: tuple[int, int], experts: tuple[int, int], gate: str) -> Compiled:
     names = ("x", "weight", "output")
     signature = {**dict.fromkeys(names, f"*{kind}"), "order": "*i64", "bounds": "*i64"}
-    constants = _constants(*sizes, *experts, gate)
-    options = _options(2)
     return Compiled(
         f"{sizes[0]} to {sizes[1]}, {experts[0]} experts, {gate or 'plain'}, {kind}",
         _multiply,
         {**signature, "x_row": "i32"},
-        constants,
-        warps=options["num_warps"],
-        stages=options["num_stages"],
+        counted(*experts),
         tensor_cores=True,
         aligned=(*signature, "x_row"),
+        tiled=Tiled(
+            *("experts", _sizes(gate, 4 if kind == "fp32" else 2)),
+            lambda use: _constants(*sizes, gate, use),
+        ),
     )
 
 
 def _sum(kind: str, hidden: int, picked: int) -> Compiled:
     tensors = {"parts": f"*{kind}", "experts": "*i64", "weights": "*fp32", "output": f"*{kind}"}
-    label = f"{hidden} of {picked} experts, {kind}"
-    return Compiled(label, _add, tensors, _sums(hidden, picked), stages=3, aligned=(*tensors,))
+    return Compiled(
+        f"{hidden} of {picked} experts, {kind}",
+        _add,
+        tensors,
+        {},
+        stages=3,
+        aligned=(*tensors,),
+        tiled=Tiled("experts_sum", {}, lambda use: _sums(hidden, picked, use)),
+    )
 
 
 COMPILED = [
@@ -214,6 +228,8 @@ COMPILED = [
     _product("fp16", (4096, 14336), (8, 2), "silu"),
     _product("fp16", (14336, 4096), (8, 2), ""),
     _product("bf16", (2048, 1408), (64, 6), "gelu_tanh"),
+    _product("fp32", (2048, 768), (128, 8), "silu"),
+    _product("fp32", (768, 2048), (128, 8), ""),
     _sum("bf16", 2048, 8),
     _sum("fp16", 4096, 2),
 ]

@@ -5,11 +5,16 @@ Owns the product of tiles with the scales of their blocks. Where tensor cores mu
 inputs; before, weights become 16-bit floats on the way, which they do exactly. Sums are float32:
 the tensor cores' within a group of inputs, scaled and added outside of them from group to group.
 
+A few tokens' outputs make few programs, which read too little at once to keep memory busy; then
+programs share the inputs of an output, and what they leave is added up in their order.
+
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.3.2 (fine-grained quantization
 and increased accumulation precision).
 """
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -17,14 +22,20 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.linear_fp8 import Fp8Matrix
-from gllm.kernels.triton.ahead import Compiled
+from gllm.kernels.triton import common
+from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.common import INTERPRETED, dot
+from gllm.kernels.triton.tiles import choose
 
 GROUP = 128
 """Inputs that are multiplied at once, of one block."""
-STAGES = 3
-TILE = 8
-"""Groups of a token that a program quantizes."""
+IN_FLIGHT = 24_576
+"""Bytes of weights that each processor has to be waiting for, lest memory be idle: 4.8 TB/s times
+0.7 us over the 132 processors of an H200."""
+LEAST = 4
+"""Fewest groups of a part of the inputs."""
+ADDED = 1024
+"""Outputs whose parts a program adds up."""
 LARGEST = tl.constexpr(448.0)
 """Of an 8-bit float."""
 HALF = tl.constexpr(256.0)
@@ -82,20 +93,40 @@ def _quantize_kernel(
 
 
 @triton.jit
+def add_group(total, a, codes, share, scale, FP8: tl.constexpr):
+    """total [m, n] float32 plus a [m, k] times codes [k, n] (uint8) times scale [n]; with FP8 a is
+    codes too, to be scaled by share [m]."""
+    zeros = tl.zeros(total.shape, tl.float32)
+    if FP8:
+        if INTERPRETED:
+            left = _from_codes(a).to(tl.float32)
+            product = dot(left, _from_codes(codes).to(tl.float32), zeros) * (HALF * HALF)
+        else:
+            left = a.to(tl.float8e4nv, bitcast=True)
+            product = dot(left, codes.to(tl.float8e4nv, bitcast=True), zeros)
+        total += product * share[:, None] * scale[None, :]
+    else:
+        floats = _from_codes(codes).to(tl.float32).to(a.dtype)
+        total += dot(a, floats, zeros) * (scale * HALF)[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["tokens", "groups", "part", "blocks"])
 def _linear_kernel(
-    out, x, x_scales, codes, scales, bias, tokens, outputs, inputs, groups, blocks, x_row,
+    out, x, x_scales, codes, scales, bias, tokens, outputs, inputs, groups, part, blocks, x_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, outputs] of x [tokens, inputs], with FP8 in codes with x_scales [tokens, groups]
-    float32; the weight: codes [outputs, inputs], scales [.., blocks] float32 for blocks of ROWS
-    outputs and COLUMNS groups; bias [outputs]."""
+    """out [parts, tokens, outputs] of x [tokens, inputs], with FP8 in codes with x_scales [tokens,
+    groups] float32; the weight: codes [outputs, inputs], scales [.., blocks] float32 for blocks of
+    ROWS outputs and COLUMNS groups; bias [outputs]. A part has `part` of the groups."""
     rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = rows < tokens, columns < outputs
     inner = tl.arange(0, GROUP)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for group in range(groups):
+    begin = tl.program_id(2) * part
+    for group in range(begin, tl.minimum(begin + part, groups)):
         at = group * GROUP + inner
         is_input = at < inputs
         a = tl.load(x + rows[:, None] * x_row + at[None, :], is_row[:, None] & is_input[None, :], 0)
@@ -104,24 +135,34 @@ def _linear_kernel(
             is_column[None, :] & is_input[:, None],
             0,
         )
-        zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         scale = tl.load(scales + columns // ROWS * blocks + group // COLUMNS, is_column, 0.0)
+        share = tl.zeros((BLOCK_M,), tl.float32)
         if FP8:
-            if INTERPRETED:
-                product = dot(_from_codes(a).to(tl.float32), _from_codes(w).to(tl.float32), zeros)
-                product = product * (HALF * HALF)
-            else:
-                left = a.to(tl.float8e4nv, bitcast=True)
-                product = dot(left, w.to(tl.float8e4nv, bitcast=True), zeros)
             share = tl.load(x_scales + rows * groups + group, is_row, 0.0)
-            total += product * share[:, None] * scale[None, :]
-        else:
-            floats = _from_codes(w).to(tl.float32).to(a.dtype)
-            total += dot(a, floats, zeros) * (scale * HALF)[None, :]
+        total = add_group(total, a, w, share, scale, FP8)
     if BIAS:
         total += tl.load(bias + columns, is_column, 0.0).to(tl.float32)[None, :]
+    rows += tl.program_id(2).to(tl.int64) * tokens
     place = out + rows[:, None] * outputs + columns[None, :]
     tl.store(place, total.to(out.dtype.element_ty), is_row[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _add_kernel(
+    out, partial, bias, outputs, parts, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out [tokens, outputs] of partial [parts, tokens, outputs] float32, and bias [outputs]: grid
+    (tokens, blocks of outputs)."""
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < outputs
+    at = tl.program_id(0).to(tl.int64) * outputs + columns
+    step = tl.num_programs(0).to(tl.int64) * outputs
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(parts):
+        total += tl.load(partial + part * step + at, there, 0.0)
+    if BIAS:
+        total += tl.load(bias + columns, there, 0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), there)
 
 
 @cache
@@ -138,8 +179,12 @@ def quantize(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=x.device)
     scales = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
     if tokens:
-        _quantize_kernel[(tokens, triton.cdiv(groups, TILE))](
-            *(x, codes, scales, inputs, groups, x.stride(0)), GROUP=group, TILE=TILE
+        use = choose("quantize")
+        _quantize_kernel[(tokens, triton.cdiv(groups, use["groups"]))](
+            *(x, codes, scales, inputs, groups, x.stride(0)),
+            GROUP=group,
+            TILE=use["groups"],
+            num_warps=use["warps"],
         )
     return codes, scales
 
@@ -157,10 +202,7 @@ def linear_fp8(
     Raises ValueError for blocks whose width is none of 32, 64, a multiple of 128 and the weight's.
     """
     (tokens, inputs), outputs = x.shape, matrix.outputs
-    width = triton.cdiv(inputs, GROUP) * GROUP if matrix.columns >= inputs else matrix.columns
-    group = min(width, GROUP)
-    if group not in (32, 64, GROUP) or width % group:
-        raise ValueError(f"blocks of {matrix.columns} inputs are not implemented on GPUs")
+    group, width = groups_of(matrix.columns, inputs)
     if out is None:
         out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if not tokens:
@@ -170,53 +212,90 @@ def linear_fp8(
     fp8 = multiplies_fp8(x.device) if fp8 is None else fp8
     if fp8:
         x, scales = quantize(x, group)
-    block_m, block_n, warps = _tiles(tokens)
-    _linear_kernel[(triton.cdiv(outputs, block_n), triton.cdiv(tokens, block_m))](
-        *(out, x, scales, matrix.codes.view(torch.uint8), matrix.scales),
-        *(out if bias is None else bias, tokens, outputs, inputs, triton.cdiv(inputs, group)),
-        *(matrix.scales.shape[1], x.stride(0)),
-        ROWS=matrix.rows,
-        COLUMNS=width // group,
-        FP8=fp8,
-        BIAS=bias is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        GROUP=group,
-        num_warps=warps,
-        num_stages=STAGES,
+    use = choose("linear_fp8", tokens=tokens)
+    grid = triton.cdiv(outputs, use["columns"]), triton.cdiv(tokens, use["rows"])
+    groups = triton.cdiv(inputs, group)
+    part = triton.cdiv(groups, parts_of(tokens, inputs, groups, grid, use, x.device))
+    parts = triton.cdiv(groups, part)
+    biased, to = bias is not None, out
+    if parts > 1:
+        to = torch.empty(parts, tokens, outputs, dtype=torch.float32, device=x.device)
+    bias = out if bias is None else bias
+    _linear_kernel[(*grid, parts)](
+        *(to, x, scales, matrix.codes.view(torch.uint8), matrix.scales, bias),
+        *(tokens, outputs, inputs, groups, part, matrix.scales.shape[1], x.stride(0)),
+        **_constants(matrix.rows, width, fp8, biased and parts == 1, group, use),
+        num_warps=use["warps"],
+        num_stages=use["stages"],
     )
+    if parts > 1:
+        blocks = triton.cdiv(outputs, ADDED)
+        _add_kernel[(tokens, blocks)](out, to, bias, outputs, parts, BIAS=biased, BLOCK=ADDED)
     return out
 
 
-def _tiles(tokens: int) -> tuple[int, int, int]:
-    """Tokens and outputs of a program, and its warps."""
-    if tokens <= 16:
-        return 16, 32, 4
-    return (32, 64, 4) if tokens <= 32 else (64, 128, 8)
+def groups_of(columns: int, inputs: int) -> tuple[int, int]:
+    """Inputs that are multiplied at once, and how many times as many a block's `columns` are.
+
+    Raises ValueError for blocks whose width is none of 32, 64, a multiple of 128 and the weight's.
+    """
+    width = triton.cdiv(inputs, GROUP) * GROUP if columns >= inputs else columns
+    group = min(width, GROUP)
+    if group not in (32, 64, GROUP) or width % group:
+        raise ValueError(f"blocks of {columns} inputs are not implemented on GPUs")
+    return group, width // group
 
 
-def _compiled(label: str, tokens: int, floats: str, fp8: bool, bias: bool) -> Compiled:
-    block_m, block_n, warps = _tiles(tokens)
+def parts_of(
+    tokens: int,
+    inputs: int,
+    groups: int,
+    grid: tuple[int, int],
+    use: Mapping[str, int],
+    device: torch.device,
+) -> int:
+    """Parts that the inputs are cut into for a grid without them to have enough weights on their
+    way to each processor.
+
+    Parts' sums, which are written and read, are at most half of the weight's bytes.
+    """
+    programs = grid[0] * grid[1]
+    reading = max(use["stages"] - 1, 1) * use["columns"] * GROUP
+    wanted = -(-IN_FLIGHT * common.processors(device) // (reading * programs))
+    return max(1, min(wanted, inputs // (16 * tokens), groups // LEAST))
+
+
+def _constants(
+    rows: int, blocks: int, fp8: bool, bias: bool, group: int, use: Mapping[str, int]
+) -> dict[str, Any]:
+    sizes = {"BLOCK_M": use["rows"], "BLOCK_N": use["columns"], "GROUP": group}
+    return {"ROWS": rows, "COLUMNS": blocks, "FP8": fp8, "BIAS": bias, **sizes}
+
+
+def _compiled(
+    label: str, tokens: int, floats: str, fp8: bool, bias: bool, out: str = ""
+) -> Compiled:
     tensors = {
-        "out": f"*{floats}",
+        "out": f"*{out or floats}",
         "x": "*u8" if fp8 else f"*{floats}",
         "x_scales": "*fp32",
         "codes": "*u8",
         "scales": "*fp32",
         "bias": f"*{floats}",
     }
-    numbers = ("tokens", "outputs", "inputs", "groups", "blocks", "x_row")
-    constants = {"ROWS": 128, "COLUMNS": 1, "FP8": fp8, "BIAS": bias, "GROUP": GROUP}
+    numbers = ("tokens", "outputs", "inputs", "groups", "part", "blocks", "x_row")
     return Compiled(
         label=f"{label}, {floats}, {'8-bit' if fp8 else '16-bit'} products",
         kernel=_linear_kernel,
         signature=tensors | dict.fromkeys(numbers, "i32"),
-        constants=constants | {"BLOCK_M": block_m, "BLOCK_N": block_n},
-        warps=warps,
-        stages=STAGES,
+        constants={},
         tensor_cores=True,
         least=89 if fp8 else 80,
         aligned=(*tensors, "outputs", "inputs", "x_row"),
+        tiled=Tiled(
+            *("linear_fp8", {"tokens": tokens}),
+            lambda use: _constants(128, 1, fp8, bias, GROUP, use),
+        ),
     )
 
 
@@ -237,8 +316,32 @@ COMPILED = [
                 "scales": "*fp32",
                 **dict.fromkeys(("inputs", "groups", "x_row"), "i32"),
             },
-            constants={"GROUP": GROUP, "TILE": TILE},
+            constants={"GROUP": GROUP},
             aligned=("x", "codes", "scales", "inputs", "x_row"),
+            stages=3,
+            tiled=Tiled("quantize", {}, lambda use: {"TILE": use["groups"]}),
+        )
+        for floats in ("bf16", "fp16")
+    ),
+    *(
+        _compiled(f"{tokens} tokens in parts", tokens, "bf16", fp8, False, "fp32")
+        for tokens in (16, 32)
+        for fp8 in (False, True)
+    ),
+    *(
+        Compiled(
+            label=f"sum of parts, {floats}",
+            kernel=_add_kernel,
+            signature={
+                "out": f"*{floats}",
+                "partial": "*fp32",
+                "bias": f"*{floats}",
+                "outputs": "i32",
+                "parts": "i32",
+            },
+            constants={"BIAS": True, "BLOCK": ADDED},
+            aligned=("out", "partial", "bias", "outputs"),
+            stages=3,
         )
         for floats in ("bf16", "fp16")
     ),

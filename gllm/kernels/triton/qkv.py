@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.triton.ahead import Compiled
+from gllm.kernels.triton.ahead import Compiled, Tiled
+from gllm.kernels.triton.tiles import choose
 
 if TYPE_CHECKING:
     from gllm.kernels.qkv import Heads
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 LARGEST = tl.constexpr(448.0)
 """Of FP8 E4M3."""
-TILE = 1024
-"""Elements that a program has at most, as long as it has more than one head."""
 
 
 @triton.jit
@@ -184,7 +183,9 @@ def rotate_and_store(
     norms = how.query_norm, how.key_norm
     query_norm, key_norm = (fused if norm is None else norm for norm in norms)
     dim = 0 if angles is None else 2 * cosine.shape[-1]
-    constants = _constants(how.kv_heads, head_dim, dim, how.interleaved, None not in norms)
+    use = choose("qkv")
+    like = (how.kv_heads, head_dim, dim, how.interleaved, None not in norms)
+    constants = _constants(*like, use["elements"])
     rows = (fused.stride(0), *(one.stride(1) for one in cache))
     if tokens:
         group = constants["GROUP"]
@@ -193,13 +194,15 @@ def rotate_and_store(
             *(fused, query_norm, key_norm, cosine, sine, *cache, slots, queries),
             *(how.heads, how.kv_heads, *rows, how.eps),
             **constants,
+            num_warps=use["warps"],
         )
     return queries
 
 
 def _constants(
-    kv_heads: int, head_dim: int, dim: int, interleaved: bool, norm: bool
+    kv_heads: int, head_dim: int, dim: int, interleaved: bool, norm: bool, elements: int
 ) -> dict[str, Any]:
+    """A program has at most so many elements, as long as it has more than one head."""
     half, rest, whole = dim // 2, head_dim - dim, triton.next_power_of_2(head_dim)
     return {
         "NORM": norm,
@@ -209,7 +212,7 @@ def _constants(
         "HALF_BLOCK": triton.next_power_of_2(max(half, 1)),
         "REST_BLOCK": triton.next_power_of_2(max(rest, 1)),
         "WHOLE_BLOCK": whole,
-        "GROUP": min(triton.next_power_of_2(kv_heads), max(TILE // whole, 1)),
+        "GROUP": min(triton.next_power_of_2(kv_heads), max(elements // whole, 1)),
     }
 
 
@@ -217,7 +220,7 @@ def _compiled(
     label: str,
     kind: str,
     cached: str,
-    constants: dict[str, Any],
+    like: tuple[int, int, int, bool, bool],
     least: int = 80,
 ) -> Compiled:
     signature = {
@@ -232,19 +235,24 @@ def _compiled(
     aligned = tuple(name for name, type_ in signature.items() if type_.startswith("*"))
     aligned += ("fused_row", "key_row", "value_row")
     return Compiled(
-        label, _rotate_and_store, signature, constants, least=least, stages=3, aligned=aligned
+        label,
+        _rotate_and_store,
+        signature,
+        {},
+        least=least,
+        stages=3,
+        aligned=aligned,
+        tiled=Tiled("qkv", {}, lambda use: _constants(*like, use["elements"])),
     )
 
 
 COMPILED = [
-    _compiled("norms, heads of 128, bf16", "bf16", "bf16", _constants(8, 128, 128, False, True)),
-    _compiled("heads of 128, bf16", "bf16", "bf16", _constants(4, 128, 128, False, False)),
-    _compiled("heads of 128, fp16", "fp16", "fp16", _constants(8, 128, 128, False, False)),
-    _compiled(
-        "heads of 128, bf16 to fp8", "bf16", "fp8e4nv", _constants(8, 128, 128, False, True), 89
-    ),
-    _compiled("half rotated in pairs, bf16", "bf16", "bf16", _constants(2, 128, 64, True, False)),
-    _compiled("a quarter rotated, fp16", "fp16", "fp16", _constants(32, 80, 20, False, False)),
-    _compiled("not rotated, bf16", "bf16", "bf16", _constants(8, 64, 0, False, False)),
-    _compiled("heads of 256, bf16", "bf16", "bf16", _constants(4, 256, 256, False, True)),
+    _compiled("norms, heads of 128, bf16", "bf16", "bf16", (8, 128, 128, False, True)),
+    _compiled("heads of 128, bf16", "bf16", "bf16", (4, 128, 128, False, False)),
+    _compiled("heads of 128, fp16", "fp16", "fp16", (8, 128, 128, False, False)),
+    _compiled("heads of 128, bf16 to fp8", "bf16", "fp8e4nv", (8, 128, 128, False, True), 89),
+    _compiled("half rotated in pairs, bf16", "bf16", "bf16", (2, 128, 64, True, False)),
+    _compiled("a quarter rotated, fp16", "fp16", "fp16", (32, 80, 20, False, False)),
+    _compiled("not rotated, bf16", "bf16", "bf16", (8, 64, 0, False, False)),
+    _compiled("heads of 256, bf16", "bf16", "bf16", (4, 256, 256, False, True)),
 ]

@@ -4,18 +4,18 @@ Owns how rows are shared out: each is read once and kept in registers. The formu
 are in gllm/kernels/rms_norm.py.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.triton.ahead import Compiled
+from gllm.kernels.triton.ahead import Compiled, Tiled
+from gllm.kernels.triton.tiles import choose
 
 LONGEST = 16384
 """Elements of a row that registers hold."""
-TILE = 2048
-"""Elements that a program has at least: short rows share one."""
 
 
 @triton.jit
@@ -74,6 +74,8 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> T
 
 def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     rows, size = x.shape
+    if size > LONGEST:
+        raise ValueError(f"rows of {size} are longer than {LONGEST}")
     x = x if x.stride(1) == 1 else x.contiguous()
     if delta is not None and delta.stride(1) != 1:
         delta = delta.contiguous()
@@ -81,33 +83,33 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tens
     added = x if delta is None else delta
     output = x.new_empty(rows, size)
     if rows:
-        constants, warps = _tiles(size, delta is not None)
+        use = choose("rms_norm", size=size)
+        constants = _constants(size, delta is not None, use)
         grid = (triton.cdiv(rows, constants["ROWS"]),)
         strides = (x.stride(0), added.stride(0))
         arguments = (x, added, weight.contiguous(), output, rows, size, *strides, eps)
-        _rms_norm[grid](*arguments, **constants, num_warps=warps)
+        _rms_norm[grid](*arguments, **constants, num_warps=use["warps"])
     return output
 
 
-def _tiles(size: int, add: bool) -> tuple[dict[str, Any], int]:
-    """Constants and warps for rows of a length."""
-    if size > LONGEST:
-        raise ValueError(f"rows of {size} are longer than {LONGEST}")
+def _constants(size: int, add: bool, use: Mapping[str, int]) -> dict[str, Any]:
+    """For rows of a length; short ones share a program."""
     block = triton.next_power_of_2(size)
-    return {"ADD": add, "ROWS": max(TILE // block, 1), "BLOCK": block}, max(block // 1024, 4)
+    return {"ADD": add, "ROWS": max(use["elements"] // block, 1), "BLOCK": block}
 
 
 def _compiled(label: str, size: int, add: bool, kind: str, scale: str) -> Compiled:
-    constants, warps = _tiles(size, add)
     tensors = {"x": f"*{kind}", "delta": f"*{kind}", "weight": f"*{scale}", "output": f"*{kind}"}
     numbers = dict.fromkeys(("rows", "size", "x_row", "delta_row"), "i32") | {"eps": "fp32"}
     aligned = (*tensors, "size", "x_row", "delta_row")
-    return Compiled(label, _rms_norm, tensors | numbers, constants, warps, aligned=aligned)
+    tiled = Tiled("rms_norm", {"size": size}, lambda use: _constants(size, add, use))
+    return Compiled(label, _rms_norm, tensors | numbers, {}, aligned=aligned, tiled=tiled)
 
 
 COMPILED = [
     _compiled("sum, rows of 3584, bf16", 3584, True, "bf16", "bf16"),
     _compiled("sum, rows of 4096, fp16", 4096, True, "fp16", "fp16"),
+    _compiled("sum, rows of 8192, bf16", 8192, True, "bf16", "bf16"),
     _compiled("sum, rows of 16384, bf16", LONGEST, True, "bf16", "fp32"),
     _compiled("rows of 3584, bf16", 3584, False, "bf16", "bf16"),
     _compiled("rows of 4096, fp16", 4096, False, "fp16", "fp32"),

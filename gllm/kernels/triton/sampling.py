@@ -260,9 +260,9 @@ def _sample_kernel(
 
 
 def sample(logits: Tensor, plan: SamplingPlan, tile: int = TILE) -> Tensor:
-    """As gllm.kernels.sampling.sample; nobody waits for the GPU where the plan is on it."""
+    """As gllm.kernels.sampling.sample; the plan's settings and counters are beside the logits, and
+    nobody waits for the GPU."""
     rows, size = logits.shape
-    plan = plan.on(logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     scratch = torch.empty_like(logits) if plan.filters else logits
     if not rows:

@@ -5,8 +5,8 @@ back. Knows nothing of threads: `prepare`, `compute` and `sample` are called as 
 StageExecutor, but `compute` only puts work into streams, sampling included, and `sample` waits for
 its tokens. So the device has its next step before it has ended the one at hand.
 
-Rows whose drawing looks at what the host alone knows (penalties, bad words, log-probabilities) are
-drawn on the host; a step with one of them waits for the device.
+Beside the KV cache the last stage keeps a table with the token of each of its slots. There a row's
+drawing finds what it looks back at, the last token too, which the host may not know yet.
 """
 
 import time
@@ -23,26 +23,22 @@ from torch.nn import functional
 from gllm.config import EngineConfig
 from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedRows
-from gllm.kernels.sampling import SamplingPlan
-from gllm.kernels.sampling import sample as draw_tokens
+from gllm.kernels.masking import words_of
 from gllm.messages import RowLogprobs
 from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
-from gllm.runtime.batch import Batch, CacheShape, PlanAttention, plan_each
+from gllm.runtime.batch import Batch, CacheShape, PlanAttention, plan_each, token_ids
+from gllm.runtime.cuda.drawing import Drawing, DrawInputs, drawn_of
 from gllm.runtime.cuda.graphs import DecodeGraphs, bucket_of, buckets, pad_decodes
-from gllm.runtime.cuda.plans import plan_tables
+from gllm.runtime.cuda.plans import block_table_of, plan_tables
 from gllm.runtime.cuda.staging import Staging
 from gllm.runtime.cuda.tokens import LastTokens, TokenReturn, Told
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.kv_cache import KVCache
-from gllm.runtime.logprobs import NOT_FINITE
-from gllm.runtime.sampler import Drawn, draw
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, StepPlan
 from gllm.streams import Event, Queues
 
-NO_TOKEN = -1
-"""Stands for the token of a row whose logits are not finite."""
 INTS_PER_TOKEN = 8
 """Of a step's inputs, about: staging grows where they are more."""
 
@@ -53,7 +49,9 @@ class Inputs(NamedTuple):
     stage: StageInputs
     sample_rows: Tensor
     """[samples] int64"""
-    plan: SamplingPlan
+    ids: Tensor
+    """[tokens] int64: on the last of several stages, whose `stage` has none; else empty."""
+    draw: DrawInputs
     unknown: Tensor
     """[placeholders] int64: token rows whose id is a last token."""
     places: Tensor
@@ -70,7 +68,7 @@ class OnDevice:
     """On the host."""
     began: Event
     ended: Event
-    told: Told | Drawn | None = None
+    told: Told | None = None
     """On the last stage, once computed."""
 
 
@@ -88,8 +86,9 @@ class DeviceExecutor(StageExecutor):
         plan: PlanAttention | None = None,
     ) -> None:
         """`plan`: makes attention plans on the host, always of one layout for decodes as many as
-        a bucket has; default: what the attention backend reads, tables or gathers. The latter are
-        not of one layout, so that decodes are no graphs."""
+        a bucket has, but for the width of their block tables; default: what the attention backend
+        reads, tables or gathers. The latter are not of one layout, so that decodes are no
+        graphs."""
         super().__init__(model_config, engine_config, stage, stages, layers, queues.device)
         self.stream = queues.stream()
         """Computes; whoever brings activations or takes them waits for it and lets it wait."""
@@ -97,12 +96,11 @@ class DeviceExecutor(StageExecutor):
         """Spent by the host, each on a thread of its own."""
         self._queues = queues
         tables = BACKENDS[self.backend].reads == "tables"
-        self._plan = plan or partial(plan_tables if tables else plan_each, backend=self.backend)
+        own = partial(plan_tables, asked=set()) if tables else plan_each
+        self._plan = plan or partial(own, backend=self.backend)
         self._can_record = plan is not None or tables
         self._sizes: list[int] = []
         """Rows of decodes that there is a graph for."""
-        self._waited = 0.0
-        """Seconds of a step that the host waited for the device."""
 
     @property
     def host_seconds(self) -> float:
@@ -118,16 +116,23 @@ class DeviceExecutor(StageExecutor):
         queues = self._queues
         self._most = tokens, rows
         self._width = -(-self._longest // size)
-        self._staging = Staging(queues, INTS_PER_TOKEN * 8 * tokens + 4 * rows * self._width)
-        self._returns = TokenReturn(queues, rows, steps)
+        # Block tables go over for attention and for what looks back; a mask for each row.
+        wide = 2 * self._width + words_of(self.model.vocab_size)
+        self._staging = Staging(queues, INTS_PER_TOKEN * 8 * tokens + 4 * rows * wide)
+        if self.is_last:
+            # A row tells its own token, and every token of a prompt the next one.
+            self._returns = TokenReturn(queues, rows, rows + tokens, steps)
         self._last = LastTokens(queues, (steps + 1) * scheduler.max_num_seqs)
-        self._graphs = DecodeGraphs(queues, self.stream)
+        self._graphs = DecodeGraphs(queues, self.stream, block_table_of)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """As in StageExecutor."""
         # Two blocks that no sequence holds: one that stays zero, one that padding is written to.
         blocks = num_blocks + 1, block_size
         self._cache = KVCache(self._described, *blocks, self.cache_dtype, self._queues.zeros)
+        slots = (num_blocks + 2) * block_size if self.is_last else 0
+        self._cached_tokens = self._queues.zeros((slots,), torch.int64)
+        self._drawing = Drawing(self.model.vocab_size, block_size)
         windows = frozenset(layer.attention.window for layer in self._described)
         plans = self._plan, self._padded
         self._shape = CacheShape(num_blocks, block_size, self.dtype, windows, *plans)
@@ -161,15 +166,20 @@ class DeviceExecutor(StageExecutor):
     def prepare(self, plan: StepPlan) -> Batch:
         """As in StageExecutor; on the host alone."""
         begin = time.perf_counter()
+        # The plan may release them.
+        followed = [self._mirror.sequences[row.seq] for row in plan.rows]
         batch = super().prepare(plan)
+        ids = np.zeros(0, dtype=np.int64)
+        if self.is_last and not self.is_first:
+            ids = token_ids(plan.rows, followed)
         unknown = places = kept = torch.empty(0, dtype=torch.int64)
         if self._keeps_tokens:
             unknown = torch.tensor([row for row, _ in batch.placeholders], dtype=torch.int64)
             places = self._last.find([seq for _, seq in batch.placeholders])
             kept = self._last.give([seq for seq, _ in batch.sampled.owners])
             self._last.release(plan.released)
-        rows = batch.sample_rows, batch.sampled.plan
-        inputs = Inputs(batch.inputs, *rows, unknown, places, kept)
+        drawing = torch.from_numpy(ids), self._plan_draw(plan, batch)
+        inputs = Inputs(batch.inputs, batch.sample_rows, *drawing, unknown, places, kept)
         events = self._queues.event(timed=True), self._queues.event(timed=True)
         batch.device = OnDevice(inputs, *events)
         self._prepared_seconds += time.perf_counter() - begin
@@ -182,17 +192,17 @@ class DeviceExecutor(StageExecutor):
 
         hidden: on the device, for what is put into `stream`.
         """
-        begin, self._waited = time.perf_counter(), 0.0
+        begin = time.perf_counter()
         there, flat = self._staging.put(batch.device.inputs, self.stream)
         self.stream.record(batch.device.began)
         try:
-            output = self._forward(batch, there, flat, hidden)
+            output, scores = self._forward(batch, there, flat, hidden)
             if self.is_last:
-                output = self._draw(batch, there, output)
+                output = self._draw(batch, there, output, scores)
         finally:
             self._staging.release(self.stream)
         self.stream.record(batch.device.ended)
-        self._computed_seconds += time.perf_counter() - begin - self._waited
+        self._computed_seconds += time.perf_counter() - begin
         return output
 
     def finish(self, batch: Batch) -> float:
@@ -205,14 +215,10 @@ class DeviceExecutor(StageExecutor):
         """As in StageExecutor, but all is drawn: the host waits for the tokens."""
         told = batch.device.told
         assert told is not None, "a step is sampled once it is computed"
-        if isinstance(told, Told):
-            tokens = told.read()
-            errors = [NOT_FINITE if token == NO_TOKEN else "" for token in tokens]
-            told = Drawn([max(token, 0) for token in tokens], errors, [])
-        rows = zip(batch.sampled.owners, told.tokens, told.errors, strict=True)
-        return [Sampled(seq, epoch, token, error) for (seq, epoch), token, error in rows], (
-            told.logprobs
-        )
+        drawn = drawn_of(batch, *told.read())
+        rows = zip(batch.sampled.owners, drawn.tokens, drawn.errors, strict=True)
+        results = [Sampled(seq, epoch, token, error) for (seq, epoch), token, error in rows]
+        return results, drawn.logprobs
 
     @torch.inference_mode()
     def _largest_step(self) -> None:
@@ -229,15 +235,16 @@ class DeviceExecutor(StageExecutor):
             ids,
             self._plan(rows, self.dtype, self._shape.windows),
         )
-        there, _ = self._staging.put(inputs, self.stream)
+        drawing = self._drawing.largest(samples) if self.is_last else None
+        (there, draw), _ = self._staging.put((inputs, drawing), self.stream)
         with self.stream.current():
             shape = tokens, self.model.hidden_size
             hidden = torch.zeros(shape, dtype=self.dtype, device=self._queues.device)
             hidden = self._stage.forward(
                 there, None if self.is_first else hidden, self._cache.layers
             )
-            if self.is_last:
-                _finite(self._stage.logits(hidden[:samples]))
+            if draw is not None:
+                self._drawing.draw(self._stage.logits(hidden[:samples]), draw, self._cached_tokens)
         self._staging.release(self.stream)
 
     def _padded(self, rows: PagedRows) -> PagedRows:
@@ -245,7 +252,7 @@ class DeviceExecutor(StageExecutor):
         size = bucket_of(len(rows.context_len), self._sizes)
         if size is None or rows.num_decodes < len(rows.context_len):
             return rows
-        return pad_decodes(rows, size, self._width)
+        return pad_decodes(rows, size)
 
     def _example(self, size: int) -> StageInputs:
         """A bucket's inputs, all of padding. What the host reads of it has the longest contexts,
@@ -267,88 +274,61 @@ class DeviceExecutor(StageExecutor):
         hidden = self._stage.forward(inputs, hidden, self._cache.layers)
         return self._stage.logits(hidden) if self.is_last else hidden
 
-    def _forward(self, batch: Batch, there: Inputs, flat: Tensor, hidden: Tensor | None) -> Tensor:
-        """Activations [tokens, hidden], on the last stage logits [samples, vocabulary]."""
+    def _plan_draw(self, plan: StepPlan, batch: Batch) -> DrawInputs:
+        """What drawing needs of the step; nothing but on the last stage."""
+        at = [index for index, row in enumerate(plan.rows) if row.samples and self.is_last]
+        lengths = [plan.rows[index].start + plan.rows[index].num_tokens for index in at]
+        blocks = next(iter(batch.inputs.attention.values())).rows.block_table
+        return self._drawing.plan(batch.sampled, batch.prompts, lengths, blocks[at])
+
+    def _forward(
+        self, batch: Batch, there: Inputs, flat: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Activations [tokens, hidden], on the last stage logits [samples, vocabulary]; and the
+        scores of prompts, packed."""
         count, rows = batch.num_tokens, len(batch.inputs.positions)
         attention = next(iter(batch.inputs.attention.values())).rows
         is_graph = attention.num_decodes == rows and rows in self._sizes and not batch.prompts
         inputs, samples = there.stage, len(batch.sample_rows)
         with self.stream.current():
             if is_graph:
-                inputs = self._graphs.inputs(rows, flat, hidden)
+                inputs = self._graphs.inputs(rows, inputs, flat, hidden)
             elif hidden is not None and count < rows:
                 hidden = functional.pad(hidden, (0, 0, 0, rows - count))
             if len(there.unknown):
                 known = self._last.table.index_select(0, there.places)
                 inputs.token_ids.index_copy_(0, there.unknown, known)
+            self._keep_beside_cache(inputs, there.ids, count)
             if is_graph:
                 output = self._graphs.replay(rows)[:count]
                 chosen = self.is_last and samples < count
-                return output.index_select(0, there.sample_rows) if chosen else output
+                return output.index_select(0, there.sample_rows) if chosen else output, []
             hidden = self._stage.forward(inputs, hidden, self._cache.layers)[:count]
             if not self.is_last:
-                return hidden
-            logits = self._stage.logits(hidden.index_select(0, there.sample_rows))
-        for prompt in batch.prompts:
-            prompt.compute(hidden, self._logits_on_host)
-        return logits
+                return hidden, []
+            scores = self._drawing.score_prompts(hidden, there.draw, self._stage.logits)
+            # Of the rows that sample alone: a chunk's other tokens have no use for logits.
+            return self._stage.logits(hidden.index_select(0, there.sample_rows)), scores
 
-    def _draw(self, batch: Batch, there: Inputs, logits: Tensor) -> Tensor:
-        """Tokens [samples] int64, NO_TOKEN where there is none, also on their way to the host."""
-        if batch.prompts or not all(state.is_plain for state in batch.sampled.states):
-            return self._draw_on_host(batch, there, logits)
-        if not len(logits):
+    def _keep_beside_cache(self, inputs: StageInputs, ids: Tensor, count: int) -> None:
+        """On the last stage: put the step's `count` tokens where their keys and values go. ids
+        [tokens] int64: theirs, where inputs have none."""
+        if self.is_last:
+            slots = next(iter(inputs.attention.values())).slots
+            ids = inputs.token_ids if self.is_first else ids
+            self._cached_tokens.index_copy_(0, slots[:count], ids[:count])
+
+    def _draw(self, batch: Batch, there: Inputs, logits: Tensor, scores: list[Tensor]) -> Tensor:
+        """Tokens [samples] int64, negative where there is none, also on their way to the host with
+        their scores and those of prompts, packed."""
+        with self.stream.current():
             # Kernels are not started for no rows at all.
-            batch.device.told = Drawn([], [], [])
-            return torch.empty(0, dtype=torch.int64, device=logits.device)
-        with self.stream.current():
-            finite = _finite(logits)
-            tokens = draw_tokens(logits, there.plan).masked_fill_(~finite, NO_TOKEN)
-            batch.device.told = self._returns.put(tokens, self.stream)
-            self._keep(there, tokens)
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+            if len(logits):
+                tokens, told = self._drawing.draw(logits, there.draw, self._cached_tokens)
+                scores = [*scores, *told]
+            batch.device.told = self._returns.put(tokens, scores, self.stream)
+            if len(there.kept):
+                # For the next step.
+                self._last.table.index_copy_(0, there.kept, tokens.clamp(min=0))
         return tokens
-
-    def _draw_on_host(self, batch: Batch, there: Inputs, logits: Tensor) -> Tensor:
-        """The same, by what the host knows."""
-        on_host = self._to_host(logits)
-        for prompt in batch.prompts:
-            prompt.record()
-        drawn = draw(on_host, batch.sampled)
-        batch.device.told = drawn
-        drawn_tokens = self._queues.pinned((len(drawn.tokens),), torch.int64)
-        drawn_tokens.copy_(torch.tensor(drawn.tokens, dtype=torch.int64))
-        with self.stream.current():
-            tokens = torch.empty_like(drawn_tokens, device=self._queues.device)
-            tokens.copy_(drawn_tokens, non_blocking=True)
-            self._keep(there, tokens)
-        return tokens
-
-    def _keep(self, there: Inputs, tokens: Tensor) -> None:
-        """Leave tokens [samples] int64 for the next step."""
-        if len(there.kept):
-            self._last.table.index_copy_(0, there.kept, tokens.clamp(min=0))
-
-    def _logits_on_host(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] of hidden [rows, hidden], where the host can read them."""
-        with self.stream.current():
-            logits = self._stage.logits(hidden)
-        return self._to_host(logits)
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        """A tensor's numbers; the host waits for them."""
-        begin = time.perf_counter()
-        copy, arrived = self._queues.pinned(tensor.shape, tensor.dtype), self._queues.event()
-        with self.stream.current():
-            copy.copy_(tensor, non_blocking=True)
-        self.stream.record(arrived)
-        arrived.synchronize()
-        self._waited += time.perf_counter() - begin
-        return copy
-
-
-def _finite(logits: Tensor) -> Tensor:
-    """Whether all logits of each row of [rows, vocabulary] are finite, [rows] bool; those of other
-    rows become 0."""
-    finite = torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))
-    logits.masked_fill_(~finite[:, None], 0)
-    return finite

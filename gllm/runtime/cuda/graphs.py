@@ -7,6 +7,9 @@ A decode step is small: its thousand kernels take longer to be started one by on
 graph starts them at a stroke, but with the shapes and addresses that it was recorded with. So a
 step is padded to the next bucket, and its inputs are copied to where the graph reads them. A row of
 padding has a context of one token, which it writes itself, to a block that is nobody's.
+
+Only block tables differ in width from step to step. A graph's are as wide as any can be, and a step
+brings what its contexts use; the rest stays as it was, for nobody looks behind a context's end.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,14 +45,15 @@ def bucket_of(rows: int, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= rows), None)
 
 
-def pad_decodes(rows: PagedRows, size: int, blocks: int) -> PagedRows:
-    """Decodes with rows of padding up to `size`, and block tables `blocks` wide.
+def pad_decodes(rows: PagedRows, size: int, blocks: int = 1) -> PagedRows:
+    """Decodes with rows of padding up to `size`, and block tables at least `blocks` wide.
 
     Rows of padding share the block behind the one that stays zero.
     """
     used = len(rows.context_len)
-    table = np.zeros((size, blocks), dtype=rows.block_table.dtype)
-    table[:used, : rows.block_table.shape[1]] = rows.block_table
+    width = rows.block_table.shape[1]
+    table = np.zeros((size, max(width, blocks)), dtype=rows.block_table.dtype)
+    table[:used, :width] = rows.block_table
     table[used:, 0] = rows.num_blocks + 1
     context_len = np.ones(size, dtype=rows.context_len.dtype)
     context_len[:used] = rows.context_len
@@ -77,16 +81,20 @@ class _Recorded:
 class DecodeGraphs:
     """The graphs of one stage, all run by one stream."""
 
-    def __init__(self, queues: Queues, stream: Stream) -> None:
-        self._queues, self._stream = queues, stream
+    def __init__(
+        self, queues: Queues, stream: Stream, table_of: Callable[[Any], Tensor | None]
+    ) -> None:
+        """`table_of`: of inputs, what is of another width in each step, [rows, blocks], and the
+        last of them in memory; None where all inputs of a bucket are laid out alike."""
+        self._queues, self._stream, self._table_of = queues, stream, table_of
         self._recorded: dict[int, _Recorded] = {}
         self._output: Tensor | None = None
         """[largest bucket, ...]: of all graphs, for a vocabulary's logits are large."""
 
     def record(self, size: int, example: Any, hidden: Tensor | None, forward: Forward) -> None:
         """Record a bucket, the largest one first. example: a step's inputs on the host, padding in
-        every row; all later steps of this bucket have its layout. hidden [bucket, hidden]: on the
-        device, where the stage has it."""
+        every row and block tables as wide as any; all later steps of this bucket have its layout
+        but for those. hidden [bucket, hidden]: on the device, where the stage has it."""
         layout, queues = Layout(example), self._queues
         staged = queues.pinned((layout.num_bytes,), torch.uint8)
         layout.fill(staged)
@@ -108,11 +116,17 @@ class DecodeGraphs:
         graph = queues.capture(self._stream, work)
         self._recorded[size] = _Recorded(graph, flat, inputs, hidden)
 
-    def inputs(self, size: int, flat: Tensor, hidden: Tensor | None) -> Any:
-        """A bucket's own inputs, filled from a step's: flat [bytes] uint8 that begins with the
-        layout of the example, hidden [rows, hidden]. To be called within the stream."""
+    def inputs(self, size: int, there: Any, flat: Tensor, hidden: Tensor | None) -> Any:
+        """A bucket's own inputs, filled from a step's: `there`, at the beginning of flat [bytes]
+        uint8, and hidden [rows, hidden]. To be called within the stream."""
         recorded = self._recorded[size]
-        recorded.flat.copy_(flat[: len(recorded.flat)])
+        table, wide = self._table_of(there), self._table_of(recorded.inputs)
+        ahead = len(recorded.flat)
+        if table is not None and wide is not None:
+            ahead = int(wide.storage_offset()) * wide.itemsize
+            assert ahead == table.storage_offset() * table.itemsize, "laid out alike up to there"
+            wide[:, : table.shape[1]].copy_(table)
+        recorded.flat[:ahead].copy_(flat[:ahead])
         if recorded.hidden is not None:
             assert hidden is not None, "a stage that is not the first needs activations"
             recorded.hidden[: len(hidden)].copy_(hidden)

@@ -1,4 +1,4 @@
-"""Sampled tokens: to the host, and to the next step without a way over the host.
+"""Sampled tokens and their scores: to the host, and to the next step without a way over the host.
 
 Owns the memory of both ways and their order. Knows nothing of how tokens are drawn.
 """
@@ -9,50 +9,84 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gllm.config import MAX_LOGPROBS
+from gllm.kernels.logprobs import Scores, packed_width, unpacked
 from gllm.streams import Event, Queues, Stream
+
+WIDEST = packed_width(MAX_LOGPROBS)
+"""Numbers of a scored row at most."""
 
 
 class Told:
-    """A step's tokens on their way to the host."""
+    """A step's tokens and scores on their way to the host."""
 
-    def __init__(self, tokens: Tensor, arrived: Event) -> None:
-        self._tokens, self._arrived = tokens, arrived
+    def __init__(self, tokens: Tensor, scores: Tensor, arrived: Event) -> None:
+        self._tokens, self._scores, self._arrived = tokens, scores, arrived
 
-    def read(self) -> list[int]:
-        """The token of each sampling row; the host waits for them."""
+    def read(self) -> tuple[list[int], Scores]:
+        """The token of each sampling row, and what was scored; the host waits for them."""
         self._arrived.synchronize()
-        return self._tokens.tolist()
+        return self._tokens.tolist(), unpacked(self._scores)
 
 
 class TokenReturn:
-    """Takes every step's tokens to the host, beside what the device computes meanwhile."""
+    """Takes every step's tokens and scores to the host, beside what the device computes
+    meanwhile."""
 
-    def __init__(self, queues: Queues, rows: int, steps: int) -> None:
-        """`rows`: most of a step; `steps`: most in flight. A step's tokens have been read before
-        the one `steps` behind it is planned."""
-        self._pinned = [queues.pinned((rows,), torch.int64) for _ in range(steps)]
+    def __init__(self, queues: Queues, rows: int, scored: int, steps: int) -> None:
+        """`rows`, `scored`: most sampling and scored rows of a step; `steps`: most in flight. A
+        step's tokens have been read before the one `steps` behind it is planned."""
+        self._tokens = _Way(queues, rows, torch.int64, steps)
+        self._scores = _Way(queues, scored * WIDEST, torch.float64, steps)
         self._arrived = [queues.event() for _ in range(steps)]
-        self._tokens = queues.zeros((rows,), torch.int64)
-        """On the device."""
         self._sampled: Event = queues.event()
         self._returns: Stream = queues.stream()
         self._steps = 0
 
-    def put(self, tokens: Tensor, stream: Stream) -> Told:
-        """Send tokens [rows] int64, which `stream` makes, on their way. To be called within it."""
-        rows, index = len(tokens), self._steps % len(self._pinned)
+    def put(self, tokens: Tensor, scores: list[Tensor], stream: Stream) -> Told:
+        """Send tokens [rows] int64 and scores [rows, width] float64, packed, which `stream` makes,
+        on their way. To be called within it."""
+        index = self._steps % len(self._arrived)
         self._steps += 1
         if self._steps > 1:
             # The tokens of the step before have left.
             stream.wait(self._arrived[index - 1])
-        self._tokens[:rows].copy_(tokens)
+        width = scores[0].shape[1] if scores else packed_width(0)
+        parts = [part.flatten() for part in scores]
+        ways = ((self._tokens, [tokens]), (self._scores, parts))
+        sent = [(way, way.gather(pieces)) for way, pieces in ways]
         stream.record(self._sampled)
         self._returns.wait(self._sampled)
-        target = self._pinned[index][:rows]
         with self._returns.current():
-            target.copy_(self._tokens[:rows], non_blocking=True)
+            targets = [way.leave(count, index) for way, count in sent]
         self._returns.record(self._arrived[index])
-        return Told(target, self._arrived[index])
+        return Told(targets[0], targets[1].view(-1, width), self._arrived[index])
+
+
+class _Way:
+    """Memory on the device that one kind of numbers leaves from, and on the host where it arrives.
+
+    Memory of its own, for that of an operation's result is the next operation's at once.
+    """
+
+    def __init__(self, queues: Queues, most: int, dtype: torch.dtype, steps: int) -> None:
+        self._pinned = [queues.pinned((most,), dtype) for _ in range(steps)]
+        self._device = queues.zeros((most,), dtype)
+
+    def gather(self, parts: list[Tensor]) -> int:
+        """Put parts [n], made on the device, one behind the other; how many numbers they are."""
+        end = 0
+        for part in parts:
+            begin, end = end, end + len(part)
+            self._device[begin:end].copy_(part)
+        return end
+
+    def leave(self, count: int, index: int) -> Tensor:
+        """Copy so many numbers to the host: memory [count] where they will be."""
+        target = self._pinned[index][:count]
+        if count:
+            target.copy_(self._device[:count], non_blocking=True)
+        return target
 
 
 class LastTokens:

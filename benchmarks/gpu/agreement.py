@@ -1,0 +1,115 @@
+"""Teacher-forced agreement with transformers: logits at every position of one text.
+
+Owns the reference and the comparison. The reference is transformers in float32 (its bfloat16
+weights widened). The *noise* is the largest difference, over all positions and tokens, of what
+transformers makes in bfloat16 from that: what this type costs an implementation that is taken to be
+right. Two things have to hold:
+
+- gllm's largest difference from the reference is at most ERRORS times the noise;
+- gllm's likeliest token is the reference's wherever the reference's two largest logits are further
+  apart than MARGIN times the noise. The other positions are excluded, and counted.
+
+By the noise, not by gllm's own error: within four times the latter the second could not fail.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import models
+from benchmarks.gpu.models import Executor
+from benchmarks.gpu.peers import Peer
+from benchmarks.gpu.rows import Measured, Skip
+from gllm.messages import Register, Sampling
+from gllm.scheduler.plan import Row, StepPlan
+
+ERRORS, MARGIN = 2.0, 4.0
+INCLUDED = 0.99
+"""Aim: share of positions that are not excluded."""
+WAYS = ("one step", "four chunks", "decodes behind a chunk")
+DECODES = 64
+"""Positions that are decoded one by one."""
+
+
+@dataclass
+class Truth:
+    """What transformers computes of a text."""
+
+    prompt: list[int]
+    logits: Tensor
+    """[positions, vocabulary] float32, computed in float32."""
+    noise: float
+
+
+def truth_of(peer: Peer, weights: dict[str, Tensor], positions: int) -> Truth:
+    """Marks rows of the LM head for the text (models.mark). Raises Skip where float32 weights do
+    not fit."""
+    place = peer.place
+    place.seed("agreement")
+    vocabulary = len(weights["lm_head.weight"])
+    prompt = torch.randint(0, vocabulary, (positions,)).tolist()
+    tokens = torch.randperm(vocabulary)[:positions].tolist()
+    models.mark(weights, peer.hidden(prompt), tokens)
+    low = peer.logits(prompt)
+    needed = 2 * sum(each.nbytes for each in weights.values()) + 4 * low.nbytes
+    if needed > place.free_bytes():
+        raise Skip(f"float32 weights need {needed / 2**30:.0f} GiB more")
+    wide = {name: each.to(torch.float32) for name, each in weights.items()}
+    exact = Peer(place, peer.folder, wide, torch.float32).logits(prompt)
+    return Truth(prompt, exact, float((low - exact).abs().max()))
+
+
+def chunks_of(way: str, positions: int) -> list[int]:
+    """Tokens of each step."""
+    if way == WAYS[0]:
+        return [positions]
+    if way == WAYS[1]:
+        quarter = positions // 4
+        return [quarter, quarter, quarter, positions - 3 * quarter]
+    decodes = min(DECODES, positions // 2)
+    return [positions - decodes] + [1] * decodes
+
+
+def measure(executor: Executor, truth: Truth, way: str, seq: int) -> Measured:
+    """Compare gllm's logits; seq: a new sequence's number. Nothing else may be under way."""
+    return compare(logits_of(executor, truth.prompt, chunks_of(way, len(truth.prompt)), seq), truth)
+
+
+def logits_of(executor: Executor, prompt: list[int], counts: Sequence[int], seq: int) -> Tensor:
+    """[tokens, vocabulary] float32 of a prompt in steps of so many tokens; in the first blocks of
+    the cache, which nobody holds."""
+    executor.register(Register(seq, len(prompt), prompt, Sampling(temperature=0.0)))
+    blocks = list(range(-(-len(prompt) // models.BLOCK_SIZE)))
+    made, start = [], 0
+    for step, count in enumerate(counts):
+        row = Row(seq, 0, start, count, blocks if not step else [], [], False)
+        made.append(executor.all_logits(executor.prepare(StepPlan(step, [row], []))))
+        start += count
+    return torch.cat(made)
+
+
+def compare(logits: Tensor, truth: Truth) -> Measured:
+    """Both conditions, for logits [positions, vocabulary] float32."""
+    reference = truth.logits
+    error = float((logits - reference).abs().max())
+    top = reference.topk(2, dim=-1)
+    clear = top.values[:, 0] - top.values[:, 1] > MARGIN * truth.noise
+    differs = logits.argmax(dim=-1) != top.indices[:, 0]
+    mismatched, excluded = int((clear & differs).sum()), int((~clear).sum())
+    figures = {
+        "positions": len(reference),
+        "excluded": excluded,
+        "included": 1 - excluded / len(reference),
+        "mismatched": mismatched,
+        "error": error,
+        "tolerance": ERRORS * truth.noise,
+        "noise": truth.noise,
+    }
+    faults = []
+    if mismatched:
+        faults.append(f"{mismatched} of {len(reference)} likeliest tokens differ")
+    if not error <= ERRORS * truth.noise:
+        faults.append(f"error {error:.3g} is above {ERRORS:g} x {truth.noise:.3g}")
+    return Measured(figures, {"included": INCLUDED}, fault="; ".join(faults))

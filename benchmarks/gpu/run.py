@@ -1,0 +1,237 @@
+"""`python -m benchmarks.gpu.run`: proves gllm's path on a GPU, on a bare machine, in eight minutes.
+
+Owns the sections' time and processes, and what is written. Every section runs in a process of its
+own: where one dies or hangs, the row that was under way has failed and the next goes on. Needs no
+torch itself; what the rows need is in docs/benchmarks/gpu.md.
+
+The status is 1 where a row failed, a key of the results is missing, or no row was measured. An aim
+that is missed is reported and is no failure.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if not __package__:
+    # Run as a file: its own folder is on the path, the checkout is not.
+    sys.path[0] = str(ROOT)
+
+from benchmarks.gpu import report  # noqa: E402
+from benchmarks.gpu.rows import FAILED, SKIPPED, Row, Told, read_log  # noqa: E402
+from benchmarks.gpu.section import SECTIONS, Task  # noqa: E402
+
+SHARES = dict(zip(SECTIONS, (0.06, 0.3, 0.27, 0.22, 0.15), strict=True))
+"""Of the time budget; what a section leaves the next ones have."""
+SECTION = ("-m", "benchmarks.gpu.section")
+GRACE = 15.0
+"""Seconds that a row may run past its section's time before its process is stopped."""
+START_SECONDS = 60.0
+"""That a process may take to its first row."""
+ROW_SECONDS = 90.0
+"""That a row may take, compilation and the making of a model included."""
+ATTEMPTS = 12
+"""Processes for one section at most."""
+TIME_UP = "stopped: the section's time was up"
+LEAST_SECONDS = 5.0
+"""That are worth another process."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__)
+    made.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes on the CPU: no GPU needed"
+    )
+    made.add_argument("--out", type=Path, default=Path("gpu.json"), help="file for the JSON")
+    made.add_argument("--page", type=Path, help="Markdown page that gets the table, too")
+    known = ", ".join(SECTIONS)
+    made.add_argument("--only", default="", help=f"sections, comma-separated: {known}; or engine")
+    made.add_argument("--time-budget", type=float, default=480.0, help="seconds in all")
+    engine = "another field of the engine's configuration, may be repeated"
+    made.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help=engine)
+    return made
+
+
+def sections_of(only: str) -> list[str]:
+    """Those asked for; the ceilings always, for the others are held against them. Raises
+    ValueError."""
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    known = {each.lower(): [each] for each in SECTIONS}
+    known["engine"] = [each for each in SECTIONS if each not in ("ceilings", "kernels", "stages")]
+    unknown = [name for name in names if name.lower() not in known]
+    if unknown:
+        raise ValueError(f"--only {unknown[0]}: sections are {', '.join(known)}")
+    asked = {each for name in names for each in known[name.lower()]} | {"ceilings"}
+    return [each for each in SECTIONS if each in asked or not names]
+
+
+def options_of(given: Sequence[str]) -> dict[str, str]:
+    """Fields of the engine from NAME=VALUE. Raises ValueError."""
+    pairs = [each.partition("=") for each in given]
+    wrong = [name for name, equals, _ in pairs if not equals]
+    if wrong:
+        raise ValueError(f"--engine {wrong[0]} has to be NAME=VALUE")
+    return {name.replace("-", "_"): value for name, _, value in pairs}
+
+
+def run_section(task: Task, stop: float) -> Told:
+    """All rows of a section, by as many processes as it takes; `stop`: time.monotonic() at which
+    the last one is stopped."""
+    log = Path(task.log)
+    for _ in range(ATTEMPTS):
+        print(f"{task.section} ...", file=sys.stderr, flush=True)
+        begin = time.monotonic()
+        cause = run_process(task, stop)
+        task.seconds -= time.monotonic() - begin
+        told = read_log(log)
+        if told.open is not None:
+            # In the log, so that the next process's rows come behind it.
+            excused = told.open_is_rival or cause.startswith(TIME_UP)
+            status = SKIPPED if excused else FAILED
+            _append(log, Row(task.section, told.open, status, note=cause))
+            told = read_log(log)
+        task.done = [row.name for row in told.rows]
+        task.failed = [row.name for row in told.rows if row.status == FAILED]
+        rest = [name for name in told.names if name not in task.done]
+        if not told.names:
+            _append(log, Row(task.section, "start", FAILED, note=cause or "no rows"))
+            return read_log(log)
+        if not rest:
+            return told
+        if task.seconds < LEAST_SECONDS or time.monotonic() + LEAST_SECONDS > stop:
+            break
+    for name in rest:
+        _append(log, Row(task.section, name, SKIPPED, note="past the section's time"))
+    return read_log(log)
+
+
+def run_process(task: Task, stop: float) -> str:
+    """Let a process work on the section; how it ended, in words, where it was not well."""
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
+    command = [sys.executable, *SECTION, json.dumps(dataclasses.asdict(task))]
+    with tempfile.TemporaryFile("w+") as errors:
+        # A group of its own, so that its workers end with it.
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=errors,
+            stderr=errors,
+            process_group=0,
+            text=True,
+        )
+        try:
+            cause = watch(
+                process, Path(task.log), min(time.monotonic() + task.seconds + GRACE, stop)
+            )
+        finally:
+            end_group(process)
+        errors.seek(0)
+        last = errors.read()[-1500:].strip()
+    if cause and last:
+        print(last, file=sys.stderr)
+        cause += f": {last.splitlines()[-1][:300]}"
+    return cause
+
+
+def watch(process: "subprocess.Popen[str]", log: Path, stop: float) -> str:
+    """Wait until a process has ended, `stop` has come, or its log has not grown for too long; how
+    it ended, in words, where it was not well."""
+    size, grown, limit = _size(log), time.monotonic(), START_SECONDS
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(0.2)
+            return f"its process ended with {code}" if code else ""
+        now = time.monotonic()
+        if _size(log) != size:
+            size, grown, limit = _size(log), now, ROW_SECONDS
+        if now > stop:
+            return TIME_UP
+        if now - grown > limit:
+            return f"stopped after {limit:.0f} s in which no row ended: it hangs"
+
+
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.is_file() else 0
+
+
+def end_group(process: "subprocess.Popen[str]") -> None:
+    """End a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _append(log: Path, row: Row) -> None:
+    with log.open("a", encoding="utf-8") as file:
+        file.write("\n" + json.dumps({"row": dataclasses.asdict(row)}) + "\n")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all sections; the results, which are in the file too."""
+    begin = time.monotonic()
+    sections, budget = sections_of(options.only), options.time_budget
+    whole = sum(SHARES[each] for each in sections)
+    rows: list[Row] = []
+    environment: dict[str, Any] = {}
+    results: dict[str, Any] = {}
+    shares = 0.0
+    with tempfile.TemporaryDirectory(prefix="gllm-gpu-") as folder:
+        for index, section in enumerate(sections):
+            shares += SHARES[section] / whole
+            # A bit less, so that the last row of all may end.
+            seconds = begin + shares * (budget - GRACE) - time.monotonic()
+            log = str(Path(folder, f"{index}.log"))
+            engine = options_of(options.engine)
+            task = Task(section, log, options.dry_run, max(seconds, 0.0), options=engine)
+            told = run_section(task, begin + budget)
+            rows += told.rows
+            environment = environment or told.environment
+            run = {
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "command": shlex.join(["python", "-m", "benchmarks.gpu.run", *sys.argv[1:]]),
+                "dry_run": options.dry_run,
+                "budget_seconds": budget,
+                "seconds": time.monotonic() - begin,
+            }
+            results = report.results_of(rows, environment, run)
+            # Each time, lest somebody's patience end first.
+            report.write_json(options.out, results)
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write, print; the status."""
+    made = parser()
+    options = made.parse_args(arguments)
+    try:
+        sections_of(options.only)
+        options_of(options.engine)
+    except ValueError as error:
+        made.error(str(error))
+    results = measure(options)
+    if options.page is not None:
+        report.write_page(options.page, results)
+    print(report.head(results), report.table(results), sep="\n\n")
+    wrong = report.complaints(results)
+    print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
+    return 1 if wrong or results["summary"][FAILED] or not results["summary"]["ok"] else 0
+
+
+if __name__ == "__main__":
+    # As an exception, so that the section's process is ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Several stages on one device, through the real processes: greedy texts equal to one stage's.
+
+Owns that comparison; it is about correctness alone, for stages on one device share it. The demo
+model in float32: in bfloat16 other micro-batches may round to another token.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from benchmarks.gpu.rows import Measured, Named, Skip
+from benchmarks.gpu.stand_ins import missing
+
+NEEDED = (
+    *("zmq", "msgspec", "setproctitle", "uvloop", "tqdm"),
+    *("numpy", "safetensors", "tokenizers", "jinja2"),
+)
+"""Packages of the parent and its workers."""
+STAGES = (2, 4)
+PROMPTS = (
+    *("Once upon a time", "Otto the fox", "The owl said", "One day in the forest"),
+    *("A small mouse", "In the evening", "Who lives", "The bear was"),
+)
+TOKENS, KV_BYTES = 32, 64 * 2**20
+
+
+class Baseline:
+    """One stage's texts, made when they are first asked for."""
+
+    def __init__(self, is_dry: bool, options: dict[str, str]) -> None:
+        self.is_dry, self.options = is_dry, options
+        self._texts: list[list[int]] | None = None
+
+    def texts(self) -> list[list[int]]:
+        """Token ids of each prompt's."""
+        if self._texts is None:
+            self._texts = self.generated(1)
+        return self._texts
+
+    def generated(self, stages: int) -> list[list[int]]:
+        """The same by so many stages. Raises Skip where a package is missing."""
+        lacking = missing(*NEEDED)
+        if lacking:
+            raise Skip(f"no {', '.join(lacking)}")
+        from gllm.config import SamplingParams
+        from gllm.llm import LLM
+
+        options: dict[str, Any] = {
+            "device": "cpu" if self.is_dry else "cuda",
+            "dtype": "float32",
+            "kv_cache_memory": KV_BYTES,
+            "pipeline_parallel_size": stages,
+            "max_num_seqs": len(PROMPTS),
+            **self.options,
+        }
+        count, tokens = (2, 4) if self.is_dry else (len(PROMPTS), TOKENS)
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        with LLM("demo", progress=False, **options) as llm:
+            made = llm.generate(PROMPTS[:count], params)
+        return [output.outputs[0].token_ids for output in made]
+
+
+def rows(is_dry: bool, options: dict[str, str]) -> Iterator[Named]:
+    """One row for each number of stages."""
+    baseline = Baseline(is_dry, options)
+    for stages in STAGES:
+        yield Named(f"{stages} stages on one device", partial(compare, baseline, stages))
+
+
+def compare(baseline: Baseline, stages: int) -> Measured:
+    """How many texts differ."""
+    wanted, got = baseline.texts(), baseline.generated(stages)
+    mismatched = sum(one != other for one, other in zip(wanted, got, strict=True))
+    fault = f"{mismatched} of {len(wanted)} texts differ" if mismatched else ""
+    return Measured({"texts": len(wanted), "mismatched": mismatched}, fault=fault)

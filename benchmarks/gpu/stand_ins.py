@@ -1,0 +1,57 @@
+"""In the place of packages that a bare machine may lack.
+
+Owns what gllm's stage path needs of msgspec within one process: classes of named fields. What
+crosses processes needs the package itself. Knows nothing of messages.
+"""
+
+import dataclasses
+import importlib.util
+import inspect
+import sys
+from types import ModuleType
+from typing import Any, dataclass_transform
+
+
+def missing(*names: str) -> list[str]:
+    """Those of these packages that are not installed."""
+    return [
+        name for name in names if name not in sys.modules and not importlib.util.find_spec(name)
+    ]
+
+
+@dataclass_transform()
+class Struct:
+    """As msgspec.Struct: a subclass's annotations are its fields, behind inherited ones."""
+
+    def __init_subclass__(cls, frozen: bool = False, **options: Any) -> None:
+        for name in inspect.get_annotations(cls):
+            default = cls.__dict__.get(name)
+            if isinstance(default, list | dict):
+                # Each object has its own.
+                setattr(cls, name, dataclasses.field(default_factory=type(default)))
+        # Not frozen: classes of both kinds are derived from this one.
+        dataclasses.dataclass(cls)
+
+
+class _Codec:
+    """Stands where a codec is made; nothing is encoded within one process."""
+
+    def __init__(self, *of: Any) -> None:
+        pass
+
+    def __class_getitem__(cls, of: Any) -> type:
+        return cls
+
+
+def provide_msgspec() -> bool:
+    """Let `import msgspec` find the stand-in where the package is missing; whether it was."""
+    if not missing("msgspec"):
+        return False
+    module: Any = ModuleType("msgspec")
+    module.Struct = Struct
+    module.structs = ModuleType("msgspec.structs")
+    module.structs.replace = dataclasses.replace
+    module.msgpack = ModuleType("msgspec.msgpack")
+    module.msgpack.Encoder = module.msgpack.Decoder = _Codec
+    sys.modules["msgspec"] = module
+    return True

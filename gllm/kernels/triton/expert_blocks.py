@@ -1,0 +1,73 @@
+"""Tokens put together by expert, and cut into blocks of one expert each.
+
+Owns the order and where a program's block is in it. There are as many programs as blocks could
+become at most, for the host does not hear which experts were picked; those beyond the last block
+have no rows. Does not know what experts compute.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """(token, place) pairs in the order of their experts."""
+
+    order: Tensor
+    """[pairs] int64: pairs as numbers, sorted by expert."""
+    bounds: Tensor
+    """[experts + 1] int64: where each expert's begin in it."""
+    picked: int
+    """Places of a token."""
+
+    def blocks(self, rows: int) -> int:
+        """The most blocks of so many rows: each expert that was picked has at most one that is not
+        full."""
+        pairs = len(self.order)
+        return min(pairs, len(self.bounds) - 1) + pairs // rows
+
+    def constants(self) -> dict[str, int]:
+        """What kernels know of it ahead."""
+        return counted(len(self.bounds) - 1, self.picked)
+
+
+def counted(experts: int, picked: int) -> dict[str, int]:
+    """Constants for so many experts, of which each token picked some."""
+    block = int(triton.next_power_of_2(experts))
+    return {"PICKED": picked, "EXPERTS": experts, "EXPERTS_BLOCK": block}
+
+
+def sort(experts: Tensor, count: int) -> Sorted:
+    """By experts [tokens, picked], numbers below count."""
+    numbers, order = experts.flatten().sort(stable=True)
+    bounds = torch.searchsorted(numbers, torch.arange(count + 1, device=experts.device))
+    return Sorted(order, bounds, experts.shape[1])
+
+
+@triton.jit
+def block_of(
+    block,
+    order,
+    bounds,
+    EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A block's expert (EXPERTS: there is no such block), and its rows in the order, whether there
+    is such a row, and the pair of each [ROWS]."""
+    number = tl.arange(0, EXPERTS_BLOCK)
+    begins = tl.load(bounds + number, number < EXPERTS, 0)
+    ends = tl.load(bounds + number + 1, number < EXPERTS, 0)
+    blocks = (ends - begins + ROWS - 1) // ROWS
+    last = tl.cumsum(blocks, 0)
+    expert = tl.sum((last <= block).to(tl.int32), 0)
+    firsts = begins + (block - (last - blocks)) * ROWS
+    first = tl.sum(tl.where(number == expert, firsts, 0), 0)
+    end = tl.sum(tl.where(number == expert, ends, 0), 0)
+    row = first + tl.arange(0, ROWS)
+    there = (row < end) & (expert < EXPERTS)
+    return expert, row, there, tl.load(order + row, there, 0)

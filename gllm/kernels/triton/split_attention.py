@@ -1,0 +1,141 @@
+"""Contexts that several programs share: which part each has, and how their results become one.
+
+Owns what a program leaves of its part (for each row its highest score, the total weight and the
+weighted sum of values) and the reduction, which adds parts up in their order. Does not know how
+many parts there should be, and what attention computes.
+
+Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gllm.kernels.triton import attention_shapes
+from gllm.kernels.triton.ahead import Compiled
+from gllm.kernels.triton.attention_shapes import Shape
+from gllm.kernels.triton.attention_tiles import LOWEST
+
+REDUCED = 8
+"""Parts of a context added up at once."""
+Parts = tuple[Tensor, Tensor] | tuple[None, None]
+"""Weighted sums [tokens, heads, splits, value_dim], highest scores and total weights together [2,
+tokens, heads, splits], all float32; nothing where contexts are not split."""
+
+
+def parts_for(tokens: int, splits: int, shape: Shape, device: torch.device) -> Parts:
+    """Memory for the parts of so many tokens' contexts."""
+    if splits == 1:
+        return None, None
+    size = (tokens, shape.heads, splits)
+    sums = torch.empty(*size, shape.value_dim, dtype=torch.float32, device=device)
+    return sums, torch.empty(2, *size, dtype=torch.float32, device=device)
+
+
+def add_parts(output: Tensor, parts: Parts, shape: Shape) -> None:
+    """Fill output [tokens, heads, value_dim] from the parts of its tokens' contexts.
+
+    Tokens without context become zero.
+    """
+    sums, statistics = parts
+    if sums is None:
+        return
+    tokens, heads, splits, _ = sums.shape
+    reduce_kernel[(heads, tokens)](output, sums, statistics, splits, **_reduced(shape), num_warps=4)
+
+
+def _reduced(shape: Shape) -> dict[str, int | bool]:
+    """Constants of reduce_kernel."""
+    return {
+        "VALUE": shape.value_dim,
+        "VALUE_PAD": int(triton.next_power_of_2(shape.value_dim)),
+        "SPLITS": attention_shapes.SPLITS,
+        "CHUNK": REDUCED,
+    }
+
+
+@triton.jit
+def part_of(begin, end, split, splits, KEYS: tl.constexpr, LEAST: tl.constexpr):
+    """Where a part of begin .. end - 1 begins and ends: whole tiles of KEYS from begin on, LEAST
+    tokens at least. The end is not behind the beginning where nothing is left for it."""
+    tiles = tl.cdiv(end - begin, KEYS)
+    part = tl.maximum(tl.cdiv(tiles, splits), (LEAST + KEYS - 1) // KEYS) * KEYS
+    return begin + split * part, tl.minimum(begin + (split + 1) * part, end)
+
+
+@triton.jit
+def store_part(
+    partial,
+    statistics,
+    at,
+    there,
+    each,
+    highest,
+    total,
+    attended,
+    VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+):
+    """Leave what a tile's rows found in their part: highest and total [ROWS], attended [ROWS,
+    VALUE_PAD], at places `at` [ROWS] of as many as `each`."""
+    columns = tl.arange(0, VALUE_PAD)
+    mask = there[:, None] & (columns < VALUE)[None, :]
+    tl.store(partial + at[:, None] * VALUE + columns[None, :], attended, mask=mask)
+    tl.store(statistics + at, highest, mask=there)
+    tl.store(statistics + each + at, total, mask=there)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def reduce_kernel(
+    output,
+    partial,
+    statistics,
+    splits,
+    VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One head of one token from the parts of its context: grid (heads, tokens).
+
+    partial and statistics as of Parts; of parts whose highest score is LOWEST the sum is not read.
+    """
+    at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    each = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * splits
+    own = statistics + at * splits
+    every = tl.arange(0, SPLITS)
+    highs = tl.load(own + every, mask=every < splits, other=LOWEST)
+    highest = tl.max(highs, axis=0)
+    totals = tl.load(own + each + every, mask=(every < splits) & (highs > LOWEST), other=0.0)
+    total = tl.sum(totals * tl.exp2(highs - highest), axis=0)
+
+    columns = tl.arange(0, VALUE_PAD)
+    added = tl.zeros([VALUE_PAD], dtype=tl.float32)
+    for begin in range(0, splits, CHUNK):
+        parts = begin + tl.arange(0, CHUNK)
+        high = tl.load(own + parts, mask=parts < splits, other=LOWEST)
+        part = tl.load(
+            partial + (at * splits + parts)[:, None] * VALUE + columns[None, :],
+            mask=(high > LOWEST)[:, None] & (columns < VALUE)[None, :],
+            other=0.0,
+        )
+        added += tl.sum(part * tl.exp2(high - highest)[:, None], axis=0)
+    # Without context there is no weight.
+    added = added / tl.where(total > 0, total, 1)
+    stored = added.to(output.dtype.element_ty)
+    tl.store(output + at * VALUE + columns, stored, mask=columns < VALUE)
+
+
+PARTIAL = {"partial": "*fp32", "statistics": "*fp32"}
+COMPILED = [
+    Compiled(
+        f"reduction of splits, {label}",
+        reduce_kernel,
+        {"output": "*bf16", **PARTIAL, "splits": "i32"},
+        _reduced(shape),
+        stages=3,
+        aligned=("output", *PARTIAL),
+    )
+    for label, shape in attention_shapes.HEADS_OF.items()
+]

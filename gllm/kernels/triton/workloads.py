@@ -1,0 +1,265 @@
+"""What is timed to tune kernels: operations on tensors as models that are served have them.
+
+Owns sizes and inputs, and how a result is judged: by the operation on the CPU, in float32, which is
+the reference. Does not know which tiles are tried.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gllm.kernels import activation, attention, experts, linear_fp8, qkv, rms_norm
+from gllm.kernels.attention import Scores
+from gllm.kernels.attention_plan import AttentionPlan, PagedRows, device_tables, plan_attention
+from gllm.kernels.linear_fp8 import Fp8Matrix, Fp8Stack
+from gllm.kernels.triton import attention_shapes
+from gllm.kernels.triton import experts as gpu_experts
+from gllm.kernels.triton import linear_fp8 as gpu_linear
+from gllm.kernels.triton import qkv as gpu_qkv
+from gllm.kernels.triton import rms_norm as gpu_norm
+from gllm.kernels.triton.activation import gate
+from gllm.kernels.triton.attention import paged_attention
+from gllm.kernels.triton.attention_shapes import Shape
+
+BLOCK = 128
+"""Outputs and inputs of a block of weights in 8-bit floats."""
+ROUNDED = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
+"""Largest error, in norms, where tensor cores multiply; they round float32 to 10 bits."""
+ROUNDED_TO_8_BITS = 8e-2
+"""The same where activations become 8-bit floats, once or twice in a row."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An operation with its tensors on a device."""
+
+    run: Callable[[], Tensor]
+    expected: Tensor
+    """float32, of the result's shape."""
+    limit: float
+    """Largest error of a result, in norms."""
+
+    def error(self) -> float:
+        """Of one run. NaN where the result has some."""
+        wanted = self.expected
+        return float((self.run().to(torch.float32) - wanted).norm() / wanted.norm())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a row of a table is timed by."""
+
+    table: str
+    sizes: Mapping[str, int]
+    label: str
+    prepare: Callable[[torch.device], Prepared]
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def attend(shape: Shape, rows: int, new: int, context: int, device: torch.device) -> Prepared:
+    """So many rows, each with `new` tokens of a context that ends with them."""
+    dtype = torch.float32 if shape.wide else torch.bfloat16
+    blocks = -(-context // shape.block_size)
+    table = np.random.default_rng(0).permutation(rows * blocks).reshape(rows, blocks)
+    decodes = rows if new == 1 else 0
+    lengths = np.full(rows, context)
+    paged = PagedRows(
+        *(table, np.arange(rows + 1) * new, lengths, decodes, shape.block_size, rows * blocks)
+    )
+    query = _random(1, rows * new, shape.heads, shape.key_dim).to(dtype)
+    keys = _random(2, rows * blocks + 1, shape.block_size, shape.kv_heads, shape.key_dim).to(dtype)
+    values = keys[..., : shape.value_dim]
+    if not shape.shared:
+        values = _random(3, *keys.shape[:3], shape.value_dim).to(dtype)
+    scores = Scores(shape.key_dim**-0.5)
+    plan = plan_attention(paged, torch.float32)
+    expected = attention.paged_attention(
+        *(query.to(torch.float32), keys.to(torch.float32), values.to(torch.float32)),
+        *(plan, scores),
+    )
+    tables = device_tables(paged, device)
+    plan = AttentionPlan(paged, plan.slots, None, "triton", tables=tables)
+    query, keys, values = query.to(device), keys.to(device), values.to(device)
+    if shape.shared:
+        values = keys[..., : shape.value_dim]
+    run = partial(paged_attention, query, keys, values, plan, scores)
+    return Prepared(run, expected.to(device), ROUNDED[dtype])
+
+
+def multiply_fp8(tokens: int, outputs: int, inputs: int, device: torch.device) -> Prepared:
+    """A linear map by a weight in 8-bit floats."""
+    matrix = _stack(1, outputs, inputs)[0]
+    x = _random(4, tokens, inputs).to(torch.bfloat16)
+    expected = linear_fp8.linear_fp8(x.to(torch.float32), matrix, None)
+    fp8 = device.type == "cuda" and gpu_linear.multiplies_fp8(device)
+    codes, scales = matrix.codes.to(device), matrix.scales.to(device)
+    matrix = Fp8Matrix(codes, scales, matrix.rows, matrix.columns, matrix.dtype)
+    run = partial(gpu_linear.linear_fp8, x.to(device), matrix, None, None, fp8)
+    limit = ROUNDED_TO_8_BITS if fp8 else ROUNDED[torch.bfloat16]
+    return Prepared(run, expected.to(device), limit)
+
+
+def mix(
+    tokens: int,
+    sizes: tuple[int, int, int, int],
+    element: int,
+    eights: bool,
+    device: torch.device,
+) -> Prepared:
+    """A mixture of experts: (experts, picked, hidden, inner), elements of x of so many bytes where
+    they are multiplied; eights: weights are 8-bit floats."""
+    count, picked, hidden, inner = sizes
+    dtype = torch.float32 if element == 4 else torch.bfloat16
+    x = _random(5, tokens, hidden).to(dtype)
+    shares, chosen = _random(6, tokens, count).softmax(-1).topk(picked)
+    up: Tensor | Fp8Stack = _stack(count, 2 * inner, hidden)
+    down: Tensor | Fp8Stack = _stack(count, hidden, inner)
+    if not eights:
+        up, down = _floats(up).to(dtype), _floats(down).to(dtype)
+    reference = experts.StackedExperts(_floats(up), _floats(down), "silu")
+    expected = experts.run_stacked(x.to(torch.float32), chosen, shares, reference)
+    x, chosen, shares = x.to(device), chosen.to(device), shares.to(device)
+    up, down = _moved(up, device), _moved(down, device)
+    run = partial(gpu_experts.run_experts, x, chosen, shares, up, down, "silu", element == 1)
+    limit = ROUNDED_TO_8_BITS if element == 1 else ROUNDED[dtype]
+    return Prepared(run, expected.to(device), limit)
+
+
+@lru_cache(maxsize=2)
+def _stack(count: int, outputs: int, inputs: int) -> Fp8Stack:
+    """Random weights whose outputs are about as large as inputs. Kept, for they take seconds."""
+    codes = (_random(7, count, outputs, inputs) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+    blocks = (count, -(-outputs // BLOCK), -(-inputs // BLOCK))
+    scales = (_random(8, *blocks).abs() + 0.5) / (64 * inputs**0.5)
+    return Fp8Stack(codes, scales, BLOCK, BLOCK, torch.float32)
+
+
+def _floats(weights: Tensor | Fp8Stack) -> Tensor:
+    if isinstance(weights, Tensor):
+        return weights.to(torch.float32)
+    return torch.stack([linear_fp8.dequantize(weights[n]) for n in range(weights.shape[0])])
+
+
+def _moved(weights: Tensor | Fp8Stack, device: torch.device) -> Tensor | Fp8Stack:
+    if isinstance(weights, Tensor):
+        return weights.to(device)
+    codes, scales = weights.codes.to(device), weights.scales.to(device)
+    return Fp8Stack(codes, scales, weights.rows, weights.columns, weights.dtype)
+
+
+def add_up(tokens: int, picked: int, hidden: int, device: torch.device) -> Prepared:
+    """The sum of what experts made of tokens."""
+    parts = _random(9, tokens, picked, hidden).to(torch.bfloat16)
+    shares, chosen = _random(6, tokens, 2 * picked).softmax(-1).topk(picked)
+    expected = (parts.to(torch.float32) * shares[:, :, None]).sum(1)
+    tensors = [one.to(device) for one in (parts.flatten(0, 1), chosen, shares)]
+    run = partial(gpu_experts.add_parts, *tensors)
+    return Prepared(run, expected.to(device), ROUNDED[torch.bfloat16])
+
+
+def quantize(tokens: int, inputs: int, device: torch.device) -> Prepared:
+    """Activations to 8-bit floats; judged by what they stand for."""
+    x = _random(10, tokens, inputs).to(torch.bfloat16)
+    groups = x.to(torch.float32).unflatten(1, (-1, gpu_linear.GROUP))
+    expected = groups.abs().amax(-1) / 448
+    moved = x.to(device)
+    return Prepared(lambda: gpu_linear.quantize(moved)[1], expected.to(device), 1e-5)
+
+
+def norm(tokens: int, size: int, device: torch.device) -> Prepared:
+    """RMSNorm behind a sum, which nothing is left of: the same can be run again."""
+    x, weight = _random(11, tokens, size).to(torch.bfloat16), _random(12, size).to(torch.bfloat16)
+    expected = rms_norm.rms_norm(x.to(torch.float32), weight.to(torch.float32), 1e-6)
+    tensors = x.to(device), torch.zeros_like(x, device=device), weight.to(device)
+    run = partial(gpu_norm.add_rms_norm, *tensors, 1e-6)
+    return Prepared(run, expected.to(device), ROUNDED[torch.bfloat16])
+
+
+def gated(tokens: int, size: int, device: torch.device) -> Prepared:
+    """A gate and what it gates."""
+    both = _random(13, tokens, 2 * size).to(torch.bfloat16)
+    expected = activation.gate("silu", both.to(torch.float32))
+    run = partial(gate, "silu", both.to(device))
+    return Prepared(run, expected.to(device), ROUNDED[torch.bfloat16])
+
+
+def turn(tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> Prepared:
+    """Rotation, and keys and values to the cache; judged by the queries."""
+    fused = _random(14, tokens, heads + 2 * kv_heads, dim).to(torch.bfloat16)
+    turns = _random(15, tokens, 1, dim // 2)
+    angles, slots = (turns.cos(), turns.sin()), torch.randperm(tokens)
+    cache = torch.zeros(2, -(-tokens // 16), 16, kv_heads, dim)
+    how = qkv.Heads(heads, kv_heads)
+    expected = qkv.rotate_and_store(
+        fused.to(torch.float32), how, angles, (cache[0], cache[1]), slots
+    )
+    expected = expected.clone().to(device)
+    moved = cache.to(device, torch.bfloat16)
+    angles = angles[0].to(device), angles[1].to(device)
+    operands = (fused.to(device), how, angles, (moved[0], moved[1]), slots.to(device))
+    run = partial(gpu_qkv.rotate_and_store, *operands)
+    return Prepared(run, expected, ROUNDED[torch.bfloat16])
+
+
+MIXTURES = [(128, 8, 2048, 768), (64, 6, 2048, 1408)]
+"""As of Qwen3-30B-A3B and DeepSeek-V2-Lite."""
+MAPS = [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (28_672, 4096), (4096, 14_336)]
+"""Outputs and inputs of the linear maps of Qwen2.5-7B and of a feed-forward of Llama-3.1-8B."""
+
+
+def workloads() -> list[Workload]:
+    """All of them; tensors are made when one is prepared."""
+    return [*_attention(), *_mixtures(), *_others()]
+
+
+def _attention() -> Iterator[Workload]:
+    narrow = attention_shapes.HEADS_OF.items()
+    wide = [(f"{name}, fp32", attention_shapes.widened(shape)) for name, shape in narrow]
+    for (label, shape), (table, rows, new, context) in product(
+        [*narrow, *wide],
+        [
+            *(("decode", 32, 1, 2048), ("decode", 2, 1, 16_384)),
+            *(("prefill", 1, 1024, 1024), ("prefill", 1, 256, 8192)),
+        ],
+    ):
+        make = partial(attend, shape, rows, new, context)
+        named = f"{label}, {rows} rows of {context}"
+        yield Workload(table, attention_shapes.sizes_of(shape), named, make)
+
+
+def _mixtures() -> Iterator[Workload]:
+    kinds = [(False, 2), (False, 4), (True, 1), (True, 2), (True, 4)]
+    for (eights, element), maps, sizes, tokens in product(kinds, (1, 2), MIXTURES, (32, 1024)):
+        table, named = (
+            "experts_fp8" if eights else "experts",
+            f"{tokens} tokens, {sizes[0]} experts",
+        )
+        make = partial(mix, tokens, sizes, element, eights)
+        yield Workload(table, {"maps": maps, "bytes": element}, named, make)
+
+
+def _others() -> Iterator[Workload]:
+    for tokens, (outputs, inputs) in product((1, 16, 32, 64, 1024), MAPS):
+        named = f"{tokens} tokens, {inputs} to {outputs}"
+        make = partial(multiply_fp8, tokens, outputs, inputs)
+        yield Workload("linear_fp8", {"tokens": tokens}, named, make)
+    for tokens, size in product((32, 1024), (2048, 3584, 4096, 8192, 16_384)):
+        make = partial(norm, tokens, size)
+        yield Workload("rms_norm", {"size": size}, f"{tokens} tokens of {size}", make)
+    for tokens in (32, 1024):
+        made = {
+            "experts_sum": partial(add_up, tokens, 8, 2048),
+            "quantize": partial(quantize, tokens, 18_944),
+            "activation": partial(gated, tokens, 18_944),
+            "qkv": partial(turn, tokens, 28, 4, 128),
+        }
+        for table, make_other in made.items():
+            yield Workload(table, {}, f"{tokens} tokens", make_other)

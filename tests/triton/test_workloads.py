@@ -1,0 +1,63 @@
+"""What kernels are tuned by: tiny ones of every kind compute what is expected of them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from gllm.kernels import tune
+from gllm.kernels.triton import tiles, workloads
+from gllm.kernels.triton.attention_shapes import Shape
+from gllm.kernels.triton.workloads import Prepared
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+TINY: dict[str, Callable[[torch.device], Prepared]] = {
+    "decode": partial(workloads.attend, Shape(4, 2, 16, 16, 4), 3, 1, 21),
+    "prefill": partial(workloads.attend, Shape(4, 2, 16, 16, 4), 2, 5, 21),
+    "latent": partial(workloads.attend, Shape(3, 1, 24, 16, 4, shared=True), 2, 1, 9),
+    "float32": partial(workloads.attend, Shape(2, 2, 16, 16, 4, wide=True), 1, 3, 9),
+    "linear": partial(workloads.multiply_fp8, 3, 40, 150),
+    "experts": partial(workloads.mix, 3, (4, 2, 24, 16), 2, False),
+    "experts in float32": partial(workloads.mix, 3, (4, 2, 24, 16), 4, False),
+    "experts, 16-bit products": partial(workloads.mix, 3, (4, 2, 24, 16), 2, True),
+    "experts, 8-bit products": partial(workloads.mix, 3, (4, 2, 24, 16), 1, True),
+    "sum": partial(workloads.add_up, 3, 2, 24),
+    "quantize": partial(workloads.quantize, 2, 256),
+    "norm": partial(workloads.norm, 3, 40),
+    "gate": partial(workloads.gated, 3, 40),
+    "qkv": partial(workloads.turn, 5, 4, 2, 16),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_results_are_right_again_and_again_and_wrong_ones_are_seen(name: str) -> None:
+    prepared = TINY[name](CPU)
+    assert prepared.run().shape == prepared.expected.shape
+    for _ in range(2):
+        assert prepared.error() <= prepared.limit
+    assert not Prepared(prepared.run, 1.2 * prepared.expected, prepared.limit).error() <= 0.1
+    spoiled = Prepared(lambda: prepared.run() * math.nan, prepared.expected, 1.0)
+    assert not spoiled.error() <= spoiled.limit
+
+
+def test_every_row_is_timed_by_something() -> None:
+    tables = tiles.read(tiles.DEFAULT).tables
+    assert {*tables} == {*tune.TRIED}
+    every = workloads.workloads()
+    rows = list(tune.rows_of([*tables], every))
+    assert len(rows) == sum(map(len, tables.values()))
+    assert sum(len(own) for *_, own in rows) == len(every)
+    for table, row, own in rows:
+        assert own, (table, row)
+
+
+def test_every_row_is_compiled_for_something() -> None:
+    for table, rows in tiles.read(tiles.DEFAULT).tables.items():
+        for row in rows:
+            jobs = tune.jobs_for(table, row, row.use, 90)
+            assert jobs, (table, row)
+            assert {job.use for job in jobs} == {tuple(row.use.items())}
