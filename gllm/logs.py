@@ -6,6 +6,7 @@ that no line has prompts, outputs or keys in it.
 
 import json
 import logging
+import os
 import sys
 import threading
 from contextvars import ContextVar
@@ -34,7 +35,7 @@ def configure(config: LogConfig, stage: int | None = None) -> None:
     handler = logging.StreamHandler()
     if config.format == "json":
         handler.setFormatter(JsonLines("frontend" if stage is None else f"stage {stage}"))
-        _log_what_python_prints()
+        _keep_other_text_out()
     else:
         where = "" if stage is None else f" stage {stage}:"
         handler.setFormatter(TextLines(f"%(levelname)s{where} %(message)s"))
@@ -76,8 +77,10 @@ class JsonLines(logging.Formatter):
         return json.dumps(told, default=str)
 
 
-def _log_what_python_prints() -> None:
-    """Warnings and exceptions that nobody catches, which Python would print as text."""
+def _keep_other_text_out() -> None:
+    """Warnings and exceptions that nobody catches, which Python would print as text; and no bars of
+    downloads, which huggingface_hub would draw."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.captureWarnings(True)
     log = logging.getLogger("gllm")
 

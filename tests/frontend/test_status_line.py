@@ -123,6 +123,7 @@ async def test_the_access_log(server: Server, caplog: pytest.LogCaptureFixture) 
     await server.complete(prompt=secret, temperature=9)
     await server.client.get("/v1/models/no/such?key=hidden")
     await server.client.get("/nothing")
+    await server.client.get("/metrics")
     lines = [record.fields for record in caplog.records if hasattr(record, "fields")]
     prompt = len(server.engine.calls[0].prompt)
     assert [(line["path"], line["status"], line["output_tokens"]) for line in lines] == [

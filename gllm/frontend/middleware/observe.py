@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 """Paths of endpoints that generate, and what OpenTelemetry calls what they do."""
 
+UNLOGGED = frozenset({"/health", "/ready", "/metrics"})
+"""Asked again and again by machines."""
+
 CLIENT_LEFT = 499
 """Stands for a status where the client left before there was one."""
 
@@ -46,7 +49,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
     except ImportError as error:
         raise ValueError(
             f"otlp_traces_endpoint needs packages that are not there ({error}): "
-            "pip install gllm[otel]"
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
         ) from error
     model = context.engine.model.name
     app[TRACER] = Tracer(config.otlp_traces_endpoint, model, context.metrics.dropped_spans)
@@ -72,7 +75,7 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
         return response
     finally:
         seconds = time.monotonic() - request[ARRIVAL]
-        if log.isEnabledFor(logging.DEBUG):
+        if log.isEnabledFor(logging.DEBUG) and path not in UNLOGGED:
             _log(request, path, status, seconds)
         if operation is not None and TRACER in request.app:
             request.app[TRACER].request(request, operation, path, status, seconds)
