@@ -56,6 +56,7 @@ setup(
     extras_require={
         "sim": names("requirements-sim.txt"),
         "dev": names("requirements-dev.txt"),
+        "otel": names("requirements-otel.txt"),
         "gpu": ["triton>=3.6", "flash-attn"],
     },
     entry_points={"console_scripts": ["gllm = gllm.cli:main"]},

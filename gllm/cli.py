@@ -14,6 +14,7 @@ COMMANDS = {
     "simulate": ("gllm.sim.command:main", "predict a deployment from a profile or a data sheet"),
     "experiment": ("gllm.experiments.command:main", "run a named experiment and write its page"),
     "bench": ("gllm.bench.command:main", "measure a server over HTTP, or an engine"),
+    "top": ("gllm.top.command:main", "watch a running server in the terminal"),
     "chat": ("gllm.chat:main", "talk to a running server in the terminal"),
 }
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.logs import FORMATS
 from gllm.scheduler.config import SchedulerConfig, option
 
 INT32_MAX = 2**31 - 1
@@ -197,6 +198,12 @@ class ServerConfig:
         choices=REASONING_PARSERS,
     )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "log lines for people, or a JSON object each", choices=FORMATS)
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL that gets a span of each request by OTLP over HTTP, as "
+        "http://localhost:4318/v1/traces; default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none",
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix, and no key."""

@@ -26,6 +26,7 @@ from gllm.engine_api import (
     truncated,
 )
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
+from gllm.logs import QUIET, LogConfig
 from gllm.messages import Bubbles, Sampling, StageLoad, TokenLogprobs
 from gllm.models.config import read_config
 from gllm.models.hub import resolve
@@ -56,7 +57,7 @@ class Engine:
         self,
         config: EngineConfig,
         served_model_name: str | None = None,
-        log_level: str = "warning",
+        logs: LogConfig = QUIET,
         progress: bool = False,
         workers: Workers | None = None,
     ) -> None:
@@ -77,7 +78,7 @@ class Engine:
         self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
         self._pipeline = Pipeline(self.config, layers, self._show_progress)
         self._client = self._pipeline.client
-        self._log_level = log_level
+        self._logs = logs
         self._given = workers
         self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=not progress)
 
@@ -151,7 +152,7 @@ class Engine:
         """
         workers = self._given or Workers(len(self._pipeline.layers))
         try:
-            await self._pipeline.start(self._folder, workers, self._log_level)
+            await self._pipeline.start(self._folder, workers, self._logs)
         finally:
             self._bar.close()
 

@@ -14,9 +14,13 @@ import setproctitle
 
 from gllm import __version__
 from gllm.config import EngineConfig, ServerConfig, add_flags, check_key, from_flags
+from gllm.logs import LogConfig, configure
 from gllm.runtime.launch import Workers
 
+log = logging.getLogger("gllm")
+
 KEY_VARIABLE = "GLLM_API_KEY"
+TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,17 +39,19 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until told to end; the exit status."""
     values = parser().parse_args(argv)
     values.model = values.positional or values.model
-    logging.basicConfig(level=values.log_level.upper(), format="%(levelname)s %(message)s")
+    values.otlp_traces_endpoint = values.otlp_traces_endpoint or os.environ.get(TRACES_VARIABLE)
+    logs = LogConfig(values.log_level, values.log_format)
+    configure(logs)
     setproctitle.setproctitle("gllm-frontend")
     try:
         values.api_key = [*(values.api_key or ()), *keys_of_environment(os.environ)]
         engine_config = from_flags(EngineConfig, values)
         server_config = from_flags(ServerConfig, values)
     except ValueError as error:
-        return _refuse(error, 2)
+        return _refuse(error, 2, logs)
     workers = Workers(engine_config.pipeline_parallel_size)
     try:
-        return _serve(engine_config, server_config, workers)
+        return _serve(engine_config, server_config, workers, logs)
     finally:
         workers.kill()
 
@@ -65,7 +71,7 @@ def keys_of_environment(environment: MutableMapping[str, str]) -> list[str]:
     return keys
 
 
-def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers) -> int:
+def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers, logs: LogConfig) -> int:
     # Here, not above: the workers import torch beside this process's own imports.
     import uvloop
 
@@ -75,13 +81,16 @@ def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers) -> int:
     try:
         return uvloop.run(Server(engine, server, workers).run())
     except (ValueError, OSError) as error:
-        return _refuse(error, 2)
+        return _refuse(error, 2, logs)
     except EngineError as error:
-        return _refuse(error, 1)
+        return _refuse(error, 1, logs)
 
 
-def _refuse(error: Exception, status: int) -> int:
-    print(f"gllm: {error}", file=sys.stderr)
+def _refuse(error: Exception, status: int, logs: LogConfig) -> int:
+    if logs.format == "json":
+        log.critical("%s", error)
+    else:
+        print(f"gllm: {error}", file=sys.stderr)
     return status
 
 

@@ -17,6 +17,7 @@ from gllm.engine import Engine
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.connection import Runner
 from gllm.frontend.tls import tls_context
+from gllm.logs import LogConfig
 from gllm.runtime.launch import Workers
 
 log = logging.getLogger("gllm")
@@ -35,8 +36,9 @@ class Server:
     def __init__(self, engine: EngineConfig, server: ServerConfig, workers: Workers) -> None:
         """Raises as Engine does."""
         self._config = server
-        name, level = server.served_model_name, server.log_level
-        self._engine = Engine(engine, name, level, progress=True, workers=workers)
+        logs = LogConfig(server.log_level, server.log_format)
+        bar = logs.format == "text"
+        self._engine = Engine(engine, server.served_model_name, logs, bar, workers)
         self._told_to_end = asyncio.Event()
 
     async def run(self) -> int:

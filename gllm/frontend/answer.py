@@ -19,6 +19,7 @@ from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, Context
 from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.fields.generation import Generation
 from gllm.frontend.metrics import RequestRecord
+from gllm.frontend.outcome import OUTCOME, Outcome
 from gllm.frontend.sse import Event, EventStream
 from gllm.text.output.parser import PLAIN, OutputFormat
 from gllm.text.output.reasoning import ReasoningCounter
@@ -70,7 +71,8 @@ async def answer(
     """Run a job and answer with what it brings."""
     tally = Tally(sum(map(len, job.prompts)), job.params.n, job.reasoning)
     request_id = job.fields.request_id or request[REQUEST_ID]
-    async with _start(context, job, request_id, request[ARRIVAL]) as source:
+    outcome = request[OUTCOME] = Outcome(job.params, bool(job.fields.stream), tally)
+    async with _start(context, job, request_id, request[ARRIVAL], outcome) as source:
         if job.fields.stream:
             return await _stream(request, source, writer, tally)
         choices = await _collect(source, job, tally)
@@ -78,7 +80,7 @@ async def answer(
     return web.Response(body=body, content_type="application/json")
 
 
-def _start(context: Context, job: Job, request_id: str, arrival: float) -> Deltas:
+def _start(context: Context, job: Job, request_id: str, arrival: float, outcome: Outcome) -> Deltas:
     """The engine's deltas for all prompts."""
     sources = []
     n = job.params.n
@@ -92,7 +94,9 @@ def _start(context: Context, job: Job, request_id: str, arrival: float) -> Delta
         )
         if not job.generates:
             deltas = _without_output(deltas)
-        sources.append((deltas, RequestRecord(context.metrics, arrival, len(prompt), n)))
+        record = RequestRecord(context.metrics, arrival, len(prompt), n)
+        outcome.records.append(record)
+        sources.append((deltas, record))
     return merged(sources, n)
 
 

@@ -21,7 +21,7 @@ from gllm.frontend.fields.reading import continue_later
 from gllm.frontend.fields.responses import ResponseFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.metrics import Metrics
-from gllm.frontend.middleware import arrival, cors, draining, keys, rate_limit
+from gllm.frontend.middleware import arrival, cors, draining, keys, observe, rate_limit
 from gllm.frontend.routes import (
     chat,
     completions,
@@ -69,14 +69,14 @@ ENDPOINTS = (
     Endpoint("POST", "/stop_profile", control.stop_profile),
 )
 
-MIDDLEWARE = (arrival, draining, cors, errors, keys, rate_limit)
+MIDDLEWARE = (arrival, observe, draining, cors, errors, keys, rate_limit)
 """What every request passes, outermost first."""
 
 
 def make_app(engine: EngineLike, config: ServerConfig) -> web.Application:
     """The application around an engine, which may still be loading.
 
-    Raises ValueError that names the flag for files that cannot be.
+    Raises ValueError that names the flag for what cannot be.
     """
     app = web.Application(client_max_size=config.max_body_bytes)
     app[CONTEXT] = Context(engine, config, Metrics(engine))

@@ -25,6 +25,7 @@ PREFIX = "gllm:"
 FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
 SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 LABELS = ("model_name",)
+DROPPED = ("queue_full", "export_failed")
 
 GAUGES = {
     "num_requests_running": ("running", "Sequences that hold KV blocks"),
@@ -163,6 +164,14 @@ class Metrics:
             registry=self.registry,
         )
         self._model = model
+        self._dropped = Counter(
+            PREFIX + "trace_spans_dropped",
+            "Spans of requests that no collector got, by reason",
+            (*LABELS, "reason"),
+            registry=self.registry,
+        )
+        for reason in DROPPED:
+            self._dropped.labels(model, reason)
         self.ttft = histogram("time_to_first_token_seconds", "Time to first token", SLOW)
         self.tpot = histogram("time_per_output_token_seconds", "Mean time per output token", FAST)
         self.e2el = histogram("e2e_request_latency_seconds", "Arrival to the last token", SLOW)
@@ -173,6 +182,10 @@ class Metrics:
     def ended(self, reason: str) -> None:
         """Count the end of a choice."""
         self._success.labels(self._model, reason).inc()
+
+    def dropped_spans(self, reason: str, spans: int) -> None:
+        """Count spans that go nowhere; `reason` is one of DROPPED. From any thread."""
+        self._dropped.labels(self._model, reason).inc(spans)
 
     def text(self) -> bytes:
         """Everything in Prometheus's text format."""
@@ -187,6 +200,10 @@ class RequestRecord:
         self._lines = [Timeline(arrival) for _ in range(choices)]
         self._open = set(range(choices))
         self._answered = False
+        self.queue_seconds: float | None = None
+        """From arrival to the first micro-batch; None before the first token."""
+        self.reasons = [""] * choices
+        """Why each choice ended; empty for one that has not."""
         metrics.prompt_tokens.inc(prompt_tokens)
 
     def delta(self, delta: Delta) -> None:
@@ -200,11 +217,17 @@ class RequestRecord:
                 self._metrics.output.gap(line.times[-1] - before)
             elif not self._answered and line.ttft is not None:
                 self._answered = True
+                self.queue_seconds = delta.queue_seconds
                 self._metrics.ttft.observe(line.ttft)
                 self._metrics.queue.observe(delta.queue_seconds)
                 self._metrics.prefill.observe(max(0.0, line.ttft - delta.queue_seconds))
         if delta.finish_reason is not None:
             self._end(delta.index, delta.finish_reason)
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to the first token of any choice; None without one."""
+        return min((line.ttft for line in self._lines if line.ttft is not None), default=None)
 
     def close(self) -> None:
         """Nothing more comes: choices that have not ended were aborted."""
@@ -213,6 +236,7 @@ class RequestRecord:
 
     def _end(self, index: int, reason: str) -> None:
         self._open.discard(index)
+        self.reasons[index] = reason
         self._metrics.ended(reason)
         line = self._lines[index]
         if line.e2el is None or line.ttft is None:

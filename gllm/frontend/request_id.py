@@ -5,12 +5,10 @@ Owns what an id may look like. Knows nothing of answers.
 
 import re
 import uuid
-from contextvars import ContextVar
+
+from gllm.logs import REQUEST_ID
 
 MAX_LENGTH = 128
-
-CURRENT: ContextVar[str] = ContextVar("request_id")
-"""The id of the request that this task works for."""
 
 
 def request_id(given: str) -> str:
@@ -20,4 +18,4 @@ def request_id(given: str) -> str:
 
 def current_id() -> str:
     """The id of the request that this task works for, made up where it has none."""
-    return CURRENT.get("") or request_id("")
+    return REQUEST_ID.get() or request_id("")

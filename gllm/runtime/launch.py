@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from gllm.config import EngineConfig
+from gllm.logs import LogConfig
 from gllm.runtime.spec import WorkerSpec
 
 STOP_SECONDS = 5.0
@@ -64,7 +65,9 @@ class Workers:
             for edge in edges:
                 edge.close()
 
-    def tell(self, config: EngineConfig, folder: Path, layers: list[range], log_level: str) -> None:
+    def tell(
+        self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
+    ) -> None:
         """Give each process its stage of the model in the folder; one entry of `layers` each."""
         for stage, part in enumerate(layers):
             spec = WorkerSpec(
@@ -78,7 +81,7 @@ class Workers:
                 inboxes=self.inboxes,
                 incoming=self._edges[stage],
                 outgoing=self._edges[stage + 1],
-                log_level=log_level,
+                logs=logs,
             )
             pipe = self.processes[stage].stdin
             assert pipe is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 import zmq
 
 from gllm.config import EngineConfig
+from gllm.logs import LogConfig
 from gllm.messages import (
     AnyMessage,
     Bubbles,
@@ -63,11 +64,11 @@ class Pipeline:
         self._asking = asyncio.Lock()
         self._answers: asyncio.Queue[Done] = asyncio.Queue()
 
-    async def start(self, folder: Path, workers: Workers, log_level: str) -> None:
+    async def start(self, folder: Path, workers: Workers, logs: LogConfig) -> None:
         """Have the workers load the model in a folder and wait until a step has gone through all
         of them. Raises EngineError where one fails."""
         self.workers = workers
-        workers.tell(self._config, folder, self.layers, log_level)
+        workers.tell(self._config, folder, self.layers, logs)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = Inbox(self._context, workers.frontend)
         self._stages = [Outbox(self._context, a, FRONTEND) for a in workers.inboxes]

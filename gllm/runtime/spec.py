@@ -6,6 +6,7 @@ Owns the one message that goes by standard input. Imports no torch: the parent w
 import msgspec
 
 from gllm.config import EngineConfig
+from gllm.logs import LogConfig
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -29,6 +30,6 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Descriptors of the edge from the stage before; none on the first."""
     outgoing: list[int]
     """Descriptors of the edge to the next stage; none on the last."""
-    log_level: str
+    logs: LogConfig
     transport: str = "shared-memory"
     """How activations travel; a name of gllm.transport.registry."""

@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ import uvloop
 import zmq
 
 from gllm.config import FieldError
+from gllm.logs import configure
 from gllm.messages import (
     Abort,
     AnyMessage,
@@ -59,6 +59,8 @@ from gllm.transport.registry import open_edges
 
 if TYPE_CHECKING:
     from gllm.runtime.cuda.start import OnGpu
+
+log = logging.getLogger(__name__)
 
 LOAD_REPORT_SECONDS = 0.5
 
@@ -280,7 +282,7 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         """Say why, and end."""
         if not isinstance(error, ModelError | FieldError):
-            traceback.print_exception(error)
+            log.error("the stage failed", exc_info=error)
         self._frontend.send(Fatal(self.spec.stage, describe(error)))
         self.failed = True
         self.done.set()
@@ -322,9 +324,7 @@ def work(stage: int, told: bytes) -> None:
         os._exit(1)
     setproctitle.setproctitle(f"gllm-stage-{stage}")
     spec = msgspec.json.decode(told, type=WorkerSpec)
-    logging.basicConfig(
-        level=spec.log_level.upper(), format=f"%(levelname)s stage {stage}: %(message)s"
-    )
+    configure(spec.logs, stage)
     well = uvloop.run(serve(spec))
     # Threads that wait for steps are daemons; nothing is left to clean up.
     os._exit(0 if well else 1)

@@ -11,7 +11,8 @@ from gllm.config import ServerConfig
 from gllm.frontend.connection import SERVER
 from gllm.frontend.context import ARRIVAL, REQUEST_ID
 from gllm.frontend.errors import Handler
-from gllm.frontend.request_id import CURRENT, request_id
+from gllm.frontend.request_id import request_id
+from gllm.logs import REQUEST_ID as LOGGED_ID
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
@@ -24,7 +25,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
 async def _arrive(request: web.Request, handler: Handler) -> web.StreamResponse:
     request[ARRIVAL] = time.monotonic()
     request[REQUEST_ID] = request_id(request.headers.get("X-Request-Id", ""))
-    CURRENT.set(request[REQUEST_ID])
+    LOGGED_ID.set(request[REQUEST_ID])
     return await handler(request)
 
 

@@ -1,0 +1,100 @@
+"""Who watches requests come and go: the status line, the access log, traces.
+
+Owns what is told of every request, in the log (at debug level) and to a collector. Knows nothing of
+prompts and outputs, which are told to neither.
+"""
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from gllm.config import ServerConfig
+from gllm.frontend.context import ARRIVAL, CONTEXT
+from gllm.frontend.errors import Handler
+from gllm.frontend.outcome import OUTCOME
+from gllm.frontend.status_line import StatusLine
+
+if TYPE_CHECKING:
+    from gllm.frontend.tracing import Tracer
+
+log = logging.getLogger(__name__)
+
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
+"""Paths of endpoints that generate, and what OpenTelemetry calls what they do."""
+
+UNLOGGED = frozenset({"/health", "/ready", "/metrics"})
+"""Asked again and again by machines."""
+
+CLIENT_LEFT = 499
+"""Stands for a status where the client left before there was one."""
+
+STATUS_LINE = web.AppKey("status_line", StatusLine)
+TRACER: web.AppKey["Tracer"] = web.AppKey("tracer")
+
+
+def install(app: web.Application, config: ServerConfig) -> None:
+    """Put it into an application. Raises ValueError that names the flag where traces are asked for
+    and cannot be."""
+    context = app[CONTEXT]
+    app[STATUS_LINE] = StatusLine(context.engine, context.metrics)
+    app.middlewares.append(_observe)
+    app.on_cleanup.append(_end)
+    if not config.otlp_traces_endpoint:
+        return
+    try:
+        from gllm.frontend.tracing import Tracer
+    except ImportError as error:
+        raise ValueError(
+            f"otlp_traces_endpoint needs packages that are not there ({error}): "
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        ) from error
+    model = context.engine.model.name
+    app[TRACER] = Tracer(config.otlp_traces_endpoint, model, context.metrics.dropped_spans)
+
+
+async def _end(app: web.Application) -> None:
+    app[STATUS_LINE].close()
+    if TRACER in app:
+        await app[TRACER].close()
+
+
+@web.middleware
+async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+    resource = request.match_info.route.resource
+    path = "" if resource is None else resource.canonical
+    operation = OPERATIONS.get(path)
+    if operation is not None:
+        request.app[STATUS_LINE].wake(asyncio.get_running_loop())
+    status = CLIENT_LEFT
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        seconds = time.monotonic() - request[ARRIVAL]
+        if log.isEnabledFor(logging.DEBUG) and path not in UNLOGGED:
+            _log(request, path, status, seconds)
+        if operation is not None and TRACER in request.app:
+            request.app[TRACER].request(request, operation, path, status, seconds)
+
+
+def _log(request: web.Request, path: str, status: int, seconds: float) -> None:
+    """One line; the path is the endpoint's, for the client's own may say anything."""
+    tally = request[OUTCOME].tally if OUTCOME in request else None
+    told = {
+        "method": request.method,
+        "path": path or "(no endpoint)",
+        "status": status,
+        "prompt_tokens": tally.prompt_tokens if tally else 0,
+        "output_tokens": tally.completion_tokens if tally else 0,
+        "seconds": round(seconds, 6),
+    }
+    log.debug("%s %s: %d, %d + %d tokens, %.3f s", *told.values(), extra={"fields": told})

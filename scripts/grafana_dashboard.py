@@ -1,0 +1,266 @@
+"""Writes deploy/grafana-dashboard.json: `python -m scripts.grafana_dashboard`.
+
+Owns which metrics are shown, and how they are put together in PromQL. Knows nothing of who counts
+them (gllm/frontend/metrics.py).
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DASHBOARD = Path(__file__).parent.parent / "deploy" / "grafana-dashboard.json"
+LEFT_OUT = {
+    "stage_bubble_share": "since the server's start; the panel has it over time",
+}
+"""Metrics that are on no panel, and why."""
+
+CHOSEN = 'model_name=~"$model", instance=~"$instance"'
+WINDOW = "[$__rate_interval]"
+COLUMNS, WIDTH, HEIGHT = 3, 8, 8
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+class Query(NamedTuple):
+    """A line, or several by a label of `legend`."""
+
+    expression: str
+    legend: str
+
+
+class Panel(NamedTuple):
+    """A chart."""
+
+    title: str
+    unit: str
+    """As Grafana calls it."""
+    queries: list[Query]
+    text: str = ""
+    """What there is to know besides the title."""
+
+
+def _by(label: str) -> str:
+    return f" by ({label})" if label else ""
+
+
+def gauge(name: str, by: str = "") -> str:
+    """A gauge, summed over servers."""
+    return f"sum{_by(by)} (gllm:{name}{{{CHOSEN}}})"
+
+
+def rate(name: str, by: str = "") -> str:
+    """A counter per second, summed over servers."""
+    return f"sum{_by(by)} (rate(gllm:{name}{{{CHOSEN}}}{WINDOW}))"
+
+
+def quantile(q: float, name: str) -> str:
+    """A quantile of a histogram."""
+    return f"histogram_quantile({q}, {rate(name + '_bucket', 'le')})"
+
+
+def mean(name: str) -> str:
+    """The mean of a histogram's observations."""
+    return f"{rate(name + '_sum')} / {rate(name + '_count')}"
+
+
+def latency(title: str, name: str, text: str) -> Panel:
+    """Quantiles of a latency."""
+    lines = [Query(quantile(q, name), f"p{100 * q:.0f}") for q in (0.5, 0.9, 0.99)]
+    return Panel(title, "s", lines, text)
+
+
+def per_stage(name: str) -> str:
+    """What a stage counts, per second."""
+    return f"rate(gllm:{name}{{{CHOSEN}}}{WINDOW})"
+
+
+def of_stages(expression: str) -> list[Query]:
+    """A line for each stage of each server."""
+    return [Query(expression, "{{instance}} stage {{stage}}")]
+
+
+PANELS = [
+    Panel(
+        "Requests",
+        "short",
+        [
+            Query(gauge("num_requests_running"), "running"),
+            Query(gauge("num_requests_waiting"), "waiting"),
+        ],
+        "Sequences that hold KV blocks, and those that wait for some.",
+    ),
+    Panel(
+        "Requests that ended",
+        "reqps",
+        [Query(rate("request_success_total", "finished_reason"), "{{finished_reason}}")],
+        "Choices by finish reason.",
+    ),
+    Panel(
+        "Tokens of requests",
+        "short",
+        [
+            Query(rate("prompt_tokens_total"), "prompt tokens/s"),
+            Query(rate("generation_tokens_total"), "generated tokens/s"),
+        ],
+        "Prompts count when their requests come, whatever of them is cached.",
+    ),
+    latency("Time to first token", "time_to_first_token_seconds", "From arrival."),
+    latency("Inter-token latency", "inter_token_latency_seconds", "Between arrivals of tokens."),
+    latency("Time per output token", "time_per_output_token_seconds", "Mean of each request."),
+    latency("End-to-end latency", "e2e_request_latency_seconds", "From arrival to the last token."),
+    Panel(
+        "Where requests spend their time",
+        "s",
+        [
+            Query(mean("request_queue_time_seconds"), "queue"),
+            Query(mean("request_prefill_time_seconds"), "prefill"),
+            Query(mean("request_decode_time_seconds"), "decode"),
+        ],
+        "Means.",
+    ),
+    Panel(
+        "KV cache in use",
+        "percentunit",
+        [Query(f"gllm:kv_cache_usage_perc{{{CHOSEN}}}", "{{instance}}")],
+    ),
+    Panel(
+        "Prefix cache hits",
+        "percentunit",
+        [
+            Query(
+                f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}", "hits"
+            )
+        ],
+        "Share of prompt tokens that were found.",
+    ),
+    Panel(
+        "Preemptions",
+        "cps",
+        [Query(rate("num_preemptions_total", "instance"), "{{instance}}")],
+        "Sequences that lost their KV blocks to others, and compute them again.",
+    ),
+    Panel(
+        "Tokens computed",
+        "short",
+        [
+            Query(rate("prefill_tokens_total"), "prefill tokens/s"),
+            Query(rate("decode_tokens_total"), "decode tokens/s"),
+        ],
+    ),
+    Panel(
+        "Micro-batches",
+        "short",
+        [
+            Query(gauge("micro_batches_in_flight"), "in flight"),
+            Query(rate("micro_batches_total"), "committed/s"),
+        ],
+    ),
+    Panel(
+        "Tokens of a micro-batch",
+        "short",
+        [
+            Query(quantile(0.5, "iteration_tokens_total"), "p50"),
+            Query(quantile(0.99, "iteration_tokens_total"), "p99"),
+            Query(mean("iteration_tokens_total"), "mean"),
+        ],
+        "Prefill and decode together, in buckets of powers of two.",
+    ),
+    Panel(
+        "Stages: busy",
+        "percentunit",
+        of_stages(per_stage("stage_busy_seconds_total")),
+        "Share of time in which a stage computed.",
+    ),
+    Panel(
+        "Stages: bubbles",
+        "percentunit",
+        of_stages(
+            f"{per_stage('stage_bubble_seconds_total')} / on (instance, model_name) group_left "
+            f"rate(gllm:pipeline_work_seconds_total{{{CHOSEN}}}{WINDOW})"
+        ),
+        "Share of the time with work in which a stage was idle though it could have computed.",
+    ),
+    Panel(
+        "Stages: host",
+        "s",
+        of_stages(f"{per_stage('stage_host_seconds_total')} / {per_stage('stage_steps_total')}"),
+        "On GPUs: what the host takes for a step.",
+    ),
+    Panel(
+        "Trace spans dropped",
+        "cps",
+        [Query(rate("trace_spans_dropped_total", "reason"), "{{reason}}")],
+    ),
+]
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard as Grafana imports it."""
+    return {
+        "uid": "gllm",
+        "title": "gllm",
+        "tags": ["gllm"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": _variables()},
+        "panels": [_panel(i, panel) for i, panel in enumerate(PANELS)],
+    }
+
+
+def text() -> str:
+    """The file."""
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def _variables() -> list[dict[str, Any]]:
+    """What is chosen at the top of the page: where from, and which models and servers."""
+    source = {"name": "datasource", "label": "Data source", "type": "datasource"}
+    made: list[dict[str, Any]] = [source | {"query": "prometheus"}]
+    for name, label in (("model", "model_name"), ("instance", "instance")):
+        query = f"label_values(gllm:num_requests_running, {label})"
+        made.append(
+            {
+                "name": name,
+                "label": name.capitalize(),
+                "type": "query",
+                "datasource": SOURCE,
+                "definition": query,
+                "query": {"query": query, "refId": name},
+                "refresh": 2,
+                "includeAll": True,
+                "multi": True,
+                "allValue": ".*",
+                "current": {"text": "All", "value": "$__all"},
+            }
+        )
+    return made
+
+
+def _panel(number: int, panel: Panel) -> dict[str, Any]:
+    row, column = divmod(number, COLUMNS)
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if panel.unit == "percentunit":
+        defaults["max"] = 1
+    return {
+        "id": number + 1,
+        "title": panel.title,
+        "description": panel.text,
+        "type": "timeseries",
+        "datasource": SOURCE,
+        "gridPos": {"x": WIDTH * column, "y": HEIGHT * row, "w": WIDTH, "h": HEIGHT},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": SOURCE,
+                "expr": query.expression,
+                "legendFormat": query.legend,
+            }
+            for i, query in enumerate(panel.queries)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    DASHBOARD.write_text(text(), encoding="utf-8")

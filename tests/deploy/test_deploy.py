@@ -1,0 +1,127 @@
+"""What deploy/ says is true of the server."""
+
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from gllm.config import ServerConfig
+from gllm.frontend.app import ENDPOINTS
+from gllm.frontend.metrics import Metrics
+from gllm.runtime.launch import STOP_SECONDS
+from gllm.serve import parser
+from gllm.text.tokenizer import Tokenizer
+from scripts import grafana_dashboard
+from tests.frontend.fake_engine import FakeEngine
+from tests.text import tokenizers_for_tests as some
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+GETS = {one.path for one in ENDPOINTS if one.method == "GET"}
+
+
+@pytest.fixture(scope="module")
+def families() -> dict[str, set[str]]:
+    """Metrics of a server, and what their samples are called."""
+    metrics = Metrics(FakeEngine(Tokenizer(some.byte_level())))
+    metrics.ended("stop")
+    found = text_string_to_metric_families(metrics.text().decode())
+    # When a counter was made is no metric of ours.
+    mine = (family for family in found if not family.name.endswith("_created"))
+    return {family.name: {sample.name for sample in family.samples} for family in mine}
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Any:
+    return json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+
+
+def shown(dashboard: Any) -> set[str]:
+    """Names in the dashboard's expressions and variables."""
+    texts = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    texts += [
+        each["definition"] for each in dashboard["templating"]["list"] if "definition" in each
+    ]
+    return {name for text in texts for name in re.findall(r"gllm:\w+", text)}
+
+
+def test_the_dashboard_is_as_its_script_writes_it() -> None:
+    written = (DEPLOY / "grafana-dashboard.json").read_text()
+    assert written == grafana_dashboard.text(), "run python -m scripts.grafana_dashboard"
+
+
+def test_every_name_on_the_dashboard_is_a_metric(
+    dashboard: Any, families: dict[str, set[str]]
+) -> None:
+    assert shown(dashboard) <= {name for samples in families.values() for name in samples}
+
+
+def test_every_metric_is_on_the_dashboard_or_left_out(
+    dashboard: Any, families: dict[str, set[str]]
+) -> None:
+    names = shown(dashboard)
+    hidden = {family for family, samples in families.items() if not samples & names}
+    assert hidden == {f"gllm:{name}" for name in grafana_dashboard.LEFT_OUT}
+
+
+def test_every_panel_asks_the_chosen_source_and_overlaps_no_other(dashboard: Any) -> None:
+    variables = {each["name"]: each for each in dashboard["templating"]["list"]}
+    assert variables["datasource"]["query"] == "prometheus"
+    places = set()
+    for panel in dashboard["panels"]:
+        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        assert all(source["uid"] == "${datasource}" for source in sources)
+        asked = {
+            name for target in panel["targets"] for name in re.findall(r"\$(\w+)", target["expr"])
+        }
+        assert asked <= {*variables, "__rate_interval"}
+        places.add((panel["gridPos"]["x"], panel["gridPos"]["y"]))
+    assert len(places) == len({panel["id"] for panel in dashboard["panels"]})
+
+
+def test_prometheus_asks_where_the_server_answers() -> None:
+    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    config = ServerConfig()
+    assert job["static_configs"] == [{"targets": [f"{config.host}:{config.port}"]}]
+    assert "metrics_path" not in job
+    assert "/metrics" in GETS
+
+
+def time_to_stop(command: list[str]) -> float:
+    """Seconds that a server with this command line may take to end."""
+    at = command.index("serve")
+    values = parser().parse_args(command[at + 1 :])
+    assert values.log_format == "json"
+    return values.shutdown_timeout + STOP_SECONDS
+
+
+def test_kubernetes_asks_endpoints_and_waits_long_enough() -> None:
+    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    probes = {
+        name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")
+    }
+    assert {name: probe["path"] for name, probe in probes.items()} == {
+        "startup": "/health", "liveness": "/health", "readiness": "/ready",
+    }  # fmt: skip
+    assert {"/health", "/ready"} <= GETS
+    (port,) = container["ports"]
+    assert port["containerPort"] == ServerConfig().port
+    assert {probe["port"] for probe in probes.values()} == {port["name"]}
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert pod["terminationGracePeriodSeconds"] > time_to_stop(container["args"])
+
+
+def test_systemd_leaves_the_stages_to_the_frontend_and_waits_long_enough() -> None:
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[assignment]
+    unit.read(DEPLOY / "gllm.service")
+    service = unit["Service"]
+    assert service["KillMode"] == "mixed"
+    assert float(service["TimeoutStopSec"]) > time_to_stop(shlex.split(service["ExecStart"]))
