@@ -7,6 +7,7 @@ streaming format.
 import argparse
 import http.client
 import json
+import os
 import sys
 import time
 import urllib.error
@@ -26,9 +27,10 @@ class ServerError(Exception):
 class Client:
     """A server's chat endpoint."""
 
-    def __init__(self, url: str, options: dict[str, Any]) -> None:
+    def __init__(self, url: str, options: dict[str, Any], api_key: str | None = None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._options = options
+        self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def model(self) -> str:
         """The served model's name. Raises ServerError."""
@@ -48,10 +50,10 @@ class Client:
         }
         with self._open("/v1/chat/completions", body) as response:
             for line in response:
-                data = line.decode().removeprefix("data: ").strip()
+                field, _, data = line.decode().strip().partition(": ")
                 if data == "[DONE]":
                     return
-                if data:
+                if field == "data":
                     chunk = json.loads(data)
                     if "error" in chunk:
                         raise ServerError(chunk["error"]["message"])
@@ -59,7 +61,7 @@ class Client:
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **self._key}
         request = urllib.request.Request(self._url + path, data, headers)
         try:
             return urllib.request.urlopen(request)
@@ -74,18 +76,23 @@ class Client:
 
 
 def answer(client: Client, history: list[Message]) -> str:
-    """Print an answer while it comes, then its speed; Ctrl-C stops it. Raises ServerError."""
-    text, tokens, first = "", 0, None
+    """Print an answer while it comes, its reasoning first, then its speed; Ctrl-C stops it. What is
+    remembered is the answer alone. Raises ServerError."""
+    text, tokens, first, thinks = "", 0, None, False
     stream = client.stream(history)
     try:
         for chunk in stream:
             tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
             for choice in chunk["choices"]:
-                piece = choice["delta"].get("content") or ""
-                if piece and first is None:
+                delta = choice["delta"]
+                thought, piece = delta.get("reasoning") or "", delta.get("content") or ""
+                if (thought or piece) and first is None:
                     first = time.monotonic()
+                if piece and thinks:
+                    print("\n")
+                thinks = bool(thought) or (thinks and not piece)
                 text += piece
-                print(piece, end="", flush=True)
+                print(thought + piece, end="", flush=True)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -128,13 +135,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run `gllm chat`; 1 where no server answers."""
     parser = argparse.ArgumentParser(prog="gllm chat", description=HELP)
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default {DEFAULT_URL})")
+    parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
     parser.add_argument("--system", help="a system message to begin with")
     parser.add_argument("--temperature", type=float, help="default: the model's")
     parser.add_argument("--max-tokens", type=int, help="of each answer; default: the context")
     arguments = parser.parse_args(argv)
     given = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     options = {name: value for name, value in given.items() if value is not None}
-    client = Client(arguments.url, options)
+    api_key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
+    client = Client(arguments.url, options, api_key)
     try:
         print(f"{client.model()} at {arguments.url}. {HELP}.")
     except ServerError as error:

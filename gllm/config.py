@@ -7,6 +7,7 @@ of models and devices: what depends on them is resolved where they are known.
 import argparse
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ MAX_BAD_WORDS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "deepseek", "glm4", "glm45", "hermes", "llama3", "mistral", "qwen3_coder"),
+)
+REASONING_PARSERS = ("auto", "none", "think", "mistral")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
 
@@ -62,6 +67,9 @@ class EngineConfig:
     )
     layers: tuple[int, ...] | None = option(
         None, "layers of each stage, as 10,14; default: balanced by cost", parse=parse_layers
+    )
+    chat_template: str | None = option(
+        None, "file with a chat template in Jinja; default: the model's own"
     )
     dtype: str = option("auto", "arithmetic", choices=DTYPES)
     kv_cache_dtype: str = option(
@@ -147,7 +155,72 @@ class ServerConfig:
     )
     max_choices: int = option(128, "largest n of a request")
     max_body_bytes: int = option(8 * 2**20, "largest request body, as 8MiB", parse=parse_bytes)
+    api_key: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata={
+            "help": "a key that clients have to send, any number of times, besides those in "
+            "$GLLM_API_KEY, separated by commas; ps may show it: a file is safer",
+            "repeat": True,
+            "secret": True,
+        },
+    )
+    api_key_file: str | None = option(
+        None, "file of such keys, one a line, with # before comments; default: none"
+    )
+    rate_limit: int | None = option(
+        None, "requests a minute for each key, or each address without keys; default: no limit"
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "origin whose pages may ask (CORS), any number of times, * for all; default: none",
+        repeat=True,
+    )
+    ssl_certfile: str | None = option(
+        None, "PEM file of the certificate and those above it, for https; default: plain http"
+    )
+    ssl_keyfile: str | None = option(None, "PEM file of the certificate's private key")
+    ssl_ca_certs: str | None = option(
+        None, "PEM file of those whose certificates clients have to show; default: none has to"
+    )
+    read_timeout: float = option(60.0, "seconds in which a request's headers and body each come")
+    write_timeout: float = option(300.0, "seconds without reading after which a client is cut off")
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template shows; none: left in the text",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model encloses its reasoning; auto: as its chat template shows; none: left in the "
+        "text",
+        choices=REASONING_PARSERS,
+    )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field and the fix, and no key."""
+        for number, key in enumerate(self.api_key, 1):
+            check_key(key, f"api_key {number}")
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s,]+", origin):
+                raise ValueError(
+                    f"allowed_origins has {origin!r}, but has to have * or origins as "
+                    "https://example.com, with a port where there is one, without a path"
+                )
+        pair = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
+        missing = [name for name, value in pair.items() if value is None]
+        if len(missing) == 1:
+            given = next(name for name in pair if name not in missing)
+            raise ValueError(f"{given} is given without {missing[0]}: https needs both")
+        if missing and self.ssl_ca_certs is not None:
+            raise ValueError("ssl_ca_certs is given without ssl_certfile and ssl_keyfile")
+        if self.rate_limit is not None and self.rate_limit < 1:
+            raise ValueError(f"rate_limit is {self.rate_limit}, but has to be at least 1")
+        for name in ("read_timeout", "write_timeout"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value}, but has to be above 0")
 
 
 @dataclass(frozen=True)
@@ -185,8 +258,9 @@ class SamplingParams:
     over the output. `logit_bias` is by token id; `allowed_token_ids` are the only ones drawn;
     `bad_words` never come out. `logprobs` and `prompt_logprobs`: how many of the likeliest tokens
     to tell with each token, None for none of it. `truncate_prompt_tokens` keeps the prompt's last
-    so many tokens, -1 as many as leave room for the output. `structured` says what the output has
-    to be; it ends where nothing can follow, whatever `ignore_eos` says.
+    so many tokens, -1 as many as leave room for the output. `shown_tokens` are special tokens that
+    are text although `skip_special_tokens`. `structured` says what the output has to be; it ends
+    where nothing can follow, whatever `ignore_eos` says.
     """
 
     temperature: float = 1.0
@@ -211,6 +285,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    shown_tokens: tuple[str, ...] = ()
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
@@ -257,6 +332,12 @@ class SamplingParams:
             raise FieldError(name, f"{name} is {getattr(self, name)!r:.200}, but has to be {rule}")
 
 
+def check_key(key: str, origin: str) -> None:
+    """Raises ValueError for a key that no header can carry; it names the origin, not the key."""
+    if not key or not all("!" <= char <= "~" for char in key):
+        raise ValueError(f"{origin}: a key has to be printable ASCII without spaces, not empty")
+
+
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """One flag for each field of a configuration dataclass, nested ones included."""
     hints = typing.get_type_hints(config)
@@ -276,18 +357,22 @@ def from_flags(config: type, values: argparse.Namespace) -> Any:
         if dataclasses.is_dataclass(hints[spec.name]):
             given[spec.name] = from_flags(typing.cast(type, hints[spec.name]), values)
         elif "help" in spec.metadata:
-            given[spec.name] = getattr(values, spec.name)
+            value = getattr(values, spec.name)
+            given[spec.name] = tuple(value or ()) if "repeat" in spec.metadata else value
     return config(**given)
 
 
 def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
     """What argparse needs for one field: default, type, choices, help with the default."""
     text = spec.metadata["help"]
-    if spec.default is not None and "default" not in text:
+    if spec.default not in (None, ()) and "default" not in text:
         text += f" (default {spec.default})"
     options: dict[str, Any] = {"default": spec.default, "help": text.replace("%", "%%")}
     if hint is bool:
         return options | {"action": argparse.BooleanOptionalAction}
+    if "repeat" in spec.metadata:
+        # argparse appends to the default, which a tuple does not take.
+        options |= {"action": "append", "default": None}
     plain = next((t for t in (int, float, str) if t in (hint, *typing.get_args(hint))), str)
     options["type"] = spec.metadata.get("parse", plain)
     if "choices" in spec.metadata:

@@ -7,6 +7,7 @@ is the workers' business.
 import asyncio
 import secrets
 import time
+from array import array
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from gllm.config import EngineConfig, SamplingParams
 from gllm.engine_api import (
     Delta,
+    EmbeddingError,
     EngineUnavailable,
     ModelInfo,
     ProfileError,
@@ -62,7 +64,7 @@ class Engine:
         read = read_config(self._folder)
         self.config = replace(config, max_model_len=_context(config, read.model))
         layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
-        self.tokenizer = Tokenizer.load(self._folder)
+        self.tokenizer = Tokenizer.load(self._folder, config.chat_template)
         assert self.config.max_model_len is not None
         self.model = ModelInfo(
             name=served_model_name or config.model,
@@ -207,6 +209,35 @@ class Engine:
         finally:
             self._client.release(stream)
 
+    async def embed(
+        self, prompt: str | list[int], *, priority: int = 0, cache_salt: str = ""
+    ) -> list[float]:
+        """What the model knows at the prompt's last token: its hidden state behind the final norm,
+        as many numbers as the model is wide.
+
+        Raises FieldError, EngineUnavailable, and EmbeddingError where it cannot be computed.
+        """
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
+        params = SamplingParams(max_tokens=1, temperature=0)
+        check_request(prompt, params, self.model)
+        self._check_ready()
+        # The first token is drawn on the way, and not looked at.
+        sampling = Sampling(temperature=0, embeds=True)
+        stream = self._client.submit(
+            prompt, sampling, 1, [], priority=priority, cache_salt=cache_salt
+        )
+        embedding, end = b"", None
+        try:
+            while end is None:
+                piece = (await stream.take())[0]
+                embedding, end = embedding or piece.embedding, piece.end
+        finally:
+            self._client.release(stream)
+        if end.error or not embedding:
+            raise EmbeddingError(end.error or "the request was aborted")
+        return array("f", embedding).tolist()
+
     def abort(self, request_id: str | None) -> int:
         """End the requests of this id, all for None; their choices finish with reason `abort`.
         The number of requests."""
@@ -287,6 +318,7 @@ class Engine:
             params.stop,
             params.skip_special_tokens,
             params.include_stop_str_in_output,
+            params.shown_tokens,
         )
 
     def _show_progress(self, done: int, total: int) -> None:

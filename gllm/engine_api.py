@@ -65,6 +65,10 @@ class EngineUnavailable(Exception):
         self.retry_after = retry_after
 
 
+class EmbeddingError(Exception):
+    """A prompt whose embedding cannot be computed; the message says why."""
+
+
 class ProfileError(Exception):
     """A profile that cannot begin or end; the message says why."""
 
@@ -124,6 +128,15 @@ class EngineLike(Protocol):
         """The deltas of the request's choices, interleaved; closing the generator aborts it.
 
         Raises FieldError for a request that cannot be, EngineUnavailable before the first delta.
+        """
+
+    async def embed(
+        self, prompt: str | list[int], *, priority: int = 0, cache_salt: str = ""
+    ) -> list[float]:
+        """What the model knows at the prompt's last token: its hidden state behind the final norm,
+        as many numbers as the model is wide.
+
+        Raises FieldError, EngineUnavailable, and EmbeddingError where it cannot be computed.
         """
 
     def abort(self, request_id: str | None) -> int:

@@ -44,6 +44,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """Likeliest tokens told with each token drawn; None: no log-probabilities at all."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt; told by the first choice alone."""
+    embeds: bool = False
+    """Tell the prompt's embedding with the first token."""
     grammar: str = ""
     """What the output has to fit, as gllm/grammar/compiler.py gives it; empty: anything."""
 
@@ -75,6 +77,9 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
     drawn: TokenLogprobs | None
     prompt: list[TokenLogprobs]
     """Of the prompt's tokens from the second on, with the sequence's first token; else empty."""
+    embedding: bytes = b""
+    """[hidden] float32, little-endian: the hidden state of the prompt's last token behind the final
+    norm, with the sequence's first token where it was asked for; else empty."""
 
 
 # Frontend to driver.

@@ -6,13 +6,17 @@ a command line or a model that cannot be. Knows nothing of what is served (serve
 
 import argparse
 import logging
+import os
 import sys
+from collections.abc import MutableMapping
 
 import setproctitle
 
 from gllm import __version__
-from gllm.config import EngineConfig, ServerConfig, add_flags, from_flags
+from gllm.config import EngineConfig, ServerConfig, add_flags, check_key, from_flags
 from gllm.runtime.launch import Workers
+
+KEY_VARIABLE = "GLLM_API_KEY"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=values.log_level.upper(), format="%(levelname)s %(message)s")
     setproctitle.setproctitle("gllm-frontend")
     try:
+        values.api_key = [*(values.api_key or ()), *keys_of_environment(os.environ)]
         engine_config = from_flags(EngineConfig, values)
         server_config = from_flags(ServerConfig, values)
     except ValueError as error:
@@ -43,6 +48,21 @@ def main(argv: list[str] | None = None) -> int:
         return _serve(engine_config, server_config, workers)
     finally:
         workers.kill()
+
+
+def keys_of_environment(environment: MutableMapping[str, str]) -> list[str]:
+    """The API keys of a variable, which is taken out: workers inherit the environment.
+
+    Raises ValueError for one without any: a server without keys has to be meant.
+    """
+    if KEY_VARIABLE not in environment:
+        return []
+    keys = [key.strip() for key in environment.pop(KEY_VARIABLE).split(",") if key.strip()]
+    if not keys:
+        raise ValueError(f"{KEY_VARIABLE} holds no key: unset it to serve without keys")
+    for key in keys:
+        check_key(key, KEY_VARIABLE)
+    return keys
 
 
 def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers) -> int:

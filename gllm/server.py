@@ -8,18 +8,25 @@ import gc
 import logging
 import os
 import signal
+import time
 
 from aiohttp import web
 
 from gllm.config import EngineConfig, ServerConfig
 from gllm.engine import Engine
 from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.connection import Runner
+from gllm.frontend.tls import tls_context
 from gllm.runtime.launch import Workers
 
 log = logging.getLogger("gllm")
 
 DEAD_SECONDS = 5.0
 """For how long a server whose engine died still answers, with 503, before it ends."""
+
+
+LAST_SECONDS = 1.0
+"""What clients get at least, when the drain is over, to read the end of their answers."""
 
 
 class Server:
@@ -33,19 +40,23 @@ class Server:
         self._told_to_end = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve until a signal or the engine's death; the exit status."""
+        """Serve until a signal or the engine's death; the exit status.
+
+        Raises ValueError that names the flag for keys and certificates that cannot be.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        tls = tls_context(self._config)
         runner = make_runner(make_app(self._engine, self._config), self._config)
         await runner.setup()
-        site = web.TCPSite(runner, self._config.host, self._config.port)
+        site = web.TCPSite(runner, self._config.host, self._config.port, ssl_context=tls)
         await site.start()
         try:
             return await self._serve(runner)
         finally:
             await runner.cleanup()
 
-    async def _serve(self, runner: web.AppRunner) -> int:
+    async def _serve(self, runner: Runner) -> int:
         told = asyncio.ensure_future(self._told_to_end.wait())
         started = asyncio.ensure_future(self._engine.start())
         await asyncio.wait({told, started}, return_when=asyncio.FIRST_COMPLETED)
@@ -62,7 +73,10 @@ class Server:
         await asyncio.wait({told, died}, return_when=asyncio.FIRST_COMPLETED)
         if not died.done():
             log.info("draining %d requests", self._engine.num_requests)
+            deadline = time.monotonic() + self._config.shutdown_timeout
             await self._engine.drain(self._config.shutdown_timeout)
+            # Answers that clients are slow to read get what is left of the time.
+            runner.limit_shutdown(max(LAST_SECONDS, deadline - time.monotonic()))
         if self._engine.state == "dead":
             log.error("the engine is down: %s", self._engine.cause)
             await asyncio.wait({told}, timeout=DEAD_SECONDS)
@@ -88,8 +102,12 @@ class Server:
             engine.kv_bytes / 2**20, blocks, tokens / length, length,
         )  # fmt: skip
         question = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
+        url = f"http{'s' if self._config.ssl_certfile else ''}://{host}:{port}"
+        key = ""
+        if self._config.api_key or self._config.api_key_file:
+            key = '-H "Authorization: Bearer $KEY" '
         log.info(
-            "%s is ready: chat at http://%s:%d/, or\ncurl -N http://%s:%d/v1/chat/completions "
+            "%s is ready: chat at %s/, or\ncurl -N %s/v1/chat/completions %s"
             "-H 'Content-Type: application/json' -d '%s'",
-            engine.model.name, host, port, host, port, question,
+            engine.model.name, url, url, key, question,
         )  # fmt: skip

@@ -19,6 +19,48 @@ not as it has to be is 400 with its name in `param`. Null means unset. A field t
 ignored, with one warning in the log; one that is known and not done here is refused by name, but
 for the values its row shows, which ask for nothing.
 
+| status | when |
+| --- | --- |
+| 400 | a field or the body is not as it has to be |
+| 401 | a key is missing or wrong |
+| 404, 405 | no such path, model or method |
+| 408 | headers or body take longer than `--read-timeout` |
+| 413 | the body is above `--max-body-bytes` |
+| 414, 431 | the URL is above 8 KiB, a header above 16 KiB, all of them above 64 KiB or 100 |
+| 429 | above `--rate-limit`; `Retry-After` says for how long |
+| 501 | known, not done or switched off |
+| 503 | loading, full, draining or dead; `Retry-After` says when to ask again |
+
+## Keys
+
+With `--api-key`, `--api-key-file` or `GLLM_API_KEY` a request has to bear one of the keys, as
+`Authorization: Bearer KEY` or `x-api-key: KEY`. Only `/health`, `/ready` and `/metrics` answer
+without, for probes and scrapers have none, and the chat page, which asks for one. `/version` and
+`/openapi.json` do not: who has no key needs neither, and a version tells what to try. All keys may
+do the same. A key on the command line is seen by `ps` for as long as the process starts, and stays
+in the shell's history: put keys into a file that only the server's user can read.
+
+`--rate-limit N` lets each key compute N requests a minute, all at once if it likes; without keys it
+counts by address (IPv6 by /64), so behind a proxy all clients are one. Answers tell the state in
+`x-ratelimit-limit-requests`, `x-ratelimit-remaining-requests` and `x-ratelimit-reset-requests`.
+
+## Connections
+
+`X-Request-Id` is taken (up to 128 of `A-Z a-z 0-9 . _ : -`) or made, answered, and named by the
+log's lines. A client that disconnects aborts its request. A stream that has nothing to say for 7 to
+14 s opens, if it had not, and sends the comment `: keep-alive`; what fails after that is an `error`
+event, what fails before has its status. A client that reads slowly gets fewer, larger events; one
+that reads nothing for `--write-timeout` seconds is cut off.
+
+After SIGTERM new requests get 503, every answer says `Connection: close`, running requests get
+`--shutdown-timeout` seconds; a second signal ends at once.
+
+`--allowed-origins` lets pages of an origin ask (CORS); cookies and client certificates of a browser
+are never allowed to them, so a page sends its key itself. `--ssl-certfile` and `--ssl-keyfile`
+switch to https, and with `--ssl-ca-certs` clients have to show a certificate, probes too.
+
+## Endpoints
+
 """
 
 

@@ -52,7 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "tqdm"},
     "gllm.frontend": {
-        *("gllm", "gllm.config", "gllm.engine_api", "gllm.frontend", "gllm.messages"),
+        *("gllm", "gllm.config", "gllm.engine_api", "gllm.frontend", "gllm.grammar"),
+        "gllm.messages",
         *("gllm.metrics", "gllm.text", "aiohttp", "msgspec", "prometheus_client"),
     },
     "gllm.server": {"gllm.config", "gllm.engine", "gllm.frontend", "gllm.runtime", "aiohttp"},

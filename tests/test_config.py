@@ -33,7 +33,9 @@ def test_every_flag_reaches_its_field() -> None:
     engine, server = parse(
         "--pp 2 --layers 10,14 --kv-cache-memory 1.5GiB --max-model-len 99 --policy throttle "
         "--device cuda --gpu-memory-utilization 0.5 "
-        "--kv-threshold 0.25 --no-prefix-cache --phase-pure --max-in-flight 3 --port 1 --host ::1"
+        "--kv-threshold 0.25 --no-prefix-cache --phase-pure --max-in-flight 3 --port 1 --host ::1 "
+        "--api-key a --api-key b --allowed-origins https://x.org --rate-limit 60 "
+        "--ssl-certfile c --ssl-keyfile k"
     )
     assert (engine.pipeline_parallel_size, engine.layers) == (2, (10, 14))
     assert (engine.device, engine.gpu_memory_utilization) == ("cuda", 0.5)
@@ -43,6 +45,8 @@ def test_every_flag_reaches_its_field() -> None:
     assert engine.scheduler.phase_pure
     assert engine.scheduler.max_in_flight == 3
     assert (server.port, server.host) == (1, "::1")
+    assert (server.api_key, server.allowed_origins) == (("a", "b"), ("https://x.org",))
+    assert (server.rate_limit, server.ssl_certfile, server.ssl_keyfile) == (60, "c", "k")
 
 
 def test_flat_keywords_find_their_place() -> None:
@@ -85,6 +89,39 @@ def test_bytes(text: str, value: int) -> None:
 def test_values_out_of_range_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         EngineConfig.of("m", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"api_key": ("fine", "")},
+        {"api_key": ("two words",)},
+        {"api_key": ("schlüssel",)},
+        {"api_key": ("line\n",)},
+        {"allowed_origins": ("example.com",)},
+        {"allowed_origins": ("https://example.com/",)},
+        {"allowed_origins": ("https://a.org,https://b.org",)},
+        {"allowed_origins": ("",)},
+        {"ssl_certfile": "x"},
+        {"ssl_keyfile": "x"},
+        {"ssl_ca_certs": "x"},
+        {"rate_limit": 0},
+        {"read_timeout": 0.0},
+        {"write_timeout": math.nan},
+        {"write_timeout": math.inf},
+    ],
+    ids=str,
+)
+def test_a_server_that_cannot_be_names_the_field(options: dict[str, Any]) -> None:
+    name, value = next(iter(options.items()))
+    with pytest.raises(ValueError, match=name) as caught:
+        ServerConfig(**options)
+    if name == "api_key":
+        assert f"api_key {len(value)}" in str(caught.value)
+        assert not value[-1] or value[-1] not in str(caught.value)
+    if name.startswith("ssl_"):
+        other = {"ssl_certfile": "ssl_keyfile", "ssl_keyfile": "ssl_certfile"}
+        assert other.get(name, "ssl_certfile") in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 Owns the order of events. Knows nothing of the endpoints' own shapes: they give a `Writer`.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,11 +15,13 @@ from msgspec.structs import replace
 from gllm.config import SamplingParams
 from gllm.engine_api import Delta
 from gllm.frontend.collect import Choice, Deltas, Tally, merged
-from gllm.frontend.context import ARRIVAL, REQUEST_ID, Context
+from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, Context
 from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.fields.generation import Generation
 from gllm.frontend.metrics import RequestRecord
 from gllm.frontend.sse import Event, EventStream
+from gllm.text.output.parser import PLAIN, OutputFormat
+from gllm.text.output.reasoning import ReasoningCounter
 
 Json = dict[str, Any]
 
@@ -52,6 +54,10 @@ class Job:
     params: SamplingParams
     generates: bool = True
     """If not, what is drawn is not shown: the prompt is all that matters."""
+    output: OutputFormat = PLAIN
+    """What the choices may hold besides text."""
+    reasoning: Callable[[], ReasoningCounter] | None = None
+    """Makes what counts a choice's tokens of reasoning, where they can be told apart."""
 
     @property
     def choices(self) -> int:
@@ -62,7 +68,7 @@ async def answer(
     request: web.Request, context: Context, job: Job, writer: Writer
 ) -> web.StreamResponse:
     """Run a job and answer with what it brings."""
-    tally = Tally(sum(map(len, job.prompts)), job.params.n)
+    tally = Tally(sum(map(len, job.prompts)), job.params.n, job.reasoning)
     request_id = job.fields.request_id or request[REQUEST_ID]
     async with _start(context, job, request_id, request[ARRIVAL]) as source:
         if job.fields.stream:
@@ -112,29 +118,38 @@ async def _collect(source: Deltas, job: Job, tally: Tally) -> list[Choice]:
 async def _stream(
     request: web.Request, source: Deltas, writer: Writer, tally: Tally
 ) -> web.StreamResponse:
-    """The choices as events. Whatever fails before the first delta still gets its status code."""
-    deltas = await source.take()
-    stream = await EventStream.open(request)
-    try:
-        await stream.send(writer.opening(tally))
-        while deltas:
-            events: list[Event] = []
-            try:
-                for delta in deltas:
-                    _check(delta)
-                    tally.add(delta)
-                    events += writer.delta(delta, tally)
-            finally:
-                # What came before a failed choice is shown before its error.
-                await stream.send(events)
-            deltas = await source.take()
-        await stream.send(writer.closing(tally))
-    except ConnectionError:
-        return stream.response  # the client is gone, and leaving aborts what runs
-    except Exception as error:
-        await stream.send(writer.failed(to_api_error(error)))
-    await stream.end()
+    """The choices as events. What fails before the first delta still gets its status code, unless
+    that was long in coming."""
+    stream = EventStream(request, request.app[CONTEXT].config.write_timeout)
+    with stream.watched():
+        try:
+            await _send_all(stream, source, writer, tally)
+        except ConnectionError:
+            return stream.response  # the client is gone, and leaving aborts what runs
+        except Exception as error:
+            if not stream.is_open:
+                raise
+            await stream.send(writer.failed(to_api_error(error)))
+        await stream.end()
     return stream.response
+
+
+async def _send_all(stream: EventStream, source: Deltas, writer: Writer, tally: Tally) -> None:
+    deltas = await source.take()
+    await stream.open()
+    await stream.send(writer.opening(tally))
+    while deltas:
+        events: list[Event] = []
+        try:
+            for delta in deltas:
+                _check(delta)
+                tally.add(delta)
+                events += writer.delta(delta, tally)
+        finally:
+            # What came before a failed choice is shown before its error.
+            await stream.send(events)
+        deltas = await source.take()
+    await stream.send(writer.closing(tally))
 
 
 def _check(delta: Delta) -> None:

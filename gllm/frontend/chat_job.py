@@ -1,20 +1,31 @@
 """From chat messages to a job: what every endpoint with messages does before it answers.
 
-Owns the rendering of messages into a prompt. Knows nothing of the endpoints' shapes.
+Owns the rendering of messages into a prompt, and what the answer may hold. Knows nothing of the
+endpoints' shapes.
 """
 
 import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
-from gllm.config import FieldError
+from gllm.config import FieldError, ServerConfig
 from gllm.engine_api import check_request, truncated
 from gllm.frontend.answer import Job
 from gllm.frontend.context import Context
+from gllm.frontend.demand import demand
 from gllm.frontend.fields.chat import ChatFields, TemplateOptions
 from gllm.frontend.fields.generation import sampling_params
-from gllm.frontend.fields.tokens import TokenizeFields
+from gllm.frontend.output import reasoning_counter
+from gllm.text.chat_messages import text_of
+from gllm.text.chat_template import ChatTemplate
+from gllm.text.output.calls import ToolFamily
+from gllm.text.output.parser import OutputFormat
+from gllm.text.output.reasoning import ReasoningTags
+from gllm.text.output.registry import reasoning_tags, tool_family
 from gllm.text.tokenizer import Tokenizer
+from gllm.text.tools import ToolUse, tool_use
 
 
 async def chat_job(context: Context, fields: ChatFields) -> Job:
@@ -28,20 +39,94 @@ async def chat_job(context: Context, fields: ChatFields) -> Job:
         logprobs=fields.top,
         prompt_logprobs=fields.prompt_logprobs,
     )
-    prompt = await asyncio.to_thread(chat_prompt, tokenizer, fields)
-    prompt = truncated(prompt, params, model)
+    made = await asyncio.to_thread(chat_prompt, tokenizer, fields, context.config)
+    prompt = truncated(made.ids, params, model)
     check_request(prompt, params, model, param="messages")
-    return Job(fields, [prompt], params)
-
-
-def chat_prompt(tokenizer: Tokenizer, fields: ChatFields | TokenizeFields) -> list[int]:
-    """Token ids of the messages. Raises FieldError."""
-    if tokenizer.chat_template is None:
-        raise FieldError("messages", "this model has no chat template: use /v1/completions")
-    options = fields.chat_template_kwargs or TemplateOptions()
-    text = tokenizer.chat_template.render(
-        fields.messages,
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        options=msgspec.to_builtins(options),
+    structured, form = demand(
+        params.structured, made.tools, made.output, made.template, tokenizer.token_id
     )
-    return tokenizer.encode(text, add_special_tokens=False)
+    params = replace(params, shown_tokens=form.markers, structured=structured)
+    return Job(fields, [prompt], params, output=form, reasoning=reasoning_counter(tokenizer, form))
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """What a chat asks of the model."""
+
+    ids: list[int]
+    tools: ToolUse
+    output: OutputFormat
+    """What the answer may hold."""
+    template: str
+    """The source of the model's template."""
+
+
+def chat_prompt(tokenizer: Tokenizer, fields: ChatFields, config: ServerConfig) -> ChatPrompt:
+    """The prompt of the messages. Raises FieldError."""
+    template = tokenizer.chat_template
+    if template is None:
+        raise FieldError("messages", "this model has no chat template: use /v1/completions")
+    use = tool_use(fields.tools, fields.tool_choice)
+    family = _family(template, use, config)
+    text = template.render(
+        fields.messages,
+        add_generation_prompt=not fields.continues and fields.add_generation_prompt is not False,
+        options=template_variables(template, fields),
+        tools=use.tools,
+        continue_final=fields.continues,
+    )
+    tags = reasoning_tags(config.reasoning_parser, template.source)
+    within = tags is not None and _within(tags, text, fields)
+    form = OutputFormat(tags, within, family, use.schemas)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ChatPrompt(ids, use, form, template.source)
+
+
+def _within(tags: ReasoningTags, prompt: str, fields: ChatFields) -> bool:
+    """Whether the output begins in the middle of reasoning."""
+    if fields.continues:
+        return tags.left_within(text_of(fields.messages[-1]["content"]) or "")
+    return tags.left_open(prompt)
+
+
+def _family(template: ChatTemplate, use: ToolUse, config: ServerConfig) -> ToolFamily | None:
+    """How the model writes calls of the tools. Raises FieldError."""
+    if not use.tools:
+        return None
+    if not template.takes_tools:
+        raise FieldError("tools", "this model's chat template has no place for tools")
+    choice = config.tool_call_parser
+    family = tool_family(choice, template.source, template.model_type)
+    if family is None and choice == "auto":
+        raise FieldError(
+            "tools",
+            "it is not known how this model writes tool calls: the server has to be started with "
+            "--tool-call-parser",
+        )
+    if family is None and use.choice == "required":
+        raise FieldError(
+            "tool_choice",
+            "tool_choice demands a call, but this server was told to look for none",
+        )
+    return family
+
+
+def template_variables(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:
+    """What a request sets of a template's variables. Raises FieldError.
+
+    How much to reason is passed on to a template that asks, and turned into whether to reason for
+    one that asks for that.
+    """
+    variables = msgspec.to_builtins(fields.chat_template_kwargs or TemplateOptions())
+    effort = fields.reasoning_effort
+    if effort is None:
+        return variables
+    values = {
+        "reasoning_effort": effort,
+        "enable_thinking": effort not in ("none", "minimal"),
+        "thinking": effort not in ("none", "minimal"),
+    }
+    known = {name: value for name, value in values.items() if name in template.variables}
+    if not known and (effort != "none" or reasoning_tags("auto", template.source)):
+        raise FieldError("reasoning_effort", "this model's chat template has no such choice")
+    return {**known, **variables}

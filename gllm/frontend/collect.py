@@ -4,7 +4,7 @@ Owns merging, coalescing and counting. Knows nothing of JSON and of sockets.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from gllm.engine_api import Delta
 from gllm.frontend.metrics import RequestRecord
 from gllm.messages import TokenLogprobs
+from gllm.text.output.reasoning import ReasoningCounter
 
 Source = tuple[AsyncGenerator[Delta, None], RequestRecord]
 
@@ -120,22 +121,40 @@ class Tally:
 
     prompt_tokens: int
     n: int
+    new_counter: Callable[[], ReasoningCounter] | None = None
+    """Makes what counts a choice's tokens of reasoning; None where they are not told."""
     completion_tokens: int = 0
     cached_tokens: int = 0
+    counters: dict[int, ReasoningCounter] = field(default_factory=dict)
+    """By choice."""
 
     def add(self, delta: Delta) -> None:
         """Count a delta. The choices of a prompt share it: the first one speaks for all."""
         self.completion_tokens += len(delta.token_ids)
         if delta.index % self.n == 0:
             self.cached_tokens += delta.cached_tokens
+        if self.new_counter is not None:
+            if delta.index not in self.counters:
+                self.counters[delta.index] = self.new_counter()
+            self.counters[delta.index].add(delta.token_ids)
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of reasoning among those of completions, None where that is not known."""
+        if self.new_counter is None:
+            return None
+        return sum(counter.count for counter in self.counters.values())
 
     def usage(self) -> dict[str, Any]:
         """The `usage` object."""
+        reasoning = self.reasoning_tokens
+        details = {"completion_tokens_details": {"reasoning_tokens": reasoning}}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **({} if reasoning is None else details),
         }
 
 

@@ -69,3 +69,5 @@ CONTEXT = web.AppKey("context", Context)
 ARRIVAL = web.RequestKey("arrival", float)
 """When the request came, on the monotonic clock."""
 REQUEST_ID = web.RequestKey("request_id", str)
+CLIENT = web.RequestKey("client", str)
+"""Whose request it is, where keys tell."""

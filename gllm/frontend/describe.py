@@ -33,6 +33,12 @@ ERROR = {
     },
 }
 
+KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""How a key may be sent; whether one has to be is the server's to say."""
+
 
 def openapi(endpoints: Sequence[Endpoint]) -> Json:
     """The OpenAPI 3.1 document of endpoints."""
@@ -45,7 +51,8 @@ def openapi(endpoints: Sequence[Endpoint]) -> Json:
         "openapi": "3.1.0",
         "info": {"title": "gllm", "version": __version__},
         "paths": paths,
-        "components": {"schemas": {**schemas, "Error": ERROR}},
+        "components": {"schemas": {**schemas, "Error": ERROR}, "securitySchemes": KEYS},
+        "security": [{}, *({name: []} for name in KEYS)],
     }
 
 
@@ -62,6 +69,8 @@ def _operation(endpoint: Endpoint) -> Json:
             "5XX": {"description": "the server is at fault, or busy", "content": error},
         },
     }
+    if endpoint.is_open:
+        described["security"] = []
     if names := re.findall(r"{(\w+)}", endpoint.path):
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

@@ -3,7 +3,10 @@
 Owns the registry's type. Knows nothing of any one endpoint.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from aiohttp import web
 
 from gllm.frontend.errors import Handler
 from gllm.frontend.fields.body import Body
@@ -20,6 +23,15 @@ class Endpoint:
     """The schema of its request body; None for no body."""
     content: str = "application/json"
     """Type of an answer that is not streamed."""
+    is_open: bool = False
+    """Whether it answers without a key: for those who cannot have one, as probes and browsers."""
+    is_control: bool = False
+    """Whether it steers the server, which no rate limit may be in the way of."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the rate limit counts its requests: those that compute."""
+        return self.body is not None and not self.is_control
 
     @property
     def streams(self) -> bool:
@@ -31,3 +43,12 @@ class Endpoint:
         """What it is for, in a sentence."""
         text = self.handler.__doc__ or ""
         return " ".join(text.partition("\n\n")[0].split())
+
+
+ROUTED = web.AppKey("routed", Mapping[web.AbstractRoute, Endpoint])
+"""The endpoints of an application by their routes."""
+
+
+def endpoint_of(request: web.Request) -> Endpoint | None:
+    """The endpoint that a request asks, None where there is none."""
+    return request.app[ROUTED].get(request.match_info.route)

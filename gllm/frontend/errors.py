@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gllm.config import FieldError
+from gllm.config import FieldError, ServerConfig
 from gllm.engine_api import EngineUnavailable, PromptTooLong
+from gllm.frontend.request_id import current_id
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -25,9 +26,12 @@ TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     405: "method_not_allowed",
+    408: "request_timeout",
     409: "conflict_error",
     413: "request_too_large",
+    414: "request_too_large",
     429: "rate_limit_error",
+    431: "request_too_large",
     500: "internal_error",
     501: "not_implemented_error",
     503: "unavailable_error",
@@ -74,8 +78,13 @@ def to_api_error(error: Exception) -> ApiError:
                 told.headers["Allow"] = error.headers["Allow"]
             return told
         case _:
-            log.error("a request failed", exc_info=error)
+            log.error("request %s failed", current_id(), exc_info=error)
             return ApiError(500, "The server failed on this request.", code="internal_error")
+
+
+def install(app: web.Application, config: ServerConfig) -> None:
+    """Put the middleware into an application."""
+    app.middlewares.append(error_middleware)
 
 
 @web.middleware
@@ -86,13 +95,17 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except ConnectionError:
         raise  # the client is gone: nobody reads an answer
     except Exception as error:
-        told = to_api_error(error)
-        return web.Response(
-            status=told.status,
-            body=msgspec.json.encode(told.body()),
-            content_type="application/json",
-            headers=told.headers,
-        )
+        return error_response(to_api_error(error))
+
+
+def error_response(error: ApiError) -> web.Response:
+    """The answer that an error is."""
+    return web.Response(
+        status=error.status,
+        body=msgspec.json.encode(error.body()),
+        content_type="application/json",
+        headers=error.headers,
+    )
 
 
 def _encodable(text: str) -> str:

@@ -3,17 +3,25 @@
 Owns the event format. Knows nothing of what the events say.
 """
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
+
+from gllm.frontend.connection import abort_unread
 
 HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # proxies of the nginx kind would hold events back
 }
+
+SILENT_SECONDS = 7.0
+"""A stream that has had nothing to say for so long, at most twice, says that it lives."""
+PIECE_BYTES = 65536
 
 
 class Event(NamedTuple):
@@ -29,27 +37,76 @@ DONE = Event(b"[DONE]")
 
 
 class EventStream:
-    """An open stream of events; writing waits while the client is slow."""
+    """A stream of events; writing waits while the client is slow.
 
-    def __init__(self, response: web.StreamResponse) -> None:
-        self.response = response
+    While it is watched, silence is filled with comments, and a client that takes nothing for
+    `patience` seconds loses its connection. What is written to one that is gone raises
+    ConnectionError.
+    """
+
+    def __init__(self, request: web.Request, patience: float) -> None:
+        self.response = web.StreamResponse(headers=HEADERS)
+        self._request = request
+        self._patience = patience
         self._encoder = msgspec.json.Encoder()
+        self._pieces = 0
+        """That were written: what tells that something goes on."""
 
-    @classmethod
-    async def open(cls, request: web.Request) -> "EventStream":
-        """Send the headers."""
-        response = web.StreamResponse(headers=HEADERS)
-        await response.prepare(request)
-        return cls(response)
+    @property
+    def is_open(self) -> bool:
+        """Whether the headers were sent: what fails from now on has to be told by an event."""
+        return self.response.prepared
+
+    async def open(self) -> None:
+        """Send the headers, if they were not."""
+        await self.response.prepare(self._request)
 
     async def send(self, events: Iterable[Event]) -> None:
-        """Events, in one write."""
+        """Events, in as few writes as there may be."""
         if lines := [self._written(event) for event in events]:
-            await self.response.write(b"".join(lines))
+            await self._write(b"".join(lines))
 
     async def end(self) -> None:
         """The end of the stream."""
         await self.response.write_eof()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look after the stream as long as the context lasts.
+
+        A task beside the writer, so that writing costs nothing more.
+        """
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self) -> None:
+        seen = stuck = 0
+        period = min(SILENT_SECONDS, self._patience)
+        while stuck * period <= self._patience:
+            await asyncio.sleep(period)
+            if self._pieces != seen:
+                seen, stuck = self._pieces, 0
+            elif self._request.protocol.writing_paused:
+                stuck += 1
+            else:
+                stuck = 0
+                await self._comment()
+        abort_unread(self._request)
+
+    async def _comment(self) -> None:
+        """What clients do not see, but proxies do, which cut silent connections."""
+        with suppress(ConnectionError):
+            await self.open()
+            await self.response.write(b": keep-alive\n\n")
+
+    async def _write(self, data: bytes) -> None:
+        # Piece by piece: a client that takes one is slow, but reads.
+        for begin in range(0, len(data), PIECE_BYTES):
+            await self.response.write(data[begin : begin + PIECE_BYTES])
+            self._pieces += 1
 
     def _written(self, event: Event) -> bytes:
         data, name = event

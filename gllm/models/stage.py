@@ -141,6 +141,12 @@ class ModelStage:
         step = Step(inputs.attention, self._angles(inputs.positions))
         return self.layers(hidden, step, kv)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the LM head looks at, [rows, hidden] float32, of hidden [rows, hidden]; on the last
+        stage only."""
+        assert self.head is not None, "only the last stage has the final norm"
+        return self.head.norm(hidden).to(torch.float32)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] float32 of hidden [rows, hidden], on the last stage only."""
         assert self.head is not None, "only the last stage has the LM head"

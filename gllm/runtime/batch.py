@@ -50,6 +50,8 @@ class Batch:
     """(token row, sequence) of inputs that the step before samples; first stage only."""
     released: list[int]
     """Sequences that no later plan names."""
+    embeddings: Tensor | None = None
+    """[embedded rows, hidden] float32, once computed, where some row tells one."""
     device: Any = None
     """What an executor on a device adds (gllm/runtime/cuda/executor.py)."""
 

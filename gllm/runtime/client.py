@@ -22,6 +22,8 @@ class Piece(msgspec.Struct):
     """Of each token, where they were asked for."""
     prompt_logprobs: list[TokenLogprobs] = []
     """Of the prompt's tokens from the second on; with the first piece of the first choice."""
+    embedding: bytes = b""
+    """As of RowLogprobs, where it was asked for."""
     first: First | None = None
     end: End | None = None
 
@@ -177,6 +179,7 @@ class EngineClient:
             if stream := self._streams.get(row.seq):
                 piece = stream.piece(row.seq)
                 piece.prompt_logprobs += row.prompt
+                piece.embedding = row.embedding or piece.embedding
                 if row.drawn is not None:
                     piece.logprobs.append(row.drawn)
         for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):

@@ -28,7 +28,7 @@ from gllm.runtime.device import cache_dtype, capability, compute_dtype
 from gllm.runtime.grammars import Grammars
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from gllm.runtime.logprobs import PromptRows, prompt_rows
-from gllm.runtime.sampler import SampledRows, draw, plan_rows, results
+from gllm.runtime.sampler import SampledRows, draw, plan_rows, results, tell_embedded
 from gllm.runtime.sampling_state import SamplingState, states_of
 from gllm.scheduler.mirror import Followed, Mirror
 from gllm.scheduler.plan import Sampled, StepPlan
@@ -189,7 +189,10 @@ class StageExecutor:
             return hidden
         for prompt in batch.prompts:
             prompt.compute(hidden, self._stage.logits)
-        return self._stage.logits(hidden[batch.sample_rows])
+        sampling = hidden[batch.sample_rows]
+        if batch.sampled.embedded:
+            batch.embeddings = self._stage.normed(sampling[batch.sampled.embedded])
+        return self._stage.logits(sampling)
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[RowLogprobs]]:
@@ -206,4 +209,5 @@ class StageExecutor:
             self._last_tokens.update((result.seq, result.token) for result in sampled)
             for seq in batch.released:
                 self._last_tokens.pop(seq, None)
-        return sampled, drawn.logprobs
+        embedded = tell_embedded(batch.sampled, batch.embeddings, drawn.errors)
+        return sampled, drawn.logprobs + embedded

@@ -37,6 +37,8 @@ class SampledRows:
     plan: SamplingPlan
     edited: list[int]
     """Rows whose logits are changed before drawing."""
+    embedded: list[int]
+    """Rows that tell the embedding of their prompt."""
     told: list[int]
     """Rows that tell log-probabilities."""
     guided: list[int]
@@ -71,16 +73,18 @@ def plan_rows(
         index=np.array(indices, dtype=np.int64),
     )
     special = [row for row, state in enumerate(states) if not state.is_plain]
-    edited, told, guided = [], [], []
+    edited, embedded, told, guided = [], [], [], []
     for row in special:
         edits, spec = states[row].edits, specs[row]
         if edits is not None and edits.concern(indices[row]):
             edited.append(row)
         if spec.logprobs is not None or (spec.prompt_logprobs is not None and not indices[row]):
             told.append(row)
+        if spec.embeds and not indices[row]:
+            embedded.append(row)
         if states[row].guide is not None:
             guided.append(row)
-    return SampledRows(owners, states, indices, plan, edited, told, guided)
+    return SampledRows(owners, states, indices, plan, edited, embedded, told, guided)
 
 
 def draw(logits: Tensor, rows: SampledRows) -> Drawn:
@@ -246,3 +250,16 @@ def _cut(entry: TokenLogprobs, count: int) -> TokenLogprobs:
 
 def _in_order(entries: dict[int, TokenLogprobs]) -> list[TokenLogprobs]:
     return [entries[position] for position in sorted(entries)]
+
+
+def tell_embedded(
+    rows: SampledRows, vectors: Tensor | None, errors: list[str]
+) -> list[RowLogprobs]:
+    """What the rows with an embedding tell; vectors [embedded, hidden] float32, on the host."""
+    if vectors is None:
+        return []
+    return [
+        RowLogprobs(rows.owners[row][0], None, [], vector.numpy().astype("<f4").tobytes())
+        for row, vector in zip(rows.embedded, vectors, strict=True)
+        if not errors[row]
+    ]

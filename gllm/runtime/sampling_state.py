@@ -138,7 +138,7 @@ class SamplingState:
         """By position in the prompt, what has been computed of those that were asked for."""
         self.fault = ""
         """Why the sequence has to end with an error."""
-        told = spec.logprobs is not None or spec.prompt_logprobs is not None
+        told = (spec.logprobs, spec.prompt_logprobs) != (None, None) or spec.embeds
         self.is_plain = edits is None and guide is None and not told
         """Logits and random number decide alone, and nothing is told but the token."""
         self._history: History | None = None

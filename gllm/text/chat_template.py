@@ -1,29 +1,32 @@
 """Chat messages to the text a model was trained on, by the Jinja template it ships.
 
-Owns the messages' schema, the sandbox the template runs in and its limits. Knows nothing of tokens
-and of HTTP.
+Owns the sandbox the template runs in and its limits. Knows nothing of tokens and of HTTP.
 """
 
 import json
+import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gllm.config import FieldError
+from gllm.text.chat_messages import Message, checked_messages
 
-ROLES = ("system", "developer", "user", "assistant")
-MAX_MESSAGES = 4096
 MAX_TEXT = 32 * 2**20
 """Characters a rendered chat may have."""
 MAX_SECONDS = 10.0
 """Time a rendering may take."""
+_ASKS_FOR_NULL = re.compile(r"""\bcontent(['"]\])?\s+is\s+(not\s+)?none""")
+"""How a template tells a message without content from one with an empty text."""
 
 
 class GenerationTag(Extension):
@@ -39,45 +42,91 @@ class GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template. Raises ValueError where its source is no template."""
+    """A compiled chat template. Raises ValueError where its source is no template.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    with_tools: another source for chats with tools, where the model has one. model_type: the
+    model's kind, as its config.json says.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        with_tools: str | None = None,
+        model_type: str = "",
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        tools_source = source if with_tools is None else with_tools
         try:
-            self._template = environment.from_string(source)
+            self._plain = environment.from_string(source)
+            self._with_tools = environment.from_string(tools_source)
+            self.variables = find_undeclared_variables(environment.parse(source))
+            """What the template looks up."""
+            tool_variables = find_undeclared_variables(environment.parse(tools_source))
         except TemplateError as error:
             raise ValueError(f"the model's chat template is broken: {error}") from error
+        self.takes_tools = "tools" in tool_variables
+        """Whether there is a place for tools."""
+        self.source = source if with_tools is None else source + with_tools
+        """All of its source."""
+        self.model_type = model_type
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self._knows_null = _ASKS_FOR_NULL.search(self.source) is not None
 
     def render(
         self,
         messages: object,
         add_generation_prompt: bool = True,
         options: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+        continue_final: bool = False,
     ) -> str:
         """The prompt of a chat; `options` become variables of the template.
 
-        Raises FieldError naming `messages`, whatever the template raises.
+        continue_final: end within the last message, which is the assistant's, for it to go on.
+        Raises FieldError naming `messages`, whatever the template raises, or
+        `continue_final_message`.
         """
-        variables: dict[str, Any] = {
-            **self._special_tokens,
-            **(options or {}),
-            "messages": self._checked(messages),
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        checked = self._checked(messages)
+        mark = secrets.token_hex(16) if continue_final else ""
+        if continue_final:
+            last = checked[-1]
+            if last["role"] != "assistant" or "tool_calls" in last:
+                raise FieldError(
+                    "continue_final_message",
+                    "continue_final_message needs a last message that is a text of the assistant",
+                )
+            last["content"] += mark
+        text = self._rendered(
+            self._with_tools if tools else self._plain,
+            {
+                **self._special_tokens,
+                **(options or {}),
+                "messages": checked,
+                "tools": list(tools) or None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            },
+        )
+        if not continue_final:
+            return text
+        text, found, _ = text.rpartition(mark)
+        if not found:
+            raise FieldError("messages", "the chat template does not show the last message")
+        return text
+
+    def _rendered(self, template: Template, variables: dict[str, Any]) -> str:
         pieces: list[str] = []
         size = 0
         deadline = time.monotonic() + MAX_SECONDS
         try:
-            for piece in self._template.generate(variables):
+            for piece in template.generate(variables):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_TEXT or time.monotonic() > deadline:
@@ -86,46 +135,50 @@ class ChatTemplate:
             raise FieldError("messages", f"the chat template refused them: {error}") from error
         return "".join(pieces)
 
-    def _checked(self, messages: object) -> list[dict[str, Any]]:
-        """The messages as templates expect them. Raises FieldError naming `messages`."""
-        if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
-            raise FieldError("messages", f"messages has to be a list of 1 to {MAX_MESSAGES}")
-        checked = [_checked_message(i, message) for i, message in enumerate(messages)]
-        if not self._knows_developer:
+    def _checked(self, messages: object) -> list[Message]:
+        """The messages as this template expects them. Raises FieldError naming `messages`."""
+        checked = checked_messages(messages)
+        for message in checked:
             # The newer name of the system role; templates drop or misplace a role they do not know.
-            for message in checked:
-                if message["role"] == "developer":
-                    message["role"] = "system"
+            if message["role"] == "developer" and not self._knows_developer:
+                message["role"] = "system"
+            # Templates that do not ask would fail over null, or write it as a word.
+            if message["content"] is None and not self._knows_null:
+                message["content"] = ""
         return checked
 
 
-def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The chat template of a model folder, None where it has none.
+def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:
+    """The chat template of a model folder, or that of a file in its place; None where there is
+    none.
 
-    Raises ValueError where it is broken.
+    Raises ValueError where it is broken, OSError where the file cannot be read.
     """
     config = _read_object(folder / "tokenizer_config.json")
-    source = _template_source(folder, config)
-    if source is None:
+    given = None if file is None else {"default": file.read_text(encoding="utf-8")}
+    sources = given or _template_sources(folder, config)
+    if "default" not in sources:
         return None
     special_tokens = {}
     for name, token in config.items():
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
             special_tokens[name] = text
-    return ChatTemplate(source, special_tokens)
+    model_type = _read_object(folder / "config.json").get("model_type")
+    typed = model_type if isinstance(model_type, str) else ""
+    return ChatTemplate(sources["default"], special_tokens, sources.get("tool_use"), typed)
 
 
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """The template's text from the first place that has it."""
+def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The templates by name from the first place that has any; most models have the default one."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return {"default": file.read_text(encoding="utf-8")}
     found = _read_object(folder / "chat_template.json").get("chat_template")
     found = found or config.get("chat_template")
     if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found if isinstance(found, str) else None
+        return {entry["name"]: entry["template"] for entry in found}
+    return {"default": found} if isinstance(found, str) else {}
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -136,39 +189,6 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no JSON object")
     return found
-
-
-def _checked_message(index: int, message: object) -> dict[str, Any]:
-    """A copy of one message, its content as text. Raises FieldError naming `messages`."""
-
-    def refuse(why: str) -> NoReturn:
-        raise FieldError("messages", f"messages[{index}] {why}")
-
-    if not isinstance(message, dict):
-        refuse("has to be an object")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        refuse(f"has to have a role of {', '.join(ROLES)}")
-    if message.get("tool_calls"):
-        refuse("has tool_calls, which this server does not support")
-    if isinstance(content, list):
-        content = _joined(content)
-    if not isinstance(content, str):
-        refuse("has to have a content that is a string or a list of parts of type text")
-    return {**message, "content": content}
-
-
-def _joined(parts: Sequence[object]) -> str | None:
-    """The text of content parts, one per line; None where a part is not text."""
-    texts = []
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            return None
-        text = part.get("text")
-        if not isinstance(text, str):
-            return None
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _to_json(

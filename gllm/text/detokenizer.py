@@ -21,7 +21,7 @@ class _Decoder(Protocol):
 class _ByteLevelDecoder:
     """Tokens are bytes: an incremental UTF-8 decoder holds back unfinished characters."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_between = True
@@ -49,9 +49,8 @@ class _WindowDecoder:
     of a run is shown before its end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._skips = skip_special_tokens
         self._window: list[int] = []
         self._shown = ""
 
@@ -65,16 +64,19 @@ class _WindowDecoder:
             return ""
         text = self.finish()
         self._window = [token_id]
-        self._shown = self._tokenizer.decode(self._window, self._skips)
+        self._shown = self._tokenizer.decode(self._window, False)
         return text
 
     def finish(self) -> str:
         """Text of the byte tokens that are left."""
-        return self._tokenizer.decode(self._window, self._skips)[len(self._shown) :]
+        return self._tokenizer.decode(self._window, False)[len(self._shown) :]
 
 
 class TextStream:
-    """Tokens in, text out, up to the first stop string, with it where `include_stop`."""
+    """Tokens in, text out, up to the first stop string, with it where `include_stop`.
+
+    shown: special tokens that are shown although special ones are skipped.
+    """
 
     def __init__(
         self,
@@ -82,11 +84,13 @@ class TextStream:
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        shown: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         decoder = _ByteLevelDecoder if tokenizer.is_byte_level else _WindowDecoder
-        self._decoder: _Decoder = decoder(tokenizer, skip_special_tokens)
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder: _Decoder = decoder(tokenizer)
+        kept = {tokenizer.token_id(token) for token in shown}
+        self._skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
         self._stops = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
 

@@ -35,11 +35,12 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Tokenizer":
-        """The tokenizer of a model folder.
+    def load(cls, folder: str | Path, chat_template: str | None = None) -> "Tokenizer":
+        """The tokenizer of a model folder; `chat_template` is a file in place of the folder's own.
 
         Raises FileNotFoundError without a tokenizer.json, ValueError where a file is broken.
         """
+        template = None if chat_template is None else Path(chat_template)
         file = Path(folder) / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(
@@ -50,7 +51,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{file} is no tokenizer: {error}") from error
-        return cls(backend, load_chat_template(Path(folder)))
+        return cls(backend, load_chat_template(Path(folder), template))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; the tokenizer's post-processor adds its special tokens unless told not to."""
@@ -63,6 +64,10 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """The vocabulary's entry for an id, None where there is none."""
         return self._backend.id_to_token(token_id) if token_id >= 0 else None
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a vocabulary's entry, None where there is none."""
+        return self._backend.token_to_id(token)
 
     @cached_property
     def is_byte_level(self) -> bool:

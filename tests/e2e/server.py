@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -50,15 +51,16 @@ def pss_bytes(pid: int) -> int:
 
 
 class Server:
-    """`python -m gllm.serve MODEL FLAGS` on a free port."""
+    """`python -m gllm.serve MODEL FLAGS` on a free port; `certificate`: the one to trust."""
 
-    def __init__(self, model: str, *flags: str) -> None:
+    def __init__(self, model: str, *flags: str, certificate: str | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [sys.executable, "-m", "gllm.serve", model, "--port", str(self.port), *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http{'s' if certificate else ''}://127.0.0.1:{self.port}"
+        self._tls = ssl.create_default_context(cafile=certificate) if certificate else None
 
     @property
     def pid(self) -> int:
@@ -73,20 +75,24 @@ class Server:
     def status(self, path: str) -> int:
         """Status code of a GET; 0 where nobody answers."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=DEADLINE) as answer:
+            with self.open(path, None) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
             return error.code
         except OSError:
             return 0
 
+    def open(self, path: str, data: bytes | None, **headers: str) -> Any:
+        """The answer to a request, to be read. Raises HTTPError."""
+        headers = {"Content-Type": "application/json", **headers}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        return urllib.request.urlopen(request, timeout=DEADLINE, context=self._tls)
+
     def post(self, path: str, body: dict[str, Any] | bytes) -> tuple[int, Any]:
         """Status code and JSON of a POST."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, data=data, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
+            with self.open(path, data) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
@@ -94,9 +100,7 @@ class Server:
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a streamed answer, without [DONE]."""
         data = json.dumps({**body, "stream": True}).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, data=data, headers=headers)
-        with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
+        with self.open(path, data) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
                     yield json.loads(line[6:])
@@ -108,9 +112,9 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path | str, *flags: str) -> Iterator[Server]:
+def serving(model: Path | str, *flags: str, certificate: str | None = None) -> Iterator[Server]:
     """A server that is ready; killed at the end if it still runs."""
-    server = Server(str(model), *flags)
+    server = Server(str(model), *flags, certificate=certificate)
     try:
         wait_until(lambda: server.status("/ready") == 200 or server.process.poll() is not None)
         assert server.process.poll() is None, server.end()[1]

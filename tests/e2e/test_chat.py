@@ -16,10 +16,13 @@ def gllm(*arguments: str, typed: str = "") -> "subprocess.CompletedProcess[str]"
 
 
 def test_a_conversation(tiny_model: Path) -> None:
-    with serving(tiny_model) as server:
-        options = ["--url", server.url, "--max-tokens", "9", "--temperature", "0"]
+    with serving(tiny_model, "--api-key", "sesame") as server:
+        locked = gllm("chat", "--url", server.url, typed="Hello\n")
+        options = ["--url", server.url, "--api-key", "sesame", "--max-tokens", "9"]
+        options += ["--temperature", "0"]
         run = gllm("chat", *options, typed="Hello\n/clear\n/help\nAgain\n/quit\nnever said\n")
-        refused = gllm("chat", "--url", server.url, "--temperature", "9", typed="Hello\n")
+        refused = gllm("chat", *options, "--temperature", "9", typed="Hello\n")
+    assert (locked.returncode, "API key" in locked.stderr) == (1, True)
     assert run.returncode == 0, run.stderr
     assert str(tiny_model) in run.stdout
     assert run.stdout.count("tokens/s]") == 2

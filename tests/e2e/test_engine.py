@@ -10,7 +10,7 @@ import pytest
 
 from gllm.config import EngineConfig, FieldError, SamplingParams
 from gllm.engine import Engine, EngineError
-from gllm.engine_api import Delta, EngineUnavailable
+from gllm.engine_api import Delta, EmbeddingError, EngineUnavailable
 from gllm.llm import LLM
 
 POISON = 300
@@ -52,6 +52,33 @@ def test_prompts_come_back_in_order_with_all_choices(llm: LLM) -> None:
     assert outputs[1].outputs == outputs[2].outputs
     assert {c.finish_reason for output in outputs for c in output.outputs} == {"length"}
     assert outputs[1].outputs[0].token_ids != outputs[1].outputs[1].token_ids
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_embeddings_are_transformers_last_hidden_states(
+    tiny_model: Path, stages: int
+) -> None:
+    import torch
+    import transformers
+
+    model = transformers.Qwen3ForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    prompts = [[7], [7, 8, 9], list(range(5, 105))]
+    options = {"pipeline_parallel_size": stages, "dtype": "float32", "max_num_batched_tokens": 48}
+    async with Engine(EngineConfig.of(str(tiny_model), **options)) as engine:
+        made = await asyncio.gather(*(engine.embed(prompt) for prompt in [*prompts, *prompts]))
+        with pytest.raises(FieldError):
+            await engine.embed([])
+    for prompt, vector in zip([*prompts, *prompts], made, strict=True):
+        with torch.inference_mode():
+            (wanted,) = model.model(torch.tensor([prompt])).last_hidden_state[:, -1].tolist()
+        assert vector == pytest.approx(wanted, abs=1e-4)
+
+
+async def test_an_embedding_that_is_no_number_is_told(poisoned: Path) -> None:
+    async with Engine(EngineConfig.of(str(poisoned))) as engine:
+        with pytest.raises(EmbeddingError, match="finite"):
+            await engine.embed([7, POISON])
+        assert len(await engine.embed([7])) == 48
 
 
 def test_a_cache_in_fp8_is_half_as_large(tiny_model: Path) -> None:

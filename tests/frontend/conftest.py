@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from gllm.config import ServerConfig
-from gllm.frontend.app import make_app
+from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.connection import Connection, Runner
 from gllm.text.chat_template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.fake_engine import FakeEngine
@@ -62,6 +64,11 @@ class Server:
             while self.engine.num_requests:
                 await asyncio.sleep(0.005)
 
+    @property
+    def connections(self) -> list[Connection]:
+        """The connections that are open."""
+        return self.client.server.handler.connections
+
     async def stream(self, path: str, **fields: object) -> list[Any]:
         """The events of a stream, `[DONE]` checked and left out."""
         first = CHAT if path == CHAT_PATH else TEXT
@@ -69,6 +76,24 @@ class Server:
             assert response.status == 200, await response.text()
             assert response.headers["Content-Type"] == "text/event-stream"
             return events_of(await response.read())
+
+
+class RealServer(TestServer):
+    """A test's server, run as a user's is."""
+
+    def __init__(self, engine: FakeEngine, config: ServerConfig) -> None:
+        super().__init__(make_app(engine, config))
+        self._config = config
+
+    async def _make_runner(self, **_: Any) -> Runner:
+        return make_runner(self.app, self._config)
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine, **options: Any) -> AsyncIterator[Server]:
+    """A server with other options than the usual ones."""
+    async with TestClient(RealServer(engine, replace(CONFIG, **options))) as client:
+        yield Server(engine, client)
 
 
 @pytest.fixture(scope="session")
@@ -83,5 +108,5 @@ def engine(tokenizer: Tokenizer) -> FakeEngine:
 
 @pytest.fixture
 async def server(engine: FakeEngine) -> AsyncIterator[Server]:
-    async with TestClient(TestServer(make_app(engine, CONFIG))) as client:
-        yield Server(engine, client)
+    async with serving(engine) as made:
+        yield made

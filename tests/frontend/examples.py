@@ -3,6 +3,7 @@
 EXAMPLES: dict[str, dict[str, object]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": "Hi"},
+    "/v1/embeddings": {"input": "Hi"},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [72, 105]},
     "/abort": {"abort_all": True},

@@ -113,6 +113,19 @@ class FakeEngine:
             call.closed = True
             self.num_requests -= 1
 
+    async def embed(
+        self, prompt: str | list[int], *, priority: int = 0, cache_salt: str = ""
+    ) -> list[float]:
+        """Eight numbers that the first token decides."""
+        if self.raises is not None:
+            raise self.raises
+        self.num_requests += 1
+        try:
+            await asyncio.sleep(self.delay)
+        finally:
+            self.num_requests -= 1
+        return [float(prompt[0]), 3.0, 4.0, 0.0, 0.0, 0.0, 0.0, 12.0]
+
     def abort(self, request_id: str | None) -> int:
         named = [call for call in self.calls if request_id in (None, call.request_id)]
         running = [call for call in named if not call.closed]
@@ -138,6 +151,7 @@ class FakeEngine:
         ids = self.tokenizer.encode(self.reply)
         limit = min(params.max_tokens or self.max_model_len, len(ids))
         shown = (params.stop, params.skip_special_tokens, params.include_stop_str_in_output)
+        shown += (params.shown_tokens,)
         streams = {i: TextStream(self.tokenizer, *shown) for i in range(params.n)}
         before = [entry for token in prompt[1:] for entry in scored(token, params.prompt_logprobs)]
         for at in range(limit):

@@ -24,6 +24,14 @@ async def test_the_document_is_served(server):
         assert await response.json() == json.loads(json.dumps(openapi(ENDPOINTS)))
 
 
+def test_the_document_says_what_needs_no_key():
+    document = openapi(ENDPOINTS)
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "header"}
+    for endpoint in ENDPOINTS:
+        described = document["paths"][endpoint.path][endpoint.method.lower()]
+        assert (described.get("security") == []) == endpoint.is_open
+
+
 def test_the_document_has_every_route(server):
     app: Application = server.client.server.app
     routed = {(r.method, r.resource.canonical) for r in app.router.routes()}

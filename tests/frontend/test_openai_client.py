@@ -5,7 +5,10 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
+from gllm.text.chat_template import ChatTemplate
+from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import CHAT, Server
+from tests.text import tokenizers_for_tests as some
 
 
 @pytest.fixture
@@ -86,3 +89,36 @@ async def test_stopping_a_stream_aborts_it(server, client):
     await stream.close()
     await server.idle()
     assert not server.engine.calls[0].finished
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+async def test_tools_and_reasoning(server, client):
+    source = "{{ tools }}" + some.CHATML + '{# <tool_call> "arguments" </think> #}'
+    server.engine.tokenizer = Tokenizer(some.byte_level(), ChatTemplate(source, {}))
+    server.engine.reply = (
+        '<think>hm</think>So:\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    )
+    asked = {"model": "fake/model", "tools": TOOLS, "tool_choice": "auto", **CHAT}
+    choice = (await client.chat.completions.create(**asked)).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.reasoning == choice.message.reasoning_content == "hm"
+    assert choice.message.tool_calls[0].function.arguments == '{"a": 1}'
+    async with client.chat.completions.stream(**asked) as stream:
+        done = [
+            event async for event in stream if event.type == "tool_calls.function.arguments.done"
+        ]
+        last = await stream.get_final_completion()
+    assert [(event.name, event.arguments) for event in done] == [("f", '{"a": 1}')]
+    message = last.choices[0].message
+    assert (message.content, last.choices[0].finish_reason) == ("So:", "tool_calls")
+    assert message.tool_calls[0].function.name == "f"
+    history = [
+        *CHAT["messages"],
+        choice.message,
+        {"role": "tool", "tool_call_id": "x", "content": "7"},
+    ]
+    server.engine.reply = "It is 7."
+    answer = await client.chat.completions.create(model="fake/model", messages=history, tools=TOOLS)
+    assert answer.choices[0].message.content == "It is 7."

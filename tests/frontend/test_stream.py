@@ -4,16 +4,18 @@ import asyncio
 import socket
 from urllib.parse import urlsplit
 
+import openai
 import pytest
 
 from gllm.engine_api import EngineUnavailable
-from tests.frontend.conftest import CHAT_PATH, TEXT_PATH
+from gllm.frontend import sse
+from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH
 from tests.frontend.sse import events_of
 
 
-async def until(condition) -> None:
+async def until(condition, seconds=5) -> None:
     """Wait for something that has to happen soon."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -147,24 +149,68 @@ async def test_slow_reader_gets_fewer_larger_events(server):
         loop = asyncio.get_running_loop()
         head = f"POST {TEXT_PATH} HTTP/1.0\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         await loop.sock_sendall(raw, head.encode() + body)
-        await until(lambda: server.engine.calls and server.engine.calls[0].finished)
-        received = b""
+        await until(lambda: server.engine.calls and server.engine.calls[0].finished, 60)
+        received, buffered = b"", 0
         while piece := await loop.sock_recv(raw, 2**20):
             received += piece
+            open_ones = [one.transport for one in server.connections if one.transport]
+            buffered = max([buffered, *(one.get_write_buffer_size() for one in open_ones)])
+    assert buffered < 2**20, "what is not read waits as deltas, not as bytes of a socket"
     events = events_of(received.split(b"\r\n\r\n", 1)[1])
     assert sum(len(event["choices"][0]["text"]) for event in events) == 2 * tokens * 500
     assert len(events) < tokens
 
 
+async def test_silence_is_filled_with_comments(server, monkeypatch):
+    monkeypatch.setattr(sse, "SILENT_SECONDS", 0.05)
+    server.engine.delay = 0.2
+    body = {"prompt": "Hi", "stream": True, "max_tokens": 4}
+    async with server.client.post(TEXT_PATH, json=body) as response:
+        assert response.status == 200
+        received = (await response.read()).decode()
+    blocks = received.removesuffix("\n\n").split("\n\n")
+    comments = [i for i, block in enumerate(blocks) if block == ": keep-alive"]
+    assert comments[0] == 0, "the stream opened before there was anything to say"
+    assert len(comments) >= 2
+    left = [block for block in blocks if block != ": keep-alive"]
+    events = events_of("\n\n".join([*left, ""]).encode())
+    assert "".join(event["choices"][0]["text"] for event in events) == server.engine.reply[:8]
+
+
+async def test_what_fails_after_a_silence_is_an_event(server, monkeypatch, caplog):
+    monkeypatch.setattr(sse, "SILENT_SECONDS", 0.05)
+    server.engine.delay, server.engine.raises_after = 0.3, 0
+    async with server.client.post(CHAT_PATH, json={**CHAT, "stream": True}) as response:
+        assert response.status == 200
+        received = (await response.read()).decode()
+    left = [block for block in received.split("\n\n") if block != ": keep-alive"]
+    assert left != received.split("\n\n")
+    (error,) = events_of("\n\n".join(left).encode())
+    assert error["error"]["code"] == "internal_error"
+
+
+async def test_openais_client_does_not_see_comments(server, monkeypatch):
+    monkeypatch.setattr(sse, "SILENT_SECONDS", 0.02)
+    server.engine.delay = 0.06
+    url = str(server.client.make_url("/v1"))
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model="fake/model", stream=True, max_tokens=5, **CHAT
+        )
+        texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(texts) == server.engine.reply[:9]
+
+
 class BulkyTokenizer:
-    """Every token is half a kilobyte of text, so that sockets fill up."""
+    """Every token is much text, so that sockets fill up."""
 
     special_ids = frozenset()
     is_byte_level = True
 
-    def __init__(self, inner, tokens):
+    def __init__(self, inner, tokens, size=500):
         self.vocab_size = inner.vocab_size
         self._tokens = tokens
+        self._size = size
 
     def encode(self, text):
         return [7] * self._tokens
@@ -173,4 +219,4 @@ class BulkyTokenizer:
         return "x"
 
     def token_text(self, token_id):
-        return "x" * 500
+        return "x" * self._size

@@ -3,6 +3,7 @@ threads, and not without each of its waits."""
 
 import json
 import sys
+from array import array
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from gllm.kernels import sampling
 from gllm.kernels.logprobs import Scores
-from gllm.messages import Register, Sampling
+from gllm.messages import Register, RowLogprobs, Sampling
 from gllm.runtime.cuda import drawing, edits
 from gllm.runtime.cuda.graphs import DecodeGraphs
 from gllm.runtime.cuda.plans import plan_tables
@@ -117,6 +118,7 @@ EVERYTHING = Sampling(
     bad_words=((5,), (3, 4), *((any_, 9) for any_ in range(40))),
     logprobs=3,
 )
+EMBEDDING = Sampling(temperature=0, embeds=True)
 SPECIALS: dict[str, dict[str, Sampling]] = {
     "greedy": {},
     "random": {
@@ -125,6 +127,7 @@ SPECIALS: dict[str, dict[str, Sampling]] = {
         "seq3": Sampling(temperature=1.2, top_p=0.8, seed=3),
         "seq4": Sampling(min_p=0.02, seed=4),
     },
+    "embeddings": {"seq1": EMBEDDING, "seq3": EMBEDDING, "seq4": EMBEDDING},
     "penalties": {"seq2": PENALIZED, "seq4": PENALIZED},
     "everything": {
         "seq1": EVERYTHING,
@@ -156,8 +159,16 @@ def approximately(tree: Any) -> Any:
 def check(results: list[Answer], expected: list[Answer]) -> None:
     """The same tokens; log-probabilities with a tolerance."""
     assert [step for step, _ in results] == [step for step, _ in expected]
-    told = [msgspec.to_builtins([told for _, told in answers]) for answers in (results, expected)]
+    told = [
+        [plainly(row) for _, told in answers for row in told] for answers in (results, expected)
+    ]
     assert told[0] == approximately(told[1])
+
+
+def plainly(row: RowLogprobs) -> Any:
+    """What a row tells, its embedding as numbers."""
+    vector = array("f", row.embedding).tolist()
+    return [msgspec.to_builtins(msgspec.structs.replace(row, embedding=b"")), vector]
 
 
 def run(

@@ -121,3 +121,12 @@ def test_a_stop_string_at_the_very_end_is_shown_where_asked():
     for include, wanted in ((False, "Hello "), (True, "Hello \u00e9")):
         stream = TextStream(tokenizer, ["\u00e9"], include_stop=include)
         assert stream.push(ids)[0] + stream.finish() == wanted
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama"])
+def test_some_special_tokens_are_shown(kind):
+    tokenizer = KINDS[kind]
+    shown, hidden = sorted(tokenizer.token(i) for i in tokenizer.special_ids)[:2]
+    ids = [tokenizer.token_id(token) for token in (shown, hidden, shown)]
+    stream = TextStream(tokenizer, shown=[shown, "no such token"])
+    assert "".join(stream.push([i])[0] for i in ids) + stream.finish() == shown * 2

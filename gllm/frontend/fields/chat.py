@@ -3,7 +3,7 @@
 Owns the schema and what needs no engine to be checked. Knows nothing of the answer.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -11,12 +11,22 @@ from gllm.config import MAX_LOGPROBS, FieldError
 from gllm.frontend.fields.body import Int, about
 from gllm.frontend.fields.generation import Generation
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The variables of a chat template that a client may set."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+
+
+PROMPT_FIELDS = (
+    *("messages", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"),
+    *("reasoning_effort", "chat_template_kwargs"),
+)
+"""Fields that say what the prompt is."""
 
 
 class ChatFields(Generation):
@@ -29,8 +39,28 @@ class ChatFields(Generation):
     add_generation_prompt: Annotated[
         bool | None, about("begin the assistant's answer; default true")
     ] = None
+    continue_final_message: Annotated[
+        bool | None, about("go on with the last message, which is the assistant's")
+    ] = None
+    tools: Annotated[
+        Any, about("up to 128 functions the model may call: name, description, parameters")
+    ] = None
+    tool_choice: Annotated[
+        Any,
+        about(
+            "`none`: as if there were no tools; `auto` (default with tools): the model decides; "
+            "`required`, or a function by name: it has to call"
+        ),
+    ] = None
+    reasoning_effort: Annotated[
+        Effort | None,
+        about(
+            "how much to reason, where the chat template has a choice; none, minimal: not at all"
+        ),
+    ] = None
     chat_template_kwargs: Annotated[
-        TemplateOptions | None, about("variables of the chat template: enable_thinking, thinking")
+        TemplateOptions | None,
+        about("variables of the chat template: enable_thinking, thinking, reasoning_effort"),
     ] = None
     logprobs: Annotated[bool | None, about("log-probabilities of the output's tokens")] = None
     top_logprobs: Annotated[
@@ -42,6 +72,11 @@ class ChatFields(Generation):
         """How many likeliest tokens are told, None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def continues(self) -> bool:
+        """Whether the last message is gone on with."""
+        return bool(self.continue_final_message)
+
     def check(self) -> None:
         """Raises FieldError for fields that do not go together."""
         super().check()
@@ -50,3 +85,6 @@ class ChatFields(Generation):
             raise FieldError("top_logprobs", f"top_logprobs is {top}, not in 0..{MAX_LOGPROBS}")
         if top and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs is only allowed with logprobs")
+        if self.continues and self.add_generation_prompt:
+            why = "continue_final_message and add_generation_prompt rule each other out"
+            raise FieldError("continue_final_message", why)

@@ -37,20 +37,22 @@ class CompletionFields(Generation):
         return self.max_completion_tokens is not None or self.max_tokens != 0
 
 
-def parse_prompts(prompt: object, most: int) -> list[str] | list[list[int]]:
-    """The prompts of a completions request, all of one kind. Raises FieldError."""
-    rule = "prompt has to be a string, a list of strings, token ids, or a list of token ids' lists"
+def parse_prompts(prompt: object, most: int, param: str = "prompt") -> list[str] | list[list[int]]:
+    """The prompts of a request, all of one kind; `param` is their field. Raises FieldError."""
+    rule = (
+        f"{param} has to be a string, a list of strings, token ids, or a list of token ids' lists"
+    )
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise FieldError("prompt", rule)
+        raise FieldError(param, rule)
     if type(prompt[0]) is int:
         prompt = [prompt]
     if len(prompt) > most:
-        raise FieldError("prompt", f"prompt has {len(prompt)} prompts, at most {most} are allowed")
+        raise FieldError(param, f"{param} has {len(prompt)} prompts, at most {most} are allowed")
     try:
         if isinstance(prompt[0], str):
             return msgspec.convert(prompt, list[str])
         return msgspec.convert(prompt, list[list[Int32]])
     except msgspec.ValidationError as error:
-        raise FieldError("prompt", f"{rule}: {error}") from error
+        raise FieldError(param, f"{rule}: {error}") from error

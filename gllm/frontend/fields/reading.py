@@ -4,6 +4,7 @@ Owns the reading, and that whatever is wrong is told by the field's name. Knows 
 and of answers.
 """
 
+import asyncio
 import json
 import logging
 import math
@@ -14,8 +15,11 @@ import msgspec
 from aiohttp import web
 
 from gllm.config import FieldError
+from gllm.frontend.connection import too_slow
+from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.body import Body
+from gllm.frontend.request_id import current_id
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +32,29 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 
 async def read_fields(request: web.Request, schema: type[Fields]) -> Fields:
     """The fields of a request's body. Raises FieldError and ApiError."""
+    return convert(parse_object(await _read(request)), schema)
+
+
+async def continue_later(request: web.Request) -> None:
+    """What to do for `Expect: 100-continue` on arrival: nothing, before the request is allowed."""
+
+
+async def _read(request: web.Request) -> bytes:
+    """A request's body. Raises ApiError and what aiohttp raises for one that is too large."""
+    config = request.app[CONTEXT].config
+    length = request.content_length or 0
+    if length > config.max_body_bytes:
+        raise web.HTTPRequestEntityTooLarge(config.max_body_bytes, length)
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
     try:
-        body = await request.read()
+        async with asyncio.timeout(config.read_timeout):
+            return await request.read()
+    except TimeoutError:
+        raise too_slow(config.read_timeout) from None
     except web.RequestPayloadError as error:
         raise ApiError(400, f"the body cannot be read: {error}") from error
-    return convert(parse_object(body), schema)
 
 
 def convert(values: dict[str, Any], schema: type[Fields]) -> Fields:
@@ -46,7 +68,8 @@ def convert(values: dict[str, Any], schema: type[Fields]) -> Fields:
     known = {*schema.__struct_fields__, *schema.inert, *schema.refused}
     unknown = sorted(values.keys() - known)
     if unknown:
-        log.warning("fields without meaning here were ignored: %.500r", unknown)
+        told = "request %s: fields without meaning here were ignored: %.500r"
+        log.warning(told, current_id(), unknown)
     return fields
 
 

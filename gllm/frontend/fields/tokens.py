@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from gllm.config import FieldError
 from gllm.frontend.fields.body import Body, Int32, about
-from gllm.frontend.fields.chat import TemplateOptions
+from gllm.frontend.fields.chat import PROMPT_FIELDS, ChatFields, Effort, TemplateOptions
 
 
 class TokenizeFields(Body):
@@ -20,11 +20,21 @@ class TokenizeFields(Body):
     ] = None
     messages: Annotated[Any, about("a chat, as chat completions take it; or else prompt")] = None
     add_generation_prompt: Annotated[bool | None, about("as of chat completions")] = None
+    continue_final_message: Annotated[bool | None, about("as of chat completions")] = None
+    tools: Annotated[Any, about("as of chat completions")] = None
+    tool_choice: Annotated[Any, about("as of chat completions")] = None
+    reasoning_effort: Annotated[Effort | None, about("as of chat completions")] = None
     chat_template_kwargs: Annotated[TemplateOptions | None, about("as of chat completions")] = None
     return_token_strs: Annotated[bool | None, about("token_strs: each token by itself")] = None
 
+    @property
+    def chat(self) -> ChatFields:
+        """What chat completions would be asked for this prompt."""
+        return ChatFields(**{name: getattr(self, name) for name in PROMPT_FIELDS})
+
     def check(self) -> None:
         """Raises FieldError unless there is one thing to tokenize."""
+        self.chat.check()
         if self.prompt is None and self.messages is None:
             raise FieldError("prompt", "prompt or messages has to be given")
         if self.prompt is not None and self.messages is not None:

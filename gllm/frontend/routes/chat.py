@@ -6,7 +6,7 @@ Owns the endpoint's shape. Knows nothing of how answers are streamed.
 from aiohttp import web
 
 from gllm.engine_api import Delta
-from gllm.frontend.answer import Json, answer
+from gllm.frontend.answer import Job, Json, answer
 from gllm.frontend.chat_job import chat_job
 from gllm.frontend.chunks import ChunkWriter
 from gllm.frontend.collect import Choice
@@ -14,6 +14,8 @@ from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
+from gllm.frontend.message_json import delta_json, message_json
+from gllm.frontend.output import Outputs
 from gllm.text.tokenizer import Tokenizer
 
 
@@ -24,51 +26,54 @@ async def create(request: web.Request) -> web.StreamResponse:
     context.check_model(fields.model)
     with context.admit():
         job = await chat_job(context, fields)
-        shape = ChatShape(context.engine.tokenizer, job.params.logprobs, job.params.prompt_logprobs)
+        shape = ChatShape(context.engine.tokenizer, job)
         return await answer(request, context, job, ChunkWriter(request, job, shape))
 
 
 class ChatShape:
-    """Choices as messages and their increments.
-
-    top, prompt_top: how many likeliest tokens are told with each token of the output and of the
-    prompt, None for no log-probabilities.
-    """
+    """Choices as messages and their increments."""
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, top: int | None, prompt_top: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
         self._tokenizer = tokenizer
-        self._top = top
-        self._prompt_top = prompt_top
+        self._outputs = Outputs(job.output)
+        self._top = job.params.logprobs
+        self._prompt_top = job.params.prompt_logprobs
+        """How many likeliest tokens are told with each token of the output and of the prompt, None
+        for no log-probabilities."""
 
     def opening(self, index: int) -> list[Json]:
         """The role comes first, with an empty text."""
         return [_piece(index, {"role": "assistant", "content": ""}, None)]
 
     def pieces(self, delta: Delta, token_ids: bool) -> list[Json]:
-        """Text, then the end, each by itself; what belongs to tokens goes with the first."""
+        """What is said, then the end, each by itself; what is of tokens goes with the first."""
         ids = {"token_ids": delta.token_ids} if token_ids else {}
         logprobs = self._logprobs(delta)
+        events, reason = self._outputs.take(delta)
+        told = [made for made in map(delta_json, events) if made is not None]
+        if not told and reason is None and (ids.get("token_ids") or logprobs):
+            told = [{"content": ""}]
         pieces = []
-        tells = ids.get("token_ids") or logprobs
-        if delta.text or (tells and delta.finish_reason is None):
-            pieces.append({**_piece(delta.index, {"content": delta.text}, logprobs), **ids})
+        for made in told:
+            pieces.append({**_piece(delta.index, made, logprobs), **ids})
             ids, logprobs = {"token_ids": []} if token_ids else {}, None
-        if delta.finish_reason is not None:
-            end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if reason is not None:
+            end = {"finish_reason": reason, "stop_reason": delta.stop_reason}
             pieces.append({**_piece(delta.index, {}, logprobs), **end, **ids})
         return pieces
 
     def whole(self, choice: Choice) -> Json:
         """A message."""
+        message, reason = self._outputs.whole(choice)
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text},
+            "message": message_json(message),
             "logprobs": self._logprobs(choice),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reason,
             "stop_reason": choice.stop_reason,
         }
 

@@ -4,11 +4,13 @@ Owns what is told, and that no secret is. Knows nothing of metrics.
 """
 
 import dataclasses
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from gllm import __version__
+from gllm.config import ServerConfig
 from gllm.frontend.context import CONTEXT
 
 
@@ -19,9 +21,15 @@ async def server_info(request: web.Request) -> web.Response:
         "version": __version__,
         "model": msgspec.to_builtins(context.engine.model),
         "engine": context.engine.info(),
-        "server": dataclasses.asdict(context.config),
+        "server": _told(context.config),
     }
     return web.json_response(told)
+
+
+def _told(config: ServerConfig) -> dict[str, Any]:
+    """A configuration without its secrets."""
+    open_ones = (one for one in dataclasses.fields(config) if not one.metadata.get("secret"))
+    return {one.name: getattr(config, one.name) for one in open_ones}
 
 
 async def load(request: web.Request) -> web.Response:

@@ -7,7 +7,7 @@ import asyncio
 
 from aiohttp import web
 
-from gllm.config import FieldError
+from gllm.config import FieldError, ServerConfig
 from gllm.frontend.chat_job import chat_prompt
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.reading import read_fields
@@ -22,7 +22,7 @@ async def tokenize(request: web.Request) -> web.Response:
     fields = await read_fields(request, TokenizeFields)
     context.check_model(fields.model)
     tokenizer = context.engine.tokenizer
-    ids = await asyncio.to_thread(_ids, tokenizer, fields)
+    ids = await asyncio.to_thread(_ids, tokenizer, fields, context.config)
     texts = {}
     if fields.return_token_strs:
         texts = {"token_strs": [token_text(tokenizer, token_id) for token_id in ids]}
@@ -30,9 +30,9 @@ async def tokenize(request: web.Request) -> web.Response:
     return web.json_response({"count": len(ids), "max_model_len": length, "tokens": ids, **texts})
 
 
-def _ids(tokenizer: Tokenizer, fields: TokenizeFields) -> list[int]:
+def _ids(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:
     if fields.prompt is None:
-        return chat_prompt(tokenizer, fields)
+        return chat_prompt(tokenizer, fields.chat, config).ids
     return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
 
 

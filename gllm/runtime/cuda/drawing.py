@@ -44,6 +44,8 @@ class DrawInputs(NamedTuple):
     edits: Edits | None
     told: Tensor
     """[told] int64: rows of logits whose tokens are scored."""
+    embedded: Tensor
+    """[embedded] int64: sampling rows that tell an embedding."""
     scored: Tensor
     """[scored] int64: token rows that score the next token of their prompt."""
     targets: Tensor
@@ -77,6 +79,7 @@ class Drawing:
             rows.plan.for_gpu(),
             self._planner.plan(rows, lengths, blocks),
             torch.tensor(rows.told, dtype=torch.int64),
+            torch.tensor(rows.embedded, dtype=torch.int64),
             torch.tensor(scored, dtype=torch.int64),
             torch.tensor(targets, dtype=torch.int64),
             top,

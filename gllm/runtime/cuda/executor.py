@@ -35,7 +35,7 @@ from gllm.runtime.cuda.staging import Staging
 from gllm.runtime.cuda.tokens import LastTokens, TokenReturn, Told
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.kv_cache import KVCache
-from gllm.runtime.sampler import follow_grammars, give_up, results, take_forced
+from gllm.runtime.sampler import follow_grammars, give_up, results, take_forced, tell_embedded
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, StepPlan
 from gllm.streams import Event, Queues
@@ -122,7 +122,7 @@ class DeviceExecutor(StageExecutor):
         self._staging = Staging(queues, INTS_PER_TOKEN * 8 * tokens + 4 * rows * wide)
         if self.is_last:
             # A row tells its own token, and every token of a prompt the next one.
-            self._returns = TokenReturn(queues, rows, rows + tokens, steps)
+            self._returns = TokenReturn(queues, rows, rows + tokens, self.model.hidden_size, steps)
         self._last = LastTokens(queues, (steps + 1) * scheduler.max_num_seqs)
         self._graphs = DecodeGraphs(queues, self.stream, block_table_of)
 
@@ -197,9 +197,9 @@ class DeviceExecutor(StageExecutor):
         there, flat = self._staging.put(batch.device.inputs, self.stream)
         self.stream.record(batch.device.began)
         try:
-            output, scores = self._forward(batch, there, flat, hidden)
+            output, scores, embeddings = self._forward(batch, there, flat, hidden)
             if self.is_last:
-                output = self._draw(batch, there, output, scores)
+                output = self._draw(batch, there, output, scores, embeddings)
         except Exception as error:
             give_up(batch.sampled, f"its step failed: {error}")
             raise
@@ -220,12 +220,14 @@ class DeviceExecutor(StageExecutor):
         told = batch.device.told
         assert told is not None, "a step is sampled once it is computed"
         try:
-            drawn = drawn_of(batch, *told.read())
+            tokens, scores, embeddings = told.read()
+            drawn = drawn_of(batch, tokens, scores)
         except Exception as error:
             give_up(batch.sampled, f"its step failed: {error}")
             raise
         take_forced(batch.sampled, drawn)
-        return results(batch.sampled, drawn), drawn.logprobs
+        embedded = tell_embedded(batch.sampled, embeddings, drawn.errors)
+        return results(batch.sampled, drawn), drawn.logprobs + embedded
 
     @torch.inference_mode()
     def _largest_step(self) -> None:
@@ -290,12 +292,13 @@ class DeviceExecutor(StageExecutor):
 
     def _forward(
         self, batch: Batch, there: Inputs, flat: Tensor, hidden: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Activations [tokens, hidden], on the last stage logits [samples, vocabulary]; and the
-        scores of prompts, packed."""
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Activations [tokens, hidden], on the last stage logits [samples, vocabulary]; the scores
+        of prompts, packed; and embeddings [embedded, hidden] float32 where a row tells one."""
         count, rows = batch.num_tokens, len(batch.inputs.positions)
         attention = next(iter(batch.inputs.attention.values())).rows
-        is_graph = attention.num_decodes == rows and rows in self._sizes and not batch.prompts
+        is_graph = attention.num_decodes == rows and rows in self._sizes
+        is_graph = is_graph and not (batch.prompts or batch.sampled.embedded)
         inputs, samples = there.stage, len(batch.sample_rows)
         with self.stream.current():
             if is_graph:
@@ -309,13 +312,16 @@ class DeviceExecutor(StageExecutor):
             if is_graph:
                 output = self._graphs.replay(rows)[:count]
                 chosen = self.is_last and samples < count
-                return output.index_select(0, there.sample_rows) if chosen else output, []
+                return output.index_select(0, there.sample_rows) if chosen else output, [], None
             hidden = self._stage.forward(inputs, hidden, self._cache.layers)[:count]
             if not self.is_last:
-                return hidden, []
+                return hidden, [], None
             scores = self._drawing.score_prompts(hidden, there.draw, self._stage.logits)
-            # Of the rows that sample alone: a chunk's other tokens have no use for logits.
-            return self._stage.logits(hidden.index_select(0, there.sample_rows)), scores
+            # The rows that sample alone: a chunk's other tokens have no use for logits.
+            hidden, embeddings = hidden.index_select(0, there.sample_rows), None
+            if len(there.draw.embedded):
+                embeddings = self._stage.normed(hidden.index_select(0, there.draw.embedded))
+            return self._stage.logits(hidden), scores, embeddings
 
     def _keep_beside_cache(self, inputs: StageInputs, ids: Tensor, count: int) -> None:
         """On the last stage: put the step's `count` tokens where their keys and values go. ids
@@ -325,10 +331,17 @@ class DeviceExecutor(StageExecutor):
             ids = inputs.token_ids if self.is_first else ids
             self._cached_tokens.index_copy_(0, slots[:count], ids[:count])
 
-    def _draw(self, batch: Batch, there: Inputs, logits: Tensor, scores: list[Tensor]) -> Tensor:
+    def _draw(
+        self,
+        batch: Batch,
+        there: Inputs,
+        logits: Tensor,
+        scores: list[Tensor],
+        embeddings: Tensor | None,
+    ) -> Tensor:
         """Tokens [samples] int64, negative where there is none, also on their way to the host with
-        their scores and those of prompts, packed. Where rows have grammars, the host waits for
-        their tokens of the steps before."""
+        their scores and those of prompts, packed, and with embeddings [embedded, hidden]. Where
+        rows have grammars, the host waits for their tokens of the steps before."""
         guided = self._what_grammars_allow(batch)
         with self.stream.current():
             # Kernels are not started for no rows at all.
@@ -337,7 +350,7 @@ class DeviceExecutor(StageExecutor):
                 table = self._cached_tokens
                 tokens, told = self._drawing.draw(logits, there.draw, table, guided)
                 scores = [*scores, *told]
-            batch.device.told = self._returns.put(tokens, scores, self.stream)
+            batch.device.told = self._returns.put(tokens, scores, self.stream, embeddings)
             if len(there.kept):
                 # For the next step.
                 self._last.table.index_copy_(0, there.kept, tokens.clamp(min=0))

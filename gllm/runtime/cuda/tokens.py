@@ -20,32 +20,44 @@ WIDEST = packed_width(MAX_LOGPROBS)
 class Told:
     """A step's tokens and scores on their way to the host."""
 
-    def __init__(self, tokens: Tensor, scores: Tensor, arrived: Event) -> None:
+    def __init__(
+        self, tokens: Tensor, scores: Tensor, embeddings: Tensor | None, arrived: Event
+    ) -> None:
         self._tokens, self._scores, self._arrived = tokens, scores, arrived
+        self._embeddings = embeddings
 
-    def read(self) -> tuple[list[int], Scores]:
-        """The token of each sampling row, and what was scored; the host waits for them."""
+    def read(self) -> tuple[list[int], Scores, Tensor | None]:
+        """The token of each sampling row, what was scored, and embeddings [rows, hidden] float32
+        where there are some; the host waits for them."""
         self._arrived.synchronize()
-        return self._tokens.tolist(), unpacked(self._scores)
+        return self._tokens.tolist(), unpacked(self._scores), self._embeddings
 
 
 class TokenReturn:
     """Takes every step's tokens and scores to the host, beside what the device computes
     meanwhile."""
 
-    def __init__(self, queues: Queues, rows: int, scored: int, steps: int) -> None:
-        """`rows`, `scored`: most sampling and scored rows of a step; `steps`: most in flight. A
-        step's tokens have been read before the one `steps` behind it is planned."""
+    def __init__(self, queues: Queues, rows: int, scored: int, hidden: int, steps: int) -> None:
+        """`rows`, `scored`: most sampling and scored rows of a step; `hidden`: numbers of an
+        embedding; `steps`: most in flight. A step's tokens have been read before the one `steps`
+        behind it is planned."""
         self._tokens = _Way(queues, rows, torch.int64, steps)
         self._scores = _Way(queues, scored * WIDEST, torch.float64, steps)
+        self._embeddings = _Way(queues, rows * hidden, torch.float32, steps)
         self._arrived = [queues.event() for _ in range(steps)]
         self._sampled: Event = queues.event()
         self._returns: Stream = queues.stream()
         self._steps = 0
 
-    def put(self, tokens: Tensor, scores: list[Tensor], stream: Stream) -> Told:
-        """Send tokens [rows] int64 and scores [rows, width] float64, packed, which `stream` makes,
-        on their way. To be called within it."""
+    def put(
+        self,
+        tokens: Tensor,
+        scores: list[Tensor],
+        stream: Stream,
+        embeddings: Tensor | None = None,
+    ) -> Told:
+        """Send tokens [rows] int64, scores [rows, width] float64, packed, and embeddings [rows,
+        hidden] float32, which `stream` makes, on their way. To be called within it."""
         index = self._steps % len(self._arrived)
         self._steps += 1
         if self._steps > 1:
@@ -53,14 +65,17 @@ class TokenReturn:
             stream.wait(self._arrived[index - 1])
         width = scores[0].shape[1] if scores else packed_width(0)
         parts = [part.flatten() for part in scores]
-        ways = ((self._tokens, [tokens]), (self._scores, parts))
+        ways = [(self._tokens, [tokens]), (self._scores, parts)]
+        if embeddings is not None:
+            ways.append((self._embeddings, [embeddings.flatten()]))
         sent = [(way, way.gather(pieces)) for way, pieces in ways]
         stream.record(self._sampled)
         self._returns.wait(self._sampled)
         with self._returns.current():
             targets = [way.leave(count, index) for way, count in sent]
         self._returns.record(self._arrived[index])
-        return Told(targets[0], targets[1].view(-1, width), self._arrived[index])
+        sent_rows = None if embeddings is None else targets[2].view(embeddings.shape)
+        return Told(targets[0], targets[1].view(-1, width), sent_rows, self._arrived[index])
 
 
 class _Way:

@@ -1,0 +1,201 @@
+"""HTTP below the routes: how long a connection may take, and the answer to what is no request.
+
+Owns limits on headers, time-outs of reading headers and of writing answers, and the shape of errors
+that aiohttp finds itself. Leans on aiohttp's inside (`_waits_for_head`, `Runner`), for it offers no
+other way in. Knows nothing of endpoints.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+
+from gllm.config import ServerConfig
+from gllm.frontend.errors import ApiError, error_response, to_api_error
+from gllm.frontend.request_id import current_id, request_id
+
+log = logging.getLogger(__name__)
+
+SERVER = "gllm"
+"""In the place of aiohttp's own name, which tells its version and Python's."""
+MAX_URL_BYTES = 8192
+MAX_FIELD_BYTES = 16384
+"""Of one header."""
+MAX_FIELDS = 100
+MAX_HEAD_BYTES = 65536
+"""Of the request line and all headers; one read from the socket may be above it."""
+
+KEEP_ALIVE_SECONDS = 650.0
+"""For which a connection may be idle: longer than proxies keep theirs, for one that is ended while
+a request is under way fails it."""
+
+
+class Connection(web.RequestHandler):
+    """One connection of a client."""
+
+    __slots__ = ("_config", "_head_bytes", "_head_timer")
+
+    def __init__(self, manager: web.Server, config: ServerConfig, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._config = config
+        self._head_bytes = 0
+        """Of a request whose headers have not all come."""
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        """Watch how much and for how long a request's head comes in."""
+        super().data_received(data)
+        if not self._waits_for_head:
+            self._forget_head()
+        elif data:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._end(_too_large(f"The headers have more than {MAX_HEAD_BYTES} bytes."))
+            elif self._head_timer is None:
+                seconds = self._config.read_timeout
+                self._head_timer = self._loop.call_later(seconds, self._end, too_slow(seconds))
+
+    @property
+    def _waits_for_head(self) -> bool:
+        # The first bytes may come before the task that waits for them.
+        waiter = self._waiter
+        return self._request_count == 0 or (waiter is not None and not waiter.done())
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Nothing is to be waited for any more."""
+        self._forget_head()
+        super().connection_lost(exc)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Write an answer; a client that does not read it loses it."""
+        if isinstance(resp, web.HTTPException):  # raised before any middleware
+            resp = _answer(to_api_error(resp))
+        try:
+            async with asyncio.timeout(self._config.write_timeout):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            abort_unread(request)
+            return resp, True
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what is no request, and to what nobody else has caught."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client is gone: nobody reads an answer
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun already")
+        if isinstance(exc, HttpProcessingError):
+            told = _bad_request(exc)
+        else:
+            told = to_api_error(exc if isinstance(exc, Exception) else RuntimeError(message))
+        response = _answer(told)
+        response.force_close()
+        return response
+
+    def _end(self, error: ApiError) -> None:
+        """Answer to headers that are not all there, and close."""
+        self._forget_head()
+        if self.transport is None:
+            return
+        named = request_id("")
+        log.info("request %s: %d %s", named, error.status, error.code)
+        body = msgspec.json.encode(error.body())
+        head = (
+            f"HTTP/1.1 {error.status} \r\nContent-Type: application/json\r\nConnection: close\r\n"
+            f"Content-Length: {len(body)}\r\nX-Request-Id: {named}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.force_close()
+
+    def _forget_head(self) -> None:
+        self._head_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class Runner(web.AppRunner):
+    """What serves an application; a client that disconnects cancels its handler."""
+
+    def __init__(self, app: web.Application, config: ServerConfig) -> None:
+        super().__init__(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=config.shutdown_timeout,
+            max_line_size=MAX_URL_BYTES,
+            max_field_size=MAX_FIELD_BYTES,
+            max_headers=MAX_FIELDS,
+            keepalive_timeout=KEEP_ALIVE_SECONDS,
+        )
+        self._config = config
+
+    def limit_shutdown(self, seconds: float) -> None:
+        """How long `cleanup` waits for answers that are being written."""
+        self._shutdown_timeout = seconds
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            config=self._config,
+            **made._kwargs,
+        )
+
+
+class _Server(web.Server):
+    """Makes connections."""
+
+    def __call__(self) -> Connection:
+        return Connection(self, loop=self._loop, **self._kwargs)
+
+
+def abort_unread(request: web.BaseRequest) -> None:
+    """End the connection of a client that does not read, with what it was not sent."""
+    log.warning("request %s ended: %s does not read its answer", current_id(), request.remote)
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _answer(error: ApiError) -> web.Response:
+    """An error with its request's id, where no middleware adds it."""
+    response = error_response(error)
+    response.headers["X-Request-Id"] = named = current_id()
+    response.headers["Server"] = SERVER
+    # The message may quote a header, and that a key: it is told, not logged.
+    log.info("request %s: %d %s", named, error.status, error.code)
+    return response
+
+
+def too_slow(seconds: float) -> ApiError:
+    """For a request that does not come in time."""
+    return ApiError(408, f"The request did not come within {seconds:g} s.", code="read_timeout")
+
+
+def _too_large(why: str) -> ApiError:
+    return ApiError(431, why, code="headers_too_large")
+
+
+def _bad_request(error: HttpProcessingError) -> ApiError:
+    """What a client is told of bytes that are no request."""
+    if isinstance(error, LineTooLong):
+        if error.args[1] == MAX_URL_BYTES:
+            why = f"The URL has more than {MAX_URL_BYTES} bytes."
+            return ApiError(414, why, code="url_too_long")
+        return _too_large(f"A header has more than {MAX_FIELD_BYTES} bytes.")
+    if error.message.startswith("Too many headers"):
+        return _too_large(f"There are more than {MAX_FIELDS} headers.")
+    what = error.message.partition("\n")[0].removesuffix(":")
+    return ApiError(400, f"This is not a request: {what:.200}", code="http_400")

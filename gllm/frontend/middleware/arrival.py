@@ -1,0 +1,34 @@
+"""Every request has a time and an id; the answer tells the id, and who answers.
+
+Owns X-Request-Id and Server. Knows nothing of what is asked.
+"""
+
+import time
+
+from aiohttp import web
+
+from gllm.config import ServerConfig
+from gllm.frontend.connection import SERVER
+from gllm.frontend.context import ARRIVAL, REQUEST_ID
+from gllm.frontend.errors import Handler
+from gllm.frontend.request_id import CURRENT, request_id
+
+
+def install(app: web.Application, config: ServerConfig) -> None:
+    """Put it into an application."""
+    app.middlewares.append(_arrive)
+    app.on_response_prepare.append(_tell)
+
+
+@web.middleware
+async def _arrive(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request[ARRIVAL] = time.monotonic()
+    request[REQUEST_ID] = request_id(request.headers.get("X-Request-Id", ""))
+    CURRENT.set(request[REQUEST_ID])
+    return await handler(request)
+
+
+async def _tell(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = SERVER
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]

@@ -1,0 +1,99 @@
+"""Who may ask: keys, as a bearer token or in x-api-key.
+
+Owns where keys come from and how they are compared. Knows nothing of what a key's owner may do:
+all keys are alike.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+
+from aiohttp import web
+
+from gllm.config import ServerConfig, check_key
+from gllm.frontend.context import CLIENT
+from gllm.frontend.endpoint import endpoint_of
+from gllm.frontend.errors import ApiError, Handler
+
+
+class Keys:
+    """The keys of a server, kept as SHA-256 digests."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key) for key in dict.fromkeys(keys)]
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def find(self, given: str) -> int | None:
+        """The number of a key. Takes as long whichever it is, and if it is none."""
+        digest, found = _digest(given), None
+        for i, known in enumerate(self._digests):
+            if hmac.compare_digest(digest, known):
+                found = i
+        return found
+
+
+def read_keys(config: ServerConfig) -> Keys:
+    """The keys of the configuration and of its file. Raises ValueError that names the flag."""
+    keys = list(config.api_key)
+    if config.api_key_file is not None:
+        keys += _keys_of_file(config.api_key_file)
+    return Keys(keys)
+
+
+def _keys_of_file(path: str) -> list[str]:
+    """A key a line; empty lines and those that begin with # are none."""
+    flag = f"--api-key-file {path}"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"{flag} cannot be read: {why}") from None
+    keys = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if line and not line.startswith("#"):
+            check_key(line, f"{flag}, line {number}")
+            keys.append(line)
+    if not keys:
+        raise ValueError(f"{flag} holds no key: give it one a line")
+    return keys
+
+
+def install(app: web.Application, config: ServerConfig) -> None:
+    """Put it into an application, if there are keys. Raises ValueError as `read_keys` does."""
+    keys = read_keys(config)
+
+    @web.middleware
+    async def ask_for_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+        endpoint = endpoint_of(request)
+        # Where there is no endpoint, who has no key is not told so.
+        if endpoint is None or not endpoint.is_open:
+            request[CLIENT] = f"key {_check(request, keys)}"
+        return await handler(request)
+
+    if keys:
+        app.middlewares.append(ask_for_key)
+
+
+def _check(request: web.Request, keys: Keys) -> int:
+    """The number of the key that a request bears. Raises ApiError."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    given = [request.headers["X-Api-Key"]] if "X-Api-Key" in request.headers else []
+    given += [token.strip()] if scheme.lower() == "bearer" else []
+    for one in given:
+        if (found := keys.find(one)) is not None:
+            return found
+    if given:
+        error = ApiError(401, "This API key is not valid here.", code="invalid_api_key")
+        error.headers["WWW-Authenticate"] = 'Bearer realm="gllm", error="invalid_token"'
+    else:
+        why = "An API key is needed: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+        error = ApiError(401, why, code="missing_api_key")
+        error.headers["WWW-Authenticate"] = 'Bearer realm="gllm"'
+    raise error
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()

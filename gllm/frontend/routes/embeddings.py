@@ -1,0 +1,83 @@
+"""POST /v1/embeddings.
+
+Owns the endpoint's shape, and that vectors have length 1. Knows nothing of how they are computed.
+"""
+
+import asyncio
+import base64
+import math
+from array import array
+
+import msgspec
+from aiohttp import web
+
+from gllm.config import FieldError, SamplingParams
+from gllm.engine_api import EmbeddingError, EngineLike, check_request
+from gllm.frontend.context import CONTEXT
+from gllm.frontend.errors import ApiError
+from gllm.frontend.fields.completions import MAX_PROMPTS, parse_prompts
+from gllm.frontend.fields.embeddings import EmbeddingFields
+from gllm.frontend.fields.reading import read_fields
+
+
+async def create(request: web.Request) -> web.Response:
+    """What the model knows at the last token of each text, as a vector of length 1."""
+    context = request.app[CONTEXT]
+    fields = await read_fields(request, EmbeddingFields)
+    context.check_model(fields.model)
+    engine = context.engine
+    most = min(MAX_PROMPTS, context.config.max_num_queued_requests)
+    texts = parse_prompts(fields.input, most, param="input")
+    with context.admit(len(texts)):
+        prompts = await asyncio.to_thread(_ids, engine, texts)
+        for prompt in prompts:
+            check_request(prompt, SamplingParams(), engine.model, param="input")
+        vectors = await _all(engine, prompts, fields)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
+        for index, vector in enumerate(vectors)
+    ]
+    tokens = sum(map(len, prompts))
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    body = {"object": "list", "data": data, "model": engine.model.name, "usage": usage}
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def _ids(engine: EngineLike, texts: list[str] | list[list[int]]) -> list[list[int]]:
+    return [engine.tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
+
+
+async def _all(
+    engine: EngineLike, prompts: list[list[int]], fields: EmbeddingFields
+) -> list[list[float]]:
+    """The vectors of all prompts; if one fails, or the client leaves, the others are aborted."""
+    priority, salt = fields.priority or 0, fields.cache_salt or ""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(engine.embed(prompt, priority=priority, cache_salt=salt))
+                for prompt in prompts
+            ]
+    except ExceptionGroup as failed:
+        error = failed.exceptions[0]
+        if isinstance(error, EmbeddingError):
+            raise ApiError(500, str(error), code="embedding_failed") from error
+        raise error from None
+    return [_scaled(task.result(), fields.dimensions) for task in tasks]
+
+
+def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
+    """Its first numbers, scaled to length 1. Raises FieldError."""
+    if dimensions is not None and dimensions > len(vector):
+        raise FieldError(
+            "dimensions", f"dimensions is {dimensions}, but this model has {len(vector)}"
+        )
+    kept = vector[:dimensions]
+    length = math.hypot(*kept) or 1.0
+    return [number / length for number in kept]
+
+
+def _written(vector: list[float], fields: EmbeddingFields) -> list[float] | str:
+    if fields.encoding_format == "base64":
+        return base64.b64encode(array("f", vector).tobytes()).decode()
+    return vector

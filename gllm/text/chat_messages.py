@@ -1,0 +1,135 @@
+"""What a chat's messages may look like, and how templates expect them.
+
+Owns the messages' schema. Knows nothing of templates, tokens and HTTP.
+"""
+
+import json
+from typing import Any, NoReturn
+
+from gllm.config import FieldError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 4096
+MAX_CALLS = 128
+"""Tool calls of one message."""
+
+Message = dict[str, Any]
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments, for templates that go through them as for those that write them out.
+
+    Some templates take an object, others a text to which they add more; so this is an object that
+    stands for its own JSON text wherever a text is needed.
+    """
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def checked_messages(messages: object) -> list[Message]:
+    """Copies of the messages with their contents as text. Raises FieldError naming `messages`."""
+    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
+        raise FieldError("messages", f"messages has to be a list of 1 to {MAX_MESSAGES}")
+    return [_checked(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _refuse(where: str, why: str) -> NoReturn:
+    raise FieldError("messages", f"{where} {why}")
+
+
+def _checked(where: str, message: object) -> Message:
+    """A copy of one message without what is null, but for a content that may be."""
+    if not isinstance(message, dict):
+        _refuse(where, "has to be an object")
+    role = message.get("role")
+    if role not in ROLES:
+        _refuse(where, f"has to have a role of {', '.join(ROLES)}")
+    made = {name: value for name, value in message.items() if value is not None}
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
+        if not isinstance(made.get(name, ""), str):
+            _refuse(where, f"has a {name} that is no string")
+    calls = made.pop("tool_calls", None)
+    if calls:
+        if role != "assistant":
+            _refuse(where, "has tool_calls, but is not of the assistant")
+        made["tool_calls"] = _checked_calls(where, calls)
+    if made.get("function_call"):
+        _refuse(where, "has a function_call, which is not supported: use tool_calls")
+    if "reasoning" in made:
+        # Answers have both names; templates know the longer one.
+        made["reasoning_content"] = made.pop("reasoning")
+    made["content"] = _content(where, made)
+    return made
+
+
+def _content(where: str, message: Message) -> str | None:
+    """The text of a message. Null only beside tool calls; nothing may stand for an empty text
+    beside reasoning."""
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        if "tool_calls" in message:
+            return None
+        content = "" if "reasoning_content" in message else None
+    text = text_of(content)
+    if text is None:
+        _refuse(where, "has to have a content that is a string or a list of parts of type text")
+    return text
+
+
+def text_of(content: object) -> str | None:
+    """The text of a content, parts of it one per line; None where it is not text."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            return None
+        text = part.get("text")
+        if not isinstance(text, str):
+            return None
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _checked_calls(where: str, calls: object) -> list[Message]:
+    """Tool calls that were made, their arguments as objects."""
+    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
+        _refuse(where, f"has tool_calls that are no list of up to {MAX_CALLS}")
+    made = []
+    for i, call in enumerate(calls):
+        here = f"{where}.tool_calls[{i}]"
+        if not isinstance(call, dict) or call.get("type", "function") != "function":
+            _refuse(here, "has to be an object of type function")
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            _refuse(here, "has to have a function with a name")
+        if not isinstance(call.get("id", ""), str):
+            _refuse(here, "has an id that is no string")
+        arguments = _arguments(here, function.get("arguments"))
+        named = {"id": call["id"]} if "id" in call else {}
+        called = {"name": function["name"], "arguments": arguments}
+        made.append({**named, "type": "function", "function": called})
+    return made
+
+
+def _arguments(where: str, given: object) -> Arguments:
+    """Arguments given as the text of a JSON object, or as the object."""
+    try:
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        values = json.loads(text) if text not in ("", "null") else {}
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        _refuse(where, "has arguments that are not the text of a JSON object")
+    return Arguments(values, text if values else "{}")

@@ -1,0 +1,107 @@
+"""What a model's output consists of, besides plain text.
+
+Owns the events that parsers give and the message they add up to. Knows nothing of formats.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins; calls count from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments: pieces of the text of a JSON object."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBroken:
+    """A call that had begun turned out to be none; its whole text follows as content."""
+
+    index: int
+
+
+Event = Content | Reasoning | CallStart | CallArguments | CallBroken
+
+
+@dataclass
+class Call:
+    """A tool call."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    """The text of a JSON object."""
+
+
+@dataclass
+class Message:
+    """All of an output."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: dict[int, Call] = field(default_factory=dict)
+    """By index; those that broke are missing."""
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Append what came."""
+        for event in events:
+            match event:
+                case Content(text):
+                    self.content += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallStart(index, call_id, name):
+                    self.calls[index] = Call(call_id, name)
+                case CallArguments(index, text):
+                    self.calls[index].arguments += text
+                case CallBroken(index):
+                    del self.calls[index]
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The same events with neighbours of one kind joined."""
+    joined: list[Event] = []
+    for _, group in groupby(events, _kind):
+        several = list(group)
+        text = "".join(getattr(event, "text", "") for event in several)
+        match several[0]:
+            case Content():
+                joined.append(Content(text))
+            case Reasoning():
+                joined.append(Reasoning(text))
+            case CallArguments(index):
+                joined.append(CallArguments(index, text))
+            case _:
+                joined += several
+    return joined
+
+
+def _kind(event: Event) -> tuple[type[Event], int]:
+    """What is the same in neighbours that can be joined."""
+    return type(event), getattr(event, "index", 0)

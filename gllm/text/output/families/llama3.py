@@ -1,0 +1,47 @@
+"""Llama 3: `{"name": .., "parameters": {..}}`, alone or behind `<|python_tag|>`; several with `;`.
+
+Owns this format. Without the marker an object is a call only at the beginning of the answer, and in
+any case only of one of the request's tools: JSON may be the answer itself. Source: the models' chat
+templates.
+"""
+
+from gllm.text.output import json_call
+from gllm.text.output.calls import Calls, ToolFamily
+from gllm.text.output.constraint import Written
+from gllm.text.output.reader import Reader, Wait
+
+TAG = "<|python_tag|>"
+
+
+def _parse(reader: Reader, calls: Calls) -> Wait[None]:
+    yield from _series(reader, calls, "")
+    while marker := (yield from reader.until((TAG,), calls.content)):
+        yield from _series(reader, calls, marker)
+
+
+def _series(reader: Reader, calls: Calls, marker: str) -> Wait[None]:
+    """Calls one behind the other, up to what is none."""
+    good = yield from calls.attempt(_call(reader, calls), marker)
+    while good:
+        separator = yield from reader.starts(";", ",")
+        good = yield from calls.attempt(_call(reader, calls), separator)
+
+
+def _call(reader: Reader, calls: Calls) -> Wait[bool]:
+    yield from reader.space()
+    yield from reader.starts(TAG)
+    yield from reader.space()
+    return (yield from json_call.call(reader, calls, arguments=("parameters", "arguments")))
+
+
+FAMILY = ToolFamily(
+    name="llama3",
+    parse=_parse,
+    markers=(TAG,),
+    written_by=lambda template: TAG in template or '"parameters": dictionary' in template,
+    # The templates take no more than one call of an answer.
+    written=lambda template: Written(
+        before='{"name": "NAME", "parameters": ', after="}", several=False
+    ),
+    only_known=True,
+)

@@ -1,0 +1,110 @@
+"""An output of the model as what it means: reasoning, content, tool calls.
+
+Owns the order of the parsers: reasoning is split off first, calls are found in what is left. Knows
+nothing of tokens and of HTTP.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gllm.text.output.calls import Calls, ToolFamily
+from gllm.text.output.constraint import Schema
+from gllm.text.output.events import Content, Event, merged
+from gllm.text.output.reader import Reader, Wait
+from gllm.text.output.reasoning import ReasoningTags, Splitter
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """What an answer may hold besides text."""
+
+    reasoning: ReasoningTags | None = None
+    within: bool = False
+    """Whether the prompt has opened reasoning that the output goes on with."""
+    calls: ToolFamily | None = None
+    tools: Mapping[str, Schema] = field(default_factory=dict)
+    """Schemas of arguments by name of the tool."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Tokens that the parser has to see, should the vocabulary have them as special ones."""
+        tags = self.reasoning
+        return (
+            *(() if tags is None else (tags.opening, tags.closing)),
+            *(() if self.calls is None else self.calls.markers),
+        )
+
+
+PLAIN = OutputFormat()
+"""Nothing but text."""
+
+
+class _Machine:
+    """A parser and the text it reads."""
+
+    def __init__(self, reader: Reader, parser: Wait[None]) -> None:
+        self._reader = reader
+        self._parser = parser
+        next(parser, None)
+
+    def feed(self, text: str) -> None:
+        if text:
+            self._reader.feed(text)
+            next(self._parser, None)
+
+    def end(self) -> None:
+        self._reader.end()
+        next(self._parser, None)
+
+
+class OutputParser:
+    """One choice's text in, events out. The events do not depend on how the text is cut, but for
+    where they are cut themselves."""
+
+    def __init__(self, form: OutputFormat) -> None:
+        self._calls: Calls | None = None
+        self._machines: list[_Machine] = []
+        content: list[Event] = []
+        self._sources = [content]
+        """Where events come from, in the order of the text."""
+
+        def answer(text: str) -> None:
+            if text:
+                content.append(Content(text))
+
+        if form.calls is not None:
+            reader = Reader()
+            family = form.calls
+            self._calls = Calls(reader, form.tools, family.only_known, family.new_id)
+            calls = _Machine(reader, family.parse(reader, self._calls))
+            self._machines.append(calls)
+            self._sources = [self._calls.events]
+            answer = calls.feed
+        if form.reasoning is not None:
+            reader = Reader()
+            splitter = Splitter(form.reasoning, form.within, answer)
+            split = _Machine(reader, splitter.split(reader))
+            self._machines.insert(0, split)
+            self._sources.insert(0, splitter.events)
+            answer = split.feed
+        self._feed = answer
+
+    def push(self, text: str) -> list[Event]:
+        """What more text brings."""
+        self._feed(text)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """What was held back, when no more text comes."""
+        for machine in self._machines:
+            machine.end()
+        if self._calls is not None:
+            self._calls.finish()
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        """The events so far."""
+        taken = [event for source in self._sources for event in source]
+        for source in self._sources:
+            source.clear()
+        return merged(taken)

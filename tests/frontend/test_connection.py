@@ -1,0 +1,181 @@
+"""Bytes that are no request, too many of them, and too slow ones; answers that nobody reads."""
+
+import asyncio
+import gzip
+import json
+
+import pytest
+import uvloop
+
+from gllm.frontend.connection import MAX_FIELD_BYTES, MAX_FIELDS, MAX_HEAD_BYTES, MAX_URL_BYTES
+from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH, serving
+from tests.frontend.raw import connected, post
+from tests.frontend.test_stream import BulkyTokenizer, until
+
+MANY = "".join(f"x-{i}: y\r\n" for i in range(MAX_FIELDS + 1))
+NO_REQUESTS = {
+    "line": (b"what is this\r\n\r\n", 400),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+    "version": (b"GET / HTTP/9.7\r\nHost: x\r\n\r\n", 400),
+    "length": (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400),
+    "lengths": (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+    "smuggled": (
+        b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    "header": (b"GET / HTTP/1.1\r\nHost: x\r\nx\x00y: z\r\n\r\n", 400),
+    "URL": (b"GET /" + b"x" * MAX_URL_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+    "field": (
+        b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * (MAX_FIELD_BYTES + 9) + b"\r\n\r\n",
+        431,
+    ),
+    "fields": (f"GET / HTTP/1.1\r\nHost: x\r\n{MANY}\r\n".encode(), 431),
+}
+
+
+@pytest.mark.parametrize("name", NO_REQUESTS)
+async def test_bytes_that_are_no_request(server, name, caplog):
+    data, expected = NO_REQUESTS[name]
+    async with connected(server.client) as raw:
+        await raw.send(data)
+        status, headers, body = await raw.answer()
+        assert await raw.rest() == b"", "the connection is closed"
+    assert status == expected
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert headers["content-type"].startswith("application/json")
+    assert headers["x-request-id"]
+    assert headers["server"] == "gllm"
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
+    assert (await server.chat()).status == 200
+
+
+async def test_a_head_without_end(server):
+    async with connected(server.client) as raw:
+        await raw.send(b"GET / HTTP/1.1\r\nHost: x\r\n")
+        field = b"y: " + b"z" * 8000 + b"\r\n"
+        for _ in range(MAX_HEAD_BYTES // len(field) + 1):
+            await raw.send(field)
+        status, headers, body = await raw.answer()
+        assert await raw.rest() == b""
+    assert (status, body["error"]["code"]) == (431, "headers_too_large")
+    assert headers["x-request-id"]
+
+
+async def test_an_odd_expectation(server):
+    async with connected(server.client) as raw:
+        await raw.send(b"GET /nowhere HTTP/1.1\r\nHost: x\r\nExpect: the worst\r\n\r\n")
+        status, headers, body = await raw.answer()
+    assert (status, body["error"]["code"]) == (417, "http_417")
+    assert headers["x-request-id"]
+
+
+async def test_a_body_that_waits_to_be_asked_for(server):
+    whole = post(CHAT_PATH, CHAT, "Expect: 100-continue")
+    head, body = whole.split(b"\r\n\r\n", 1)
+    async with connected(server.client) as raw:
+        await raw.send(head + b"\r\n\r\n")
+        assert await raw.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await raw.send(body)
+        assert (await raw.answer())[0] == 200
+
+
+async def test_a_body_that_says_it_is_too_large_is_not_waited_for(server):
+    async with connected(server.client) as raw:
+        head = f"POST {CHAT_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**40}\r\n\r\n"
+        await raw.send(head.encode())
+        status, _, body = await raw.answer()
+    assert (status, body["error"]["type"]) == (413, "request_too_large")
+
+
+async def test_a_small_body_that_holds_a_large_one(server):
+    body = gzip.compress(b" " * 10**8 + b"{}")
+    answer = await server.post(CHAT_PATH, body, headers={"Content-Encoding": "gzip"})
+    assert (answer.status, answer.error["type"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("cut", [30, -3], ids=["head", "body"])
+def test_a_request_that_does_not_come(engine, cut, run):
+    # Servers run on uvloop, where the first bytes come earlier than elsewhere.
+    async def ask():
+        async with (
+            serving(engine, read_timeout=0.2) as server,
+            connected(server.client) as raw,
+        ):
+            await raw.send(post(CHAT_PATH, CHAT)[:cut])
+            return await raw.answer()
+
+    status, headers, body = run(ask())
+    assert (status, body["error"]["code"]) == (408, "read_timeout")
+    assert headers["x-request-id"]
+    assert engine.calls == []
+
+
+async def test_only_what_comes_slowly_is_too_slow(engine):
+    engine.delay = 0.05
+    async with serving(engine, read_timeout=0.2) as server, connected(server.client) as raw:
+        for _ in range(2):  # an answer that takes longer, and a silence between two requests
+            await raw.send(post(CHAT_PATH, CHAT))
+            assert (await raw.answer())[0] == 200
+            await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_never_reads(engine, caplog, stream):
+    engine.max_model_len = 10**6
+    tokens = 20_000 if stream else 4000
+    engine.tokenizer = BulkyTokenizer(engine.tokenizer, tokens, 5000)
+    engine.delay = 0.001 if stream else 0.0
+    body = {"prompt": [5], "stream": stream, "max_tokens": tokens}
+    async with serving(engine, write_timeout=0.3) as server:
+        async with connected(server.client, window=4096) as raw:
+            await raw.send(post(TEXT_PATH, body, "X-Request-Id: stuck"))
+            await until(lambda: engine.calls and engine.calls[0].closed, 60)
+            await until(lambda: not server.connections, 60)
+        assert engine.calls[0].finished is not stream
+        assert "request stuck ended" in caplog.text
+
+
+async def test_connections_end_while_draining(server):
+    async with connected(server.client) as raw:
+        await raw.send(post(CHAT_PATH, CHAT))
+        status, headers, _ = await raw.answer()
+        assert (status, "connection" in headers) == (200, False)
+        assert headers["server"] == "gllm"
+        server.engine.delay = 0.02
+        await raw.send(post(CHAT_PATH, CHAT))
+        await until(lambda: len(server.engine.calls) == 2, 60)
+        server.engine.state = "draining"
+        assert (await raw.answer())[0:2][0] == 200, "what runs goes on"
+        assert await raw.rest() == b""
+    async with connected(server.client) as raw:
+        await raw.send(post(CHAT_PATH, CHAT))
+        status, headers, body = await raw.answer()
+        assert (status, body["error"]["code"]) == (503, "engine_draining")
+        assert int(headers["retry-after"]) > 0
+        assert headers["connection"] == "close"
+        assert await raw.rest() == b""
+
+
+@pytest.mark.parametrize("given", ["mine-7", "  mine\t", "ünd", ""])
+async def test_request_ids(server, given):
+    async with connected(server.client) as raw:
+        await raw.send(post(CHAT_PATH, CHAT, f"X-Request-Id: {given}"))
+        _, headers, body = await raw.answer()
+    told = headers["x-request-id"]
+    assert body["id"] == f"chatcmpl-{told}"
+    assert told.isascii()
+    if "mine" in given:
+        assert told == given.strip()
+    else:
+        assert len(told) in (2, 32)
+
+
+async def test_log_lines_name_the_request(server, caplog):
+    headers = {"X-Request-Id": "mine"}
+    body = json.dumps({**CHAT, "odd": 1}).encode()
+    assert (await server.post(CHAT_PATH, body, headers=headers)).status == 200
+    assert "request mine: fields without meaning" in caplog.text
+    server.engine.raises = RuntimeError("a secret")
+    await server.post(CHAT_PATH, CHAT, headers=headers)
+    assert "request mine failed" in caplog.text

@@ -1,0 +1,161 @@
+"""Keys: who gets in, and that no key gets out."""
+
+import re
+
+import pytest
+
+from gllm.config import ServerConfig
+from gllm.frontend.app import ENDPOINTS
+from gllm.frontend.middleware.keys import Keys, read_keys
+from gllm.serve import keys_of_environment
+from tests.frontend.conftest import CHAT, CHAT_PATH, serving
+from tests.frontend.raw import connected
+
+KEY, OTHER = "sk-first-key", "sk-second-key"
+
+
+@pytest.fixture
+async def locked(engine):
+    async with serving(engine, api_key=(KEY, OTHER)) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": f"Bearer {KEY}"},
+        {"Authorization": f"bearer  {OTHER}"},
+        {"X-Api-Key": KEY},
+        {"Authorization": "Bearer none", "X-Api-Key": OTHER},
+        {"Authorization": "Basic eDp5", "X-Api-Key": KEY},
+    ],
+    ids=str,
+)
+async def test_a_key_opens(locked, headers):
+    assert (await locked.post(CHAT_PATH, CHAT, headers=headers)).status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": f"Bearer {KEY}x"},
+        {"Authorization": f"Bearer {KEY[:-1]}"},
+        {"Authorization": "Bearer "},
+        {"X-Api-Key": KEY.upper()},
+        {"X-Api-Key": ""},
+        {"Authorization": f"Bearer {KEY} {KEY}"},
+        {"X-Api-Key": "schlüssel"},
+    ],
+    ids=str,
+)
+async def test_a_wrong_key_does_not(locked, headers):
+    answer = await locked.post(CHAT_PATH, CHAT, headers=headers)
+    assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+    assert answer.error["type"] == "authentication_error"
+    assert answer.headers["WWW-Authenticate"] == 'Bearer realm="gllm", error="invalid_token"'
+    assert locked.engine.calls == []
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}])
+async def test_no_key(locked, headers):
+    answer = await locked.post(CHAT_PATH, CHAT, headers=headers)
+    assert (answer.status, answer.error["code"]) == (401, "missing_api_key")
+    assert answer.headers["WWW-Authenticate"] == 'Bearer realm="gllm"'
+    assert "X-Request-Id" in answer.headers
+
+
+async def test_open_endpoints_are_these_alone(locked):
+    opened = set()
+    for endpoint in ENDPOINTS:
+        path = re.sub(r"{\w+}", "x", endpoint.path)
+        async with locked.client.request(endpoint.method, path) as response:
+            if response.status != 401:
+                opened.add(endpoint.path)
+    expected = {"/health", "/ready", "/metrics", "/", "/page/{name}"}
+    assert opened == expected == {one.path for one in ENDPOINTS if one.is_open}
+
+
+async def test_what_is_not_there_asks_for_a_key_too(locked):
+    async with locked.client.get("/nowhere") as response:
+        assert response.status == 401
+    async with locked.client.get("/nowhere", headers={"X-Api-Key": KEY}) as response:
+        assert response.status == 404
+
+
+async def test_the_body_is_not_waited_for(locked):
+    async with connected(locked.client) as raw:
+        head = f"POST {CHAT_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
+        await raw.send(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        status, _, body = await raw.answer()
+    assert (status, body["error"]["code"]) == (401, "missing_api_key")
+
+
+async def test_keys_are_told_to_nobody(locked, caplog):
+    config = ServerConfig(api_key=(KEY,))
+    assert KEY not in repr(config)
+    caplog.set_level("DEBUG")
+    headers = {"X-Api-Key": KEY}
+    async with locked.client.get("/server_info", headers=headers) as response:
+        text = await response.text()
+    assert "max_choices" in text
+    async with connected(locked.client) as raw:
+        await raw.send(f"GET / HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\x00\r\n\r\n".encode())
+        status, *_ = await raw.answer()
+    assert status == 400
+    for key in (KEY, OTHER):
+        assert key not in text
+        assert key not in caplog.text
+
+
+async def test_no_keys_no_questions(server):
+    assert (await server.chat()).status == 200
+
+
+def test_every_key_is_compared(monkeypatch):
+    compared = []
+    keys = Keys(["a", "b", "c", "b"])
+    same = lambda given, known: compared.append(known) or given == known  # noqa: E731
+    monkeypatch.setattr("gllm.frontend.middleware.keys.hmac.compare_digest", same)
+    assert [keys.find(key) for key in "abcd"] == [0, 1, 2, None]
+    assert len(compared) == 4 * 3
+    assert {len(known) for known in compared} == {32}
+
+
+def test_keys_of_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n\n  {KEY}  \n# {OTHER}\nb\n")
+    keys = read_keys(ServerConfig(api_key=("c",), api_key_file=str(file)))
+    assert len(keys) == 3
+    found = [keys.find(key) is not None for key in (KEY, "b", "c", OTHER, "", "# ours")]
+    assert found == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "cannot be read"),
+        (b"", "holds no key"),
+        (b"# nothing\n", "holds no key"),
+        (b"fine\ntwo words\n", "line 2"),
+        (b"\xff\xfe", "not UTF-8"),
+    ],
+    ids=str,
+)
+def test_files_that_cannot_be(tmp_path, text, why):
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_bytes(text)
+    with pytest.raises(ValueError, match=why) as caught:
+        read_keys(ServerConfig(api_key_file=str(file)))
+    assert "--api-key-file" in str(caught.value)
+    assert "two words" not in str(caught.value)
+
+
+def test_keys_of_the_environment():
+    environment = {"GLLM_API_KEY": f"{KEY}, {OTHER},", "HOME": "/"}
+    assert keys_of_environment(environment) == [KEY, OTHER]
+    assert environment == {"HOME": "/"}
+    assert keys_of_environment(environment) == []
+    for wrong in ("", " , ", "two words"):
+        with pytest.raises(ValueError, match="GLLM_API_KEY"):
+            keys_of_environment({"GLLM_API_KEY": wrong})

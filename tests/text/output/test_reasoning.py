@@ -1,0 +1,129 @@
+"""Reasoning is split off where it is, counted, and found by the template."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gllm.text.output.events import Message
+from gllm.text.output.parser import OutputFormat, OutputParser
+from gllm.text.output.reasoning import REASONING, ReasoningCounter
+from gllm.text.output.registry import reasoning_tags, tool_family
+
+CASES = [
+    ("<think>\nhm, yes\n</think>\n\nHello.\n", False, "hm, yes", "Hello.\n"),
+    ("\n<think>a</think>b", False, "a", "b"),
+    ("hm\n</think>Hello", True, "hm", "Hello"),
+    ("<think>hm\n</think>Hello", True, "hm", "Hello"),
+    ("<think>\n\n</think>\n\nHello", False, "", "Hello"),
+    ("<think>never ends \n", False, "never ends", ""),
+    ("never ends", True, "never ends", ""),
+    ("Hello <think>no</think>", False, "", "Hello <think>no</think>"),
+    ("  Hello </think>", False, "", "  Hello </think>"),
+    ("<think", False, "", "<think"),
+    ("<thinking>x", False, "", "<thinking>x"),
+    ("", False, "", ""),
+    ("", True, "", ""),
+    (" \n", False, "", " \n"),
+    ("a</think>b</think>c", True, "a", "b</think>c"),
+    ("a < b </thin </think>c", True, "a < b </thin", "c"),
+]
+
+
+def read(text, within, name="think"):
+    parser, message = OutputParser(OutputFormat(REASONING[name], within)), Message()
+    for char in text:
+        message.add(parser.push(char))
+    message.add(parser.finish())
+    return message.reasoning, message.content
+
+
+@pytest.mark.parametrize(("text", "within", "reasoning", "content"), CASES)
+def test_split(text, within, reasoning, content):
+    assert read(text, within) == (reasoning, content)
+    other = text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    shown = content.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    assert read(other, within, "mistral") == (reasoning, shown)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(["<think>", "</think>", "<", "think", ">", " ", "a"])),
+    within=st.booleans(),
+)
+def test_no_tag_is_shown_as_reasoning_and_nothing_else_is_lost(pieces, within):
+    text = "".join(pieces)
+    reasoning, content = read(text, within)
+    assert "</think>" not in reasoning
+    assert (reasoning + content).count("a") == text.count("a")
+    if not within and not text.lstrip().startswith("<think>"):
+        assert (reasoning, content) == ("", text)
+
+
+OPEN, CLOSE, BLANK = 90, 91, 0
+COUNTS = [
+    ([OPEN, 1, 2, CLOSE, 3, 4], False, 4),
+    ([1, 2, CLOSE, 3], True, 3),
+    ([1, 2], True, 2),
+    ([BLANK, OPEN, 1, CLOSE, OPEN, 2], False, 3),
+    ([1, OPEN, 2, CLOSE], False, 0),
+    ([CLOSE, 1], True, 1),
+    ([], True, 0),
+]
+
+
+@pytest.mark.parametrize(("tokens", "within", "count"), COUNTS)
+def test_tokens_are_counted(tokens, within, count):
+    counters = [ReasoningCounter(OPEN, CLOSE, within, lambda token: token == BLANK) for _ in "ab"]
+    counters[0].add(tokens)
+    for token in tokens:
+        counters[1].add([token])
+    assert [counter.count for counter in counters] == [count, count]
+
+
+def test_where_a_prompt_leaves_reasoning():
+    tags = REASONING["think"]
+    assert tags.left_open("<|Assistant|><think>\n")
+    assert not tags.left_open("<|Assistant|><think>\n\n</think>\n\n")
+    assert not tags.left_open("what is <think>?<|Assistant|>")
+    assert tags.left_within("<think>so far")
+    assert not tags.left_within("<think>done</think> so far")
+    assert not tags.left_within("so far")
+
+
+SHOWN = [
+    ('<tool_call>\n{"name": .., "arguments": ..}\n</tool_call>', "hermes"),
+    ("<tool_call><function=..><parameter=..>", "qwen3_coder"),
+    ("<tool_call>{name}<arg_key>{k}</arg_key>", "glm45"),
+    ("{{ '<|python_tag|>' }}", "llama3"),
+    ('{"name": function name, "parameters": dictionary of ..}', "llama3"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
+    ("<|observation|>", "glm4"),
+    ("<|observation|><tool_call><arg_key>", "glm45"),
+]
+
+
+@pytest.mark.parametrize(("template", "name"), SHOWN)
+def test_families_are_known_by_the_template(template, name):
+    found = tool_family("auto", template, "qwen2")
+    assert found is not None
+    assert found.name == name
+
+
+def test_families_are_known_by_type_or_named():
+    assert tool_family("auto", "{{ tools }}") is None
+    found = tool_family("auto", "{{ tools }}", "qwen3_moe")
+    assert found is not None
+    assert found.name == "hermes"
+    named = tool_family("llama3", "[TOOL_CALLS]")
+    assert named is not None
+    assert named.name == "llama3"
+    assert tool_family("none", "[TOOL_CALLS]") is None
+
+
+def test_tags_are_known_by_the_template_or_named():
+    assert reasoning_tags("auto", "{{ messages }}") is None
+    assert reasoning_tags("auto", "content.split('</think>')") is REASONING["think"]
+    assert reasoning_tags("auto", "[THINK]") is REASONING["mistral"]
+    assert reasoning_tags("none", "<think>") is None
+    assert reasoning_tags("mistral", "<think>") is REASONING["mistral"]

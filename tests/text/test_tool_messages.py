@@ -1,0 +1,176 @@
+"""Chats with tools come out of templates as transformers renders them, however they write calls."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from gllm.config import FieldError
+from gllm.text.chat_template import ChatTemplate, load_chat_template
+from gllm.text.tokenizer import Tokenizer
+from tests.text import tokenizers_for_tests as some
+
+AS_OBJECT = """{% if tools %}{% for t in tools %}{{ t | tojson }}
+{% endfor %}{% endif %}
+{% for m in messages %}
+{{ m.role }}: {% if m.content %}{{ m.content }}{% endif %}
+{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }} \
+{%- for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}
+{% if c.function.arguments is string %}TEXT{% endif %}
+{% endfor %}
+{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}
+{% endfor %}"""
+
+AS_TEXT = """{% for m in messages %}
+{% if m['tool_calls'] %}
+{% for c in m['tool_calls'] %}
+{% if m['content'] is none %}{{ 'call ' + c['function']['arguments'] + '.' }}
+{% else %}{{ m['content'] + ' call ' + c['function']['arguments'] ~ '.' }}{% endif %}
+{% endfor %}
+{% else %}
+{{ m['role'] + ': ' + m['content'] }}
+{% endif %}
+{% endfor %}"""
+
+TEXT = '{"b":  1, "a": [true, "é"]}'
+VALUES = {"b": 1, "a": [True, "é"]}
+
+
+def chat(arguments, content=None):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "é"}}]
+
+
+@pytest.mark.parametrize("content", [None, "", "See:"])
+def test_as_transformers(content):
+    peer = PreTrainedTokenizerFast(tokenizer_object=some.byte_level())
+    for source, theirs in ((AS_OBJECT, VALUES), (AS_TEXT, TEXT)):
+        if source == AS_TEXT and content is None:
+            # Their newer releases drop what is null, older ones kept it.
+            assert ChatTemplate(source, {}).render(chat(TEXT)).split("\n")[1] == f"call {TEXT}."
+            continue
+        expected = peer.apply_chat_template(
+            chat(theirs, content), chat_template=source, tools=TOOLS, tokenize=False
+        )
+        ours = ChatTemplate(source, {})
+        assert ours.render(chat(TEXT, content), False, tools=TOOLS) == expected
+        if source == AS_OBJECT:
+            assert ours.render(chat(VALUES, content), False, tools=TOOLS) == expected
+
+
+def test_null_content_only_for_templates_that_know_it():
+    words = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    assert ChatTemplate(words, {}).render(chat("{}")) == "[Hi][][7]"
+    asks = words + "{{ messages[1].content is none }}"
+    assert ChatTemplate(asks, {}).render(chat("{}")).endswith("True")
+    other = words + "{% if messages[0].reasoning_content is not none %}{% endif %}"
+    assert ChatTemplate(other, {}).render(chat("{}")) == "[Hi][][7]"
+
+
+def test_what_null_stands_for():
+    source = "{% for m in messages %}{{ 'tool_calls' in m }}{{ 'name' in m }}{% endfor %}"
+    message = {"role": "user", "content": "x", "tool_calls": None, "name": None}
+    assert ChatTemplate(source, {}).render([message]) == "FalseFalse"
+    assert ChatTemplate(source, {}).render([{**message, "tool_calls": []}]) == "FalseFalse"
+
+
+def test_reasoning_by_either_name():
+    source = "{{ messages[0].reasoning_content }}|{{ messages[0].content }}"
+    template = ChatTemplate(source, {})
+    for name in ("reasoning", "reasoning_content"):
+        assert template.render([{"role": "assistant", name: "hm", "content": "x"}]) == "hm|x"
+        assert template.render([{"role": "assistant", name: "hm", "content": None}]) == "hm|"
+
+
+def bad(**call):
+    return [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+FUNCTION = {"name": "f", "arguments": "{}"}
+BAD = [
+    bad(type="function"),
+    bad(type="custom", function=FUNCTION),
+    bad(function={"arguments": "{}"}),
+    bad(function={"name": 7}),
+    bad(id=7, function=FUNCTION),
+    *[bad(function={"name": "f", "arguments": text}) for text in ("{", "[1]", "x", "7", 7, [1])],
+    [{"role": "assistant", "content": None, "tool_calls": {}}, {"role": "user", "content": None}],
+    [{"role": "assistant", "content": None, "tool_calls": [{}] * 129}],
+    [{"role": "assistant", "content": None, "tool_calls": ["x"]}],
+    [{"role": "assistant", "content": None, "tool_calls": "x"}],
+    [{"role": "user", "content": "x", "tool_calls": [{"function": FUNCTION}]}],
+    [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}],
+    [{"role": "assistant", "content": None}],
+    [{"role": "assistant", "content": "x", "reasoning": 7}],
+    [{"role": "tool", "content": None, "tool_call_id": "x"}],
+    [{"role": "tool", "content": "x", "tool_call_id": 7}],
+    [{"role": "user", "content": "x", "name": 7}],
+]
+
+
+@pytest.mark.parametrize("messages", BAD, ids=range(len(BAD)))
+def test_bad_messages(messages):
+    with pytest.raises(FieldError) as caught:
+        ChatTemplate(AS_OBJECT, {}).render(messages)
+    assert caught.value.param == "messages"
+
+
+def test_empty_arguments_are_an_empty_object():
+    for given in ("", None, "{}", {}):
+        assert "call {}." in ChatTemplate(AS_TEXT, {}).render(chat(given))
+
+
+def test_whether_there_is_a_place_for_tools(tmp_path):
+    assert ChatTemplate(AS_OBJECT, {}).takes_tools
+    assert not ChatTemplate(AS_TEXT, {}).takes_tools
+    assert not ChatTemplate("{% set tools = [] %}{{ tools }}", {}).takes_tools
+    assert ChatTemplate(
+        "{% if not tools is defined %}{% set tools = 1 %}{% endif %}", {}
+    ).takes_tools
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools }}"},
+    ]
+    (tmp_path / "config.json").write_text('{"model_type": "cohere"}')
+    template = load_chat_template(some.save(tmp_path, some.byte_level(), chat_template=named))
+    assert template is not None
+    assert template.takes_tools
+    assert template.model_type == "cohere"
+    hello = [{"role": "user", "content": "x"}]
+    assert template.render(hello) == "plain"
+    assert "'name': 'f'" in template.render(hello, tools=TOOLS)
+
+
+def test_a_template_in_place_of_the_models(tmp_path):
+    (tmp_path / "other.jinja").write_text("{{ bos_token }}{{ tools }}")
+    folder = some.save(tmp_path, some.byte_level(), chat_template="own", bos_token="<s>")
+    hello = [{"role": "user", "content": "x"}]
+    template = Tokenizer.load(folder, str(tmp_path / "other.jinja")).chat_template
+    assert template is not None
+    assert template.render(hello) == "<s>None"
+    assert template.takes_tools
+    with pytest.raises(OSError, match="nowhere"):
+        Tokenizer.load(folder, str(tmp_path / "nowhere.jinja"))
+
+
+def test_continued_messages():
+    trims = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}"
+    hello = {"role": "user", "content": "Hi"}
+    for content in ("So it", "So it ", [{"type": "text", "text": "So it "}]):
+        text = content if isinstance(content, str) else "So it "
+        messages = [hello, {"role": "assistant", "content": content}]
+        rendered = ChatTemplate(trims, {}).render(messages, False, continue_final=True)
+        assert rendered == f"<user>Hi</s>\n<assistant>{text}"
+    for messages in ([hello], chat("{}")[:2]):
+        with pytest.raises(FieldError) as caught:
+            ChatTemplate(trims, {}).render(messages, False, continue_final=True)
+        assert caught.value.param == "continue_final_message"
+    last = [{"role": "assistant", "content": "x"}]
+    with pytest.raises(FieldError) as caught:
+        ChatTemplate("nothing", {}).render(last, False, continue_final=True)
+    assert caught.value.param == "messages"

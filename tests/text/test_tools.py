@@ -1,0 +1,108 @@
+"""Tools and the choice among them: what is taken, as what, and what is refused by name."""
+
+import pytest
+
+from gllm.config import FieldError
+from gllm.text.tools import MAX_DEPTH, MAX_TOOLS, ToolUse, tool_use
+
+
+def tool(name="f", **more):
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+GOOD = [tool("f", parameters=SCHEMA), tool("g-2_X")]
+
+
+def test_what_models_are_trained_on():
+    given = [
+        {
+            "function": {
+                "strict": True,
+                "parameters": SCHEMA,
+                "description": "d",
+                "name": "f",
+                "x": 1,
+            },
+            "type": "function",
+        },
+        tool("g", description=None, parameters=None),
+    ]
+    use = tool_use(given, None)
+    assert list(use.tools[0]) == ["type", "function"]
+    assert list(use.tools[0]["function"]) == ["name", "description", "parameters"]
+    assert use.tools[1] == tool("g")
+    assert (use.choice, use.named) == ("auto", "")
+    assert use.schemas == {"f": SCHEMA, "g": {"type": "object", "properties": {}}}
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "found"),
+    [
+        (None, ("auto", "")),
+        ("auto", ("auto", "")),
+        ("required", ("required", "")),
+        (NAMED, ("required", "f")),
+    ],
+    ids=str,
+)
+def test_choices(choice, found):
+    use = tool_use(GOOD, choice)
+    assert (use.choice, use.named) == found
+
+
+def test_no_tools():
+    for tools in (None, []):
+        for choice in (None, "none", "auto"):
+            assert tool_use(tools, choice) == ToolUse()
+    assert tool_use(GOOD, "none") == ToolUse()
+
+
+def nested(levels):
+    """A schema of lists of lists of .."""
+    value = {}
+    for _ in range(levels - 1):
+        value = {"items": value}
+    return {"properties": {"a": value}}
+
+
+def test_depth():
+    assert tool_use([tool(parameters=nested(MAX_DEPTH - 3))], None).choice == "auto"
+
+
+BAD_TOOLS = [
+    *(7, "x", {}, ["x"], [None], [{}], [[]]),
+    *([{"type": "function"}], [{"type": "function", "function": "f"}], [{"type": "web_search"}]),
+    *([tool(7)], [tool("")], [tool("a b")], [tool("a" * 65)], [tool("é")], [tool("a\n")]),
+    *([tool(description=7)], [tool(parameters=7)], [tool(parameters=[])]),
+    *([tool(parameters={"type": "string"})], [tool(parameters={"properties": []})]),
+    *([tool(parameters={"properties": {"a": 7}})], [tool("f"), tool("f")]),
+    *([tool(parameters={"required": True})], [tool(parameters={"required": [7]})]),
+    *([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], [tool(parameters=nested(MAX_DEPTH + 1))]),
+]
+
+
+@pytest.mark.parametrize("tools", BAD_TOOLS, ids=range(len(BAD_TOOLS)))
+@pytest.mark.parametrize("choice", [None, "none", "required"])
+def test_bad_tools(tools, choice):
+    with pytest.raises(FieldError) as caught:
+        tool_use(tools, choice)
+    assert caught.value.param == "tools"
+
+
+BAD_CHOICES = [
+    *(7, "x", "", True, [], {}, {"type": "function"}, {"type": "function", "function": {}}),
+    *({"type": "function", "function": {"name": 7}}, {"type": "function", "function": "f"}),
+    *({"type": "x", "function": {"name": "f"}}, {"type": "function", "function": {"name": "h"}}),
+]
+
+
+@pytest.mark.parametrize("choice", BAD_CHOICES, ids=str)
+@pytest.mark.parametrize("tools", [None, GOOD], ids=["none", "some"])
+def test_bad_choices(tools, choice):
+    with pytest.raises(FieldError) as caught:
+        tool_use(tools, choice)
+    assert caught.value.param == "tool_choice"
