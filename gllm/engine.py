@@ -162,8 +162,8 @@ class Engine:
 
     async def stop(self) -> None:
         """End the workers; requests that still run end with an error."""
-        await self._grammars.close()
         await self._pipeline.stop()
+        await self._grammars.close()
 
     async def generate(
         self,

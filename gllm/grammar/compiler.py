@@ -63,7 +63,8 @@ class GrammarCompiler:
             raise FieldError(wanted.param, f"{wanted.param} cannot be used: {error}") from error
 
     async def compile(self, source: Source) -> str:
-        """The grammar as the last stage wants it. Raises BadGrammar and CompilerBusy."""
+        """The grammar as the last stage wants it. Raises BadGrammar and CompilerBusy, RuntimeError
+        where nothing can be compiled."""
         if source in self._known:
             self._known.move_to_end(source)
             grammar, error = self._known[source]
@@ -133,9 +134,17 @@ class GrammarCompiler:
             *command, stdin=PIPE, stdout=PIPE, limit=LINE, env=environment
         )
         self._process = process
-        _, error = await self._answer(process)
-        if error:
+        assert process.stdout is not None
+        line = b""
+        with suppress(TimeoutError):
+            line = await asyncio.wait_for(process.stdout.readline(), PATIENCE)
+        error = json.loads(line)[1] if line else ""
+        if error or not line:
             await self._end()
+        if not line:
+            # It is nobody's grammar that is at fault.
+            raise RuntimeError("the process that compiles grammars does not start")
+        if error:
             raise BadGrammar(error)
         return process
 

@@ -4,17 +4,17 @@ Owns the output as far as it is settled. Knows nothing of logits and threads: wh
 says where its masks are computed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
 from threading import Condition
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from llguidance import LLMatcher
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 MASK_SECONDS = 10.0
 """A mask that takes longer ends its sequence; those of bounded grammars take well below one."""
-
 TOKEN_SECONDS = 60.0
 """The same for a token that has to be drawn first."""
 
@@ -33,6 +33,11 @@ class Rules(NamedTuple):
     """Settle tokens that the grammar leaves no choice about; if not, every token is drawn."""
 
 
+def usable_eos(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The ends of a sequence that the model can write."""
+    return [token for token in eos_ids if token < vocab_size]
+
+
 class Guide:
     """Output tokens are counted from 0. A draw settles one and, where the grammar forces others,
     those that follow: rows that were planned before anybody knew get the settled token."""
@@ -41,7 +46,7 @@ class Guide:
         self,
         begin: Callable[[Callable[[], bytes]], "Future[bytes]"],
         go_on: Callable[[Callable[[], bytes]], "Future[bytes]"],
-        compiled: Callable[[], LLMatcher],
+        compiled: "Callable[[], LLMatcher]",
         rules: Rules,
     ) -> None:
         """begin, go_on: run a function somewhere else, the first with time on its hands; compiled:
@@ -124,7 +129,7 @@ class Guide:
         if self._error:
             raise GuideError(self._error)
 
-    def _begin(self, matcher: LLMatcher) -> bytes:
+    def _begin(self, matcher: "LLMatcher") -> bytes:
         self._matcher = matcher
         self._settle_forced()
         return self._mask()

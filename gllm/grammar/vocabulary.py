@@ -10,6 +10,8 @@ from pathlib import Path
 
 from llguidance import LLParserLimits, LLTokenizer
 
+from gllm.grammar.guide import usable_eos
+
 STEP_FUEL = 50_000
 """Work on regular expressions for one mask, which takes 0.1 s and 50 MB at worst."""
 COMPILE_FUEL = 200_000
@@ -25,11 +27,6 @@ def limits() -> LLParserLimits:
         max_lexer_states=LEXER_STATES,
         verbose_errors=False,
     )
-
-
-def usable_eos(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """The ends of a sequence that the model can write."""
-    return [token for token in eos_ids if token < vocab_size]
 
 
 def load_vocabulary(folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:

@@ -9,12 +9,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher, LLTokenizer
-
-from gllm.grammar.guide import Guide, GuideError, Rules
-from gllm.grammar.vocabulary import limits, load_vocabulary, usable_eos
+from gllm.grammar.guide import Guide, GuideError, Rules, usable_eos
 from gllm.messages import Sampling
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILED = 32
 MAX_CHARACTERS = 2**19
@@ -53,7 +54,7 @@ class Grammars:
             self._compiler.submit, self._walkers.submit, lambda: self._copy(spec.grammar), rules
         )
 
-    def _copy(self, grammar: str) -> LLMatcher:
+    def _copy(self, grammar: str) -> "LLMatcher":
         """A matcher at its beginning. Raises GuideError."""
         matcher, uses = self._compiled.pop(grammar, (None, 0))
         if matcher is None or uses == MAX_USES:
@@ -63,7 +64,12 @@ class Grammars:
             self._compiled.popitem(last=False)
         return matcher.deep_copy()
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _compile(self, grammar: str) -> "LLMatcher":
+        # Most workers never need it.
+        from llguidance import LLMatcher
+
+        from gllm.grammar.vocabulary import limits, load_vocabulary
+
         if self._tokens is None:
             try:
                 self._tokens = load_vocabulary(*self._model)

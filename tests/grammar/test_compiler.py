@@ -147,6 +147,14 @@ async def test_what_is_remembered_is_bounded(compiler, monkeypatch):
     assert compiler._characters <= module.MAX_CHARACTERS or len(compiler._known) == 0
 
 
+async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(tmp_path):
+    compiler = GrammarCompiler(tmp_path, VOCABULARY, (EOS,))
+    with pytest.raises(RuntimeError, match="does not start"):
+        await compiler.compile(GOOD)
+    assert not compiler._known
+    assert compiler._process is None
+
+
 async def test_a_model_without_an_end_has_no_grammars():
     compiler = GrammarCompiler(FOLDER, VOCABULARY, (VOCABULARY,))
     with pytest.raises(BadGrammar, match="no token that ends"):
