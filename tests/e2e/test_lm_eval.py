@@ -28,6 +28,19 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 
 
+CHAT_TASK = """\
+task: demo_chat
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[gold]}}}}"
+generation_kwargs: {{until: ["###"], max_gen_toks: 60, temperature: 0.0}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
 def write_task(folder: Path) -> None:
     """Each question with its own answer and those of three others."""
     rows = [json.loads(line) for line in QUESTIONS.read_text().splitlines()[:COUNT]]
@@ -38,15 +51,18 @@ def write_task(folder: Path) -> None:
             print(
                 json.dumps({"question": row["question"], "choices": choices, "gold": 0}), file=file
             )
-    (folder / "demo.yaml").write_text(TASK.format(file=folder / "questions.jsonl"))
+    file = folder / "questions.jsonl"
+    (folder / "demo.yaml").write_text(TASK.format(file=file))
+    (folder / "chat.yaml").write_text(CHAT_TASK.format(file=file))
 
 
-def run_harness(url: str, folder: Path) -> list[dict[str, Any]]:
-    """What the harness wrote down of each question."""
-    model = f"model=demo,base_url={url}/v1/completions,tokenizer={ROOT / 'gllm' / 'demo'}"
+def run_harness(url: str, folder: Path, kind: str, task: str, *more: str) -> list[dict[str, Any]]:
+    """What the harness wrote down of each question. kind: of its models."""
+    path = "chat/completions" if "chat" in kind else "completions"
+    model = f"model=demo,base_url={url}/v1/{path},tokenizer={ROOT / 'gllm' / 'demo'}"
     command = [
-        *(sys.executable, "-m", "lm_eval", "run", "--model", "local-completions"),
-        *("--model_args", f"{model},num_concurrent=4", "--tasks", "demo_questions"),
+        *(sys.executable, "-m", "lm_eval", "run", "--model", kind, "--tasks", task),
+        *("--model_args", f"{model},num_concurrent=4", *more),
         *("--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples"),
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
@@ -62,7 +78,7 @@ def test_loglikelihoods_are_those_of_transformers(tmp_path: Path) -> None:
 
     write_task(tmp_path)
     with serving("demo", "--dtype", "float32", "--pp", "2") as server:
-        samples = run_harness(server.url, tmp_path)
+        samples = run_harness(server.url, tmp_path, "local-completions", "demo_questions")
     assert len(samples) == COUNT
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "gllm" / "demo")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -79,3 +95,21 @@ def test_loglikelihoods_are_those_of_transformers(tmp_path: Path) -> None:
                 float(logprobs[at - 1, whole[at]]) for at in range(len(context), len(whole))
             )
             assert abs(float(answered) - wanted) < 1e-3
+
+
+@pytest.mark.timeout(300)
+def test_answers_of_chats_are_the_demo_models(tmp_path: Path) -> None:
+    """Every answer is that of one greedy request, and most are right."""
+    write_task(tmp_path)
+    with serving("demo", "--pp", "2") as server:
+        samples = run_harness(
+            server.url, tmp_path, "local-chat-completions", "demo_chat", "--apply_chat_template"
+        )
+        for sample in samples:
+            chat = [{"role": "user", "content": sample["doc"]["question"]}]
+            body = {"messages": chat, "temperature": 0, "max_tokens": 60}
+            (answered,) = sample["resps"][0]
+            answer = server.post("/v1/chat/completions", body)[1]
+            assert answered == answer["choices"][0]["message"]["content"]
+    assert len(samples) == COUNT
+    assert sum(sample["exact_match"] for sample in samples) >= 0.8 * COUNT

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.server import Server, cpu_seconds, pss_bytes, serving, wait_until
 from tests.frontend.test_errors import TABLE
+from tests.frontend.test_every_field import refused_bodies
 
 TEXT = {"prompt": "The pipeline moves", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
@@ -134,7 +135,7 @@ def test_every_stage_reports_its_bubbles(server: Server) -> None:
 
 
 def test_malformed_requests_are_refused_and_leave_nothing(tiny_model: Path) -> None:
-    """200 of them named and refused; 2,000 more leave memory where it was."""
+    """200 of them named and refused; 2,000 more, over all endpoints, leave memory where it was."""
     limits = ["--max-choices", "8", "--max-model-len", "256", "--max-num-queued-requests", "64"]
     with serving(tiny_model, "--pp", "2", *limits) as server:
         paths = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
@@ -147,10 +148,10 @@ def test_malformed_requests_are_refused_and_leave_nothing(tiny_model: Path) -> N
             assert (status, answer["error"]["param"]) == (400, name)
         pids = [server.pid, *server.workers()]
         before = sum(map(pss_bytes, pids))
-        for i in range(2000):
-            path, _, body = bodies[i % len(bodies)]
+        more = [(path, body) for path, _, body in bodies[::2]] + refused_bodies()
+        for path, body in more[:: max(1, len(more) // 2000)]:
             status, _ = server.post(path, body)
-            assert 400 <= status < 500, body
+            assert 400 <= status < 500, (path, body[:200])
         assert sum(map(pss_bytes, pids)) - before <= 5 * 2**20
         assert server.post("/v1/completions", TEXT)[0] == 200
 

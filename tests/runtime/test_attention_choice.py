@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from gllm.config import EngineConfig, FieldError
 from gllm.kernels.attention_plan import PagedRows
 from gllm.models.config import read_config
