@@ -8,6 +8,7 @@ a process of its own, and so is the client. Run as `python -m benchmarks.fronten
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import statistics
@@ -110,6 +111,9 @@ async def serve(kind: str, size: int) -> None:
     runner = make_runner(app, config)
     await runner.setup()
     await web.TCPSite(runner, config.host, 0).start()
+    # As the real server does.
+    gc.collect()
+    gc.freeze()
     print(runner.addresses[0][1], flush=True)
     await (pipeline if kind != "bare" else asyncio.Event().wait())
 

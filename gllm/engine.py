@@ -365,6 +365,11 @@ def _delta(choice: int, piece: Piece, text: TextStream, params: SamplingParams) 
     """A piece as text. A token that ends the choice is counted, but is no part of the text unless
     the request asks for what stopped it."""
     end, tokens = piece.end, piece.tokens
+    if end is None and piece.first is None and not piece.logprobs:
+        shown, used, stop = text.push(tokens)
+        if stop is None:
+            return Delta(choice, shown, tokens)
+        return Delta(choice, shown, tokens[:used], "stop", stop)
     stopped_by_token = end is not None and end.stop_token is not None
     hides_last = stopped_by_token and not params.include_stop_str_in_output
     shown, used, stop = text.push(tokens[:-1] if hides_last else tokens)

@@ -3,6 +3,7 @@
 Owns the order of events. Knows nothing of the endpoints' own shapes: they give a `Writer`.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -127,7 +128,8 @@ async def _stream(
     stream = EventStream(request, request.app[CONTEXT].config.write_timeout)
     with stream.watched():
         try:
-            await _send_all(stream, source, writer, tally)
+            # A task of its own: its every step would else go through all that a request passes.
+            await asyncio.create_task(_send_all(stream, source, writer, tally))
         except ConnectionError:
             return stream.response  # the client is gone, and leaving aborts what runs
         except Exception as error:

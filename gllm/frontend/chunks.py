@@ -26,6 +26,10 @@ class Shape(Protocol):
     whole_object: str
     chunk_object: str
 
+    @property
+    def is_text_alone(self) -> bool:
+        """Whether a delta that ends nothing is one choice with its text, whatever came before."""
+
     def opening(self, index: int) -> list[Json]:
         """Choices that open a stream, one chunk for each."""
 
@@ -37,6 +41,10 @@ class Shape(Protocol):
 
     def besides(self, choices: list[Choice]) -> Json:
         """What an answer carries besides its finished choices."""
+
+
+MARK = "\x00text\x00"
+"""Stands for a text while a frame is made."""
 
 
 class ChunkWriter:
@@ -58,6 +66,10 @@ class ChunkWriter:
         self._token_ids = bool(fields.return_token_ids)
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        self._is_framed = shape.is_text_alone and not (self._token_ids or self._usage_always)
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """What is before and behind the text of a choice's chunks, where that is always the same:
+        most of what a token costs would go into writing it again."""
 
     def opening(self, tally: Tally) -> list[Event]:
         """As of Writer."""
@@ -66,6 +78,9 @@ class ChunkWriter:
 
     def delta(self, delta: Delta, tally: Tally) -> list[Event]:
         """As of Writer."""
+        if self._is_framed and delta.text and delta.finish_reason is None:
+            before, after = self._frames.get(delta.index) or self._frame(delta.index, tally)
+            return [Event(b"%b%b%b" % (before, self._encoder.encode(delta.text), after))]
         return [self._chunk(piece, tally) for piece in self._shape.pieces(delta, self._token_ids)]
 
     def closing(self, tally: Tally) -> list[Event]:
@@ -86,8 +101,17 @@ class ChunkWriter:
         besides = self._shape.besides(choices)
         return {**self._head, "choices": written, "usage": tally.usage(), **besides}
 
+    def _frame(self, index: int, tally: Tally) -> tuple[bytes, bytes]:
+        (piece,) = self._shape.pieces(Delta(index, MARK, []), False)
+        before, after = self._written(piece, tally).split(self._encoder.encode(MARK))
+        self._frames[index] = before, after
+        return before, after
+
     def _chunk(self, choice: Json, tally: Tally) -> Event:
+        return Event(self._written(choice, tally))
+
+    def _written(self, choice: Json, tally: Tally) -> bytes:
         end = b"]}"
         if self._usage_always:
             end = b'],"usage":' + self._encoder.encode(tally.usage()) + b"}"
-        return Event(self._begin + self._encoder.encode(choice) + end)
+        return self._begin + self._encoder.encode(choice) + end

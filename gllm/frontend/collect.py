@@ -54,8 +54,9 @@ class Single:
 
     async def take(self) -> list[Delta]:
         """As of Deltas."""
-        delta = await anext(self._deltas, None)
-        if delta is None:
+        try:
+            delta = await self._deltas.__anext__()
+        except StopAsyncIteration:
             return []
         self._record.delta(delta)
         return [delta]

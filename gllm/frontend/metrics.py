@@ -208,21 +208,26 @@ class RequestRecord:
 
     def delta(self, delta: Delta) -> None:
         """Output has come."""
-        line = self._lines[delta.index]
-        before = line.times[-1] if line.times else None
-        line.mark(time.monotonic(), len(delta.token_ids))
-        if delta.token_ids:
-            self._metrics.output.tokens += len(delta.token_ids)
-            if before is not None:
-                self._metrics.output.gap(line.times[-1] - before)
-            elif not self._answered and line.ttft is not None:
-                self._answered = True
-                self.queue_seconds = delta.queue_seconds
-                self._metrics.ttft.observe(line.ttft)
-                self._metrics.queue.observe(delta.queue_seconds)
-                self._metrics.prefill.observe(max(0.0, line.ttft - delta.queue_seconds))
+        if count := len(delta.token_ids):
+            line, output, now = self._lines[delta.index], self._metrics.output, time.monotonic()
+            output.tokens += count
+            if line.times:
+                output.gap(now - line.times[-1])
+            line.mark(now, count)
+            if not self._answered:
+                self._answer(delta)
         if delta.finish_reason is not None:
             self._end(delta.index, delta.finish_reason)
+
+    def _answer(self, delta: Delta) -> None:
+        """The first of all output has come."""
+        ttft = self._lines[delta.index].ttft
+        assert ttft is not None, "there is output"
+        self._answered = True
+        self.queue_seconds = delta.queue_seconds
+        self._metrics.ttft.observe(ttft)
+        self._metrics.queue.observe(delta.queue_seconds)
+        self._metrics.prefill.observe(max(0.0, ttft - delta.queue_seconds))
 
     @property
     def ttft(self) -> float | None:

@@ -19,14 +19,15 @@ class Outputs:
 
     def __init__(self, form: OutputFormat) -> None:
         self._form = form
-        self._is_plain = form.reasoning is None and form.calls is None
+        self.is_plain = form.reasoning is None and form.calls is None
+        """All that is said is content."""
         self._parsers: dict[int, OutputParser] = {}
         self._calls: dict[int, set[int]] = {}
         """Indices of good calls by choice."""
 
     def take(self, delta: Delta) -> tuple[list[Event], str | None]:
         """What a delta brings, and the finish reason where it is a choice's last one."""
-        if self._is_plain:
+        if self.is_plain:
             return [Content(delta.text)] if delta.text else [], delta.finish_reason
         if delta.index not in self._parsers:
             self._parsers[delta.index] = OutputParser(self._form)

@@ -63,8 +63,12 @@ class EventStream:
 
     async def send(self, events: Iterable[Event]) -> None:
         """Events, in as few writes as there may be."""
-        if lines := [self._written(event) for event in events]:
-            await self._write(b"".join(lines))
+        data = b"".join([self._written(event) for event in events])
+        # Piece by piece: a client that takes one is slow, but reads.
+        for piece in [data] if len(data) <= PIECE_BYTES else _pieces(data):
+            if piece:
+                await self.response.write(piece)
+                self._pieces += 1
 
     async def end(self) -> None:
         """The end of the stream."""
@@ -102,14 +106,13 @@ class EventStream:
             await self.open()
             await self.response.write(b": keep-alive\n\n")
 
-    async def _write(self, data: bytes) -> None:
-        # Piece by piece: a client that takes one is slow, but reads.
-        for begin in range(0, len(data), PIECE_BYTES):
-            await self.response.write(data[begin : begin + PIECE_BYTES])
-            self._pieces += 1
-
     def _written(self, event: Event) -> bytes:
         data, name = event
         text = data if isinstance(data, bytes) else self._encoder.encode(data)
-        head = b"event: %b\ndata: " % name.encode() if name else b"data: "
-        return b"%b%b\n\n" % (head, text)
+        if name:
+            return b"event: %b\ndata: %b\n\n" % (name.encode(), text)
+        return b"data: %b\n\n" % text
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    return (data[begin : begin + PIECE_BYTES] for begin in range(0, len(data), PIECE_BYTES))

@@ -99,16 +99,18 @@ class TextStream:
 
         Without a stop string all tokens are used; with one, those up to the token completing it.
         """
-        pieces: list[str] = []
+        skipped, decode = self._skipped, self._decoder.push
+        if self._stops is None:
+            shown = [decode(token_id) for token_id in token_ids if token_id not in skipped]
+            return "".join(shown), len(token_ids), None
+        pieces = []
         for used, token_id in enumerate(token_ids, start=1):
-            if token_id in self._skipped:
+            if token_id in skipped:
                 continue
-            text = self._decoder.push(token_id)
-            if self._stops is not None:
-                text, stop = self._stops.push(text)
-                if stop is not None:
-                    return "".join(pieces) + text + self._ending(stop), used, stop
+            text, stop = self._stops.push(decode(token_id))
             pieces.append(text)
+            if stop is not None:
+                return "".join(pieces) + self._ending(stop), used, stop
         return "".join(pieces), len(token_ids), None
 
     def finish(self) -> str:

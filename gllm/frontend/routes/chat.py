@@ -45,6 +45,11 @@ class ChatShape:
         """How many likeliest tokens are told with each token of the output and of the prompt, None
         for no log-probabilities."""
 
+    @property
+    def is_text_alone(self) -> bool:
+        """As of Shape."""
+        return self._outputs.is_plain and self._top is None
+
     def opening(self, index: int) -> list[Json]:
         """The role comes first, with an empty text."""
         return [_piece(index, {"role": "assistant", "content": ""}, None)]

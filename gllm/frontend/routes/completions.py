@@ -122,6 +122,11 @@ class CompletionShape:
         """Of choices that have begun."""
         self._echoed: set[int] = set()
 
+    @property
+    def is_text_alone(self) -> bool:
+        """As of Shape."""
+        return not self._fields.echo and self._fields.logprobs is None
+
     def opening(self, index: int) -> list[Json]:
         """Nothing comes before the text."""
         return []
