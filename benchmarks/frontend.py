@@ -193,9 +193,9 @@ def main() -> None:
     """Print a table of medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connections", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256, help="of one answer")
-    parser.add_argument("--rounds", type=int, default=4, help="answers over each connection")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each server, in turn")
+    parser.add_argument("--tokens", type=int, default=896, help="of one answer")
+    parser.add_argument("--rounds", type=int, default=2, help="answers over each connection")
+    parser.add_argument("--repeat", type=int, default=7, help="runs of each server, in turn")
     parser.add_argument("--serve", choices=("bare", "gllm"), help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()

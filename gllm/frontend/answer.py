@@ -148,7 +148,8 @@ async def _send_all(stream: EventStream, source: Deltas, writer: Writer, tally: 
         events: list[Event] = []
         try:
             for delta in deltas:
-                _check(delta)
+                if delta.finish_reason is not None:
+                    _check(delta)
                 tally.add(delta)
                 events += writer.delta(delta, tally)
         finally:

@@ -132,7 +132,7 @@ class Tally:
     def add(self, delta: Delta) -> None:
         """Count a delta. The choices of a prompt share it: the first one speaks for all."""
         self.completion_tokens += len(delta.token_ids)
-        if delta.index % self.n == 0:
+        if delta.cached_tokens and delta.index % self.n == 0:
             self.cached_tokens += delta.cached_tokens
         if self.new_counter is not None:
             if delta.index not in self.counters:

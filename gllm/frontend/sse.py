@@ -65,10 +65,9 @@ class EventStream:
         """Events, in as few writes as there may be."""
         data = b"".join([self._written(event) for event in events])
         # Piece by piece: a client that takes one is slow, but reads.
-        for piece in [data] if len(data) <= PIECE_BYTES else _pieces(data):
-            if piece:
-                await self.response.write(piece)
-                self._pieces += 1
+        for begin in range(0, len(data), PIECE_BYTES):
+            await self.response.write(data[begin : begin + PIECE_BYTES])
+            self._pieces += 1
 
     async def end(self) -> None:
         """The end of the stream."""
@@ -112,7 +111,3 @@ class EventStream:
         if name:
             return b"event: %b\ndata: %b\n\n" % (name.encode(), text)
         return b"data: %b\n\n" % text
-
-
-def _pieces(data: bytes) -> Iterator[bytes]:
-    return (data[begin : begin + PIECE_BYTES] for begin in range(0, len(data), PIECE_BYTES))
