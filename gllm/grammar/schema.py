@@ -70,9 +70,9 @@ def check_schema(schema: object) -> None:
     """Raises ValueError for a schema with another keyword; the message names it and its place."""
     places: set[str] = set()
     references: list[Place] = []
-    todo: list[Place] = [("#", schema)]
-    while todo:
-        place, one = todo.pop()
+    unseen: list[Place] = [("#", schema)]
+    while unseen:
+        place, one = unseen.pop()
         places.add(place)
         if isinstance(one, bool):
             continue
@@ -84,7 +84,7 @@ def check_schema(schema: object) -> None:
                     f"the keyword {keyword!r:.100} at {place:.200} is not supported: "
                     f"take one of {', '.join(KEYWORDS)}"
                 )
-            todo += KEYWORDS[keyword](f"{place}/{_escaped(keyword)}", value)
+            unseen += KEYWORDS[keyword](f"{place}/{_escaped(keyword)}", value)
             if keyword == "$ref":
                 references.append((place, value))
     for place, target in references:

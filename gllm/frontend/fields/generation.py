@@ -17,6 +17,7 @@ Salt = Annotated[str, Meta(max_length=128)]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
 NO_BEAMS = "asks for beam search, which is not done here: n draws several choices"
 NOT_DONE = "is not supported by this server with this value"
+CHAT_ALONE = "is a field of chat completions"
 OLDER = "is an older name: use structured_outputs"
 
 
@@ -89,13 +90,13 @@ class Generation(Sampling):
         "guided_regex": Refused(OLDER),
         "guided_choice": Refused(OLDER),
         "guided_grammar": Refused(OLDER),
-        "tools": Refused(NOT_DONE, ([],)),
-        "tool_choice": Refused(NOT_DONE, ("none", "auto")),
+        "tools": Refused(CHAT_ALONE, ([],)),
+        "tool_choice": Refused(CHAT_ALONE, ("none", "auto")),
         "functions": Refused(NOT_DONE, ([],)),
         "function_call": Refused(NOT_DONE, ("none", "auto")),
-        "reasoning_effort": Refused(NOT_DONE),
+        "reasoning_effort": Refused(CHAT_ALONE),
         "chat_template": Refused("is not taken from requests: the model's own is used"),
-        "continue_final_message": Refused(NOT_DONE, (False,)),
+        "continue_final_message": Refused(CHAT_ALONE, (False,)),
         "top_logprobs": Refused("is a field of chat completions: logprobs tells how many", (0,)),
         "echo": Refused("is a field of completions", (False,)),
         "use_beam_search": Refused(NO_BEAMS, (False,)),

@@ -41,6 +41,11 @@ def counted(experts: int, picked: int) -> dict[str, int]:
     return {"PICKED": picked, "EXPERTS": experts, "EXPERTS_BLOCK": block}
 
 
+def tile_sizes(gate: str, element: int) -> dict[str, int]:
+    """What tiles are looked up by: accumulators, bytes of an element of x."""
+    return {"maps": 2 if gate else 1, "bytes": element}
+
+
 def sort(experts: Tensor, count: int) -> Sorted:
     """By experts [tokens, picked], numbers below count."""
     numbers, order = experts.flatten().sort(stable=True)

@@ -18,7 +18,7 @@ from gllm.kernels.triton import experts_fp8
 from gllm.kernels.triton.activation import KINDS, activated
 from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.common import dot
-from gllm.kernels.triton.expert_blocks import Sorted, block_of, counted, sort
+from gllm.kernels.triton.expert_blocks import Sorted, block_of, counted, sort, tile_sizes
 from gllm.kernels.triton.tiles import choose
 
 
@@ -160,7 +160,7 @@ def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
 
 def _launch(source: Tensor, weight: Tensor, to: Tensor, pairs: Sorted, gate: str) -> None:
     """Fill `to` [rows, outputs] from source [tokens or rows, inputs], as _multiply says."""
-    use = choose("experts", **_sizes(gate, source.element_size()))
+    use = choose("experts", **tile_sizes(gate, source.element_size()))
     grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
     _multiply[grid](
         *(source, weight, to, pairs.order, pairs.bounds, source.stride(0)),
@@ -169,11 +169,6 @@ def _launch(source: Tensor, weight: Tensor, to: Tensor, pairs: Sorted, gate: str
         num_warps=use["warps"],
         num_stages=use["stages"],
     )
-
-
-def _sizes(gate: str, element: int) -> dict[str, int]:
-    """What tiles are looked up by: accumulators, bytes of an element of x."""
-    return {"maps": 2 if gate else 1, "bytes": element}
 
 
 def _constants(inputs: int, outputs: int, gate: str, use: Mapping[str, int]) -> dict[str, Any]:
@@ -203,7 +198,7 @@ def _product(kind: str, sizes: tuple[int, int], experts: tuple[int, int], gate: 
         tensor_cores=True,
         aligned=(*signature, "x_row"),
         tiled=Tiled(
-            *("experts", _sizes(gate, 4 if kind == "fp32" else 2)),
+            *("experts", tile_sizes(gate, 4 if kind == "fp32" else 2)),
             lambda use: _constants(*sizes, gate, use),
         ),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from gllm.kernels.linear_fp8 import Fp8Stack
 from gllm.kernels.triton.activation import activated
 from gllm.kernels.triton.ahead import Compiled, Tiled
-from gllm.kernels.triton.expert_blocks import Sorted, block_of, counted
+from gllm.kernels.triton.expert_blocks import Sorted, block_of, counted, tile_sizes
 from gllm.kernels.triton.linear_fp8 import (
     GROUP,
     add_group,
@@ -98,7 +98,7 @@ def multiply(
     scales = weight.scales
     if fp8:
         source, scales = quantize(source, group)
-    use = choose("experts_fp8", **_sizes(gate, source.element_size()))
+    use = choose("experts_fp8", **tile_sizes(gate, source.element_size()))
     grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
     _multiply[grid](
         *(source, scales, weight.codes.view(torch.uint8), weight.scales, to),
@@ -108,11 +108,6 @@ def multiply(
         num_warps=use["warps"],
         num_stages=use["stages"],
     )
-
-
-def _sizes(gate: str, element: int) -> dict[str, int]:
-    """What tiles are looked up by: accumulators, bytes of an element of x."""
-    return {"maps": 2 if gate else 1, "bytes": element}
 
 
 def _constants(
@@ -152,7 +147,7 @@ def _compiled(
         least=89 if fp8 else 80,
         aligned=(*pointers, "x_row"),
         tiled=Tiled(
-            *("experts_fp8", _sizes(gate, element)),
+            *("experts_fp8", tile_sizes(gate, element)),
             lambda use: _constants(sizes, gate, (GROUP, 1), fp8, GROUP, use),
         ),
     )
