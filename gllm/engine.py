@@ -27,23 +27,21 @@ from gllm.engine_api import (
 )
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
 from gllm.logs import QUIET, LogConfig
-from gllm.messages import Bubbles, Sampling, StageLoad, TokenLogprobs
+from gllm.messages import Bubbles, Sampling, StageLoad
 from gllm.models.config import read_config
 from gllm.models.hub import resolve
 from gllm.models.spec import Model
 from gllm.models.split import split_layers
-from gllm.runtime.client import Piece, Stream
+from gllm.request import Request
+from gllm.runtime.client import Stream
 from gllm.runtime.launch import Workers
 from gllm.runtime.pipeline import EngineError as EngineError
 from gllm.runtime.pipeline import Pipeline
-from gllm.scheduler.plan import First, Stats
-from gllm.text.detokenizer import TextStream
+from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
 
 Words = tuple[tuple[int, ...], ...]
 """Bad words as token sequences."""
-NOT_FIRST = First(0, 0, 0.0)
-"""Of a piece that does not begin its choice."""
 
 
 class Engine:
@@ -116,7 +114,7 @@ class Engine:
 
     @property
     def num_requests(self) -> int:
-        """Calls of `generate` that have not ended."""
+        """Requests that have not been closed."""
         return self._client.num_requests
 
     @property
@@ -180,6 +178,28 @@ class Engine:
         prompt: text, or token ids. Raises FieldError for a request that cannot be,
         EngineUnavailable before the first delta.
         """
+        request = await self.submit(
+            prompt, params, priority=priority, cache_salt=cache_salt, request_id=request_id
+        )
+        try:
+            while not request.ended:
+                await request.wait()
+                for delta in request.take():
+                    yield delta
+        finally:
+            request.close()
+
+    async def submit(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+    ) -> Request:
+        """As `generate`, for who takes the deltas within the step that brings them; has to be
+        closed."""
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
         prompt = truncated(prompt, params, self.model)
@@ -190,25 +210,8 @@ class Engine:
         self._check_ready()
         grammar = await self._grammar(params)
         self._check_ready()
-        stream = self._submit(prompt, params, priority, cache_salt, request_id, words, grammar)
-        texts = {choice: self._text_stream(params) for choice in range(params.n)}
-        prompt_logprobs: list[TokenLogprobs] = []
-        try:
-            while texts:
-                for choice, piece in (await stream.take()).items():
-                    if choice not in texts:
-                        continue
-                    if piece.first is not None:
-                        # The first choice speaks for all: no other one begins before it.
-                        prompt_logprobs = piece.prompt_logprobs or prompt_logprobs
-                        piece.prompt_logprobs = prompt_logprobs
-                    delta = _delta(choice, piece, texts[choice], params)
-                    if delta.finish_reason is not None:
-                        del texts[choice]
-                        self._client.abort([stream.seq + choice])
-                    yield delta
-        finally:
-            self._client.release(stream)
+        stream = self._send(prompt, params, priority, cache_salt, request_id, words, grammar)
+        return Request(self._client, stream, self.tokenizer, params)
 
     async def embed(
         self, prompt: str | list[int], *, priority: int = 0, cache_salt: str = ""
@@ -231,7 +234,8 @@ class Engine:
         embedding, end = b"", None
         try:
             while end is None:
-                piece = (await stream.take())[0]
+                await stream.wait()
+                piece = stream.take()[0]
                 embedding, end = embedding or piece.embedding, piece.end
         finally:
             self._client.release(stream)
@@ -288,7 +292,7 @@ class Engine:
         vocabulary = self.model.vocab_size
         return tuple(sorted({ids for ids in found if ids and max(ids) < vocabulary}))
 
-    def _submit(
+    def _send(
         self,
         prompt: list[int],
         params: SamplingParams,
@@ -311,15 +315,6 @@ class Engine:
             priority,
             cache_salt,
             request_id,
-        )
-
-    def _text_stream(self, params: SamplingParams) -> TextStream:
-        return TextStream(
-            self.tokenizer,
-            params.stop,
-            params.skip_special_tokens,
-            params.include_stop_str_in_output,
-            params.shown_tokens,
         )
 
     def _show_progress(self, done: int, total: int) -> None:
@@ -359,29 +354,3 @@ def _sampling(
         prompt_logprobs=params.prompt_logprobs,
         grammar=grammar,
     )
-
-
-def _delta(choice: int, piece: Piece, text: TextStream, params: SamplingParams) -> Delta:
-    """A piece as text. A token that ends the choice is counted, but is no part of the text unless
-    the request asks for what stopped it."""
-    end, tokens = piece.end, piece.tokens
-    if end is None and piece.first is None and not piece.logprobs:
-        shown, used, stop = text.push(tokens)
-        if stop is None:
-            return Delta(choice, shown, tokens)
-        return Delta(choice, shown, tokens[:used], "stop", stop)
-    stopped_by_token = end is not None and end.stop_token is not None
-    hides_last = stopped_by_token and not params.include_stop_str_in_output
-    shown, used, stop = text.push(tokens[:-1] if hides_last else tokens)
-    logprobs, error = piece.logprobs, ""
-    reason: str | None = None
-    why: int | str | None = None
-    if stop is not None:
-        tokens, logprobs, reason, why = tokens[:used], logprobs[:used], "stop", stop
-    elif end is not None:
-        shown += text.finish()
-        reason, error = end.reason, end.error
-        why = end.stop_token if end.stop_token in params.stop_token_ids else None
-    first = piece.first or NOT_FIRST
-    known = first.cached_tokens, first.queue_seconds, logprobs, piece.prompt_logprobs
-    return Delta(choice, shown, tokens, reason, why, error, *known)

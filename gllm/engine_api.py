@@ -4,7 +4,7 @@ Owns the types both sides share and the checks that either may run first. Knows 
 of processes: a test's fake engine satisfies the protocol as the real one does.
 """
 
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,6 +77,21 @@ class PromptTooLong(FieldError):
     """A prompt that leaves no room for output in the model's context."""
 
 
+class RequestLike(Protocol):
+    """A request that runs. What nobody takes is coalesced, into one delta for each choice."""
+
+    def listen(self, news: Callable[[], None]) -> None:
+        """Call this whenever something has come and nothing was there; it must not raise. All of a
+        step has come by then, and is taken best right away: tasks that wait for it would cost more
+        than the tokens."""
+
+    def take(self) -> list[Delta]:
+        """What came since the last call."""
+
+    def close(self) -> None:
+        """Nobody takes any more; choices that have not ended are aborted."""
+
+
 class EngineLike(Protocol):
     """An engine as the frontend sees it."""
 
@@ -96,7 +111,7 @@ class EngineLike(Protocol):
 
     @property
     def num_requests(self) -> int:
-        """Calls of `generate` that have not ended."""
+        """Requests that have not been closed."""
 
     @property
     def stats(self) -> Stats: ...
@@ -116,7 +131,7 @@ class EngineLike(Protocol):
     def healthy(self) -> bool:
         """Whether the engine lives and no pending work is stuck."""
 
-    def generate(
+    async def submit(
         self,
         prompt: str | list[int],
         params: SamplingParams,
@@ -124,10 +139,10 @@ class EngineLike(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-    ) -> AsyncGenerator[Delta, None]:
-        """The deltas of the request's choices, interleaved; closing the generator aborts it.
+    ) -> RequestLike:
+        """Begin a request, which has to be closed.
 
-        Raises FieldError for a request that cannot be, EngineUnavailable before the first delta.
+        Raises FieldError for one that cannot be, EngineUnavailable.
         """
 
     async def embed(

@@ -47,9 +47,21 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.grammar", "llguidance"),
         *("gllm.logs", "msgspec", "numpy", "setproctitle", "torch", "uvloop", "zmq"),
     },
+    "gllm.request": {
+        *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.runtime", "gllm.scheduler"),
+        "gllm.text",
+    },
     "gllm.engine": {
         *("gllm.config", "gllm.engine_api", "gllm.grammar", "gllm.logs", "gllm.messages"),
-        *("gllm.models", "gllm.runtime", "gllm.scheduler", "gllm.text", "msgspec", "tqdm"),
+        *(
+            "gllm.models",
+            "gllm.request",
+            "gllm.runtime",
+            "gllm.scheduler",
+            "gllm.text",
+            "msgspec",
+            "tqdm",
+        ),
     },
     "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "tqdm"},
     "gllm.frontend": {

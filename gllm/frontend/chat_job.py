@@ -12,12 +12,12 @@ import msgspec
 
 from gllm.config import FieldError, ServerConfig
 from gllm.engine_api import check_request, truncated
-from gllm.frontend.answer import Job
 from gllm.frontend.context import Context
 from gllm.frontend.demand import demand
 from gllm.frontend.fields.chat import ChatFields, TemplateOptions
 from gllm.frontend.fields.generation import sampling_params
 from gllm.frontend.output import reasoning_counter
+from gllm.frontend.run import Job
 from gllm.text.chat_messages import text_of
 from gllm.text.chat_template import ChatTemplate
 from gllm.text.output.calls import ToolFamily

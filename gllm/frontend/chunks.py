@@ -11,10 +11,11 @@ import msgspec
 from aiohttp import web
 
 from gllm.engine_api import Delta
-from gllm.frontend.answer import Job, Json
+from gllm.frontend.answer import Json
 from gllm.frontend.collect import Choice, Tally
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
+from gllm.frontend.run import Job
 from gllm.frontend.sse import DONE, Event
 
 

@@ -1,119 +1,15 @@
-"""Deltas of several prompts as one stream, and what they add up to.
+"""What deltas add up to: whole choices, and token counts.
 
-Owns merging, coalescing and counting. Knows nothing of JSON and of sockets.
+Owns what is told of a request's output as a whole. Knows nothing of JSON and of sockets.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from msgspec.structs import replace
+from typing import Any
 
 from gllm.engine_api import Delta
-from gllm.frontend.metrics import RequestRecord
 from gllm.messages import TokenLogprobs
 from gllm.text.output.reasoning import ReasoningCounter
-
-Source = tuple[AsyncGenerator[Delta, None], RequestRecord]
-
-
-class Deltas(Protocol):
-    """What comes of a request. A context: leaving it closes what still runs, which aborts it."""
-
-    async def take(self) -> list[Delta]:
-        """What came since the last call, waiting for something; empty at the end.
-
-        Raises what a prompt's generator raised.
-        """
-
-    async def __aenter__(self) -> "Deltas": ...
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-
-def merged(sources: Sequence[Source], n: int) -> Deltas:
-    """The deltas of all prompts; the choices of prompt i are i * n .. i * n + n - 1."""
-    return Single(*sources[0]) if len(sources) == 1 and n == 1 else Merged(sources, n)
-
-
-class Single:
-    """The deltas of one choice, as they come: the engine coalesces what nobody takes."""
-
-    def __init__(self, deltas: AsyncGenerator[Delta, None], record: RequestRecord) -> None:
-        self._deltas = deltas
-        self._record = record
-
-    async def __aenter__(self) -> "Single":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._deltas.aclose()
-        self._record.close()
-
-    async def take(self) -> list[Delta]:
-        """As of Deltas."""
-        try:
-            delta = await self._deltas.__anext__()
-        except StopAsyncIteration:
-            return []
-        self._record.delta(delta)
-        return [delta]
-
-
-class Merged:
-    """The deltas of several choices. Deltas that nobody takes are coalesced, one for each."""
-
-    def __init__(self, sources: Sequence[Source], n: int) -> None:
-        self._sources = sources
-        self._n = n
-        self._pending: dict[int, list[Delta]] = {}
-        self._wake = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._running = len(sources)
-        self._error: Exception | None = None
-
-    async def __aenter__(self) -> "Merged":
-        for i, (deltas, record) in enumerate(self._sources):
-            self._tasks.append(asyncio.create_task(self._pump(i * self._n, deltas, record)))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def take(self) -> list[Delta]:
-        """As of Deltas."""
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if not self._running:
-                return []
-            self._wake.clear()
-            await self._wake.wait()
-        pending, self._pending = self._pending, {}
-        return [delta for deltas in pending.values() for delta in _coalesced(deltas)]
-
-    async def _pump(
-        self, base: int, deltas: AsyncGenerator[Delta, None], record: RequestRecord
-    ) -> None:
-        """Move one prompt's deltas to where `take` finds them."""
-        try:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    record.delta(delta)
-                    index = base + delta.index
-                    moved = delta if not base else replace(delta, index=index)
-                    self._pending.setdefault(index, []).append(moved)
-                    self._wake.set()
-        except Exception as error:  # told to whoever takes
-            self._error = self._error or error
-        finally:
-            record.close()
-            self._running -= 1
-            self._wake.set()
 
 
 @dataclass
@@ -188,24 +84,3 @@ class Choice:
         """The choice as the only delta of its own."""
         ending = (self.finish_reason, self.stop_reason)
         return Delta(self.index, self.text, self.token_ids, *ending, logprobs=self.logprobs)
-
-
-def _coalesced(deltas: list[Delta]) -> list[Delta]:
-    """Consecutive deltas of one choice as one; a failure stays apart from what came before it."""
-    if len(deltas) > 1 and deltas[-1].finish_reason == "error":
-        return [_joined(deltas[:-1]), deltas[-1]]
-    return [_joined(deltas)]
-
-
-def _joined(deltas: list[Delta]) -> Delta:
-    """Consecutive deltas of one choice as one."""
-    if len(deltas) == 1:
-        return deltas[0]
-    return replace(
-        deltas[-1],
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        cached_tokens=deltas[0].cached_tokens,
-        logprobs=[entry for delta in deltas for entry in delta.logprobs],
-        prompt_logprobs=deltas[0].prompt_logprobs,
-    )

@@ -6,11 +6,12 @@ Owns the API's shapes. Knows nothing of requests.
 import json
 
 from gllm.engine_api import Delta, EngineLike
-from gllm.frontend.answer import Job, Json
+from gllm.frontend.answer import Json
 from gllm.frontend.blocks import Block, Blocks
 from gllm.frontend.collect import Choice, Tally
 from gllm.frontend.errors import ApiError
 from gllm.frontend.output import Outputs
+from gllm.frontend.run import Job
 from gllm.frontend.sse import Event
 
 DELTAS = {

@@ -7,13 +7,14 @@ import time
 from collections import defaultdict
 
 from gllm.engine_api import Delta, EngineLike
-from gllm.frontend.answer import Job, Json
+from gllm.frontend.answer import Json
 from gllm.frontend.blocks import Block, Blocks
 from gllm.frontend.collect import Choice, Tally
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.responses import ResponseFields
 from gllm.frontend.logprobs import chat_logprobs
 from gllm.frontend.output import Outputs
+from gllm.frontend.run import Job
 from gllm.frontend.sse import Event
 from gllm.text.output.events import Content
 

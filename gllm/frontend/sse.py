@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from gllm.frontend.connection import abort_unread
 
@@ -37,7 +37,7 @@ DONE = Event(b"[DONE]")
 
 
 class EventStream:
-    """A stream of events; writing waits while the client is slow.
+    """A stream of events, written at once while the client keeps up.
 
     While it is watched, silence is filled with comments, and a client that takes nothing for
     `patience` seconds loses its connection. What is written to one that is gone raises
@@ -47,8 +47,11 @@ class EventStream:
     def __init__(self, request: web.Request, patience: float) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._request = request
+        self._protocol = request.protocol
+        self._is_chunked = request.version >= HttpVersion11
         self._patience = patience
         self._encoder = msgspec.json.Encoder()
+        self._unsent: list[bytes] = []
         self._pieces = 0
         """That were written: what tells that something goes on."""
 
@@ -61,16 +64,36 @@ class EventStream:
         """Send the headers, if they were not."""
         await self.response.prepare(self._request)
 
-    async def send(self, events: Iterable[Event]) -> None:
-        """Events, in as few writes as there may be."""
+    def put(self, events: Iterable[Event]) -> None:
+        """Events, in as few writes as there may be. What cannot be sent at once, the headers not
+        being sent or the client being slow, is kept for `flush`."""
         data = b"".join([self._written(event) for event in events])
+        if not data:
+            return
+        if len(data) <= PIECE_BYTES and self.is_fluent and self.is_open:
+            self._write(data)
+        else:
+            self._unsent.append(data)
+
+    @property
+    def is_fluent(self) -> bool:
+        """Whether all was sent and the client took it."""
+        return not (self._unsent or self._protocol.writing_paused)
+
+    async def flush(self) -> None:
+        """Send what was kept and wait until the client has taken it."""
+        await self.open()
+        data = b"".join(self._unsent)
         # Piece by piece: a client that takes one is slow, but reads.
         for begin in range(0, len(data), PIECE_BYTES):
-            await self.response.write(data[begin : begin + PIECE_BYTES])
-            self._pieces += 1
+            await self._request.writer.drain()
+            self._write(data[begin : begin + PIECE_BYTES])
+        self._unsent.clear()
+        await self._request.writer.drain()
 
     async def end(self) -> None:
         """The end of the stream."""
+        await self.flush()
         await self.response.write_eof()
 
     @contextmanager
@@ -92,7 +115,7 @@ class EventStream:
             await asyncio.sleep(period)
             if self._pieces != seen:
                 seen, stuck = self._pieces, 0
-            elif self._request.protocol.writing_paused:
+            elif not self.is_fluent:
                 stuck += 1
             else:
                 stuck = 0
@@ -103,7 +126,7 @@ class EventStream:
         """What clients do not see, but proxies do, which cut silent connections."""
         with suppress(ConnectionError):
             await self.open()
-            await self.response.write(b": keep-alive\n\n")
+            self._write(b": keep-alive\n\n")
 
     def _written(self, event: Event) -> bytes:
         data, name = event
@@ -111,3 +134,11 @@ class EventStream:
         if name:
             return b"event: %b\ndata: %b\n\n" % (name.encode(), text)
         return b"data: %b\n\n" % text
+
+    def _write(self, data: bytes) -> None:
+        """Past aiohttp's own writing, which has to be waited for."""
+        transport = self._protocol.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionError("the client is gone")
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        self._pieces += 1

@@ -6,6 +6,7 @@ Owns sequence ids and the streams of requests in the engine. Knows nothing of te
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -28,25 +29,32 @@ class Piece(msgspec.Struct):
     end: End | None = None
 
 
+def _nobody_listens() -> None:
+    """What comes is kept."""
+
+
 class Stream:
     """The coming tokens of one request's choices. A slow reader gets more of them at a time."""
 
-    def __init__(self, seq: int, n: int, request_id: str) -> None:
+    def __init__(self, seq: int, n: int, request_id: str, fresh: "list[Stream]") -> None:
+        """fresh: where to note that something has come and nothing was there."""
         self.seq = seq
         self.request_id = request_id
         self.alive = set(range(seq, seq + n))
         """Sequences that the driver has not ended."""
+        self.on_news: Callable[[], None] = _nobody_listens
+        """Called when something has come and nothing was there, after all of a step is; must not
+        raise."""
+        self._fresh = fresh
         self._pieces: dict[int, Piece] = {}
-        self._waiting: asyncio.Future[None] | None = None
 
     def piece(self, seq: int) -> Piece:
         """Where to put what came for a sequence."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None and not waiting.done():
-            waiting.set_result(None)
         choice = seq - self.seq
         piece = self._pieces.get(choice)
         if piece is None:
+            if not self._pieces:
+                self._fresh.append(self)
             piece = self._pieces[choice] = Piece()
         return piece
 
@@ -56,14 +64,22 @@ class Stream:
             self.alive.discard(end.seq)
             self.piece(end.seq).end = end
 
-    async def take(self) -> dict[int, Piece]:
-        """All that came since the last call, by choice; waits for something to come. One task at a
-        time may wait."""
-        if not self._pieces:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+    def take(self) -> dict[int, Piece]:
+        """All that came since the last call, by choice."""
         pieces, self._pieces = self._pieces, {}
         return pieces
+
+    async def wait(self) -> None:
+        """Until there is something to take. One task at a time may wait, and nobody may listen
+        meanwhile."""
+        if self._pieces:
+            return
+        news = asyncio.Event()
+        self.on_news = news.set
+        try:
+            await news.wait()
+        finally:
+            self.on_news = _nobody_listens
 
 
 class EngineClient:
@@ -79,6 +95,8 @@ class EngineClient:
         self._next_seq = 0
         self._streams: dict[int, Stream] = {}
         """By sequence, while the sequence lives."""
+        self._fresh: list[Stream] = []
+        """To which something came that they have not been told of."""
         self._requests = 0
         self._progress = time.monotonic()
 
@@ -111,7 +129,7 @@ class EngineClient:
         if not self._streams:
             self._progress = time.monotonic()
         seq, self._next_seq = self._next_seq, self._next_seq + n
-        stream = Stream(seq, n, request_id)
+        stream = Stream(seq, n, request_id, self._fresh)
         self._streams.update(dict.fromkeys(stream.alive, stream))
         self._requests += 1
         self._send(Submit(seq, prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt))
@@ -138,6 +156,7 @@ class EngineClient:
                 stream.end(End(seq, "abort"))
                 del self._streams[seq]
             self._send(Abort(living))
+        self._tell()
         return len(streams)
 
     def release(self, stream: Stream) -> None:
@@ -160,6 +179,7 @@ class EngineClient:
         for seq, stream in self._streams.items():
             stream.end(End(seq, "error", error=cause))
         self._streams.clear()
+        self._tell()
 
     def _send(self, message: Submit | Abort) -> None:
         assert self._driver is not None, "no request before the start"
@@ -172,6 +192,14 @@ class EngineClient:
         if tokens := message.outcome.step_tokens:
             self.step_sizes[1 << (tokens - 1).bit_length()] += 1
         self._deliver(message)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Let listeners know, each once however much came."""
+        fresh = self._fresh.copy()
+        self._fresh.clear()
+        for stream in fresh:
+            stream.on_news()
 
     def _deliver(self, message: Tokens) -> None:
         outcome = message.outcome

@@ -152,7 +152,8 @@ class Pipeline:
         try:
             end = None
             while end is None:
-                end = (await stream.take())[0].end
+                await stream.wait()
+                end = stream.take()[0].end
             if end.error:
                 raise EngineError(f"the warm-up step failed: {end.error}")
         finally:

@@ -4,9 +4,11 @@ Owns the scripted behaviour. Knows nothing of HTTP.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from gllm.config import SamplingParams
 from gllm.engine_api import Delta, ModelInfo, ProfileError, check_request, truncated
@@ -19,7 +21,7 @@ from gllm.text.tokenizer import Tokenizer
 
 @dataclass
 class Call:
-    """What `generate` was asked."""
+    """What it was asked to generate."""
 
     prompt: str | list[int]
     params: SamplingParams
@@ -39,6 +41,68 @@ def scored(token: int, top: int | None) -> list[TokenLogprobs]:
     return [TokenLogprobs(token, -token / 8, 50, others, [-i / 8 for i in range(top)])]
 
 
+class FakeRequest:
+    """Runs a script of deltas, each in a turn of the loop of its own."""
+
+    def __init__(
+        self, engine: "FakeEngine", call: Call, script: AsyncGenerator[Delta, None]
+    ) -> None:
+        self._engine, self._call, self._script = engine, call, script
+        self._left = set(range(call.params.n))
+        self._deltas: dict[int, list[Delta]] = {}
+        self._error: Exception | None = None
+        self._news: Callable[[], None] = bool
+        engine.num_requests += 1
+        self._task = asyncio.create_task(self._run())
+
+    def listen(self, news: Callable[[], None]) -> None:
+        self._news = news
+
+    def take(self) -> list[Delta]:
+        if self._error is not None:
+            raise self._error
+        taken, self._deltas = self._deltas, {}
+        return [joined(deltas) for deltas in taken.values()]
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._call.closed = True
+        self._engine.num_requests -= 1
+
+    async def _run(self) -> None:
+        try:
+            async for delta in self._script:
+                self._bring(delta)
+                self._left -= {delta.index} if delta.finish_reason else set()
+                if self._call.aborted:
+                    for index in self._left:
+                        self._bring(Delta(index, "", [], "abort"))
+                    return
+                self._call.finished = not self._left
+                await asyncio.sleep(0)
+        except RuntimeError as error:
+            self._error = error
+            self._news()
+
+    def _bring(self, delta: Delta) -> None:
+        was_empty = not self._deltas
+        self._deltas.setdefault(delta.index, []).append(delta)
+        if was_empty:
+            self._news()
+
+
+def joined(deltas: list[Delta]) -> Delta:
+    """Consecutive deltas of one choice as one."""
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        cached_tokens=deltas[0].cached_tokens,
+        logprobs=[entry for delta in deltas for entry in delta.logprobs],
+        prompt_logprobs=deltas[0].prompt_logprobs,
+    )
+
+
 @dataclass
 class FakeEngine:
     """Answers every choice with `reply`, one token at a time."""
@@ -49,9 +113,9 @@ class FakeEngine:
     fail_after: int | None = None
     """Tokens after which every choice ends with an error."""
     raises: Exception | None = None
-    """Raised before the first delta."""
+    """Raised by whatever it is asked to do."""
     raises_after: int | None = None
-    """Tokens after which the generator raises."""
+    """Tokens after which the request raises."""
     cached_tokens: int = 3
     state: str = "ready"
     cause: str = ""
@@ -80,7 +144,7 @@ class FakeEngine:
     def healthy(self) -> bool:
         return self.well and self.state != "dead"
 
-    async def generate(
+    async def submit(
         self,
         prompt: str | list[int],
         params: SamplingParams,
@@ -88,7 +152,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> "FakeRequest":
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids = truncated(ids, params, self.model)
         check_request(ids, params, self.model)
@@ -96,22 +160,10 @@ class FakeEngine:
             source_of(params.structured)
         call = Call(prompt, params, priority, cache_salt, request_id)
         self.calls.append(call)
-        self.num_requests += 1
-        try:
-            if self.raises is not None:
-                raise self.raises
-            left = set(range(params.n))
-            async for delta in self._tokens(ids, params):
-                yield delta
-                left -= {delta.index} if delta.finish_reason else set()
-                if call.aborted:
-                    for index in left:
-                        yield Delta(index, "", [], "abort")
-                    return
-            call.finished = True
-        finally:
+        if self.raises is not None:
             call.closed = True
-            self.num_requests -= 1
+            raise self.raises
+        return FakeRequest(self, call, self._tokens(ids, params))
 
     async def embed(
         self, prompt: str | list[int], *, priority: int = 0, cache_salt: str = ""

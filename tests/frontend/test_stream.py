@@ -98,8 +98,14 @@ async def test_failed_choice_in_mid_stream(server):
     assert error["error"]["message"] == "logits are not finite"
     assert error["error"]["code"] == "generation_failed"
     assert len(events) >= 2
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+async def test_choice_that_fails_before_all_output_has_a_status(server, path):
     server.engine.fail_after = 0
-    assert "error" in (await server.stream(TEXT_PATH))[-1]
+    body = {**CHAT, "prompt": "Hi", "stream": True}
+    answer = await server.post(path, body)
+    assert (answer.status, answer.error["code"]) == (500, "generation_failed")
 
 
 async def test_raising_engine_in_mid_stream(server, caplog):
@@ -185,7 +191,7 @@ async def test_what_fails_after_a_silence_is_an_event(server, monkeypatch, caplo
         received = (await response.read()).decode()
     left = [block for block in received.split("\n\n") if block != ": keep-alive"]
     assert left != received.split("\n\n")
-    (error,) = events_of("\n\n".join(left).encode())
+    *_, error = events_of("\n\n".join(left).encode())
     assert error["error"]["code"] == "internal_error"
 
 

@@ -31,30 +31,84 @@ async def test_a_slow_reader_gets_all_at_once():
     stream = client.submit([5], Sampling(), 8, [])
     assert isinstance(sent[0], Submit)
     brings(client, 0, 1, 2, 3)
-    assert (await stream.take())[0].tokens == [1, 2, 3]
+    assert stream.take()[0].tokens == [1, 2, 3]
     brings(client, 0, 4, ends=[End(0, "length")])
-    piece = (await stream.take())[0]
+    piece = stream.take()[0]
     assert (piece.tokens, piece.end.reason) == ([4], "length")
 
 
 async def test_a_waiting_reader_is_woken_by_what_comes():
     client, _ = connected()
     stream = client.submit([5], Sampling(), 8, [])
-    waiting = asyncio.ensure_future(stream.take())
+    waiting = asyncio.ensure_future(stream.wait())
     await asyncio.sleep(0)
+    assert not waiting.done()
     brings(client, 0, 7)
-    assert (await waiting)[0].tokens == [7]
+    await waiting
+    assert stream.take()[0].tokens == [7]
+    brings(client, 0, 8)
+    await stream.wait()
+    assert stream.take()[0].tokens == [8]
 
 
 async def test_a_reader_that_gave_up_keeps_nothing_from_the_next():
     client, _ = connected()
     stream = client.submit([5], Sampling(), 8, [])
-    waiting = asyncio.ensure_future(stream.take())
+    waiting = asyncio.ensure_future(stream.wait())
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     brings(client, 0, 7)
-    assert (await stream.take())[0].tokens == [7]
+    assert stream.take()[0].tokens == [7]
+
+
+async def test_a_listener_is_told_once_when_all_of_a_step_is_there():
+    client, _ = connected()
+    streams = [client.submit([5], Sampling(), 8, [], n=2) for _ in range(2)]
+    heard = []
+    for stream in streams:
+        stream.on_news = lambda stream=stream: heard.append(stream.take())
+    step = Outcome([0, 1, 2, 3], [10, 11, 12, 13], [First(0, 1, 0.5)], [End(3, "length")])
+    client.hear(Tokens(step, Stats()))
+    assert [{choice: p.tokens for choice, p in taken.items()} for taken in heard] == [
+        {0: [10], 1: [11]},
+        {0: [12], 1: [13]},
+    ]
+    assert heard[0][0].first is not None
+    assert heard[1][1].end.reason == "length"
+
+
+async def test_who_listens_is_not_told_again_before_taking():
+    client, _ = connected()
+    stream = client.submit([5], Sampling(), 8, [])
+    heard = []
+    stream.on_news = lambda: heard.append(len(stream._pieces[0].tokens))
+    brings(client, 0, 1, 2, 3)
+    assert heard == [1]
+    assert stream.take()[0].tokens == [1, 2, 3]
+    brings(client, 0, 4)
+    assert heard == [1, 1]
+
+
+async def test_a_listener_may_end_its_sequence_and_others():
+    """A stop string ends a sequence within the step that brings it."""
+    client, sent = connected()
+    first, second = [client.submit([5], Sampling(), 8, []) for _ in range(2)]
+    first.on_news = lambda: client.abort([0, 1])
+    heard = []
+    second.on_news = lambda: heard.append(second.take()[0].tokens)
+    client.hear(Tokens(Outcome([0, 1], [10, 11], [], []), Stats()))
+    assert sent[-1] == Abort([0, 1])
+    assert heard == [[11]]
+
+
+async def test_the_end_of_the_engine_is_news():
+    client, _ = connected()
+    stream = client.submit([5], Sampling(), 8, [])
+    heard = []
+    stream.on_news = lambda: heard.append(stream.take()[0].end)
+    client.fail_all("gone")
+    assert [(end.reason, end.error) for end in heard] == [("error", "gone")]
 
 
 async def test_requests_end_by_their_id():
@@ -65,11 +119,11 @@ async def test_requests_end_by_their_id():
     assert client.end("nobody") == 0
     assert client.end("mine") == 1
     assert sent[-1] == Abort([0, 1])
-    pieces = await mine.take()
+    pieces = mine.take()
     assert pieces[0].tokens == [7]
     assert [pieces[choice].end.reason for choice in (0, 1)] == ["abort", "abort"]
     assert client.end(None) == 1
-    assert (await other.take())[0].end.reason == "abort"
+    assert other.take()[0].end.reason == "abort"
     client.release(mine)
     client.release(other)
     assert client.num_requests == 0

@@ -6,7 +6,7 @@ Owns the endpoint's shape. Knows nothing of how answers are streamed.
 from aiohttp import web
 
 from gllm.engine_api import Delta
-from gllm.frontend.answer import Job, Json, answer
+from gllm.frontend.answer import Json, answer
 from gllm.frontend.chat_job import chat_job
 from gllm.frontend.chunks import ChunkWriter
 from gllm.frontend.collect import Choice
@@ -16,6 +16,7 @@ from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.message_json import delta_json, message_json
 from gllm.frontend.output import Outputs
+from gllm.frontend.run import Job
 from gllm.text.tokenizer import Tokenizer
 
 

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from gllm.config import FieldError, SamplingParams
 from gllm.engine_api import Delta, EngineLike, check_request, truncated
-from gllm.frontend.answer import Job, Json, answer
+from gllm.frontend.answer import Json, answer
 from gllm.frontend.chunks import ChunkWriter
 from gllm.frontend.collect import Choice
 from gllm.frontend.context import CONTEXT, Context
@@ -23,6 +23,7 @@ from gllm.frontend.fields.completions import (
 from gllm.frontend.fields.generation import sampling_params
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from gllm.frontend.run import Job
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 

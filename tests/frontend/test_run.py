@@ -1,0 +1,160 @@
+"""A job's requests, moved by hand: when deltas are taken, in which order, and what goes wrong."""
+
+import asyncio
+from contextlib import closing
+
+import pytest
+
+from gllm.config import SamplingParams
+from gllm.engine_api import Delta, EngineUnavailable
+from gllm.frontend.fields.completions import CompletionFields
+from gllm.frontend.metrics import Metrics
+from gllm.frontend.run import Job, Run
+
+
+class ByHand:
+    """A request that brings what a test says."""
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+        self.closed = 0
+        self._deltas = []
+
+    def listen(self, news):
+        self._news = news
+
+    def take(self):
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def close(self):
+        self.closed += 1
+
+    def bring(self, *deltas):
+        was_empty = not self._deltas
+        self._deltas += deltas
+        if was_empty:
+            self._news()
+
+
+class Engine:
+    """Takes so many requests."""
+
+    def __init__(self, fake, room=8):
+        self.requests = []
+        self.metrics = Metrics(fake)
+        self._room = room
+
+    async def submit(self, prompt, params, *, priority, cache_salt, request_id):
+        if len(self.requests) == self._room:
+            raise EngineUnavailable("full", "no room")
+        self.requests.append(ByHand(prompt))
+        return self.requests[-1]
+
+
+@pytest.fixture
+def hand(engine):
+    return Engine(engine)
+
+
+def run_of(hand, prompts=1, n=1, **job):
+    made = Job(CompletionFields(), [[5, i] for i in range(prompts)], SamplingParams(n=n), **job)
+    return closing(Run(hand, hand.metrics, made, "id", 0.0))
+
+
+async def pouring(run, push):
+    """The task that pours, begun."""
+    task = asyncio.create_task(run.pour(push))
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+def token(text, index=0, reason=None):
+    return Delta(index, text, [7], reason)
+
+
+async def test_deltas_are_taken_within_the_call_that_brings_them(hand):
+    with run_of(hand) as run:
+        await run.start()
+        (request,) = hand.requests
+        seen = []
+        task = await pouring(run, lambda: seen.extend(d.text for d in run.take()) or True)
+        request.bring(token("a"))
+        assert seen == ["a"], "before any task has had a turn"
+        request.bring(token("b"), token("c", reason="stop"))
+        assert seen == ["a", "b", "c"]
+        assert run.ended
+        await task
+    assert request.closed == 1
+
+
+async def test_what_comes_while_nobody_takes_is_kept(hand):
+    with run_of(hand) as run:
+        await run.start()
+        (request,) = hand.requests
+        request.bring(token("a"))
+        seen = []
+        await run.pour(lambda: bool(seen.extend(d.text for d in run.take())))
+        assert seen == ["a"], "once, for it says False"
+        request.bring(token("b"))
+        request.bring(token("c"))
+        assert seen == ["a"]
+        await run.pour(lambda: bool(seen.extend(d.text for d in run.take())))
+        assert seen == ["a", "b", "c"]
+        task = await pouring(run, bool)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        request.bring(token("d"))
+        assert [d.text for d in run.take()] == ["d"]
+
+
+async def test_choices_of_several_prompts_are_counted_through(hand):
+    with run_of(hand, prompts=3, n=2) as run:
+        await run.start()
+        assert [request.prompt for request in hand.requests] == [[5, 0], [5, 1], [5, 2]]
+        seen = []
+        task = await pouring(
+            run, lambda: seen.extend((d.index, d.text) for d in run.take()) or True
+        )
+        hand.requests[2].bring(token("a", 1, "stop"))
+        hand.requests[0].bring(token("b", 0, "stop"), token("c", 1, "length"))
+        hand.requests[1].bring(token("d", 0, "stop"), token("e", 1, "stop"))
+        assert seen == [(5, "a"), (0, "b"), (1, "c"), (2, "d"), (3, "e")]
+        assert not task.done()
+        hand.requests[2].bring(token("f", 0, "stop"))
+        await task
+        assert seen[-1] == (4, "f")
+        assert [record.reasons for record in run.records] == [
+            ["stop", "length"],
+            ["stop", "stop"],
+            ["stop", "stop"],
+        ]
+
+
+async def test_what_goes_wrong_while_taking_is_raised_by_who_pours(hand):
+    with run_of(hand) as run:
+        await run.start()
+        task = await pouring(run, lambda: 1 // 0)
+        hand.requests[0].bring(token("a"))
+        hand.requests[0].bring(token("b"))
+        with pytest.raises(ZeroDivisionError):
+            await task
+    assert hand.requests[0].closed == 1
+
+
+async def test_a_prompt_that_is_refused_ends_those_before_it(engine):
+    hand = Engine(engine, room=2)
+    with pytest.raises(EngineUnavailable), run_of(hand, prompts=3) as run:
+        await run.start()
+    assert [request.closed for request in hand.requests] == [1, 1]
+
+
+async def test_of_a_job_that_generates_nothing_only_the_end_is_shown(hand):
+    with run_of(hand, generates=False) as run:
+        await run.start()
+        task = await pouring(run, lambda: False)
+        hand.requests[0].bring(Delta(0, "x", [7], "stop", "x"))
+        await task
+        assert run.take() == [Delta(0, "", [], "length")]
+        assert run.ended
