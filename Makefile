@@ -26,8 +26,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Tests with servers of their own look at what these take of the machine: they run by themselves.
 test: lint
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --ignore tests/e2e
+	$(BIN)/python -m pytest -q tests/e2e
 
 check: test
 
