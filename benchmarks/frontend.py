@@ -27,7 +27,15 @@ from gllm.frontend.sse import HEADERS
 from gllm.messages import Abort, Message, Submit, Tokens
 from gllm.scheduler.plan import End, First, Outcome, Stats
 
-PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+STREAMS: dict[str, tuple[str, dict[str, object], str]] = {
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES}, "max_tokens"),
+    "reasoning": ("/v1/chat/completions", {"messages": MESSAGES}, "max_tokens"),
+    "completions": ("/v1/completions", {"prompt": "Hi"}, "max_tokens"),
+    "responses": ("/v1/responses", {"input": "Hi"}, "max_output_tokens"),
+    "messages": ("/v1/messages", {"messages": MESSAGES, "model": "demo"}, "max_tokens"),
+}
+"""What is asked for: path, body, the name of the number of tokens."""
 TEXT = "The pipeline moves tokens from stage to stage, and nothing waits for anything else. "
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -79,12 +87,12 @@ class EndlessPipeline:
         self._client.hear(Tokens(Outcome(seqs, tokens, firsts, ends, len(seqs)), Stats()))
 
 
-def bare_app(size: int) -> web.Application:
+def bare_app(size: int, path: str, limit: str) -> web.Application:
     """The limit: as many events of `size` bytes as tokens are asked for."""
     event = b"data: " + b"x" * (size - 8) + b"\n\n"
 
     async def stream(request: web.Request) -> web.StreamResponse:
-        count = json.loads(await request.read())["max_tokens"]
+        count = json.loads(await request.read())[limit]
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
         for _ in range(count):
@@ -95,15 +103,17 @@ def bare_app(size: int) -> web.Application:
         return response
 
     app = web.Application()
-    app.router.add_post(PATH, stream)
+    app.router.add_post(path, stream)
     return app
 
 
-async def serve(kind: str, size: int) -> None:
+async def serve(options: argparse.Namespace) -> None:
     """Be a server until killed; its port is the first line of the output."""
-    config = ServerConfig(port=0)
-    if kind == "bare":
-        app = bare_app(size)
+    parser = "think" if options.stream == "reasoning" else "none"
+    config = ServerConfig(port=0, reasoning_parser=parser)
+    path, _, limit = STREAMS[options.stream]
+    if options.serve == "bare":
+        app = bare_app(options.size, path, limit)
     else:
         engine = Engine(EngineConfig("demo"))
         app = make_app(engine, config)
@@ -115,7 +125,7 @@ async def serve(kind: str, size: int) -> None:
     gc.collect()
     gc.freeze()
     print(runner.addresses[0][1], flush=True)
-    await (pipeline if kind != "bare" else asyncio.Event().wait())
+    await (pipeline if options.serve != "bare" else asyncio.Event().wait())
 
 
 @dataclass(frozen=True)
@@ -129,18 +139,12 @@ class Measured:
     bytes_per_event: float
 
 
-async def one_connection(port: int, tokens: int, rounds: int) -> tuple[int, int]:
+async def one_connection(port: int, kind: str, tokens: int, rounds: int) -> tuple[int, int]:
     """Ask for streams one after the other on one connection: (events, bytes of them)."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-    body = json.dumps(
-        {
-            "messages": [{"role": "user", "content": "Hi"}],
-            "stream": True,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-        }
-    ).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    path, asked, limit = STREAMS[kind]
+    body = json.dumps({**asked, limit: tokens, "stream": True}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     events = size = 0
     for _ in range(rounds):
         writer.write(head + body)
@@ -164,8 +168,8 @@ def cpu_seconds(pid: int) -> float:
 
 async def load(port: int, pid: int, options: argparse.Namespace) -> Measured:
     """Stream over all connections at once."""
-    counts = options.tokens, options.rounds
-    await one_connection(port, 8, 1)
+    counts = options.stream, options.tokens, options.rounds
+    await one_connection(port, options.stream, 8, 1)
     before, begin = cpu_seconds(pid), time.perf_counter()
     results = await asyncio.gather(
         *(one_connection(port, *counts) for _ in range(options.connections))
@@ -180,6 +184,7 @@ async def load(port: int, pid: int, options: argparse.Namespace) -> Measured:
 def measure(kind: str, size: int, options: argparse.Namespace) -> Measured:
     """Start a server, load it, end it."""
     command = [sys.executable, "-m", "benchmarks.frontend", "--serve", kind, "--size", str(size)]
+    command += ["--stream", options.stream]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -192,6 +197,7 @@ def measure(kind: str, size: int, options: argparse.Namespace) -> Measured:
 def main() -> None:
     """Print a table of medians."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stream", choices=STREAMS, default="chat", help="what is asked for")
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=896, help="of one answer")
     parser.add_argument("--rounds", type=int, default=2, help="answers over each connection")
@@ -200,7 +206,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        uvloop.run(serve(options.serve, options.size))
+        uvloop.run(serve(options))
         return
     runs: dict[str, list[Measured]] = {"gllm": [], "bare": []}
     for _ in range(options.repeat):

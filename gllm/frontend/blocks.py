@@ -102,8 +102,10 @@ class Blocks:
         return self._pen.grown(block, text)
 
 
-def _without_broken_calls(events: Sequence[output.Event]) -> list[output.Event]:
+def _without_broken_calls(events: Sequence[output.Event]) -> Sequence[output.Event]:
     """The events without those of calls that begin and break among them."""
+    if len(events) < 2:
+        return events
     begun = {event.index for event in events if isinstance(event, output.CallStart)}
     broken = {event.index for event in events if isinstance(event, output.CallBroken)}
     gone = begun & broken

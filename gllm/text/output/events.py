@@ -84,8 +84,10 @@ class Message:
                     del self.calls[index]
 
 
-def merged(events: Iterable[Event]) -> list[Event]:
+def merged(events: list[Event]) -> list[Event]:
     """The same events with neighbours of one kind joined."""
+    if len(events) < 2:
+        return events
     joined: list[Event] = []
     for _, group in groupby(events, _kind):
         several = list(group)
