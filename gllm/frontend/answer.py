@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from gllm.engine_api import Delta
 from gllm.frontend.collect import Choice, Tally
@@ -98,12 +99,14 @@ async def _send_all(stream: EventStream, run: Run, writer: Writer, tally: Tally)
     def push() -> bool:
         try:
             for delta in run.take():
-                if delta.finish_reason == "error":
+                failed = delta.finish_reason == "error"
+                shown = replace(delta, finish_reason=None) if failed else delta
+                tally.add(shown)
+                events.extend(writer.delta(shown, tally))
+                if failed:
                     raise _failure(delta)
-                tally.add(delta)
-                events.extend(writer.delta(delta, tally))
         finally:
-            # What came before a failed choice is shown before its error.
+            # What came before a choice failed is shown before its error.
             stream.put(events)
             events.clear()
         return stream.is_fluent

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from gllm.engine_api import EngineUnavailable
+from gllm.engine_api import Delta, EngineUnavailable
 from gllm.frontend import sse
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH
 from tests.frontend.sse import events_of
@@ -106,6 +106,19 @@ async def test_choice_that_fails_before_all_output_has_a_status(server, path):
     body = {**CHAT, "prompt": "Hi", "stream": True}
     answer = await server.post(path, body)
     assert (answer.status, answer.error["code"]) == (500, "generation_failed")
+
+
+async def test_what_was_said_before_a_failure_is_shown(server, monkeypatch):
+    """A slow reader gets both at once."""
+
+    async def both(*_):
+        yield Delta(0, "Hel", [40])
+        yield Delta(0, "lo", [41], "error", None, "the engine is gone")
+
+    monkeypatch.setattr(server.engine, "_tokens", both)
+    *events, error = await server.stream(TEXT_PATH)
+    assert "".join(event["choices"][0]["text"] for event in events) == "Hello"
+    assert error["error"]["message"] == "the engine is gone"
 
 
 async def test_raising_engine_in_mid_stream(server, caplog):
