@@ -8,8 +8,9 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -74,6 +75,8 @@ class Engine:
             created=int(time.time()),
         )
         self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
+        self._compiling: dict[asyncio.Future[str], str] = {}
+        """Grammars of requests that wait for them, and the requests' ids."""
         self._pipeline = Pipeline(self.config, layers, self._show_progress)
         self._client = self._pipeline.client
         self._logs = logs
@@ -178,8 +181,10 @@ class Engine:
         prompt: text, or token ids. Raises FieldError for a request that cannot be,
         EngineUnavailable before the first delta.
         """
-        request = await self.submit(
-            prompt, params, priority=priority, cache_salt=cache_salt, request_id=request_id
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
+        (request,) = await self.submit(
+            [prompt], params, priority=priority, cache_salt=cache_salt, request_id=request_id
         )
         try:
             while not request.ended:
@@ -191,27 +196,29 @@ class Engine:
 
     async def submit(
         self,
-        prompt: str | list[int],
+        prompts: Sequence[list[int]],
         params: SamplingParams,
         *,
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-    ) -> Request:
-        """As `generate`, for who takes the deltas within the step that brings them; has to be
-        closed."""
-        if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
-        prompt = truncated(prompt, params, self.model)
-        check_request(prompt, params, self.model)
+    ) -> list[Request]:
+        """As `generate`, for several prompts and for who takes the deltas within the step that
+        brings them. A request for each prompt, all or none; each has to be closed."""
+        prompts = [truncated(prompt, params, self.model) for prompt in prompts]
+        for prompt in prompts:
+            check_request(prompt, params, self.model)
         words: Words = ()
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
         self._check_ready()
-        grammar = await self._grammar(params)
+        grammar = await self._grammar(params, request_id)
         self._check_ready()
-        stream = self._send(prompt, params, priority, cache_salt, request_id, words, grammar)
-        return Request(self._client, stream, self.tokenizer, params)
+        send = partial(self._send, params, priority, cache_salt, request_id, words, grammar or "")
+        streams = [send(prompt) for prompt in prompts]
+        if grammar is None:
+            self._client.cut(streams)
+        return [Request(self._client, stream, self.tokenizer, params) for stream in streams]
 
     async def embed(
         self, prompt: str | list[int], *, priority: int = 0, cache_salt: str = ""
@@ -246,7 +253,12 @@ class Engine:
     def abort(self, request_id: str | None) -> int:
         """End the requests of this id, all for None; their choices finish with reason `abort`.
         The number of requests."""
-        return self._client.end(request_id) if self.state in ("ready", "draining") else 0
+        if self.state not in ("ready", "draining"):
+            return 0
+        compiling = [task for task, named in self._compiling.items() if request_id in (None, named)]
+        for task in compiling:
+            task.cancel()
+        return self._client.end(request_id) + len(compiling)
 
     async def reset_prefix_cache(self) -> None:
         """Forget what the prefix cache holds. Raises EngineUnavailable."""
@@ -275,14 +287,21 @@ class Engine:
         if self.state != "ready":
             raise EngineUnavailable(self.state, self.cause or f"the engine is {self.state}")
 
-    async def _grammar(self, params: SamplingParams) -> str:
-        """What the output has to fit, compiled; empty for anything."""
+    async def _grammar(self, params: SamplingParams, request_id: str) -> str | None:
+        """What the output has to fit, compiled; empty for anything, None where the request was
+        aborted meanwhile."""
         if params.structured is None:
             return ""
+        task = asyncio.ensure_future(self._grammars.grammar_of(params.structured))
+        self._compiling[task] = request_id
         try:
-            return await self._grammars.grammar_of(params.structured)
+            await asyncio.wait([task])
+            return None if task.cancelled() else task.result()
         except CompilerBusy as error:
             raise EngineUnavailable("full", str(error)) from error
+        finally:
+            del self._compiling[task]
+            task.cancel()
 
     def _token_sequences(self, words: tuple[str, ...]) -> Words:
         """What the model may write the words with: each alone and behind a space."""
@@ -294,13 +313,13 @@ class Engine:
 
     def _send(
         self,
-        prompt: list[int],
         params: SamplingParams,
         priority: int,
         cache_salt: str,
         request_id: str,
         bad_words: Words,
         grammar: str,
+        prompt: list[int],
     ) -> Stream:
         room = self.model.max_model_len - len(prompt)
         # A grammar's end is the text's, which nothing can follow.

@@ -133,16 +133,16 @@ class EngineLike(Protocol):
 
     async def submit(
         self,
-        prompt: str | list[int],
+        prompts: Sequence[list[int]],
         params: SamplingParams,
         *,
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-    ) -> RequestLike:
-        """Begin a request, which has to be closed.
+    ) -> Sequence[RequestLike]:
+        """Begin a request for each prompt, all or none; each has to be closed.
 
-        Raises FieldError for one that cannot be, EngineUnavailable.
+        Raises FieldError for what cannot be, EngineUnavailable.
         """
 
     async def embed(

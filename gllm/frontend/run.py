@@ -4,7 +4,7 @@ Owns when deltas are taken. Knows nothing of JSON and of sockets.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -48,7 +48,7 @@ class Run:
         self._request_id = request_id
         n = job.params.n
         self.records = [RequestRecord(metrics, arrival, len(ids), n) for ids in job.prompts]
-        self._requests: list[RequestLike] = []
+        self._requests: Sequence[RequestLike] = []
         self._left = job.choices
         self._push: Callable[[], bool] = bool
         self._stop: asyncio.Future[None] | None = None
@@ -63,15 +63,14 @@ class Run:
     async def start(self) -> None:
         """Hand the requests to the engine. Raises what `submit` does."""
         fields = self._job.fields
-        for prompt in self._job.prompts:
-            request = await self._engine.submit(
-                prompt,
-                self._job.params,
-                priority=fields.priority or 0,
-                cache_salt=fields.cache_salt or "",
-                request_id=self._request_id,
-            )
-            self._requests.append(request)
+        self._requests = await self._engine.submit(
+            self._job.prompts,
+            self._job.params,
+            priority=fields.priority or 0,
+            cache_salt=fields.cache_salt or "",
+            request_id=self._request_id,
+        )
+        for request in self._requests:
             request.listen(self._news)
 
     async def pour(self, push: Callable[[], bool]) -> None:

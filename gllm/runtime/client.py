@@ -150,14 +150,18 @@ class EngineClient:
             for stream in self._streams.values()
             if request_id is None or stream.request_id == request_id
         }
-        for stream in streams.values():
+        self.cut(list(streams.values()))
+        return len(streams)
+
+    def cut(self, streams: list[Stream]) -> None:
+        """End these requests with reason `abort`."""
+        for stream in streams:
             living = sorted(stream.alive)
             for seq in living:
                 stream.end(End(seq, "abort"))
                 del self._streams[seq]
             self._send(Abort(living))
         self._tell()
-        return len(streams)
 
     def release(self, stream: Stream) -> None:
         """A request is over for its caller, whatever still runs of it."""

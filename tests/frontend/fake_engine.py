@@ -4,7 +4,7 @@ Owns the scripted behaviour. Knows nothing of HTTP.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from gllm.text.tokenizer import Tokenizer
 class Call:
     """What it was asked to generate."""
 
-    prompt: str | list[int]
+    prompt: list[int]
     params: SamplingParams
     priority: int
     cache_salt: str
@@ -146,24 +146,25 @@ class FakeEngine:
 
     async def submit(
         self,
-        prompt: str | list[int],
+        prompts: Sequence[list[int]],
         params: SamplingParams,
         *,
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-    ) -> "FakeRequest":
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        ids = truncated(ids, params, self.model)
-        check_request(ids, params, self.model)
+    ) -> "list[FakeRequest]":
+        prompts = [truncated(prompt, params, self.model) for prompt in prompts]
+        for prompt in prompts:
+            check_request(prompt, params, self.model)
         if params.structured is not None:
             source_of(params.structured)
-        call = Call(prompt, params, priority, cache_salt, request_id)
-        self.calls.append(call)
+        calls = [Call(prompt, params, priority, cache_salt, request_id) for prompt in prompts]
+        self.calls += calls
         if self.raises is not None:
-            call.closed = True
+            for call in calls:
+                call.closed = True
             raise self.raises
-        return FakeRequest(self, call, self._tokens(ids, params))
+        return [FakeRequest(self, call, self._tokens(call.prompt, params)) for call in calls]
 
     async def embed(
         self, prompt: str | list[int], *, priority: int = 0, cache_salt: str = ""

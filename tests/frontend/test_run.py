@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from gllm.config import SamplingParams
-from gllm.engine_api import Delta, EngineUnavailable
+from gllm.engine_api import Delta
 from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.run import Job, Run
@@ -38,18 +38,15 @@ class ByHand:
 
 
 class Engine:
-    """Takes so many requests."""
+    """Takes every request."""
 
-    def __init__(self, fake, room=8):
+    def __init__(self, fake):
         self.requests = []
         self.metrics = Metrics(fake)
-        self._room = room
 
-    async def submit(self, prompt, params, *, priority, cache_salt, request_id):
-        if len(self.requests) == self._room:
-            raise EngineUnavailable("full", "no room")
-        self.requests.append(ByHand(prompt))
-        return self.requests[-1]
+    async def submit(self, prompts, params, *, priority, cache_salt, request_id):
+        self.requests = [ByHand(prompt) for prompt in prompts]
+        return self.requests
 
 
 @pytest.fixture
@@ -141,13 +138,6 @@ async def test_what_goes_wrong_while_taking_is_raised_by_who_pours(hand):
         with pytest.raises(ZeroDivisionError):
             await task
     assert hand.requests[0].closed == 1
-
-
-async def test_a_prompt_that_is_refused_ends_those_before_it(engine):
-    hand = Engine(engine, room=2)
-    with pytest.raises(EngineUnavailable), run_of(hand, prompts=3) as run:
-        await run.start()
-    assert [request.closed for request in hand.requests] == [1, 1]
 
 
 async def test_of_a_job_that_generates_nothing_only_the_end_is_shown(hand):
