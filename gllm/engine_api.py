@@ -81,9 +81,9 @@ class RequestLike(Protocol):
     """A request that runs. What nobody takes is coalesced, into one delta for each choice."""
 
     def listen(self, news: Callable[[], None]) -> None:
-        """Call this whenever something has come and nothing was there; it must not raise. All of a
-        step has come by then, and is taken best right away: tasks that wait for it would cost more
-        than the tokens."""
+        """Call this whenever something has come and nothing was there, at once if something is
+        there; it must not raise. All of a step has come by then, and is taken best right away:
+        tasks that wait for it would cost more than the tokens."""
 
     def take(self) -> list[Delta]:
         """What came since the last call."""

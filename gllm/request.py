@@ -38,7 +38,7 @@ class Request:
 
     def listen(self, news: Callable[[], None]) -> None:
         """As of RequestLike."""
-        self._stream.on_news = news
+        self._stream.listen(news)
 
     async def wait(self) -> None:
         """Until something has come, for who does not listen."""

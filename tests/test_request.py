@@ -100,7 +100,9 @@ async def test_abort_reaches_requests_whose_grammar_is_being_compiled(engine, mo
     assert engine.abort("another") == 0
     assert engine.abort("mine") == 1
     requests = await task
-    taken = [request.take() for request in requests]
+    taken = []
+    for request in requests:
+        request.listen(lambda request=request: taken.append(request.take()))
     assert [[delta.finish_reason for delta in deltas] for deltas in taken] == [["abort"]] * 2
     sent = [type(message) for message in engine.sent]
     assert sent == [Submit, Submit, Abort, Abort]

@@ -42,9 +42,7 @@ class Stream:
         self.request_id = request_id
         self.alive = set(range(seq, seq + n))
         """Sequences that the driver has not ended."""
-        self.on_news: Callable[[], None] = _nobody_listens
-        """Called when something has come and nothing was there, after all of a step is; must not
-        raise."""
+        self._news: Callable[[], None] = _nobody_listens
         self._fresh = fresh
         self._pieces: dict[int, Piece] = {}
 
@@ -69,17 +67,25 @@ class Stream:
         pieces, self._pieces = self._pieces, {}
         return pieces
 
-    async def wait(self) -> None:
-        """Until there is something to take. One task at a time may wait, and nobody may listen
-        meanwhile."""
+    def listen(self, news: Callable[[], None]) -> None:
+        """Call this when something has come and nothing was there, after all of a step is; at once
+        if something is there. It must not raise. Whoever listened before does not any more."""
+        self._news = news
         if self._pieces:
-            return
+            news()
+
+    def tell(self) -> None:
+        """Something has come."""
+        self._news()
+
+    async def wait(self) -> None:
+        """Until there is something to take, for one task that nobody listens beside."""
         news = asyncio.Event()
-        self.on_news = news.set
+        self.listen(news.set)
         try:
             await news.wait()
         finally:
-            self.on_news = _nobody_listens
+            self.listen(_nobody_listens)
 
 
 class EngineClient:
@@ -203,7 +209,7 @@ class EngineClient:
         fresh = self._fresh.copy()
         self._fresh.clear()
         for stream in fresh:
-            stream.on_news()
+            stream.tell()
 
     def _deliver(self, message: Tokens) -> None:
         outcome = message.outcome

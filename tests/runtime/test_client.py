@@ -67,7 +67,7 @@ async def test_a_listener_is_told_once_when_all_of_a_step_is_there():
     streams = [client.submit([5], Sampling(), 8, [], n=2) for _ in range(2)]
     heard = []
     for stream in streams:
-        stream.on_news = lambda stream=stream: heard.append(stream.take())
+        stream.listen(lambda stream=stream: heard.append(stream.take()))
     step = Outcome([0, 1, 2, 3], [10, 11, 12, 13], [First(0, 1, 0.5)], [End(3, "length")])
     client.hear(Tokens(step, Stats()))
     assert [{choice: p.tokens for choice, p in taken.items()} for taken in heard] == [
@@ -82,7 +82,7 @@ async def test_who_listens_is_not_told_again_before_taking():
     client, _ = connected()
     stream = client.submit([5], Sampling(), 8, [])
     heard = []
-    stream.on_news = lambda: heard.append(len(stream._pieces[0].tokens))
+    stream.listen(lambda: heard.append(len(stream._pieces[0].tokens)))
     brings(client, 0, 1, 2, 3)
     assert heard == [1]
     assert stream.take()[0].tokens == [1, 2, 3]
@@ -94,19 +94,30 @@ async def test_a_listener_may_end_its_sequence_and_others():
     """A stop string ends a sequence within the step that brings it."""
     client, sent = connected()
     first, second = [client.submit([5], Sampling(), 8, []) for _ in range(2)]
-    first.on_news = lambda: client.abort([0, 1])
+    first.listen(lambda: client.abort([0, 1]))
     heard = []
-    second.on_news = lambda: heard.append(second.take()[0].tokens)
+    second.listen(lambda: heard.append(second.take()[0].tokens))
     client.hear(Tokens(Outcome([0, 1], [10, 11], [], []), Stats()))
     assert sent[-1] == Abort([0, 1])
     assert heard == [[11]]
+
+
+async def test_who_begins_to_listen_late_is_told_at_once():
+    client, _ = connected()
+    stream = client.submit([5], Sampling(), 8, [])
+    heard = []
+    stream.listen(lambda: heard.append("nothing is there"))
+    assert heard == []
+    brings(client, 0, 7)
+    stream.listen(lambda: heard.append(stream.take()[0].tokens))
+    assert heard == ["nothing is there", [7]]
 
 
 async def test_the_end_of_the_engine_is_news():
     client, _ = connected()
     stream = client.submit([5], Sampling(), 8, [])
     heard = []
-    stream.on_news = lambda: heard.append(stream.take()[0].end)
+    stream.listen(lambda: heard.append(stream.take()[0].end))
     client.fail_all("gone")
     assert [(end.reason, end.error) for end in heard] == [("error", "gone")]
 
