@@ -1,10 +1,23 @@
-"""Tiny tensors: threads would only wait for each other."""
+"""Tiny tensors: threads would only wait for each other. Models are as small as they can be."""
+
+import json
+from pathlib import Path
 
 import pytest
 
 from gllm.runtime.device import set_threads
+from tests.tiny_models import save
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     set_threads(1)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one layer, for tests of what is around it."""
+    made = save("llama3", tmp_path_factory.mktemp("llama3"), seed=0)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    return made

@@ -1,7 +1,6 @@
 """The device's executor against that of the CPU: the same tokens whatever the order of streams and
 threads, and not without each of its waits."""
 
-import json
 import sys
 from array import array
 from functools import partial
@@ -34,20 +33,10 @@ from tests.runtime.device import (
 from tests.runtime.fake_streams import FakeQueues
 from tests.runtime.memory_uses import HiddenSync, Race
 from tests.runtime.pipeline import GREEDY, Pipeline
-from tests.tiny_models import save
 
 PROMPTS = {1: [5, 9, 3, 7], 2: [11, 4, 8, 2, 6, 17], 3: [21, 30, 12], 4: [40, 41, 42, 43, 44, 45]}
 DECODES = 5
 STEPS = DECODES + 4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer: what is tested is around it."""
-    made = save("llama3", tmp_path_factory.mktemp("llama3"), seed=0)
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    return made
 
 
 def registered(**special: Sampling) -> list[Register]:

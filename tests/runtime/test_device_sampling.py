@@ -1,7 +1,6 @@
 """Drawing on a device under the scheduler: what looks back sees the same output in every setting,
 and what goes wrong in a row stays there."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.runtime.fake_streams import FakeQueues
 from tests.runtime.pipeline import GREEDY, Pipeline
 from tests.runtime.test_greedy import NEW_TOKENS
 from tests.runtime.test_logprobs import Told
-from tests.tiny_models import save
 
 PROMPTS = [[5, 9, 3, 7, 7], [5, 9, 3, 7, 2, 6, 17, 8, 8], [21], [5, 9, 3, 7, 7, 41, 42]]
 LOOKING = Sampling(
@@ -35,15 +33,6 @@ LOOKING = Sampling(
     bad_words=((11,), *((any_, 12) for any_ in range(20)), (3, 9, 4)),
     logprobs=2,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of vocabulary enough to tell outputs apart."""
-    made = save("llama3", tmp_path_factory.mktemp("llama3"), seed=0)
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    return made
 
 
 class OnDevice(Told):
