@@ -221,7 +221,12 @@ class Engine:
         return [Request(self._client, stream, self.tokenizer, params) for stream in streams]
 
     async def embed(
-        self, prompt: str | list[int], *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: str | list[int],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
     ) -> list[float]:
         """What the model knows at the prompt's last token: its hidden state behind the final norm,
         as many numbers as the model is wide.
@@ -236,7 +241,13 @@ class Engine:
         # The first token is drawn on the way, and not looked at.
         sampling = Sampling(temperature=0, embeds=True)
         stream = self._client.submit(
-            prompt, sampling, 1, [], priority=priority, cache_salt=cache_salt
+            prompt,
+            sampling,
+            1,
+            [],
+            priority=priority,
+            cache_salt=cache_salt,
+            request_id=request_id,
         )
         embedding, end = b"", None
         try:

@@ -146,7 +146,12 @@ class EngineLike(Protocol):
         """
 
     async def embed(
-        self, prompt: str | list[int], *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: str | list[int],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
     ) -> list[float]:
         """What the model knows at the prompt's last token: its hidden state behind the final norm,
         as many numbers as the model is wide.

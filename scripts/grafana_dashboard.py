@@ -42,9 +42,9 @@ def _by(label: str) -> str:
     return f" by ({label})" if label else ""
 
 
-def gauge(name: str, by: str = "") -> str:
+def gauge(name: str) -> str:
     """A gauge, summed over servers."""
-    return f"sum{_by(by)} (gllm:{name}{{{CHOSEN}}})"
+    return f"sum (gllm:{name}{{{CHOSEN}}})"
 
 
 def rate(name: str, by: str = "") -> str:

@@ -198,8 +198,6 @@ class RequestRecord:
     def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, choices: int) -> None:
         self._metrics = metrics
         self._lines = [Timeline(arrival) for _ in range(choices)]
-        self._open = set(range(choices))
-        self._answered = False
         self.queue_seconds: float | None = None
         """From arrival to the first micro-batch; None before the first token."""
         self.reasons = [""] * choices
@@ -214,7 +212,7 @@ class RequestRecord:
             if line.times:
                 output.gap(now - line.times[-1])
             line.mark(now, count)
-            if not self._answered:
+            if self.queue_seconds is None:
                 self._answer(delta)
         if delta.finish_reason is not None:
             self._end(delta.index, delta.finish_reason)
@@ -223,7 +221,6 @@ class RequestRecord:
         """The first of all output has come."""
         ttft = self._lines[delta.index].ttft
         assert ttft is not None, "there is output"
-        self._answered = True
         self.queue_seconds = delta.queue_seconds
         self._metrics.ttft.observe(ttft)
         self._metrics.queue.observe(delta.queue_seconds)
@@ -236,11 +233,11 @@ class RequestRecord:
 
     def close(self) -> None:
         """Nothing more comes: choices that have not ended were aborted."""
-        for index in list(self._open):
-            self._end(index, "abort")
+        for index, reason in enumerate(self.reasons):
+            if not reason:
+                self._end(index, "abort")
 
     def _end(self, index: int, reason: str) -> None:
-        self._open.discard(index)
         self.reasons[index] = reason
         self._metrics.ended(reason)
         line = self._lines[index]

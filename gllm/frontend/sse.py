@@ -111,7 +111,7 @@ class EventStream:
     async def _watch(self) -> None:
         seen = stuck = 0
         period = min(SILENT_SECONDS, self._patience)
-        while stuck * period <= self._patience:
+        while stuck * period < self._patience:
             await asyncio.sleep(period)
             if self._pieces != seen:
                 seen, stuck = self._pieces, 0

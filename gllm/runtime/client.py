@@ -75,8 +75,9 @@ class Stream:
             news()
 
     def tell(self) -> None:
-        """Something has come."""
-        self._news()
+        """Something has come; nothing to tell where another listener has taken it already."""
+        if self._pieces:
+            self._news()
 
     async def wait(self) -> None:
         """Until there is something to take, for one task that nobody listens beside."""

@@ -167,7 +167,12 @@ class FakeEngine:
         return [FakeRequest(self, call, self._tokens(call.prompt, params)) for call in calls]
 
     async def embed(
-        self, prompt: str | list[int], *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: str | list[int],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
     ) -> list[float]:
         """Eight numbers that the first token decides."""
         if self.raises is not None:

@@ -189,7 +189,6 @@ def test_what_has_other_names_elsewhere():
     function = {"name": "f", "description": "does", "parameters": schema}
     assert chat["tools"] == [{"type": "function", "function": function}]
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
-    assert chat["parallel_tool_calls"] is False
     assert chat["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
     assert chat["reasoning_effort"] == "low"
     assert chat["response_format"]["json_schema"]["schema"] == schema

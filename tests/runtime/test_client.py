@@ -102,6 +102,16 @@ async def test_a_listener_may_end_its_sequence_and_others():
     assert heard == [[11]]
 
 
+async def test_nobody_is_told_of_what_another_listener_took():
+    client, _ = connected()
+    streams = [client.submit([5], Sampling(), 8, []) for _ in range(3)]
+    heard = []
+    for stream in streams:
+        stream.listen(lambda: heard.append([each.take()[0].tokens for each in streams]))
+    client.hear(Tokens(Outcome([0, 1, 2], [10, 11, 12], [], []), Stats()))
+    assert heard == [[[10], [11], [12]]]
+
+
 async def test_who_begins_to_listen_late_is_told_at_once():
     client, _ = connected()
     stream = client.submit([5], Sampling(), 8, [])

@@ -7,13 +7,14 @@ from typing import Annotated
 
 from gllm.config import FieldError
 from gllm.frontend.fields.body import Body, about
+from gllm.frontend.fields.generation import Id
 
 
 class AbortFields(Body):
     """POST /abort."""
 
     request_id: Annotated[
-        str | None, about("of the request: its request_id, else its X-Request-Id")
+        Id | None, about("of the request: its request_id, else its X-Request-Id")
     ] = None
     abort_all: Annotated[bool | None, about("end every request")] = None
 

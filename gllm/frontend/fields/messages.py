@@ -30,7 +30,6 @@ NAMES = {
     "response_format": "output_config",
     "reasoning_effort": "output_config",
     "chat_template_kwargs": "thinking",
-    "parallel_tool_calls": "tool_choice",
     "continue_final_message": "messages",
 }
 """What this API calls fields of chat completions."""
@@ -140,8 +139,6 @@ def as_chat(fields: MessageFields | CountFields) -> Json:
     }
     if fields.tool_choice is not None:
         values["tool_choice"] = _choice(fields.tool_choice)
-        parallel = not fields.tool_choice.disable_parallel_tool_use
-        values["parallel_tool_calls"] = None if parallel else False
     if fields.thinking is not None:
         thinks = THINKS[fields.thinking.type]
         values["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}

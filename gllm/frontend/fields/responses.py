@@ -24,7 +24,6 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text",
     "reasoning_effort": "reasoning",
-    "truncate_prompt_tokens": "truncation",
 }
 """What this API calls fields of chat completions."""
 
@@ -134,7 +133,6 @@ def as_chat(fields: ResponseFields) -> Json:
         "reasoning_effort": None if fields.reasoning is None else fields.reasoning.effort,
         "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())] or None,
         "tool_choice": _tool_choice(fields),
-        "parallel_tool_calls": fields.parallel_tool_calls,
         "logprobs": True if told else None,
         "top_logprobs": fields.top_logprobs,
     }

@@ -7,13 +7,14 @@ import asyncio
 import base64
 import math
 from array import array
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
 from gllm.config import FieldError, SamplingParams
 from gllm.engine_api import EmbeddingError, EngineLike, check_request
-from gllm.frontend.context import CONTEXT
+from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.completions import MAX_PROMPTS, parse_prompts
 from gllm.frontend.fields.embeddings import EmbeddingFields
@@ -32,7 +33,7 @@ async def create(request: web.Request) -> web.Response:
         prompts = await asyncio.to_thread(_ids, engine, texts)
         for prompt in prompts:
             check_request(prompt, SamplingParams(), engine.model, param="input")
-        vectors = await _all(engine, prompts, fields)
+        vectors = await _all(engine, prompts, fields, request[REQUEST_ID])
     data = [
         {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
         for index, vector in enumerate(vectors)
@@ -48,16 +49,18 @@ def _ids(engine: EngineLike, texts: list[str] | list[list[int]]) -> list[list[in
 
 
 async def _all(
-    engine: EngineLike, prompts: list[list[int]], fields: EmbeddingFields
+    engine: EngineLike, prompts: list[list[int]], fields: EmbeddingFields, request_id: str
 ) -> list[list[float]]:
     """The vectors of all prompts; if one fails, or the client leaves, the others are aborted."""
-    priority, salt = fields.priority or 0, fields.cache_salt or ""
+    embed = partial(
+        engine.embed,
+        priority=fields.priority or 0,
+        cache_salt=fields.cache_salt or "",
+        request_id=request_id,
+    )
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(engine.embed(prompt, priority=priority, cache_salt=salt))
-                for prompt in prompts
-            ]
+            tasks = [group.create_task(embed(prompt)) for prompt in prompts]
     except ExceptionGroup as failed:
         error = failed.exceptions[0]
         if isinstance(error, EmbeddingError):
