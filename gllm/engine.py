@@ -76,7 +76,7 @@ class Engine:
         )
         self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
         self._compiling: dict[asyncio.Future[str], str] = {}
-        """Grammars of requests that wait for them, and the requests' ids."""
+        """Grammars that requests wait for, by whose id; an abort takes them out."""
         self._pipeline = Pipeline(self.config, layers, self._show_progress)
         self._client = self._pipeline.client
         self._logs = logs
@@ -268,6 +268,7 @@ class Engine:
             return 0
         compiling = [task for task, named in self._compiling.items() if request_id in (None, named)]
         for task in compiling:
+            del self._compiling[task]
             task.cancel()
         return self._client.end(request_id) + len(compiling)
 
@@ -307,11 +308,11 @@ class Engine:
         self._compiling[task] = request_id
         try:
             await asyncio.wait([task])
-            return None if task.cancelled() else task.result()
+            return task.result() if task in self._compiling else None
         except CompilerBusy as error:
             raise EngineUnavailable("full", str(error)) from error
         finally:
-            del self._compiling[task]
+            self._compiling.pop(task, None)
             task.cancel()
 
     def _token_sequences(self, words: tuple[str, ...]) -> Words:

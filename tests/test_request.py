@@ -98,7 +98,7 @@ async def compiling(engine, monkeypatch):
 async def test_abort_reaches_requests_whose_grammar_is_being_compiled(engine, monkeypatch):
     task = await compiling(engine, monkeypatch)
     assert engine.abort("another") == 0
-    assert engine.abort("mine") == 1
+    assert [engine.abort("mine"), engine.abort("mine")] == [1, 0]
     requests = await task
     taken = []
     for request in requests:
@@ -109,6 +109,17 @@ async def test_abort_reaches_requests_whose_grammar_is_being_compiled(engine, mo
     for request in requests:
         request.close()
     assert (engine.num_requests, engine.abort(None)) == (0, 0)
+
+
+async def test_abort_reaches_a_request_whose_grammar_has_just_been_compiled(engine, monkeypatch):
+    async def at_once(_):
+        assert engine.abort("mine") == 1
+        return "grammar"
+
+    monkeypatch.setattr(engine._grammars, "grammar_of", at_once)
+    (request,) = await engine.submit([[5]], CHOICE, request_id="mine")
+    assert [delta.finish_reason for delta in request.take()] == ["abort"]
+    request.close()
 
 
 async def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(engine, monkeypatch):

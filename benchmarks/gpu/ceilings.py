@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu.place import Place
+from benchmarks.gpu.report import COPY, MATRIX
 from benchmarks.gpu.rows import Measured, Named
 
-COPY, MATRIX = "device copy", "bf16 matrix product"
 COPY_BYTES = 2 * 2**30
 MATRIX_SIZE = 8192
 

@@ -28,7 +28,7 @@ from gllm.runtime.device import cache_dtype, capability, compute_dtype
 from gllm.runtime.grammars import Grammars
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from gllm.runtime.logprobs import PromptRows, prompt_rows
-from gllm.runtime.sampler import SampledRows, draw, plan_rows, results, tell_embedded
+from gllm.runtime.sampler import SampledRows, draw, give_up, plan_rows, results, tell_embedded
 from gllm.runtime.sampling_state import SamplingState, states_of
 from gllm.scheduler.mirror import Followed, Mirror
 from gllm.scheduler.plan import Sampled, StepPlan
@@ -211,3 +211,7 @@ class StageExecutor:
                 self._last_tokens.pop(seq, None)
         embedded = tell_embedded(batch.sampled, batch.embeddings, drawn.errors)
         return sampled, drawn.logprobs + embedded
+
+    def give_up(self, batch: Batch, error: str) -> None:
+        """The step has failed: nobody shall wait for its tokens."""
+        give_up(batch.sampled, f"its step failed: {error}")

@@ -143,6 +143,7 @@ class Stage:
                 output = self._executor.compute(batch, hidden)
         except Exception as error:
             log.exception("step %d failed", plan.step)
+            self._executor.give_up(batch, describe(error))
             self._under_way.pop()
             raise StepFailed(describe(error)) from error
         if self._sender is not None:
@@ -186,12 +187,13 @@ class Stage:
             if self._sender is not None:
                 return
         if isinstance(item, Computed):
-            step = item.plan.step
+            step, batch = item.plan.step, item.batch
             try:
-                sampled, logprobs = self._executor.sample(item.batch, item.logits)
+                sampled, logprobs = self._executor.sample(batch, item.logits)
                 item = StepResult(step, sampled)
             except Exception as error:
                 log.exception("step %d could not be sampled", step)
+                self._executor.give_up(batch, describe(error))
                 item = StepResult(step, [], describe(error))
         self._loop.call_soon_threadsafe(self._deliver, Result(item, logprobs))
 

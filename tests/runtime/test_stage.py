@@ -23,6 +23,8 @@ class FakeExecutor:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.given_up: list[tuple[str, int, str]] = []
+        """Behind which line of the log, the step, why."""
         self.sampling = threading.Event()
         self.sampling.set()
 
@@ -43,6 +45,9 @@ class FakeExecutor:
         if batch.step == 3:
             raise ValueError("sample")
         return [Sampled(batch.step, 0, 9)], []
+
+    def give_up(self, batch: Any, error: str) -> None:
+        self.given_up.append((self.log[-1], batch.step, error))
 
 
 class Results:
@@ -65,7 +70,8 @@ def make_stage(executor: FakeExecutor, **ends: Any) -> tuple[Stage, Results]:
 
 
 async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None:
-    stage, results = make_stage(FakeExecutor())
+    executor = FakeExecutor()
+    stage, results = make_stage(executor)
     for step in range(6):
         stage.plan(plan(step))
     got = await results.take(6)
@@ -76,6 +82,11 @@ async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None
         2: "RuntimeError: compute",
         3: "ValueError: sample",
     }
+    # Before the next step, which may wait for the tokens.
+    assert executor.given_up == [
+        ("compute 2", 2, "RuntimeError: compute"),
+        ("sample 3", 3, "ValueError: sample"),
+    ]
     assert stage.steps == 4
     assert stage.busy_seconds > 0
 

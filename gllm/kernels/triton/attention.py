@@ -41,12 +41,12 @@ def paged_attention(
     output = query.new_empty(tokens, heads, value_cache.shape[3])
     features = scores.softcap is not None, scores.slopes is not None, plan.window
     shape = attention_shapes.shape_of(query, key_cache, value_cache, features)
-    common = (output, query, key_cache, value_cache, scores.slopes)
+    tensors = (output, query, key_cache, value_cache, scores.slopes)
     factors = _factors(scores)
     if plan.rows.num_decodes:
-        decode_attention(*common, plan, shape, factors)
+        decode_attention(*tensors, plan, shape, factors)
     if len(plan.rows.context_len) > plan.rows.num_decodes:
-        _prefill(*common, plan, shape, factors)
+        _prefill(*tensors, plan, shape, factors)
     return output
 
 

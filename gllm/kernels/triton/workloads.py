@@ -166,7 +166,7 @@ def add_up(tokens: int, picked: int, hidden: int, device: torch.device) -> Prepa
 
 
 def quantize(tokens: int, inputs: int, device: torch.device) -> Prepared:
-    """Activations to 8-bit floats; judged by what they stand for."""
+    """Activations to 8-bit floats; judged by their scales alone."""
     x = _random(10, tokens, inputs).to(torch.bfloat16)
     groups = x.to(torch.float32).unflatten(1, (-1, gpu_linear.GROUP))
     expected = groups.abs().amax(-1) / 448

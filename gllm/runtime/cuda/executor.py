@@ -35,7 +35,7 @@ from gllm.runtime.cuda.staging import Staging
 from gllm.runtime.cuda.tokens import LastTokens, TokenReturn, Told
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.kv_cache import KVCache
-from gllm.runtime.sampler import follow_grammars, give_up, results, take_forced, tell_embedded
+from gllm.runtime.sampler import follow_grammars, results, take_forced, tell_embedded
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, StepPlan
 from gllm.streams import Event, Queues
@@ -200,9 +200,6 @@ class DeviceExecutor(StageExecutor):
             output, scores, embeddings = self._forward(batch, there, flat, hidden)
             if self.is_last:
                 output = self._draw(batch, there, output, scores, embeddings)
-        except Exception as error:
-            give_up(batch.sampled, f"its step failed: {error}")
-            raise
         finally:
             self._staging.release(self.stream)
         self.stream.record(batch.device.ended)
@@ -219,12 +216,8 @@ class DeviceExecutor(StageExecutor):
         """As in StageExecutor, but all is drawn: the host waits for the tokens."""
         told = batch.device.told
         assert told is not None, "a step is sampled once it is computed"
-        try:
-            tokens, scores, embeddings = told.read()
-            drawn = drawn_of(batch, tokens, scores)
-        except Exception as error:
-            give_up(batch.sampled, f"its step failed: {error}")
-            raise
+        tokens, scores, embeddings = told.read()
+        drawn = drawn_of(batch, tokens, scores)
         take_forced(batch.sampled, drawn)
         embedded = tell_embedded(batch.sampled, embeddings, drawn.errors)
         return results(batch.sampled, drawn), drawn.logprobs + embedded
