@@ -14,10 +14,15 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAVORS["avx512"] += ["-mavx512vnni", "-mfma", "-mprefer-vector-width=512"]
 
 
-def names(file: str) -> list[str]:
-    """Package names of a pinned requirements file, without the pins: those are for `make setup`."""
+RANGES = {"aiohttp": "~=3.14.5"}
+"""Dependencies of which gllm uses internals: other minor versions may differ."""
+
+
+def requirements(file: str) -> list[str]:
+    """Return the packages of a pinned requirements file without the pins, which are for `make setup`."""
     lines = (ROOT / file).read_text().splitlines()
-    return [line.split("==")[0] for line in lines if line and not line.startswith("#")]
+    names = [line.split("==")[0] for line in lines if line and not line.startswith("#")]
+    return [name + RANGES.get(name, "") for name in names]
 
 
 def native(flavor: str, flags: list[str]) -> Extension:
@@ -48,15 +53,20 @@ setup(
     ext_modules=[native(flavor, flags) for flavor, flags in FLAVORS.items()],
     package_data={
         "gllm": [
-            *("kernels/native/*.cpp", "kernels/native/*.h", "kernels/triton/tuned/*.json"),
-            *("demo/*", "frontend/page/*", "sim/data/*", "py.typed"),
+            *(
+                "kernels/triton/tuned/*.json",
+                "demo/*",
+                "frontend/page/**",
+                "sim/data/*",
+                "py.typed",
+            ),
         ]
     },
-    install_requires=["torch>=2.11", *names("requirements.txt")],
+    install_requires=["torch>=2.11", *requirements("requirements.txt")],
     extras_require={
-        "sim": names("requirements-sim.txt"),
-        "dev": names("requirements-dev.txt"),
-        "otel": names("requirements-otel.txt"),
+        "sim": requirements("requirements-sim.txt"),
+        "dev": requirements("requirements-dev.txt"),
+        "otel": requirements("requirements-otel.txt"),
         "gpu": ["triton>=3.6", "flash-attn"],
     },
     entry_points={"console_scripts": ["gllm = gllm.cli:main"]},
