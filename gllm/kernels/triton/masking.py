@@ -3,14 +3,18 @@
 Owns the kernels and their launch; the rule is that of gllm/kernels/masking.py.
 """
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.history import Histories
-from gllm.kernels.masking import Phrases
 from gllm.kernels.triton.ahead import Compiled
 from gllm.kernels.triton.common import tokens_of
+
+if TYPE_CHECKING:
+    from gllm.kernels.masking import Phrases
 
 TILE = 4096
 """Tokens of the vocabulary that a program looks at."""
@@ -66,7 +70,7 @@ def keep_masked(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
     )
 
 
-def ban_phrases(logits: Tensor, table: Tensor, histories: Histories, phrases: Phrases) -> None:
+def ban_phrases(logits: Tensor, table: Tensor, histories: Histories, phrases: "Phrases") -> None:
     """As gllm.kernels.masking.ban_phrases: logits [rows, vocabulary], table [slots]. Nobody waits
     for the GPU."""
     blocks = histories.block_table

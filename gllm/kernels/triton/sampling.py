@@ -16,14 +16,18 @@ Source of the search for a threshold in place of a sort: Ye et al., "FlashInfer"
 random pivots and rejection.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.random_numbers import GAMMA, MULTIPLIER_1, MULTIPLIER_2
-from gllm.kernels.sampling import SamplingPlan
 from gllm.kernels.triton.ahead import Compiled
+
+if TYPE_CHECKING:
+    from gllm.kernels.sampling import SamplingPlan
 
 TILE = 4096
 """Tokens that a program looks at at once."""
@@ -259,7 +263,7 @@ def _sample_kernel(
     tl.store(tokens + program, token.to(tl.int64))
 
 
-def sample(logits: Tensor, plan: SamplingPlan, tile: int = TILE) -> Tensor:
+def sample(logits: Tensor, plan: "SamplingPlan", tile: int = TILE) -> Tensor:
     """As gllm.kernels.sampling.sample; the plan's settings and counters are beside the logits, and
     nobody waits for the GPU."""
     rows, size = logits.shape
