@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve lint test check format browser
+.PHONY: setup serve lint test test-installed test-cpus check format browser
 
 setup: $(STAMP)
 
@@ -26,12 +26,20 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Tests with servers of their own look at what these take of the machine: they run by themselves.
+# Tests in tests/e2e measure the CPU time and memory of their servers: they run alone. Coverage is that of the others.
 test: lint
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --ignore tests/e2e
-	$(BIN)/python -m pytest -q tests/e2e
+	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --ignore tests/e2e --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -q -rs tests/e2e
 
 check: test
+
+# Build the wheel, install it outside the checkout and serve from there.
+test-installed: $(STAMP)
+	$(BIN)/python -m scripts.check_installation
+
+# The suite as on older CPUs: one run for each kernel build that this CPU supports. Takes long.
+test-cpus: $(STAMP)
+	$(BIN)/python -m scripts.test_cpus $(ARGS)
 
 # The chat page is tested in a headless Chromium; without one those tests are skipped.
 CHROMIUM := $(firstword $(shell command -v chromium chromium-browser google-chrome google-chrome-stable))

@@ -19,7 +19,7 @@ RANGES = {"aiohttp": "~=3.14.5"}
 
 
 def requirements(file: str) -> list[str]:
-    """Return the packages of a pinned requirements file without the pins, which are for `make setup`."""
+    """Return the packages of a requirements file without its pins, which are for `make setup`."""
     lines = (ROOT / file).read_text().splitlines()
     names = [line.split("==")[0] for line in lines if line and not line.startswith("#")]
     return [name + RANGES.get(name, "") for name in names]

@@ -1,8 +1,8 @@
 """Check that gllm works where it is installed as a package: `python -m scripts.check_installation`.
 
-Builds an sdist, and from the sdist two wheels: one as usual and one without a C++ compiler. Each wheel is installed
-into a new virtual environment outside the checkout, serves the demo model there and answers a chat question. The
-commands that a user finds after `pip install` run from an empty folder.
+Builds an sdist, and from the sdist two wheels: one as usual and one without a C++ compiler. Each
+wheel is installed into a new virtual environment outside the checkout, serves the demo model there
+and answers a chat question. The commands that a user has after `pip install` run there too.
 """
 
 import argparse
@@ -150,12 +150,17 @@ def build(folder: Path, *, has_compiler: bool, source: Path | None = None) -> tu
 
 def python(*arguments: str, **variables: str) -> None:
     """Run this interpreter outside the checkout. Raises subprocess.CalledProcessError."""
-    subprocess.run(
+    result = subprocess.run(
         [sys.executable, *arguments],
         cwd=tempfile.gettempdir(),
         env=clean_variables() | variables,
-        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
+    if result.returncode:
+        print(result.stdout, file=sys.stderr)
+        result.check_returncode()
 
 
 def check_commands(environment: Environment) -> None:
