@@ -5,6 +5,7 @@ computed before: the floor under a served step. Knows nothing of engines; it is 
 """
 
 import multiprocessing as mp
+import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,6 +16,9 @@ from gllm.messages import Register, Sampling
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.step_log import Add, Event, Schedule, Start
+
+MOST_TOKENS = 8192
+"""Largest micro-batch that `phase_seconds` transfers."""
 
 
 class Loops:
@@ -42,6 +46,10 @@ class Loops:
     def kernel_seconds(self) -> list[list[float]]:
         """The same, counting only what runs inside of tensor operations and compiled kernels."""
         return self._ask("kernel_seconds")
+
+    def phase_seconds(self) -> list[dict[str, dict[int, float]]]:
+        """Return for each stage the seconds of each phase, by the step's number."""
+        return self._ask("phase_seconds")
 
     def close(self) -> None:
         """End the processes."""
@@ -78,6 +86,7 @@ class _Loop:
         self._executor = StageExecutor(described, config, stage, stages, layers)
         self._executor.load(folder, lambda done, total: None)
         self._batches: list[tuple[Any, Any]] = []
+        self._prepare_seconds: dict[int, float] = {}
 
     def prepare(self, events: list[Event]) -> None:
         """Build all inputs; activations of a stage before are made up."""
@@ -93,7 +102,9 @@ class _Loop:
                 prompt = len(event.prompt)
                 executor.register(Register(event.seq, prompt, event.prompt, greedy, event.n))
             elif isinstance(event, Schedule) and event.plan is not None:
+                begin = time.perf_counter()
                 batch = executor.prepare(event.plan)
+                self._prepare_seconds[batch.step] = time.perf_counter() - begin
                 shape = batch.num_tokens, executor.model.hidden_size
                 made_up = torch.randn(shape).to(executor.dtype)
                 self._batches.append((batch, None if executor.is_first else made_up))
@@ -119,9 +130,46 @@ class _Loop:
                 spent.append(operations.seconds)
         return spent
 
+    def phase_seconds(self) -> dict[str, dict[int, float]]:
+        """Return each step's seconds by phase: building inputs, computing, and on the last stage
+        sampling; before it, transferring the activations to the next stage."""
+        phases: dict[str, dict[int, float]] = {"compute": {}}
+        transfer = None if self._executor.is_last else _LocalTransfer(self._executor)
+        for batch, hidden in self._batches:
+            begin = time.perf_counter()
+            output = self._executor.compute(batch, None if hidden is None else hidden.clone())
+            phases["compute"][batch.step] = time.perf_counter() - begin
+            begin = time.perf_counter()
+            if transfer is None:
+                self._executor.sample(batch, output)
+            else:
+                transfer.run(batch.step, output)
+            end = time.perf_counter() - begin
+            phases.setdefault("sample" if transfer is None else "transfer", {})[batch.step] = end
+        return phases | {"build inputs": self._prepare_seconds}
+
     def _step(self, batch: Any, hidden: Any) -> None:
         from gllm.kernels.sampling import likeliest
 
         output = self._executor.compute(batch, hidden)
         if self._executor.is_last and len(output):
             likeliest(output).tolist()
+
+
+class _LocalTransfer:
+    """Both ends of a shared-memory edge within one process."""
+
+    def __init__(self, executor: Any) -> None:
+        from gllm.transport.base import EdgeShape
+        from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+        descriptors = [os.memfd_create("transfer"), os.eventfd(0)]
+        itemsize = executor.dtype.itemsize
+        shape = EdgeShape(1, MOST_TOKENS, executor.model.hidden_size, itemsize)
+        self._sender = SharedMemorySender(descriptors, shape, executor.dtype)
+        self._receiver = SharedMemoryReceiver(descriptors, shape, executor.dtype)
+
+    def run(self, step: int, hidden: Any) -> None:
+        """Send activations and receive them."""
+        self._sender.send(step, hidden)
+        self._receiver.receive(step, len(hidden))

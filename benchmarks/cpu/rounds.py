@@ -63,9 +63,10 @@ class Bench:
 
     def __init__(self, engine: Engine, log: Path, loops: Loops) -> None:
         self.loops = loops
+        self.events: list[Event] = []
+        """All that the engine has logged, warm-up included."""
         self._engine = engine
         self._log = log
-        self._seen = 0
 
     async def round(self, jobs: list[Job], seed: int) -> Round:
         """Serve the jobs, with prompts that no other seed has, and compute the same again."""
@@ -81,7 +82,7 @@ class Bench:
         """The log's start and what was logged since the last call; the loops are fed with it."""
         await asyncio.sleep(LOG_SECONDS)
         events = list(read_step_log(self._log))
-        new, self._seen = events[self._seen :], len(events)
+        new, self.events = events[len(self.events) :], events
         await asyncio.to_thread(self.loops.prepare, new)
         start = events[0]
         assert isinstance(start, Start), "read_step_log has checked it"

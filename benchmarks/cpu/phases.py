@@ -1,0 +1,236 @@
+"""Where the time of a decode step goes: a table of its phases.
+
+An engine serves one batch of decodes with the step log on. Then each phase runs again alone on the
+recorded steps: scheduling, message encoding, building inputs, computing, sampling, transferring
+activations, detokenizing. What a served step takes beyond the phases on its critical path is
+waiting and switching between threads and processes. Run as
+`python -m benchmarks.cpu.phases --model FOLDER`; it prints the tables and writes them into
+docs/benchmarks/phases.md.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import uvloop
+
+from benchmarks.cpu.page import origin, write_results
+from benchmarks.cpu.rounds import Bench, bench
+from gllm.config import EngineConfig
+from gllm.messages import Result, Step, Tokens, decode, encode
+from gllm.models.hub import resolve
+from gllm.scheduler.plan import Outcome, StepPlan, StepResult
+from gllm.scheduler.scheduler import Scheduler
+from gllm.sim.report import text_table
+from gllm.sim.run import run_of
+from gllm.sim.workload import Job
+from gllm.step_log import Add, Commit, Event, Schedule, Start, Times, request_of
+from gllm.text.detokenizer import TextStream
+from gllm.text.tokenizer import Tokenizer
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
+SERVED = "served step"
+"""From a step's start on the first stage to the start of the next step there."""
+
+
+class Setting(NamedTuple):
+    """Decodes that are served."""
+
+    stages: int
+    layers: tuple[int, ...] | None
+    """Layers of each stage. Two stages of the model of benchmarks/cpu/model.py take equally long
+    for a decode at 16 and 8: its head costs as much as eight layers."""
+    requests: int
+    batch: int
+    """Decodes in each micro-batch."""
+
+
+SETTINGS = {
+    "One stage, 1 decode": Setting(1, None, 1, 1),
+    "One stage, 16 decodes": Setting(1, None, 16, 16),
+    "Two stages, 16 decodes in each micro-batch": Setting(2, (16, 8), 32, 16),
+}
+
+Seconds = dict[int, float]
+"""Seconds by step number."""
+
+
+class Replay:
+    """Calls of one run's scheduler, with the time that each phase of the driver took.
+
+    Args:
+        events: A step log, from its start.
+    """
+
+    def __init__(self, events: list[Event]) -> None:
+        start = events[0]
+        assert isinstance(start, Start), "the bench has put it there"
+        self._scheduler = Scheduler(start.scheduler)
+        self.plans: dict[int, StepPlan] = {}
+        self.outcomes: dict[int, Outcome] = {}
+        self.schedule_seconds: Seconds = {}
+        self.encode_seconds: Seconds = {}
+        for event in events[1:]:
+            self._call(event)
+
+    def _call(self, event: Event) -> None:
+        match event:
+            case Add():
+                self._scheduler.add(request_of(event), event.time)
+            case Times():
+                self._scheduler.observe(event.stage, event.steps)
+            case Schedule():
+                begin = time.perf_counter()
+                plan = self._scheduler.schedule(event.time)
+                self._scheduler.parallelism()
+                if plan is not None:
+                    self.plans[plan.step] = plan
+                    self._add(self.schedule_seconds, plan.step, begin)
+                    self._encode(Step(plan), plan.step)
+            case Commit():
+                self._commit(event.result)
+
+    def _commit(self, result: StepResult) -> None:
+        self._encode(Result(result), result.step)
+        begin = time.perf_counter()
+        outcome = self._scheduler.commit(result)
+        stats = self._scheduler.stats()
+        self._add(self.schedule_seconds, result.step, begin)
+        self.outcomes[result.step] = outcome
+        self._encode(Tokens(outcome, stats), result.step)
+
+    def _encode(self, message: Step | Result | Tokens, step: int) -> None:
+        begin = time.perf_counter()
+        decode(encode(message))
+        self._add(self.encode_seconds, step, begin)
+
+    @staticmethod
+    def _add(seconds: Seconds, step: int, begin: float) -> None:
+        seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - begin
+
+
+def detokenize_seconds(outcomes: dict[int, Outcome], tokenizer: Tokenizer) -> Seconds:
+    """Return the time to turn each step's tokens into text."""
+    texts: dict[int, TextStream] = {}
+    seconds = {}
+    for step, outcome in outcomes.items():
+        for seq in outcome.seqs:
+            texts.setdefault(seq, TextStream(tokenizer))
+        begin = time.perf_counter()
+        for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
+            texts[seq].push([token])
+        seconds[step] = time.perf_counter() - begin
+    return seconds
+
+
+def decode_steps(plans: Iterable[StepPlan], batch: int) -> list[int]:
+    """Return the numbers of the steps that consist of `batch` decodes of one token each."""
+    return [
+        plan.step
+        for plan in plans
+        if len(plan.rows) == batch and all(row.num_tokens == 1 for row in plan.rows)
+    ]
+
+
+async def measure_round(
+    made: Bench, tokenizer: Tokenizer, setting: Setting, seed: int
+) -> dict[str, float]:
+    """Serve one batch of requests and replay its steps.
+
+    Returns:
+        Median milliseconds of a full decode step: SERVED and one entry for each phase.
+    """
+    num_old_events = len(made.events)
+    await made.round([Job(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * setting.requests, seed)
+    run = run_of(made.events, warm_ups=True)
+    replay = Replay(made.events)
+    new_plans = (
+        event.plan
+        for event in made.events[num_old_events:]
+        if isinstance(event, Schedule) and event.plan is not None
+    )
+    steps = decode_steps(new_plans, setting.batch)
+    starts = [times.start for step in steps if (times := run.steps[step].stages[0]) is not None]
+    phases: dict[str, Seconds] = {
+        "schedule": replay.schedule_seconds,
+        "encode messages": replay.encode_seconds,
+    }
+    stages = await asyncio.to_thread(made.loops.phase_seconds)
+    for number, stage_phases in enumerate(stages):
+        phases |= {f"{name}, stage {number}": stage_phases[name] for name in stage_phases}
+    phases["detokenize"] = detokenize_seconds(replay.outcomes, tokenizer)
+    medians = {name: median(seconds[step] for step in steps) for name, seconds in phases.items()}
+    medians[SERVED] = median(after - before for before, after in pairwise(starts))
+    return {name: 1e3 * value for name, value in medians.items()}
+
+
+async def measure(config: EngineConfig, setting: Setting, rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each phase in each round; one round before does not count."""
+    config = replace(config, pipeline_parallel_size=setting.stages, layers=setting.layers)
+    tokenizer = Tokenizer.load(resolve(config.model))
+    async with bench(config) as made:
+        measured = [
+            await measure_round(made, tokenizer, setting, seed) for seed in range(rounds + 1)
+        ]
+    return {name: [each[name] for each in measured[1:]] for name in measured[0]}
+
+
+def phase_table(measured: dict[str, list[float]], stages: int) -> str:
+    """Return the table of one setting: phases, their share of a served step, and the rest."""
+    served = median(measured[SERVED])
+    critical = served * stages
+    rows = []
+    for name, values in measured.items():
+        if name != SERVED:
+            spread = f"{min(values):.3f} to {max(values):.3f}"
+            value = median(values)
+            rows.append([name, f"{value:.3f}", spread, f"{value / critical:.1%}"])
+    total = sum(median(values) for name, values in measured.items() if name != SERVED)
+    rows.append(["all phases", f"{total:.3f}", "", f"{total / critical:.1%}"])
+    rows.append(
+        ["waiting and switching", f"{critical - total:.3f}", "", f"{1 - total / critical:.1%}"]
+    )
+    return text_table(["phase", "ms", "spread", "share"], rows)
+
+
+def page(measured: dict[str, dict[str, list[float]]], rounds: int) -> str:
+    """Return the figures in words and tables."""
+    parts = [
+        f"{origin('benchmarks.cpu.phases')} Rounds: {rounds}, medians of their medians; prompts of "
+        f"{PROMPT_TOKENS} tokens, {OUTPUT_TOKENS} new ones. The share is that of the time from "
+        "a micro-batch's start to its next start: with two stages, two served steps."
+    ]
+    for name, phases in measured.items():
+        served = median(phases[SERVED])
+        parts.append(f"### {name}\n\nOne step every {served:.2f} ms.")
+        parts.append(phase_table(phases, SETTINGS[name].stages))
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/phases.md"))
+    options = parser.parse_args()
+    config = EngineConfig.of(
+        options.model, dtype=options.dtype, max_model_len=1024, kv_cache_memory=2**29
+    )
+    measured = {
+        name: uvloop.run(measure(config, setting, options.rounds))
+        for name, setting in SETTINGS.items()
+    }
+    title = "Where the time of a decode step goes"
+    write_results(options.output, title, page(measured, options.rounds), measured)
+
+
+if __name__ == "__main__":
+    main()
