@@ -102,7 +102,7 @@ def _claim(title: str, both: Comparison) -> Claim:
     errors = {metric.upper(): error_of_median(both, metric) for metric in METRICS}
     shown = ", ".join(f"{metric} {100 * error:+.1f} %" for metric, error in errors.items())
     met = max(map(abs, errors.values())) <= ALLOWED
-    return Claim(title, "asked for: within 15 % (Vidur: < 9 % on GPUs)", shown, met)
+    return Claim(title, "aim: within 15 % (Vidur: < 9 % on GPUs)", shown, met)
 
 
 def _plot(found: dict[str, Comparison], path: Path) -> None:

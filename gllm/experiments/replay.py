@@ -42,9 +42,9 @@ def run(options: Options) -> Result:
         )
     )
     claims = [
-        Claim("recorded calls give the same plans", "asked for: bit-identical",
+        Claim("recorded calls give the same plans", "aim: bit-identical",
               "all" if calls_equal else "not all", calls_equal),
-        Claim("recorded times give the same plans", "asked for: >= 95 %",
+        Claim("recorded times give the same plans", "aim: >= 95 %",
               f"{100 * least:.1f} % at least", least >= 0.95),
     ]  # fmt: skip
     return Result("Replay of real runs", text, claims)

@@ -269,7 +269,7 @@ def _decode_groups(rows: PagedRows, dtype: torch.dtype, window: int | None) -> l
 
 
 def _causal_template(chunks: list[PrefillChunk], dtype: torch.dtype, window: int | None) -> Tensor:
-    """`AttentionPlan.causal` for chunks."""
+    """Return the mask of `Gathers.causal` for chunks."""
     keys = max((len(chunk.slots) for chunk in chunks), default=1)
     queries = min(max((chunk.tokens for chunk in chunks), default=1), QUERY_SLICE)
     shape = (queries, queries - 1 + keys)

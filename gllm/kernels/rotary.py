@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies for each kind of scaling, angles of a step, rotation.
 
 Owns the formulas; everything is computed in float32. Does not know configuration files: kinds and
-their parameters come checked (gllm/models/config.py). Angles are computed for the positions of a
+their parameters come checked (gllm/models/describe.py). Angles are computed for the positions of a
 step, once for all layers, so that no table has to be as long as the context.
 
 Source: Su et al., "RoFormer" (2021), equation 34. In the half-split layout element i of the rotated

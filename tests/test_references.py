@@ -1,0 +1,137 @@
+"""Every file and every symbol that a document or a docstring names exists."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CODE = ("gllm", "benchmarks", "examples", "scripts", "tests")
+SOURCES = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += [*sorted((ROOT / "deploy").rglob("*.md")), ROOT / "gllm" / "demo" / "README.md"]
+SUFFIXES = "py|md|cpp|h|js|css|json|jsonl|csv|toml|yaml|txt"
+FILE = re.compile(rf"(?<![\w/.:<-])((?:[\w.-]+/)+[\w-]+\.(?:{SUFFIXES}))(?![\w/])")
+"""A path with at least one folder."""
+MODULE = re.compile(r"(?<![\w/.-])gllm(?:\.[A-Za-z_]\w*)+(?![\w/-])")
+MEMBER = re.compile(r"`(?:[\w.]+\.)?([A-Z]\w*)\.([a-z_]\w*)(?:\(\))?`")
+"""A member of a class, in backticks."""
+PLACEHOLDER = re.compile(r"NAME|FOLDER|FILE|^out/")
+WRITTEN = {"docs/benchmarks/gpu.json"}
+"""Files that a command writes."""
+OTHER_NAMES = {"gllm.request_id", "gllm.service"}
+"""An attribute of spans, a unit of systemd."""
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """Yield every string that stands alone in a Python source."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            value = node.value.value
+            if isinstance(value, str):
+                yield value
+
+
+def text_of(path: Path) -> str:
+    """Return the prose of a page, or of a Python source."""
+    text = path.read_text(encoding="utf-8")
+    return "\n".join(docstrings(text)) if path.suffix == ".py" else text
+
+
+def file_exists(name: str, page: Path) -> bool:
+    """Return True if a path exists, seen from the root, from gllm/ or from the page's folders."""
+    places = [ROOT, ROOT / "gllm", *page.parents[: len(page.relative_to(ROOT).parts)]]
+    return any((place / name).exists() for place in places)
+
+
+def module_exists(name: str) -> bool:
+    """Return True if a dotted name is a module, or a name that one defines."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        base = ROOT.joinpath(*parts[:length])
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.exists():
+                rest = parts[length:]
+                return not rest or rest[0] in top_level_names(path)
+    return False
+
+
+def top_level_names(path: Path) -> set[str]:
+    """Return the names that a module defines or imports."""
+    names: set[Any] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        else:
+            names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            # `__all__` names what a module loads on first use.
+            names |= {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+    return names
+
+
+def class_members() -> dict[str, set[str]]:
+    """Return the members of each class of the project, with those of classes of the same name."""
+    members: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                members.setdefault(node.name, set()).update(members_of(node))
+    return members
+
+
+def members_of(node: ast.ClassDef) -> set[str]:
+    """Return the names that a class body or its methods define, and those of its bases."""
+    names: set[str] = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(each.name)
+        elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+            names.add(each.attr)
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            names.add(each.id)
+        elif isinstance(each, ast.arg):
+            names.add(each.arg)
+    return names
+
+
+MEMBERS = class_members()
+
+
+def unknown_references(text: str, page: Path) -> set[str]:
+    """Return the files, modules and members that a text names and that do not exist."""
+    files = {
+        name
+        for name in FILE.findall(text)
+        if not PLACEHOLDER.search(name) and name not in WRITTEN and not file_exists(name, page)
+    }
+    modules = {name for name in MODULE.findall(text) if not module_exists(name)} - OTHER_NAMES
+    members = {
+        f"{owner}.{name}"
+        for owner, name in MEMBER.findall(text)
+        if owner in MEMBERS and name not in MEMBERS[owner]
+    }
+    return files | modules | members
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_text_names_exists(page: Path) -> None:
+    assert unknown_references(text_of(page), page) == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("see gllm/config.py and docs/api.md, or `Scheduler.schedule`", set()),
+        ("see gllm/kernels/gone.py", {"gllm/kernels/gone.py"}),
+        ("`gllm.scheduler.gone`", {"gllm.scheduler.gone"}),
+        ("`Scheduler.gone`", {"Scheduler.gone"}),
+        ("`gllm.scheduler.scheduler.Scheduler.gone()`", {"Scheduler.gone"}),
+    ],
+)
+def test_a_reference_to_nothing_is_found(text: str, unknown: set[str]) -> None:
+    assert unknown_references(text, ROOT / "README.md") == unknown
