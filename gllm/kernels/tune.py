@@ -50,7 +50,7 @@ TRIED: dict[str, dict[str, Sequence[int]]] = {
     "qkv": {"elements": (512, 1024, 2048, 4096), "warps": (2, 4, 8)},
 }
 """Of each table's choices; stages, where a row has them, are STAGES."""
-STAGES = (1, 2, 3, 4)
+STAGES = (1, 2, 3, 4, 5, 6)
 
 
 @dataclass(frozen=True)

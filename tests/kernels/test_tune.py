@@ -83,7 +83,7 @@ def test_what_is_wrong_or_does_not_run_is_never_taken() -> None:
         return math.nan if use["rows"] == 128 else 0.2 if use["columns"] == 128 else 0.1
 
     best = tuned(Fake(lambda use: 1 / size(use), off))
-    assert best.row.use == {"rows": 64, "columns": 64, "warps": 4, "stages": 4}
+    assert best.row.use == {"rows": 64, "columns": 64, "warps": 4, "stages": 6}
 
 
 def test_the_fastest_that_compiles_well_is_taken_and_no_more_are_compiled() -> None:
