@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ def clock(fake: Fake) -> float:
 
 
 def tuned(*fakes: Fake, fits: Callable[[Use], bool] = lambda use: True) -> tune.Tuned:
-    return tune.tune_row("linear_fp8", ROW, fakes, clock, lambda table, row, use: fits(use))
+    measure = partial(tune.measured, fakes, clock)
+    return tune.tune_row("linear_fp8", ROW, measure, lambda table, row, use: fits(use))
 
 
 def size(use: Use) -> float:
