@@ -230,14 +230,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--all", action="store_true", help="not only the first of each kernel")
     made.add_argument("--arch", type=int, nargs="+", choices=known, default=known)
     made.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    made.add_argument("--triton", metavar="VERSION", help="fail unless this version is installed")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table and what is wrong; the status is 1 where something is."""
     options = parser().parse_args(arguments)
-    from triton import knobs
+    from triton import __version__, knobs
 
+    if options.triton not in (None, __version__):
+        print(f"Triton is {__version__}, not {options.triton}", file=sys.stderr)
+        return 2
     if knobs.runtime.interpret:
         print("TRITON_INTERPRET is set: kernels would be interpreted", file=sys.stderr)
         return 2
@@ -247,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = list(pool.map(run, work))
     print(table(results))
     found = [complaint for result in results for complaint in complaints(result)]
-    print("\n".join(["", *found]) if found else f"\n{len(results)} compiled, all well")
+    print("\n".join(["", *found]) if found else f"\n{len(results)} compiled by Triton {__version__}, all well")
     return 1 if found else 0
 
 
