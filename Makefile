@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve lint test check format browser
+.PHONY: setup serve lint test check format browser old-triton
 
 setup: $(STAMP)
 
@@ -30,6 +30,17 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --ignore tests/e2e
 	$(BIN)/python -m pytest -q tests/e2e
+
+# PyTorch 2.11, the oldest that GPU machines have, brings this Triton: kernels compile with it, too.
+OLD_TRITON := 3.6.0
+OLD_TRITON_STAMP := .venv/triton-$(OLD_TRITON)/.ready
+
+$(OLD_TRITON_STAMP): $(STAMP)
+	$(BIN)/pip install -q --no-deps --target $(@D) triton==$(OLD_TRITON)
+	touch $@
+
+old-triton: $(OLD_TRITON_STAMP)
+	PYTHONPATH=$(dir $<) $(BIN)/python -m gllm.kernels.aot --triton $(OLD_TRITON) --arch 80 90
 
 check: test
 
