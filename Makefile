@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve lint test test-installed test-cpus check format browser
+.PHONY: setup serve lint test test-installed test-cpus test-triton-3.6 check format browser
 
 setup: $(STAMP)
 
@@ -30,6 +30,17 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --ignore tests/e2e --cov --cov-report=term:skip-covered
 	$(BIN)/python -m pytest -q -rs tests/e2e
+
+# PyTorch 2.11, the oldest supported on GPUs, requires this Triton: the kernels must compile with it too.
+OLD_TRITON := 3.6.0
+OLD_TRITON_STAMP := .venv/triton-$(OLD_TRITON)/.ready
+
+$(OLD_TRITON_STAMP): $(STAMP)
+	$(BIN)/pip install -q --no-deps --target $(@D) triton==$(OLD_TRITON)
+	touch $@
+
+test-triton-3.6: $(OLD_TRITON_STAMP)
+	PYTHONPATH=$(dir $<) $(BIN)/python -m gllm.kernels.aot --triton $(OLD_TRITON) --arch 80 90
 
 check: test
 

@@ -245,6 +245,8 @@ class StageLoad(Message, frozen=True):
     """Time spent computing."""
     host_seconds: float = 0.0
     """On a device: time that the host took to build steps and to put their work into its queues."""
+    compilations: int = 0
+    """On a device: kernels that were compiled since the stage is ready."""
 
 
 class Done(Message, frozen=True):

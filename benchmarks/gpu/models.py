@@ -238,6 +238,7 @@ def executor_of(
     executor.scheduler = config.scheduler.resolve(1, blocks, longest)
     executor.reserve(executor.scheduler)
     executor.allocate(blocks, BLOCK_SIZE)
+    executor.warm_up()
     if not graphs:
         executor.graph_fault = "no graphs: recording them failed before"
         return executor

@@ -1,21 +1,21 @@
 """Several stages on one device, through the real processes: greedy texts equal to one stage's.
 
 Owns that comparison; it is about correctness alone, for stages on one device share it. The demo
-model in float32: in bfloat16 other micro-batches may round to another token.
+model in float32: in bfloat16 other micro-batches may round to another token. Where a package of the
+processes is missing, the stages' executors run within this one (inline_stages.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from benchmarks.gpu.rows import Measured, Named, Skip
-from benchmarks.gpu.stand_ins import missing
+from benchmarks.gpu.stand_ins import missing, provide_msgspec
 
-NEEDED = (
-    *("zmq", "msgspec", "setproctitle", "uvloop", "tqdm"),
-    *("numpy", "safetensors", "tokenizers", "jinja2"),
-)
-"""Packages of the parent and its workers."""
+NEEDED = ("numpy", "safetensors", "tokenizers")
+"""Packages without which there is no comparison."""
+PROCESSES = ("zmq", "msgspec", "setproctitle", "uvloop", "tqdm", "jinja2")
+"""More packages, of the parent and its workers."""
 STAGES = (2, 4)
 PROMPTS = (
     *("Once upon a time", "Otto the fox", "The owl said", "One day in the forest"),
@@ -29,6 +29,8 @@ class Baseline:
 
     def __init__(self, is_dry: bool, options: dict[str, str]) -> None:
         self.is_dry, self.options = is_dry, options
+        self.lacking = missing(*PROCESSES)
+        """Without one of which stages cannot be processes."""
         self._texts: list[list[int]] | None = None
 
     def texts(self) -> list[list[int]]:
@@ -42,22 +44,36 @@ class Baseline:
         lacking = missing(*NEEDED)
         if lacking:
             raise Skip(f"no {', '.join(lacking)}")
-        from gllm.config import SamplingParams
-        from gllm.llm import LLM
-
         options: dict[str, Any] = {
             "device": "cpu" if self.is_dry else "cuda",
             "dtype": "float32",
-            "kv_cache_memory": KV_BYTES,
-            "pipeline_parallel_size": stages,
             "max_num_seqs": len(PROMPTS),
             **self.options,
         }
         count, tokens = (2, 4) if self.is_dry else (len(PROMPTS), TOKENS)
+        if self.lacking:
+            return self._generate_inline(stages, PROMPTS[:count], tokens, options)
+        from gllm.config import SamplingParams
+        from gllm.llm import LLM
+
+        options |= {"kv_cache_memory": KV_BYTES, "pipeline_parallel_size": stages}
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         with LLM("demo", progress=False, **options) as llm:
             made = llm.generate(PROMPTS[:count], params)
         return [output.outputs[0].token_ids for output in made]
+
+    def _generate_inline(
+        self, stages: int, prompts: Sequence[str], tokens: int, options: dict[str, Any]
+    ) -> list[list[int]]:
+        """The same within this process."""
+        provide_msgspec()
+        from tokenizers import Tokenizer
+
+        from benchmarks.gpu.inline_stages import DEMO, InlinePipeline
+
+        tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+        ids = [tokenizer.encode(prompt).ids for prompt in prompts]
+        return InlinePipeline(stages, self.is_dry, options).generate(ids, tokens)
 
 
 def rows(is_dry: bool, options: dict[str, str]) -> Iterator[Named]:
@@ -72,4 +88,6 @@ def compare(baseline: Baseline, stages: int) -> Measured:
     wanted, got = baseline.texts(), baseline.generated(stages)
     mismatched = sum(one != other for one, other in zip(wanted, got, strict=True))
     fault = f"{mismatched} of {len(wanted)} texts differ" if mismatched else ""
-    return Measured({"texts": len(wanted), "mismatched": mismatched}, fault=fault)
+    note = f"within one process: no {', '.join(baseline.lacking)}" if baseline.lacking else ""
+    figures = {"texts": len(wanted), "mismatched": mismatched}
+    return Measured(figures, fault=fault, note=note)

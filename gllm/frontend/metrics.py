@@ -48,6 +48,7 @@ STAGE_COUNTERS = {
         "host_seconds",
         "Seconds a stage's host took to build steps and put them into its GPU's queues",
     ),
+    "stage_compilations": ("compilations", "GPU kernels compiled since a stage is ready"),
 }
 
 

@@ -1,7 +1,8 @@
 """`python -m gllm.kernels.aot`: compiles the kernels for GPUs, without a GPU, and judges them.
 
 Owns what a compiled kernel has to satisfy to run well on an architecture: no registers spilled to
-memory, no more shared memory than a block can have, tensor cores where there are products. What is
+memory, no more shared memory than a block can have, tensor cores where there are products, loads of
+later tiles under way while one is computed where the kernel has the stages for that. What is
 compiled is listed by the kernels' own files (COMPILED; gllm/kernels/triton/ahead.py). Does not know
 what kernels compute.
 
@@ -31,6 +32,14 @@ ROOM = "gllm.kernels.triton"
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
 """Bytes that a block can have, by architecture."""
 TENSOR_CORES = re.compile(r"^\s*(?:@\S+\s+)?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\.", re.M)
+BUFFERS = re.compile(
+    r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x[^>]*\bmutable\b", re.M
+)
+"""A tile's buffers in shared memory, [buffers, rows, columns], as the software pipeliner makes them
+for a load within a loop."""
+PIPELINED_STAGES = 3
+"""Fewest stages by which a load is under way while another tile is computed: with n of them there
+are n - 1 buffers, and one more where products are asynchronous (from sm_90 on)."""
 USAGE = re.compile(r"\bREG:(\d+)\s+STACK:(\d+).*?\bLOCAL:(\d+)")
 
 
@@ -61,6 +70,10 @@ class Result:
     shared: int = 0
     """Bytes of a block."""
     tensor_core_instructions: int = 0
+    stages: int = 1
+    """Of the software pipeline, as requested."""
+    buffers: int = 0
+    """Fewest buffers of a tile that is loaded within a loop; 0 where there is no such load."""
     error: str = ""
     """Why it does not compile."""
 
@@ -81,6 +94,14 @@ def tensor_core_instructions(ptx: str) -> int:
     return len(TENSOR_CORES.findall(ptx))
 
 
+def num_buffers(ttgir: str) -> int:
+    """Return the fewest buffers that a tile loaded within a loop has, from Triton's GPU dialect.
+
+    1 means that the load waits for the products of the tile before; 0 that nothing is buffered.
+    """
+    return min(map(int, BUFFERS.findall(ttgir)), default=0)
+
+
 def complaints(result: Result) -> list[str]:
     """What is wrong with a compiled kernel, in words."""
     name = f"{result.kernel} ({result.label}) for sm_{result.arch}"
@@ -94,17 +115,24 @@ def complaints(result: Result) -> list[str]:
         found.append(f"{name} needs {result.shared:,} bytes of shared memory; {limit:,} are there")
     if result.wants_tensor_cores and not result.tensor_core_instructions:
         found.append(f"{name} does not multiply on tensor cores")
+    if result.wants_tensor_cores and result.stages >= PIPELINED_STAGES and result.buffers < 2:
+        found.append(
+            f"{name} prefetches no tile: its loads have {result.buffers} buffers, "
+            f"but there are {result.stages} stages"
+        )
     return found
 
 
 def table(results: Iterable[Result]) -> str:
     """One line for each result, below a head, in columns."""
     head = ("kernel", "label", "arch", "registers", "spilled", "shared memory", "tensor cores")
+    head = (*head, "stages", "buffers")
     rows: list[tuple[str, ...]] = [head]
     for one in results:
         shared = f"{one.shared:,} of {SHARED_MEMORY[one.arch]:,}"
         numbers = (one.registers, one.spilled, shared, one.tensor_core_instructions)
-        shown = ("failed", "-", "-", "-") if one.error else tuple(map(str, numbers))
+        numbers = (*numbers, one.stages, one.buffers)
+        shown = ("failed", *"-----") if one.error else tuple(map(str, numbers))
         rows.append((one.kernel, one.label, f"sm_{one.arch}", *shown))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -165,8 +193,8 @@ def run(job: Job) -> Result:
     return Result(name, one.label, job.arch, one.tensor_cores, *figures)
 
 
-def _figures(one: "Compiled", arch: int) -> tuple[int, int, int, int]:
-    """Registers, spilled, shared, instructions of tensor cores."""
+def _figures(one: "Compiled", arch: int) -> tuple[int, int, int, int, int, int]:
+    """Registers, spilled, shared, instructions of tensor cores, stages, buffers."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -179,7 +207,8 @@ def _figures(one: "Compiled", arch: int) -> tuple[int, int, int, int]:
     kernel = compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = usage(_resource_usage(kernel.asm["cubin"]))
     instructions = tensor_core_instructions(kernel.asm["ptx"])
-    return registers, spilled, kernel.metadata.shared, instructions
+    buffers = num_buffers(kernel.asm["ttgir"])
+    return registers, spilled, kernel.metadata.shared, instructions, stages, buffers
 
 
 def _resource_usage(cubin: bytes) -> str:
@@ -201,14 +230,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--all", action="store_true", help="not only the first of each kernel")
     made.add_argument("--arch", type=int, nargs="+", choices=known, default=known)
     made.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    made.add_argument("--triton", metavar="VERSION", help="fail unless this version is installed")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table and what is wrong; the status is 1 where something is."""
     options = parser().parse_args(arguments)
-    from triton import knobs
+    from triton import __version__, knobs
 
+    if options.triton not in (None, __version__):
+        print(f"Triton is {__version__}, not {options.triton}", file=sys.stderr)
+        return 2
     if knobs.runtime.interpret:
         print("TRITON_INTERPRET is set: kernels would be interpreted", file=sys.stderr)
         return 2
@@ -218,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = list(pool.map(run, work))
     print(table(results))
     found = [complaint for result in results for complaint in complaints(result)]
-    print("\n".join(["", *found]) if found else f"\n{len(results)} compiled, all well")
+    print("\n".join(["", *found]) if found else f"\n{len(results)} compiled by Triton {__version__}, all well")
     return 1 if found else 0
 
 

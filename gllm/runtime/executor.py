@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gllm.config import EngineConfig, FieldError
+from gllm.config import EngineConfig, FieldError, check_quantization
 from gllm.kernels.attention_backends import Wanted, choose
 from gllm.messages import Register, RowLogprobs
 from gllm.models.attention import head_shape
@@ -50,7 +50,7 @@ class StageExecutor:
         layers: range,
         device: torch.device = CPU,
     ) -> None:
-        """Raises FieldError where the KV cache or attention cannot be as configured."""
+        """Raises FieldError where weights, KV cache or attention cannot be as configured."""
         self.model = model_config.model
         self.layers = layers
         self._described = self.model.layers[layers.start : layers.stop]
@@ -58,6 +58,7 @@ class StageExecutor:
         self.is_first = stage == 0
         self.is_last = stage == stages - 1
         self.dtype = compute_dtype(engine_config.dtype, model_config.dtype, device.type)
+        check_quantization(engine_config.quantization, device.type)
         self._quantization = engine_config.quantization
         self.device = device
         gpu = capability(device)

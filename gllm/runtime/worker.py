@@ -266,8 +266,9 @@ class Worker:
         if self.done.is_set():
             return
         stage = self._stage
-        host = 0.0 if self._gpu is None else self._gpu.executor.host_seconds
-        self._frontend.send(StageLoad(self.spec.stage, stage.steps, stage.busy_seconds, host))
+        gpu = self._gpu
+        device = (0.0, 0) if gpu is None else (gpu.executor.host_seconds, gpu.compilations)
+        self._frontend.send(StageLoad(self.spec.stage, stage.steps, stage.busy_seconds, *device))
         times = StageTimes(self.spec.stage, *stage.take_times())
         if self._driver is None:
             self._stages[0].send(times)

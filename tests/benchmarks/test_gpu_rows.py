@@ -221,15 +221,18 @@ def test_cases_count_what_they_move() -> None:
     assert chunk.flops == 4 * 32 * 128 * 21
 
 
-WITHOUT_MSGSPEC = """
+BARE = """
 import importlib.util, sys
+MISSING = {"msgspec", "zmq", "uvloop", "setproctitle", "aiohttp", "llguidance"}
 find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name == "msgspec" else find(name, *more)
+importlib.util.find_spec = lambda name, *more: None if name in MISSING else find(name, *more)
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"msgspec", "zmq", "uvloop", "setproctitle", "aiohttp"}:
+        if name.split(".")[0] in MISSING:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
+"""
+WITHOUT_MSGSPEC = """
 from benchmarks.gpu.stand_ins import provide_msgspec
 assert provide_msgspec()
 from gllm.messages import Register, Sampling, Submit
@@ -246,9 +249,30 @@ assert Submit(1, [2], Sampling(), 3, []).cache_salt == ""
 
 def test_one_process_needs_no_msgspec() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MSGSPEC], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", BARE + WITHOUT_MSGSPEC], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+STAGES_IN_ONE_PROCESS = """
+from benchmarks.gpu import stages
+from benchmarks.gpu.rows import Named, run_row
+baseline = stages.Baseline(True, {})
+row = run_row("stages", Named("", lambda: stages.compare(baseline, 2)))
+print(row.status, row.figures, row.note, sep="; ")
+print(sum(map(len, baseline.texts())), len(set(sum(baseline.texts(), []))))
+"""
+
+
+def test_stages_that_cannot_be_processes_run_within_one() -> None:
+    code = BARE + STAGES_IN_ONE_PROCESS
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    row, counts = done.stdout.splitlines()
+    assert row.startswith("ok; {'texts': 2, 'mismatched': 0}; within one process: no zmq, msgspec")
+    tokens, different = map(int, counts.split())
+    assert tokens == 8
+    assert different > 2
 
 
 def test_where_graphs_cannot_be_recorded_the_rows_behind_do_without(

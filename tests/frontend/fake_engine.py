@@ -123,7 +123,7 @@ class FakeEngine:
     stats: Stats = field(default_factory=lambda: Stats(running=2, waiting=1, kv_usage=0.25))
     step_sizes: Mapping[int, int] = field(default_factory=lambda: {1: 4, 8: 2})
     stage_loads: Mapping[int, StageLoad] = field(
-        default_factory=lambda: {0: StageLoad(0, 10, 3.0), 1: StageLoad(1, 10, 2.0)}
+        default_factory=lambda: {0: StageLoad(0, 10, 3.0), 1: StageLoad(1, 10, 2.0, 0.5, 7)}
     )
     bubbles: Bubbles = field(default_factory=lambda: Bubbles([0.5, 1.0], 4.0))
     calls: list[Call] = field(default_factory=list)

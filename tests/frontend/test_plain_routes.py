@@ -69,6 +69,7 @@ async def test_metrics(server):
     assert found[f"gllm:e2e_request_latency_seconds_count{{{model}}}"] == 3
     assert found[f"gllm:inter_token_latency_seconds_count{{{model}}}"] >= 8
     assert found[f'gllm:stage_busy_seconds_total{{{model},stage="0"}}'] == 3.0
+    assert found[f'gllm:stage_compilations_total{{{model},stage="1"}}'] == 7
     assert found[f'gllm:stage_bubble_seconds_total{{{model},stage="1"}}'] == 1.0
     assert found[f'gllm:stage_bubble_share{{{model},stage="0"}}'] == 0.125
     assert found[f"gllm:pipeline_work_seconds_total{{{model}}}"] == 4.0

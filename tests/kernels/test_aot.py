@@ -10,6 +10,7 @@ from gllm.kernels.aot import (
     Result,
     chosen,
     complaints,
+    num_buffers,
     table,
     tensor_core_instructions,
     usage,
@@ -22,7 +23,7 @@ Resource usage:
  Function _norm:
   REG:{} STACK:{} SHARED:0 LOCAL:{} CONSTANT[0]:580 TEXTURE:0 SURFACE:0 SAMPLER:0
 """
-GOOD = Result("norm._norm", "bf16", 90, True, 168, 0, 232_448, 16)
+GOOD = Result("norm._norm", "bf16", 90, True, 168, 0, 232_448, 16, stages=3, buffers=2)
 
 
 @pytest.mark.parametrize(("stack", "local", "wanted"), [(0, 0, 0), (24, 0, 24), (0, 8, 8)])
@@ -55,9 +56,30 @@ def test_tensor_cores_are_counted(line: str, count: int) -> None:
     assert tensor_core_instructions(ptx) == 2 * count
 
 
+LOOP = """
+%q = ttg.local_alloc %x : (tensor<16x128xbf16>) -> !ttg.memdesc<16x128xbf16, #shared, #smem>
+%b = ttg.local_alloc : () -> !ttg.memdesc<1x64xi32, #shared1, #smem, mutable>
+%k = ttg.local_alloc : () -> !ttg.memdesc<{}x64x128xbf16, #shared, #smem, mutable>
+%v = ttg.local_alloc : () -> !ttg.memdesc<{}x64x128xbf16, #shared, #smem, mutable>
+"""
+
+
+@pytest.mark.parametrize(("keys", "values", "fewest"), [(2, 2, 2), (3, 2, 2), (1, 5, 1)])
+def test_buffers_are_those_of_the_tile_that_has_fewest(
+    keys: int, values: int, fewest: int
+) -> None:
+    assert num_buffers(LOOP.format(keys, values)) == fewest
+
+
+def test_tiles_that_are_not_loaded_within_a_loop_have_no_buffers() -> None:
+    assert num_buffers("\n".join(LOOP.splitlines()[:3])) == 0
+
+
 def test_a_kernel_within_its_limits_is_well() -> None:
     assert complaints(GOOD) == []
-    assert complaints(replace(GOOD, tensor_core_instructions=0, wants_tensor_cores=False)) == []
+    plain = replace(GOOD, tensor_core_instructions=0, wants_tensor_cores=False, buffers=0)
+    assert complaints(plain) == []
+    assert complaints(replace(GOOD, stages=2, buffers=1)) == []
 
 
 @pytest.mark.parametrize(
@@ -66,6 +88,8 @@ def test_a_kernel_within_its_limits_is_well() -> None:
         ({"spilled": 4}, ["spills 4 bytes"]),
         ({"shared": 232_449}, ["needs 232,449 bytes of shared memory; 232,448 are there"]),
         ({"tensor_core_instructions": 0}, ["does not multiply on tensor cores"]),
+        ({"buffers": 1}, ["prefetches no tile: its loads have 1 buffers, but there are 3 stages"]),
+        ({"buffers": 0, "stages": 6}, ["prefetches no tile: its loads have 0 buffers"]),
         ({"error": "ValueError: no"}, ["does not compile: ValueError: no"]),
         ({"spilled": 4, "shared": 10**6}, ["spills 4 bytes", "needs 1,000,000 bytes"]),
     ],
@@ -89,8 +113,8 @@ def test_the_table_has_a_line_for_each() -> None:
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split()[:4] == ["kernel", "label", "arch", "registers"]
     words = [" ".join(line.split()) for line in lines[1:]]
-    assert words[0] == "norm._norm bf16 sm_90 168 0 232,448 of 232,448 16"
-    assert words[1] == "norm._norm fp16, wide sm_100 failed - - -"
+    assert words[0] == "norm._norm bf16 sm_90 168 0 232,448 of 232,448 16 3 2"
+    assert words[1] == "norm._norm fp16, wide sm_100 failed - - - - -"
 
 
 @dataclass(frozen=True)

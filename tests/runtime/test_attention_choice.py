@@ -79,3 +79,13 @@ def test_a_gpu_without_8_bit_floats_refuses_them(
     with pytest.raises(FieldError, match=r"--kv-cache-dtype fp8 needs .*this one has 8\.0"):
         executor(folder, kv_cache_dtype="fp8")
     assert executor(folder, kv_cache_dtype="float16").cache_dtype == torch.float16
+
+
+def test_8_bit_integers_are_refused_on_a_gpu(folder: Path) -> None:
+    with pytest.raises(FieldError, match=r"--quantization int8 .*--device cpu") as caught:
+        executor(folder, quantization="int8")
+    assert caught.value.param == "quantization"
+    # Known before a process starts, where a GPU is asked for by name.
+    with pytest.raises(FieldError, match=r"--quantization int8 .*--device cpu"):
+        EngineConfig.of(str(folder), quantization="int8", device="cuda")
+    assert EngineConfig.of(str(folder), quantization="int8", device="cpu").quantization == "int8"

@@ -164,8 +164,11 @@ def run(
     folder: Path, plans: list[StepPlan], seed: int, graphs: int, **options: object
 ) -> tuple[list[Answer], FakeQueues]:
     special, given = options.pop("special", {}), options.pop("given", {})
+    examples = options.pop("examples", False)
     with as_on_a_device(), FakeQueues(seed, **options) as queues:  # type: ignore[arg-type]
         executor = executor_on(queues, folder, graphs=graphs, **given)  # type: ignore[arg-type]
+        if examples:
+            executor.warm_up()
         for message in registered(**special):  # type: ignore[arg-type]
             executor.register(message)
         queues.host_waits.clear()
@@ -175,6 +178,13 @@ def run(
         queues.host_waits = made
         assert executor.host_seconds > 0
     return results, queues
+
+
+def test_example_steps_before_the_first_leave_nothing_behind(
+    folder: Path, plans: list[StepPlan], expected: dict[str, list[Answer]]
+) -> None:
+    results, _ = run(folder, plans, 3, 4, special=SPECIALS["everything"], examples=True)
+    check(results, expected["everything"])
 
 
 @settings(

@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
+triton = pytest.importorskip("triton")
+
 from gllm.kernels.aot import SHARED_MEMORY, room
 
 WITHOUT = {"ahead", "attention_shapes", "attention_tiles", "common", "expert_blocks", "tiles"}
-WITHOUT |= {"workloads"}
+WITHOUT |= {"compilations", "workloads"}
 """Files of the room that have no kernels of their own."""
 
 
@@ -49,7 +51,7 @@ def test_the_first_of_each_kernel_is_well() -> None:
     done = command()
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert lines[-1].endswith(" compiled, all well")
+    assert lines[-1].endswith(f" compiled by Triton {triton.__version__}, all well")
     for arch in SHARED_MEMORY:
         assert any(f" sm_{arch} " in line for line in lines[1:])
 
@@ -58,6 +60,12 @@ def test_nothing_is_compiled_where_kernels_are_interpreted() -> None:
     done = command(TRITON_INTERPRET="1")
     assert done.returncode == 2
     assert done.stderr.strip() == "TRITON_INTERPRET is set: kernels would be interpreted"
+
+
+def test_another_version_of_triton_is_refused() -> None:
+    done = command("-m", "gllm.kernels.aot", "--triton", "1.0")
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"Triton is {triton.__version__}, not 1.0"
 
 
 def test_tiles_that_spill_do_not_fit() -> None:

@@ -289,24 +289,44 @@ def test_queries_of_a_fused_projection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "longest", "processors", "decodes", "chunks"),
+    ("contexts", "programs", "processors", "splits"),
     [
-        (4, 100_000, 132, 66, 33),
-        (1, 100_000, 132, 128, 98),
-        (1, 1_000_000, 132, 128, 128),
-        (2048, 100_000, 132, 1, 1),
-        (4, 300, 132, 3, 1),
-        (4, 1, 132, 1, 1),
-        (64, 4096, 108, 4, 1),
-        (16, 32_768, 132, 17, 8),
-        (100, 32_768, 132, 3, 1),
+        # A small batch: two programs for each processor.
+        *(([100_000], 4, 132, 66), ([100_000], 1, 132, 128), ([4096] * 16, 4, 108, 4)),
+        # A share of the work, but LEAST tokens.
+        *(([300], 4, 132, 3), ([1], 4, 132, 1), ([0, 0], 4, 132, 1)),
+        # A large batch of contexts alike: as they are, up to LONGEST_PART.
+        *(([512] * 256, 8, 132, 1), ([8192] * 256, 8, 132, 1), ([131_072] * 256, 8, 132, 16)),
+        # One long context among short ones, as many parts as keep the processors alike.
+        *(([32_768] + [512] * 255, 8, 132, 7), ([131_072] + [512] * 63, 8, 132, 27)),
+        # Of so many heads that a batch fills the GPU without splits.
+        *(([8192] * 8, 32, 132, 2), ([8192] * 16, 32, 132, 1), ([8192] * 16, 32, 264, 2)),
     ],
 )
-def test_splits_fill_the_processors_but_do_not_get_short(
-    programs: int, longest: int, processors: int, decodes: int, chunks: int
+def test_decodes_are_split_by_batch_heads_contexts_and_processors(
+    contexts: list[int], programs: int, processors: int, splits: int
 ) -> None:
-    assert attention_shapes.decode_splits(programs, longest, processors) == decodes
-    assert attention_shapes.prefill_splits(programs, longest, processors) == chunks
+    assert attention_shapes.decode_splits(np.array(contexts), programs, processors) == splits
+
+
+@pytest.mark.parametrize(
+    ("programs", "longest", "processors", "splits"),
+    [
+        *((4, 100_000, 132, 33), (1, 100_000, 132, 98), (1, 1_000_000, 132, 128)),
+        *((2048, 100_000, 132, 1), (4, 300, 132, 1), (4, 1, 132, 1), (64, 4096, 108, 1)),
+        *((16, 32_768, 132, 8), (100, 32_768, 132, 1)),
+    ],
+)
+def test_chunks_are_split_where_processors_would_be_idle(
+    programs: int, longest: int, processors: int, splits: int
+) -> None:
+    assert attention_shapes.prefill_splits(programs, longest, processors) == splits
+
+
+def test_a_long_context_among_short_ones_is_split() -> None:
+    """As are the short ones, whose last parts are empty."""
+    case = Case([(97, 1), *[(3, 1)] * 9], 2, 1, 16, 16)
+    case.check(Scores(0.2), processors=2)
 
 
 def test_what_is_compiled_ahead_has_all_arguments() -> None:

@@ -74,6 +74,7 @@ def test_any_number_of_tokens_goes_to_an_expert(loads: tuple[int, int, int]) -> 
     close(gpu.run_experts(x, experts, weights, up, down, "silu"), wanted, 1e-5)
 
 
+@pytest.mark.usefixtures("ordered_products")
 def test_a_token_does_not_depend_on_its_batch() -> None:
     """Nor on the order in which its experts were picked; and not by a bit."""
     x, experts, weights, up, down = made(3, 70, (4, 3, 6, 4))
@@ -88,6 +89,7 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
     assert torch.equal(gpu.run_experts(x[rows], *turned, up, down, "silu"), whole[rows])
 
 
+@pytest.mark.usefixtures("ordered_products")
 def test_rows_may_be_apart() -> None:
     x, experts, weights, up, down = made(4, 5, (3, 2, 6, 4))
     wanted = gpu.run_experts(x, experts, weights, up, down, "relu")
@@ -149,6 +151,7 @@ def test_weights_in_8_bit_floats(
     assert error < (0.08 if fp8 else step)
 
 
+@pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_token_in_8_bit_floats_does_not_depend_on_its_batch(fp8: bool) -> None:
     up, down = eights((4, 40, 24), (8, 32), 1)

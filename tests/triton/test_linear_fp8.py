@@ -70,6 +70,7 @@ def test_stacked_with_a_bias(dtype: torch.dtype, fp8: bool) -> None:
     assert linear_fp8(x[:0], matrix, bias, fp8=fp8).shape == (0, 32)
 
 
+@pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("processors", [3, 1000])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("biased", [False, True])

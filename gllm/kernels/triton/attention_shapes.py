@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 from torch import Tensor
@@ -39,6 +41,11 @@ LEAST_OF_CHUNKS = 1024
 (128 elements, float32); at 4.8 TB/s that takes as long as 166 keys do at 400 TFLOP/s."""
 WAVES = 2
 """Programs for each processor that splitting of decodes aims at; a chunk's fill one each."""
+LONGEST_PART = 8192
+"""Most tokens of a decode's part, however many other programs there are: one program alone reads
+slowly, so that a single long context would hold up a whole step. 64 KB under way (two tiles of 64
+keys and values of 128 16-bit elements) and 0.8 us of latency are 80 GB/s, so 8192 tokens of a KV
+head take about 50 us."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +145,22 @@ def constants(tiles: Tiles, shape: Shape) -> dict[str, int | bool]:
     }
 
 
-def decode_splits(programs: int, longest: int, processors: int) -> int:
-    """Parts of the longest context, in tokens, that keep the processors busy where so many programs
-    read the cache anyway."""
-    return _splits(-(-WAVES * processors // programs), longest, LEAST)
+def decode_splits(contexts: npt.NDArray[np.int64], programs: int, processors: int) -> int:
+    """Return the number of parts that the context of each decode is split into.
+
+    A part of the longest context is at most an equal share of all work for each of WAVES programs
+    per processor, and at most LONGEST_PART tokens, so that neither a small batch nor one long
+    context among short ones leaves processors idle.
+
+    Args:
+        contexts: [decodes] visible tokens of each decode. Where a launch is recorded, for replays
+            with other contexts: the longest that there may be.
+        programs: per decode, without splits.
+        processors: streaming multiprocessors of the device.
+    """
+    longest = int(contexts.max())
+    share = -(-int(contexts.sum()) * programs // (WAVES * processors))
+    return _splits(-(-longest // min(max(share, 1), LONGEST_PART)), longest, LEAST)
 
 
 def prefill_splits(programs: int, longest: int, processors: int) -> int:

@@ -48,6 +48,14 @@ def load_slopes(slopes, heads, there, ALIBI: tl.constexpr):
 
 
 @triton.jit
+def load_blocks(table, start, oldest, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """[KEYS] int32: the block of each position start .. start + KEYS - 1 by a row's table of block
+    ids; 0 outside of oldest .. end - 1."""
+    tokens = start + tl.arange(0, KEYS)
+    return tl.load(table + tokens // BLOCK_SIZE, (tokens >= oldest) & (tokens < end), 0)
+
+
+@triton.jit
 def attend(
     query,
     rest,
@@ -88,14 +96,14 @@ def attend(
     read. Not MASKED: all queries see all of the keys, whose number is a multiple of KEYS.
     Score s becomes s * inner, or outer * tanh(ln 2 / 2 * s * inner) with SOFTCAP.
     """
+    blocks = load_blocks(table, begin, oldest, end, KEYS, BLOCK_SIZE)
     for start in range(begin, end, KEYS):
         tokens = start + tl.arange(0, KEYS)
         there = (tokens >= oldest) & (tokens < end)
-        if MASKED:
-            blocks = tl.load(table + tokens // BLOCK_SIZE, mask=there, other=0)
-        else:
-            blocks = tl.load(table + tokens // BLOCK_SIZE)
         slots = blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
+        # One tile ahead: Triton prefetches keys and values of later tiles only where their
+        # addresses do not wait for a load of the same iteration.
+        blocks = load_blocks(table, start + KEYS, oldest, end, KEYS, BLOCK_SIZE)
         key_at = keys + slots * key_row
         key = load_elements(key_at, there, MAIN, MAIN_PAD, MASKED).to(query.dtype)
         score = tl.zeros([query.shape[0], KEYS], dtype=tl.float32)

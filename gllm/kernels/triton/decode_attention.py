@@ -4,6 +4,7 @@ Owns the launch for decodes and what a program of it does. Where launches come f
 attention.py, the arithmetic in attention_tiles.py, what becomes of splits in split_attention.py.
 """
 
+import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,11 +42,11 @@ def decode_attention(
     assert tables is not None, "attention was not planned for a device"
     tiles = attention_shapes.tiles_for(shape, "decode")
     programs = shape.kv_heads * attention_shapes.packing(tiles, shape).parts
-    longest = int(plan.rows.context_len[:rows].max())
+    contexts = plan.rows.context_len[:rows]
     if shape.window is not None:
-        longest = min(longest, shape.window)
+        contexts = np.minimum(contexts, shape.window)
     busy = common.processors(query.device)
-    splits = attention_shapes.decode_splits(rows * programs, longest, busy)
+    splits = attention_shapes.decode_splits(contexts, programs, busy)
     parts = parts_for(rows, splits, shape, query.device)
     decode_kernel[(programs, splits, rows)](
         *(output, *parts, query, key_cache, value_cache, slopes),

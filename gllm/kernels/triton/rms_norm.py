@@ -18,7 +18,7 @@ LONGEST = 16384
 """Elements of a row that registers hold."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x,
     delta,

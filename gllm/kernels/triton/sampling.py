@@ -221,7 +221,7 @@ def _draw(
     return tile * TILE + column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sample_kernel(
     tokens, logits, settings, counters, scratch, rows, size, stride,
     FILTERS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,

@@ -91,6 +91,18 @@ def choose(table: str, **sizes: int) -> Mapping[str, int]:
     return _chosen(_current(), table, tuple(sizes.items()))
 
 
+def token_counts() -> list[int]:
+    """Return the numbers of tokens at which some table changes its choice, ascending: the last of
+    each row and the first of the next."""
+    bounds = {
+        row.up_to["tokens"]
+        for rows in _current().tables.values()
+        for row in rows
+        if "tokens" in row.up_to
+    }
+    return sorted(bounds | {bound + 1 for bound in bounds})
+
+
 def row_for(table: str, sizes: Mapping[str, int]) -> Row:
     """The row of default.json that these sizes belong to. Raises ValueError where there is none."""
     return _fitting(read(DEFAULT).tables, table, sizes)

@@ -85,9 +85,10 @@ class Drawing:
             top,
         )
 
-    def largest(self, samples: int) -> DrawInputs:
-        """What takes most memory for so many rows, which look back at a token each."""
-        states = states_of(Register(0, 1, [0], EVERYTHING, n=samples))
+    def example(self, samples: int, sampling: Sampling = EVERYTHING) -> DrawInputs:
+        """Return the inputs of so many rows, which look back at a token each; by default those that
+        take most memory."""
+        states = states_of(Register(0, 1, [0], sampling, n=samples))
         rows = plan_rows([(0, 0)] * samples, states, [0] * samples)
         blocks = np.zeros((samples, 1), dtype=np.int64)
         return self.plan(rows, [], [1] * samples, blocks)

@@ -24,15 +24,17 @@ from gllm.config import EngineConfig
 from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedRows
 from gllm.kernels.masking import words_of
-from gllm.messages import RowLogprobs
+from gllm.kernels.triton.tiles import token_counts
+from gllm.messages import RowLogprobs, Sampling
 from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
 from gllm.runtime.batch import Batch, CacheShape, PlanAttention, plan_each, token_ids
-from gllm.runtime.cuda.drawing import Drawing, DrawInputs, drawn_of
+from gllm.runtime.cuda.drawing import EVERYTHING, Drawing, DrawInputs, drawn_of
 from gllm.runtime.cuda.graphs import DecodeGraphs, bucket_of, buckets, pad_decodes
 from gllm.runtime.cuda.plans import block_table_of, plan_tables
 from gllm.runtime.cuda.staging import Staging
 from gllm.runtime.cuda.tokens import LastTokens, TokenReturn, Told
+from gllm.runtime.cuda.warm_up import PLAIN, example_rows
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.kv_cache import KVCache
 from gllm.runtime.sampler import follow_grammars, results, take_forced, tell_embedded
@@ -164,6 +166,20 @@ class DeviceExecutor(StageExecutor):
         progress(len(sizes), len(sizes))
         self._sizes = sizes
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run example steps, so that no kernel is left to be compiled by the first requests.
+
+        To be called behind `reserve` and `allocate`, before the first step.
+        """
+        shape = self._shape
+        sizes = self._longest, shape.block_size, shape.num_blocks
+        for rows in example_rows(token_counts(), *sizes):
+            samples = min(int(rows.query_start[-1]), self._most[1])
+            for sampling in (PLAIN, EVERYTHING):
+                self._run_example(rows, samples, sampling)
+        self._queues.synchronize()
+
     def prepare(self, plan: StepPlan) -> Batch:
         """As in StageExecutor; on the host alone."""
         begin = time.perf_counter()
@@ -231,13 +247,18 @@ class DeviceExecutor(StageExecutor):
         starts = np.concatenate((np.zeros(1, dtype=np.int64), lengths.cumsum()))
         table = np.zeros((len(counts), self._width), dtype=np.int64)
         rows = PagedRows(table, starts, lengths, 0, self._shape.block_size, blocks)
+        self._run_example(rows, samples, EVERYTHING)
+
+    def _run_example(self, rows: PagedRows, samples: int, sampling: Sampling) -> None:
+        """Compute a micro-batch whose tokens are all 0, and sample from its first rows."""
+        tokens = int(rows.query_start[-1])
         ids = torch.zeros(tokens, dtype=torch.int64)
         inputs = StageInputs(
             ids[: tokens if self.is_first else 0],
             ids,
             self._plan(rows, self.dtype, self._shape.windows),
         )
-        drawing = self._drawing.largest(samples) if self.is_last else None
+        drawing = self._drawing.example(samples, sampling) if self.is_last else None
         (there, draw), _ = self._staging.put((inputs, drawing), self.stream)
         with self.stream.current():
             shape = tokens, self.model.hidden_size
@@ -246,6 +267,8 @@ class DeviceExecutor(StageExecutor):
                 there, None if self.is_first else hidden, self._cache.layers
             )
             if draw is not None:
+                # As embeddings are.
+                self._stage.normed(hidden[:1])
                 self._drawing.draw(self._stage.logits(hidden[:samples]), draw, self._cached_tokens)
         self._staging.release(self.stream)
 

@@ -7,6 +7,7 @@ of messages.
 import logging
 
 from gllm.config import EngineConfig
+from gllm.kernels.triton.compilations import CompilationCounter
 from gllm.models.config import ModelConfig
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.streams import CudaQueues
@@ -35,6 +36,7 @@ class OnGpu:
         self._config, self._stages = config, stages
         self._sharing = -(-stages // count)
         """Stages on this GPU, or one more."""
+        self._counter: CompilationCounter | None = None
         self.transport = "nccl" if self._sharing == 1 else "host-staging"
 
     def room(self) -> int:
@@ -47,6 +49,14 @@ class OnGpu:
         return room // self._sharing
 
     def record_graphs(self) -> None:
-        """Record decodes; the log tells how far it is."""
+        """Compile kernels and record decodes; the log tells how far it is."""
+        log.info("compiling kernels")
+        self.executor.warm_up()
         most = min(self._config.scheduler.max_num_seqs, MOST_ROWS)
         self.executor.record_graphs(most, lambda done, all_: log.info("graph %d/%d", done, all_))
+        self._counter = CompilationCounter()
+
+    @property
+    def compilations(self) -> int:
+        """Kernels compiled since the stage is ready; 0 before."""
+        return 0 if self._counter is None else self._counter.count

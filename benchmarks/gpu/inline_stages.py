@@ -1,0 +1,99 @@
+"""Several stages on one device within one process, for machines that lack the workers' packages.
+
+Owns the loop over their executors and the transfer of activations between their streams. Stages are
+the executors of the real processes; what is left out is processes, messages and transports.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.host import HostQueues
+from gllm.config import EngineConfig
+from gllm.messages import Register, Sampling
+from gllm.models.config import read_config
+from gllm.models.hub import DEMO
+from gllm.models.split import split_layers
+from gllm.runtime.batch import Batch
+from gllm.runtime.cuda.executor import DeviceExecutor
+from gllm.scheduler.plan import StepPlan, StepResult
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import Request
+from gllm.streams import CudaQueues, Queues
+
+NUM_BLOCKS, LONGEST, GRAPH_ROWS = 256, 512, 16
+
+
+class InlinePipeline:
+    """The demo model cut into stages that share one device."""
+
+    def __init__(self, stages: int, is_dry: bool, options: dict[str, Any]) -> None:
+        """`options`: fields of EngineConfig. A dry run is on the CPU."""
+        self._queues: Queues = HostQueues() if is_dry else CudaQueues()
+        config = read_config(DEMO)
+        engine = EngineConfig.of(
+            str(DEMO), max_model_len=LONGEST, pipeline_parallel_size=stages, **options
+        )
+        self._config = engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST)
+        self._executors = [
+            DeviceExecutor(config, engine, stage, stages, layers, self._queues)
+            for stage, layers in enumerate(split_layers(config.model, stages))
+        ]
+        for executor in self._executors:
+            executor.load(DEMO, lambda done, total: None)
+            executor.reserve(self._config)
+            executor.allocate(NUM_BLOCKS, self._config.block_size)
+            executor.warm_up()
+            executor.record_graphs(GRAPH_ROWS, lambda done, total: None)
+
+    def generate(self, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+        """Return the greedy token ids, `tokens` of each prompt."""
+        scheduler = Scheduler(self._config)
+        for seq, prompt in enumerate(prompts):
+            scheduler.add(Request(seq, prompt, tokens), time.monotonic())
+            for executor in self._executors:
+                executor.register(Register(seq, len(prompt), prompt, Sampling(temperature=0.0)))
+        texts: dict[int, list[int]] = defaultdict(list)
+        in_flight: deque[tuple[StepPlan, Batch, list[torch.Tensor]]] = deque()
+        last = self._executors[-1]
+        while True:
+            while (plan := scheduler.schedule(time.monotonic())) is not None:
+                in_flight.append((plan, *self._compute(plan)))
+            if not in_flight:
+                return [texts[seq] for seq in range(len(prompts))]
+            plan, batch, outputs = in_flight.popleft()
+            last.finish(batch)
+            sampled, _ = last.sample(batch, outputs[-1])
+            for row in sampled:
+                if row.error:
+                    raise ArithmeticError(row.error)
+                texts[row.seq].append(row.token)
+            scheduler.commit(StepResult(plan.step, sampled))
+
+    def _compute(self, plan: StepPlan) -> tuple[Batch, list[torch.Tensor]]:
+        """Put a step into the streams of all stages.
+
+        Returns the last stage's batch and every stage's output, which have to be kept until the
+        step is finished: other streams read them.
+        """
+        batches = [executor.prepare(plan) for executor in self._executors]
+        outputs: list[torch.Tensor] = []
+        for executor, batch in zip(self._executors, batches, strict=True):
+            output = executor.compute(batch, outputs[-1] if outputs else None)
+            if executor is not self._executors[-1]:
+                output = self._transfer(executor, output)
+            outputs.append(output)
+        return batches[-1], outputs
+
+    def _transfer(self, executor: DeviceExecutor, output: torch.Tensor) -> torch.Tensor:
+        """Return a copy of activations that the next stage's stream waits for; the graphs of this
+        stage overwrite their own."""
+        with executor.stream.current():
+            copied = output.clone()
+        sent = self._queues.event()
+        executor.stream.record(sent)
+        self._executors[self._executors.index(executor) + 1].stream.wait(sent)
+        return copied
