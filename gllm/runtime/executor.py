@@ -131,15 +131,23 @@ class StageExecutor:
         return guides[-1].begun if guides else None
 
     def prepare(self, plan: StepPlan) -> Batch:
-        """The plan's micro-batch as tensors. Raises KeyError for an unregistered sequence."""
+        """Build the plan's micro-batch as tensors.
+
+        Raises KeyError for an unregistered sequence. Everything held for the sequences that the
+        plan releases is freed, even if this raises; `give_up_plan` is still to be called then.
+        """
+        try:
+            return self._build(plan)
+        finally:
+            self._free(plan.released)
+
+    def _build(self, plan: StepPlan) -> Batch:
+        """Build the plan's micro-batch."""
         followed = self._mirror.apply(plan)
         inputs, placeholders = build_inputs(
             plan, followed, self._tables, self._shape, self.is_first
         )
         sample_rows, sampled, prompts = self._sampled_rows(plan, followed)
-        self._tables.release(plan.released)
-        for seq in plan.released:
-            self._samplings.pop(seq, None)
         return Batch(
             plan.step,
             inputs,
@@ -148,8 +156,19 @@ class StageExecutor:
             sampled,
             prompts,
             placeholders,
-            plan.released,
         )
+
+    def _free(self, seqs: list[int]) -> None:
+        """Free everything held for sequences that have ended.
+
+        The driver releases a sequence once all its steps have committed, so no thread samples it
+        any more.
+        """
+        self._mirror.release(seqs)
+        self._tables.release(seqs)
+        for seq in seqs:
+            self._samplings.pop(seq, None)
+            self._last_tokens.pop(seq, None)
 
     def _sampled_rows(
         self, plan: StepPlan, followed: list[Followed]
@@ -207,11 +226,14 @@ class StageExecutor:
         sampled = results(batch.sampled, drawn)
         if self._keeps_tokens:
             self._last_tokens.update((result.seq, result.token) for result in sampled)
-            for seq in batch.released:
-                self._last_tokens.pop(seq, None)
         embedded = tell_embedded(batch.sampled, batch.embeddings, drawn.errors)
         return sampled, drawn.logprobs + embedded
 
     def give_up(self, batch: Batch, error: str) -> None:
-        """The step has failed: nobody shall wait for its tokens."""
-        give_up(batch.sampled, f"its step failed: {error}")
+        """Fail the guides of a step that failed, so that no later step waits for its tokens."""
+        give_up(batch.sampled.states, error)
+
+    def give_up_plan(self, plan: StepPlan, error: str) -> None:
+        """Fail the guides of a plan that could not be prepared, as `give_up` does."""
+        states = [self._samplings.get(row.seq) for row in plan.rows]
+        give_up([state for state in states if state is not None], error)

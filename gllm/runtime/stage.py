@@ -102,6 +102,8 @@ class Stage:
         except Exception as error:
             log.exception("step %d could not be prepared", plan.step)
             batch = describe(error)
+            # Before it is queued: a step ahead of it in the queue may wait for one of its guides.
+            self._executor.give_up_plan(plan, batch)
         self._planned.put((plan, batch))
 
     def take_times(self) -> tuple[list[StepTime], float]:
@@ -126,6 +128,8 @@ class Stage:
             try:
                 self._compute(plan, batch)
             except StepFailed as error:
+                if not isinstance(batch, str):
+                    self._executor.give_up(batch, str(error))
                 self._fail(plan, str(error))
 
     def _compute(self, plan: StepPlan, batch: Batch | str) -> None:
@@ -143,7 +147,6 @@ class Stage:
                 output = self._executor.compute(batch, hidden)
         except Exception as error:
             log.exception("step %d failed", plan.step)
-            self._executor.give_up(batch, describe(error))
             self._under_way.pop()
             raise StepFailed(describe(error)) from error
         if self._sender is not None:

@@ -11,7 +11,7 @@ import torch
 from gllm.messages import Result, RowLogprobs
 from gllm.runtime.stage import Stage
 from gllm.scheduler.plan import Row, Sampled, StepPlan, StepResult
-from gllm.transport.base import TransportFault
+from gllm.transport.base import StepFailed, TransportFault
 
 
 def plan(step: int, tokens: int = 1) -> StepPlan:
@@ -25,6 +25,7 @@ class FakeExecutor:
         self.log: list[str] = []
         self.given_up: list[tuple[str, int, str]] = []
         """Behind which line of the log, the step, why."""
+        self.plans_given_up: list[tuple[int, str]] = []
         self.sampling = threading.Event()
         self.sampling.set()
 
@@ -48,6 +49,9 @@ class FakeExecutor:
 
     def give_up(self, batch: Any, error: str) -> None:
         self.given_up.append((self.log[-1], batch.step, error))
+
+    def give_up_plan(self, plan: StepPlan, error: str) -> None:
+        self.plans_given_up.append((plan.step, error))
 
 
 class Results:
@@ -82,6 +86,7 @@ async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None
         2: "RuntimeError: compute",
         3: "ValueError: sample",
     }
+    assert executor.plans_given_up == [(1, "KeyError: 'prepare'")]
     # Before the next step, which may wait for the tokens.
     assert executor.given_up == [
         ("compute 2", 2, "RuntimeError: compute"),
@@ -91,9 +96,33 @@ async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None
     assert stage.busy_seconds > 0
 
 
+async def test_a_plan_that_cannot_be_prepared_is_given_up_before_the_steps_ahead_are_done() -> None:
+    """One of those may wait for a token of it."""
+    executor = FakeExecutor()
+    executor.sampling.clear()
+    stage, results = make_stage(executor)
+    stage.plan(plan(4))
+    stage.plan(plan(1))
+    assert executor.plans_given_up == [(1, "KeyError: 'prepare'")]
+    executor.sampling.set()
+    assert [result.step for result in await results.take(2)] == [4, 1]
+
+
 class FakeReceiver:
     def receive(self, step: int, tokens: int) -> torch.Tensor:
+        if step == 7:
+            raise StepFailed("an earlier stage failed")
         return torch.zeros(tokens, 3)
+
+
+async def test_a_step_that_failed_on_an_earlier_stage_is_given_up_here_too() -> None:
+    executor = FakeExecutor()
+    stage, results = make_stage(executor, receiver=FakeReceiver())
+    for step in (4, 7, 1):
+        stage.plan(plan(step))
+    errors = [result.error for result in await results.take(3)]
+    assert errors == ["", "an earlier stage failed", "KeyError: 'prepare'"]
+    assert [given[1:] for given in executor.given_up] == [(7, "an earlier stage failed")]
 
 
 async def test_behind_a_pipeline_sampling_runs_beside_the_next_step() -> None:

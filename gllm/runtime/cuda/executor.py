@@ -164,12 +164,11 @@ class DeviceExecutor(StageExecutor):
         progress(len(sizes), len(sizes))
         self._sizes = sizes
 
-    def prepare(self, plan: StepPlan) -> Batch:
+    def _build(self, plan: StepPlan) -> Batch:
         """As in StageExecutor; on the host alone."""
         begin = time.perf_counter()
-        # The plan may release them.
+        batch = super()._build(plan)
         followed = [self._mirror.sequences[row.seq] for row in plan.rows]
-        batch = super().prepare(plan)
         ids = np.zeros(0, dtype=np.int64)
         if self.is_last and not self.is_first:
             ids = token_ids(plan.rows, followed)
@@ -178,13 +177,17 @@ class DeviceExecutor(StageExecutor):
             unknown = torch.tensor([row for row, _ in batch.placeholders], dtype=torch.int64)
             places = self._last.find([seq for _, seq in batch.placeholders])
             kept = self._last.give([seq for seq, _ in batch.sampled.owners])
-            self._last.release(plan.released)
         drawing = torch.from_numpy(ids), self._plan_draw(plan, batch)
         inputs = Inputs(batch.inputs, batch.sample_rows, *drawing, unknown, places, kept)
         events = self._queues.event(timed=True), self._queues.event(timed=True)
         batch.device = OnDevice(inputs, *events)
         self._prepared_seconds += time.perf_counter() - begin
         return batch
+
+    def _free(self, seqs: list[int]) -> None:
+        """As in StageExecutor."""
+        super()._free(seqs)
+        self._last.release(seqs)
 
     @torch.inference_mode()
     def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
