@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gllm.config import EngineConfig, FieldError
 from gllm.kernels.attention_backends import Wanted, choose
-from gllm.messages import Register, RowLogprobs
+from gllm.messages import Register, RowLogprobs, Sampling
 from gllm.models.attention import head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
@@ -121,11 +121,23 @@ class StageExecutor:
         self._shape = CacheShape(num_blocks, block_size, self.dtype, windows, plan)
 
     def register(self, message: Register) -> "Future[bytes] | None":
-        """Sequences that coming plans may name; where they have a grammar, what is done once it is
-        compiled."""
+        """Register sequences that coming plans may name.
+
+        Returns a future that is done once their grammar is compiled, None where they have none. It
+        fails for a request that cannot be sampled: rows that name it are then sampled anyhow, so
+        that they disturb no others, and the driver has to end it.
+        """
         for seq in range(message.seq, message.seq + message.n):
             self._mirror.register(seq, message.prompt_len, message.prompt)
-        states = states_of(message, self._grammars)
+        try:
+            states = states_of(message, self._grammars)
+        except Exception as error:
+            log.exception("request %d could not be registered", message.seq)
+            plain = [SamplingState(Sampling(), None, []) for _ in range(message.n)]
+            self._samplings.update(enumerate(plain, start=message.seq))
+            failed: Future[bytes] = Future()
+            failed.set_exception(error)
+            return failed
         self._samplings.update(enumerate(states, start=message.seq))
         guides = [state.guide for state in states if state.guide is not None]
         return guides[-1].begun if guides else None

@@ -147,7 +147,7 @@ def take_forced(rows: SampledRows, drawn: Drawn) -> dict[int, tuple[int, ...]]:
 
 
 def give_up(states: Iterable[SamplingState], error: str) -> None:
-    """Fail the guides of sequences whose step failed: the tokens that others wait for never come."""
+    """Fail the guides of sequences whose step failed: tokens that others wait for never come."""
     for state in states:
         if state.guide is not None:
             state.guide.fail(f"its step failed: {error}")

@@ -78,14 +78,16 @@ class Stage:
             ).start()
 
     def register(self, message: Register) -> None:
-        """Sequences that coming plans may name; that those with a grammar can begin is told."""
+        """Register sequences that coming plans may name; report when those with a grammar can
+        begin, and which cannot be sampled."""
         begun = self._executor.register(message)
         if begun is not None:
-            begun.add_done_callback(lambda done: self._on_begun(message.seq, done))
+            begun.add_done_callback(lambda done: self._on_begun(message, done))
 
-    def _on_begun(self, seq: int, done: "Future[bytes]") -> None:
+    def _on_begun(self, message: Register, done: "Future[bytes]") -> None:
         error = done.exception()
-        told = Begun(seq, "" if error is None else str(error) or describe(error))
+        reason = "" if error is None else str(error) or describe(error)
+        told = Begun(message.seq, reason, message.n)
         self._loop.call_soon_threadsafe(self._deliver, told)
 
     @property

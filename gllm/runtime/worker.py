@@ -33,6 +33,7 @@ from gllm.messages import (
     Progress,
     Ready,
     Register,
+    Rejected,
     Result,
     Shutdown,
     StageLoad,
@@ -157,21 +158,17 @@ class Worker:
                 self._profiler.turn(folder)
             case Shutdown():
                 self.done.set()
-            case Submit() | Abort() | ForgetPrefixes() | Result() | Begun() | StageTimes() if (
-                self._driver is not None
-            ):
+            case _ if self._driver is not None:
                 self._drive(self._driver, message)
             case _:
                 raise ValueError(f"stage {self.spec.stage} has no use for {type(message).__name__}")
 
-    def _drive(
-        self,
-        driver: Driver,
-        message: Submit | Abort | ForgetPrefixes | Result | Begun | StageTimes,
-    ) -> None:
+    def _drive(self, driver: Driver, message: AnyMessage) -> None:
         match message:
             case Submit():
                 driver.submit(message)
+            case Rejected():
+                driver.reject(message)
             case Abort():
                 driver.abort(message)
             case ForgetPrefixes():
@@ -182,6 +179,8 @@ class Worker:
                 driver.begin(message)
             case StageTimes():
                 driver.observe(message)
+            case _:
+                raise ValueError(f"the driver has no use for {type(message).__name__}")
 
     def _start(self, num_blocks: int) -> None:
         """All stages are loaded: make the cache, open the edges, begin to work."""
@@ -215,6 +214,7 @@ class Worker:
                 [*others],
                 self._frontend,
                 last_needs_prompts=self._gpu is not None,
+                vocab_size=executor.model.vocab_size,
             )
         if spec.stage == 0:
             self._link(0)

@@ -39,8 +39,8 @@ class StepPlan(NamedTuple):
     """Step number: counts up by one, no gaps."""
     rows: list[Row]
     released: list[int]
-    """Sequences that ended, all their steps committed: neither this plan nor a later one names them,
-    and followers forget them."""
+    """Sequences that ended, all their steps committed: neither this plan nor a later one names
+    them, and followers forget them."""
 
 
 class Sampled(NamedTuple):

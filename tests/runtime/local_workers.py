@@ -30,6 +30,13 @@ Fault = Callable[[str, int, int], bool]
 """(prepare, compute or sample; stage of two at most; step) to whether that fails."""
 
 
+class ClosedLoop:
+    """The event loop of a worker that has ended."""
+
+    def call_soon_threadsafe(self, *call: Any) -> None:
+        """Nothing: nobody hears of it."""
+
+
 class LocalWorkers:
     """Workers of a pipeline on the running event loop."""
 
@@ -73,6 +80,9 @@ class LocalWorkers:
     async def stop(self) -> None:
         """Wait until the workers have ended."""
         await asyncio.gather(*self._runs)
+        for worker in self.workers:
+            # A process would end now; a thread may still be at a step.
+            worker._stage._loop = ClosedLoop()  # type: ignore[assignment]
         self.hide()
 
     @property
