@@ -222,6 +222,27 @@ def test_nobody_waits_for_a_sequence_that_has_failed(owner):
     assert drawn.errors == ["its step failed: no memory", ""]
 
 
+@pytest.mark.parametrize("method", ["compute_bitmask", "consume_token", "compute_ff_tokens"])
+def test_a_library_that_raises_ends_its_own_row_only(owner, method):
+    class Broken:
+        def __init__(self, matcher):
+            self._matcher = matcher
+
+        def __getattr__(self, name):
+            if name == method:
+                raise RuntimeError("no memory")
+            return getattr(self._matcher, name)
+
+    state = state_of(WORDS, owner)
+    compiled = owner._copy(state.spec.grammar)
+    now = ThreadPoolExecutor(1).submit
+    state.guide = Guide(now, now, lambda: Broken(compiled), Rules(VOCABULARY, EOS, True))
+    drawn = step([state, plain(1)], [0, 0], noise(2))
+    assert "no memory" in drawn.errors[0]
+    assert not drawn.errors[1]
+    assert step([state], [1], noise()).errors == [drawn.errors[0]]
+
+
 def test_a_token_that_never_comes_ends_the_wait(owner, monkeypatch):
     monkeypatch.setattr(guide_module, "TOKEN_SECONDS", 0.01)
     with pytest.raises(GuideError, match="did not come"):
