@@ -51,9 +51,12 @@ class Stage:
         deliver: Callable[[Result | Begun], None],
         fault: Callable[[BaseException], None],
         finish: Callable[[Batch], float] | None = None,
+        bind_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """`finish`: waits for a device that `executor.compute` only gives work to, and tells the
-        seconds that it took for a step; None where computing is over when `compute` returns."""
+        seconds that it took for a step; None where computing is over when `compute` returns.
+        `bind_thread`: called first on each thread of the stage."""
+        self._bind_thread = bind_thread
         self.steps = 0
         self.busy_seconds = 0.0
         self._times: deque[StepTime] = deque()
@@ -120,6 +123,7 @@ class Stage:
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
+            self._bind_thread()
             work()
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._fault, error)

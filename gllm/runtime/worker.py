@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import setproctitle
@@ -200,12 +200,17 @@ class Worker:
         )
         edges = (spec.incoming, spec.outgoing)
         transport, device = spec.transport, None
+        on_thread: tuple[Any, ...] = ()
         if self._gpu is not None:
+            queues = self._gpu.queues
+            queues.bind_thread()
             self._gpu.record_graphs()
-            transport, device = self._gpu.transport, (self._gpu.queues, self._gpu.executor.stream)
-        receiver, sender = open_edges(transport, *edges, shape, executor.dtype, device)
-        finish = None if self._gpu is None else self._gpu.executor.finish
-        self._stage = Stage(executor, receiver, sender, self._deliver, self._fail, finish)
+            transport, device = self._gpu.transport, (queues, self._gpu.executor.stream)
+            on_thread = self._gpu.executor.finish, queues.bind_thread
+        receiver, sender = open_edges(
+            transport, *edges, shape, executor.dtype, device, self._on_edge_fault
+        )
+        self._stage = Stage(executor, receiver, sender, self._deliver, self._fail, *on_thread)
         if spec.stage == 0:
             others = list(self._stages.values())
             self._driver = Driver(
@@ -278,6 +283,10 @@ class Worker:
         if stage.is_busy or times.steps:
             # Once more when all is done, so that bubbles are known up to there.
             self._report_load_later()
+
+    def _on_edge_fault(self, error: BaseException) -> None:
+        """An edge is broken; called on its own thread."""
+        self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
         """Say why, and end."""

@@ -15,6 +15,7 @@ A graph holds operations, not Python: what the host decides while it is captured
 
 import random
 import sys
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,12 @@ class FakeEvent:
             self._queues.advance(lambda: reached[0])
             merge(self._queues.host_clock, self.clock)
         self._queues.advance_some()
+
+    def query(self) -> bool:
+        self._queues.step_once()
+        if self.reached[0]:
+            merge(self._queues.host_clock, self.clock)
+        return self.reached[0]
 
     def since(self, earlier: "FakeEvent") -> float:
         """Operations of the device between the two; not to be asked before it got there."""
@@ -153,6 +160,8 @@ class FakeQueues:
         self._host = "host"
         self._host_ids: dict[str, int] = {}
         self._graph: FakeGraph | None = None
+        self.bound: set[str] = set()
+        """Threads that made this device their current one."""
         self._modes = _Calls(self), _Operations(self)
 
     def __enter__(self) -> "FakeQueues":
@@ -165,6 +174,9 @@ class FakeQueues:
             mode.__exit__(*error)
 
     # What gllm.streams.Queues asks for.
+
+    def bind_thread(self) -> None:
+        self.bound.add(threading.current_thread().name)
 
     def stream(self) -> FakeStream:
         self._streams.append(FakeStream(self, len(self._streams), self._random.random()))
@@ -265,6 +277,10 @@ class FakeQueues:
         """The device goes on for a while, or does not."""
         while self._random.random() < self._eagerness and self._step():
             pass
+
+    def step_once(self) -> None:
+        """The device goes on by an operation, if it can."""
+        self._step()
 
     def advance(self, done: Callable[[], bool]) -> None:
         """The device goes on until something has come."""

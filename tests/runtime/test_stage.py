@@ -69,7 +69,8 @@ def make_stage(executor: FakeExecutor, **ends: Any) -> tuple[Stage, Results]:
     results = Results()
     receiver, sender = ends.get("receiver"), ends.get("sender")
     handlers = results.queue.put_nowait, results.faults.append
-    stage = Stage(executor, receiver, sender, *handlers, ends.get("finish"))  # type: ignore[arg-type]
+    device = {name: ends[name] for name in ("finish", "bind_thread") if name in ends}
+    stage = Stage(executor, receiver, sender, *handlers, **device)  # type: ignore[arg-type]
     return stage, results
 
 
@@ -224,6 +225,28 @@ async def test_a_device_gets_its_next_step_before_the_tokens_are_there() -> None
     ]
     assert stage.busy_seconds == pytest.approx(9 / 8)
     assert not stage.is_busy
+
+
+async def test_threads_of_a_stage_use_its_device() -> None:
+    bound: set[str] = set()
+
+    class Executor(FakeExecutor):
+        def compute(self, batch: Any, hidden: torch.Tensor | None) -> torch.Tensor:
+            assert threading.current_thread().name in bound
+            return super().compute(batch, hidden)
+
+        def sample(self, batch: Any, logits: torch.Tensor) -> Any:
+            assert threading.current_thread().name in bound
+            return super().sample(batch, logits)
+
+    stage, results = make_stage(
+        Executor(),
+        finish=lambda batch: 0.0,
+        bind_thread=lambda: bound.add(threading.current_thread().name),
+    )
+    stage.plan(plan(4))
+    assert [result.error for result in await results.take(1)] == [""]
+    assert bound == {"_compute_steps", "_sample_steps"}
 
 
 async def test_a_stage_in_the_middle_waits_for_its_device_too() -> None:
