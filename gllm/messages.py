@@ -137,10 +137,13 @@ class Abort(Message, frozen=True):
 class ForgetPrefixes(Message, frozen=True):
     """Empty the prefix cache; Done is the answer."""
 
+    question: int
+
 
 class Profile(Message, frozen=True):
     """To every stage: record what is computed, or end that and write it down; Done answers each."""
 
+    question: int
     folder: str
     """Where each stage's record goes; empty: end."""
 
@@ -280,6 +283,8 @@ class StageLoad(Message, frozen=True):
 class Done(Message, frozen=True):
     """A stage has done what the frontend asked for."""
 
+    question: int
+    """Number of the message that this answers."""
     stage: int
     error: str = ""
     """Why it could not."""

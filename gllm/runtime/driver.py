@@ -17,6 +17,7 @@ from gllm.messages import (
     Begun,
     Bubbles,
     Done,
+    ForgetPrefixes,
     Message,
     Register,
     Rejected,
@@ -130,10 +131,10 @@ class Driver:
             self.scheduler.add(self._held.pop(seq), time.monotonic())
         self.scheduler.abort(message.seqs)
 
-    def forget_prefixes(self) -> None:
+    def forget_prefixes(self, message: ForgetPrefixes) -> None:
         """Empty the prefix cache."""
         self.scheduler.forget_prefixes()
-        self._frontend.send(Done(0))
+        self._frontend.send(Done(message.question, stage=0))
 
     def commit(self, message: Result) -> None:
         """Take a step's result in. Raises ValueError where it is not the next one's."""

@@ -154,8 +154,8 @@ class Worker:
                 self._start(num_blocks)
             case Linked(stage):
                 self._link(stage)
-            case Profile(folder):
-                self._profiler.turn(folder)
+            case Profile(question, folder):
+                self._profiler.turn(question, folder)
             case Shutdown():
                 self.done.set()
             case _ if self._driver is not None:
@@ -172,7 +172,7 @@ class Worker:
             case Abort():
                 driver.abort(message)
             case ForgetPrefixes():
-                driver.forget_prefixes()
+                driver.forget_prefixes(message)
             case Result():
                 driver.commit(message)
             case Begun():
