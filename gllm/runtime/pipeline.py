@@ -5,6 +5,7 @@ nothing of text and of HTTP; imports no torch, that is the workers' business.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from itertools import count
@@ -35,6 +36,8 @@ from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
 from gllm.runtime.client import EngineClient
 from gllm.runtime.device import kv_blocks
 from gllm.runtime.launch import Workers
+
+log = logging.getLogger(__name__)
 
 
 class EngineError(Exception):
@@ -168,6 +171,15 @@ class Pipeline:
             self.client.release(stream)
 
     def _handle(self, messages: list[AnyMessage]) -> None:
+        try:
+            self._handle_all(messages)
+        except Exception as error:
+            # The rest of the messages is lost: nobody shall wait for what was in them.
+            log.exception("a message of the workers could not be handled")
+            self._die(f"a message could not be handled: {type(error).__name__}: {error}")
+        self._news.set()
+
+    def _handle_all(self, messages: list[AnyMessage]) -> None:
         for message in messages:
             match message:
                 case Tokens() | StageLoad() | Bubbles():
@@ -185,7 +197,6 @@ class Pipeline:
                     self._ready.add(stage)
                 case Fatal(stage, cause):
                     self._die(f"stage {stage} failed: {cause}")
-        self._news.set()
 
     def _on_fault(self, fault: BusFault) -> None:
         self._die(str(fault))

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from gllm.config import SamplingParams
 from gllm.engine_api import EngineUnavailable, ProfileError
 from tests.runtime.local_workers import local_engine
 
@@ -40,3 +41,18 @@ async def test_all_questions_end_with_the_engine() -> None:
         answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
         assert [type(answer) for answer in answers] == [*[EngineUnavailable] * 3, ProfileError]
         assert all("the power is out" in str(answer) for answer in answers)
+
+
+async def test_a_message_that_cannot_be_handled_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with local_engine() as (engine, _):
+
+        def fail(message: object) -> None:
+            raise ZeroDivisionError("of nothing")
+
+        monkeypatch.setattr(engine._client, "hear", fail)
+        generating = engine.generate([5, 6], SamplingParams(max_tokens=5, ignore_eos=True))
+        deltas = await asyncio.wait_for(anext(generating), 60)
+        assert "ZeroDivisionError: of nothing" in deltas.error
+        assert engine.state == "dead"
