@@ -275,7 +275,8 @@ class StageLoad(Message, frozen=True):
     stage: int
     steps: int
     busy_seconds: float
-    """Time spent computing."""
+    """Time spent computing; on a device by its own clock, within each step's graph or layers and
+    within its sampling."""
     host_seconds: float = 0.0
     """On a device: time that the host took to build steps and to put their work into its queues."""
 

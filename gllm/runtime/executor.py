@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,15 @@ from gllm.scheduler.plan import Sampled, StepPlan
 CPU = torch.device("cpu")
 
 log = logging.getLogger(__name__)
+
+
+class DeviceTime(NamedTuple):
+    """Seconds that a device took for a step, by its own clock."""
+
+    elapsed: float
+    """From its first work to its last."""
+    busy: float
+    """Without what it waited in between, for grammars say."""
 
 
 class StageExecutor:

@@ -25,7 +25,7 @@ import torch
 
 from gllm.messages import Begun, Register, Result, RowLogprobs
 from gllm.runtime.batch import Batch
-from gllm.runtime.executor import StageExecutor
+from gllm.runtime.executor import DeviceTime, StageExecutor
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
 from gllm.transport.base import Receiver, Sender, StepFailed
 
@@ -50,11 +50,11 @@ class Stage:
         sender: Sender | None,
         deliver: Callable[[Result | Begun], None],
         fault: Callable[[BaseException], None],
-        finish: Callable[[Batch], float] | None = None,
+        finish: Callable[[Batch], DeviceTime] | None = None,
         bind_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """`finish`: waits for a device that `executor.compute` only gives work to, and tells the
-        seconds that it took for a step; None where computing is over when `compute` returns.
+        """`finish`: waits for a device that `executor.compute` only gives work to, and returns
+        the time that it took for a step; None where computing is over when `compute` returns.
         `bind_thread`: called first on each thread of the stage."""
         self._bind_thread = bind_thread
         self.steps = 0
@@ -158,14 +158,15 @@ class Stage:
         if self._sender is not None:
             self._sender.send(plan.step, output)
         if self._device_finish is None:
-            self._note(plan.step, begin, time.monotonic())
+            end = time.monotonic()
+            self._note(plan.step, begin, end, end - begin)
         if self._sender is None or self._device_finish is not None:
             self._bring(Computed(plan, batch, output))
 
-    def _note(self, step: int, begin: float, end: float) -> None:
-        """The oldest step under way has been computed."""
+    def _note(self, step: int, begin: float, end: float, busy_seconds: float) -> None:
+        """Count the oldest step under way as computed."""
         self.steps += 1
-        self.busy_seconds += end - begin
+        self.busy_seconds += busy_seconds
         self._times.append(StepTime(step, begin, end))
         self._under_way.popleft()
 
@@ -206,14 +207,14 @@ class Stage:
                 item = StepResult(step, [], describe(error))
         self._loop.call_soon_threadsafe(self._deliver, Result(item, logprobs))
 
-    def _wait_for_device(self, item: Computed, finish: Callable[[Batch], float]) -> None:
+    def _wait_for_device(self, item: Computed, finish: Callable[[Batch], DeviceTime]) -> None:
         """Until the step has been computed. Raises TransportFault where that was by activations
         that did not come."""
-        seconds = finish(item.batch)
+        spent = finish(item.batch)
         if self._receiver is not None:
             self._receiver.check()
         end = time.monotonic()
-        self._note(item.plan.step, end - seconds, end)
+        self._note(item.plan.step, end - spent.elapsed, end, spent.busy)
 
 
 def describe(error: BaseException) -> str:

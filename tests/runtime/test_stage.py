@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gllm.messages import Result, RowLogprobs
+from gllm.runtime.executor import DeviceTime
 from gllm.runtime.stage import Stage
 from gllm.scheduler.plan import Row, Sampled, StepPlan, StepResult
 from gllm.transport.base import StepFailed, TransportFault
@@ -208,7 +209,9 @@ async def test_a_device_gets_its_next_step_before_the_tokens_are_there() -> None
     """A step's time is the device's, and its computing has ended when the device says so."""
     executor = FakeExecutor()
     executor.sampling.clear()
-    stage, results = make_stage(executor, finish=lambda batch: batch.step / 8)
+    stage, results = make_stage(
+        executor, finish=lambda batch: DeviceTime(batch.step / 8, batch.step / 16)
+    )
     for step in (4, 2, 5):
         stage.plan(plan(step))
     while executor.log != ["compute 4", "compute 2", "compute 5"]:
@@ -223,7 +226,7 @@ async def test_a_device_gets_its_next_step_before_the_tokens_are_there() -> None
         (4, 0.5),
         (5, 0.625),
     ]
-    assert stage.busy_seconds == pytest.approx(9 / 8)
+    assert stage.busy_seconds == pytest.approx(9 / 16)
     assert not stage.is_busy
 
 
@@ -241,7 +244,7 @@ async def test_threads_of_a_stage_use_its_device() -> None:
 
     stage, results = make_stage(
         Executor(),
-        finish=lambda batch: 0.0,
+        finish=lambda batch: DeviceTime(0.0, 0.0),
         bind_thread=lambda: bound.add(threading.current_thread().name),
     )
     stage.plan(plan(4))
@@ -251,7 +254,9 @@ async def test_threads_of_a_stage_use_its_device() -> None:
 
 async def test_a_stage_in_the_middle_waits_for_its_device_too() -> None:
     sender = FakeSender()
-    stage, _ = make_stage(FakeExecutor(), sender=sender, finish=lambda batch: 0.25)
+    stage, _ = make_stage(
+        FakeExecutor(), sender=sender, finish=lambda batch: DeviceTime(0.25, 0.25)
+    )
     for step in (0, 1, 2, 4):
         stage.plan(plan(step))
     assert await asyncio.to_thread(sender.done.wait, 60)
@@ -267,7 +272,9 @@ class AbortedReceiver(FakeReceiver):
 
 async def test_what_was_computed_with_nothing_is_not_delivered() -> None:
     receiver = AbortedReceiver()
-    stage, results = make_stage(FakeExecutor(), receiver=receiver, finish=lambda batch: 0.0)
+    stage, results = make_stage(
+        FakeExecutor(), receiver=receiver, finish=lambda batch: DeviceTime(0.0, 0.0)
+    )
     stage.plan(plan(4))
     while not results.faults:
         await asyncio.sleep(0.01)
