@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from gllm.config import EngineConfig, SamplingParams
+from gllm.config import EngineConfig, FieldError, SamplingParams
 from gllm.engine_api import (
     Delta,
     EmbeddingError,
@@ -24,6 +24,7 @@ from gllm.engine_api import (
     ModelInfo,
     ProfileError,
     check_request,
+    token_ids,
     truncated,
 )
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
@@ -205,7 +206,7 @@ class Engine:
     ) -> list[Request]:
         """As `generate`, for several prompts and for who takes the deltas within the step that
         brings them. A request for each prompt, all or none; each has to be closed."""
-        prompts = [truncated(prompt, params, self.model) for prompt in prompts]
+        prompts = [truncated(token_ids(prompt), params, self.model) for prompt in prompts]
         for prompt in prompts:
             check_request(prompt, params, self.model)
         words: Words = ()
@@ -215,7 +216,14 @@ class Engine:
         grammar = await self._grammar(params, request_id)
         self._check_ready()
         send = partial(self._send, params, priority, cache_salt, request_id, words, grammar or "")
-        streams = [send(prompt) for prompt in prompts]
+        streams: list[Stream] = []
+        try:
+            for prompt in prompts:
+                streams.append(send(prompt))
+        except (TypeError, ValueError, OverflowError) as error:
+            for stream in streams:
+                self._client.release(stream)
+            raise FieldError("params", f"the request cannot be sent: {error}") from error
         if grammar is None:
             self._client.cut(streams)
         return [Request(self._client, stream, self.tokenizer, params) for stream in streams]
@@ -235,6 +243,7 @@ class Engine:
         """
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
+        prompt = token_ids(prompt)
         params = SamplingParams(max_tokens=1, temperature=0)
         check_request(prompt, params, self.model)
         self._check_ready()

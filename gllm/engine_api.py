@@ -4,7 +4,8 @@ Owns the types both sides share and the checks that either may run first. Knows 
 of processes: a test's fake engine satisfies the protocol as the real one does.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -171,6 +172,25 @@ class EngineLike(Protocol):
 
     def info(self) -> dict[str, Any]:
         """What runs here, as JSON values."""
+
+
+def token_ids(prompt: Iterable[object], param: str = "prompt") -> list[int]:
+    """Return a prompt of token ids as a list of Python integers.
+
+    Raises FieldError for anything but integers, of Python or of numpy; True and False are none.
+    """
+    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
+        return prompt
+    try:
+        return [_integer(token) for token in prompt]
+    except TypeError as error:
+        raise FieldError(param, f"{param} has to be token ids, whole numbers: {error}") from error
+
+
+def _integer(token: Any) -> int:
+    if isinstance(token, bool):
+        raise TypeError(f"{token} is none")
+    return operator.index(token)
 
 
 def truncated(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:

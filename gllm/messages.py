@@ -4,9 +4,17 @@ Owns the wire format: msgpack with a schema for each message, checked on arrival
 Knows nothing of sockets (runtime/bus.py) and of what the messages cause.
 """
 
+import re
+from typing import Annotated, Any
+
 import msgspec
+from msgspec import Meta
 
 from gllm.scheduler.plan import Outcome, Stats, StepPlan, StepResult, StepTime
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""What an array of int64 holds; the wire itself takes unsigned numbers too."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -18,27 +26,27 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     temperature: float = 1.0
     """0 means greedy."""
-    top_k: int = 0
+    top_k: Int64 = 0
     """0 means off."""
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: Int64 = 0
     """Any 64-bit signed integer; always set by the time it gets here."""
     choice: int = 0
     """Index of the sequence among its request's choices; part of the random counter."""
     min_tokens: int = 0
     """`banned` tokens are not drawn before this many tokens were generated."""
-    banned: tuple[int, ...] = ()
+    banned: tuple[TokenId, ...] = ()
     """Token ids that would end the sequence."""
     repetition_penalty: float = 1.0
     """Over prompt and output; 1 means off."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[TokenId, float] = {}
     """By token id."""
-    allowed: tuple[int, ...] = ()
+    allowed: tuple[TokenId, ...] = ()
     """The only token ids that may be drawn; empty means all."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """Token sequences whose last token is not drawn after the rest of them."""
     logprobs: int | None = None
     """Likeliest tokens told with each token drawn; None: no log-probabilities at all."""
@@ -48,6 +56,17 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """Tell the prompt's embedding with the first token."""
     grammar: str = ""
     """What the output has to fit, as gllm/grammar/compiler.py gives it; empty: anything."""
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise ValueError, naming the field, for token ids outside of the vocabulary.
+
+        `banned` may hold such ids: those of EOS come from the model's files.
+        """
+        words = tuple(token for word in self.bad_words for token in word)
+        named = {"logit_bias": self.logit_bias, "allowed": self.allowed, "bad_words": words}
+        for name, ids in named.items():
+            if ids and max(ids) >= vocab_size:
+                raise ValueError(f"{name} has ids out of the vocabulary 0..{vocab_size - 1}")
 
     @property
     def needs_prompt(self) -> bool:
@@ -89,16 +108,24 @@ class Submit(Message, frozen=True):
     """A request. Its choices are the sequences seq .. seq + n - 1."""
 
     seq: int
-    prompt: list[int]
+    prompt: list[TokenId]
     sampling: Sampling
     max_tokens: int
     """Tokens to generate at most, for each choice; prompt + max_tokens fit the context."""
-    stop_ids: list[int]
+    stop_ids: list[TokenId]
     """Token ids that end a sequence, those of EOS among them unless the request ignores EOS."""
-    n: int = 1
+    n: Annotated[int, Meta(ge=1)] = 1
     priority: int = 0
     """Smaller runs earlier."""
     cache_salt: str = ""
+
+
+class Rejected(Message, frozen=True):
+    """A Submit that could not be decoded; `decode` returns it, nobody sends it."""
+
+    seq: int
+    n: int
+    error: str
 
 
 class Abort(Message, frozen=True):
@@ -110,10 +137,13 @@ class Abort(Message, frozen=True):
 class ForgetPrefixes(Message, frozen=True):
     """Empty the prefix cache; Done is the answer."""
 
+    question: int
+
 
 class Profile(Message, frozen=True):
     """To every stage: record what is computed, or end that and write it down; Done answers each."""
 
+    question: int
     folder: str
     """Where each stage's record goes; empty: end."""
 
@@ -150,10 +180,13 @@ class Result(Message, frozen=True):
 
 
 class Begun(Message, frozen=True):
-    """The grammar of a registered request is compiled, or cannot be used."""
+    """The grammar of a registered request is compiled; or, with an error, a registered request
+    cannot be sampled."""
 
     seq: int
     error: str = ""
+    n: int = 1
+    """As in its Register."""
 
 
 # Stages to driver.
@@ -242,7 +275,8 @@ class StageLoad(Message, frozen=True):
     stage: int
     steps: int
     busy_seconds: float
-    """Time spent computing."""
+    """Time spent computing; on a device by its own clock, within each step's graph or layers and
+    within its sampling."""
     host_seconds: float = 0.0
     """On a device: time that the host took to build steps and to put their work into its queues."""
     compilations: int = 0
@@ -252,6 +286,8 @@ class StageLoad(Message, frozen=True):
 class Done(Message, frozen=True):
     """A stage has done what the frontend asked for."""
 
+    question: int
+    """Number of the message that this answers."""
     stage: int
     error: str = ""
     """Why it could not."""
@@ -263,6 +299,7 @@ class Shutdown(Message, frozen=True):
 
 AnyMessage = (
     Submit
+    | Rejected
     | Abort
     | ForgetPrefixes
     | Profile
@@ -294,5 +331,39 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> AnyMessage:
-    """The message in a payload. Raises msgspec.DecodeError where it is none."""
-    return _decoder.decode(payload)
+    """Return the message in a payload; Rejected for a Submit with a field that cannot be read.
+
+    Raises msgspec.DecodeError for anything else that is no message.
+    """
+    try:
+        return _decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        if rejected := _rejected(payload, str(error)):
+            return rejected
+        raise
+
+
+def _rejected(payload: bytes, error: str) -> Rejected | None:
+    """Return the rejection of a Submit that is readable as far as its sequence ids."""
+    fields: Any = msgspec.msgpack.decode(payload)
+    if not isinstance(fields, list) or len(fields) < 2 or fields[0] != Submit.__name__:
+        return None
+    seq = fields[1]
+    if not isinstance(seq, int) or seq < 0:
+        return None
+    place = 1 + Submit.__struct_fields__.index("n")
+    count = fields[place] if len(fields) > place else 1
+    count = count if isinstance(count, int) and count > 0 else 1
+    return Rejected(seq, count, f"the request cannot be read: {_with_field_names(error)}")
+
+
+def _with_field_names(error: str) -> str:
+    """Replace the places in an array-like Submit by the names of its fields."""
+
+    def name(match: re.Match[str]) -> str:
+        outer = Submit.__struct_fields__[int(match[1]) - 1]
+        if outer != "sampling" or match[2] is None:
+            return f"`{outer}`"
+        return f"`{outer}.{Sampling.__struct_fields__[int(match[2])]}`"
+
+    return re.sub(r"`\$\[(\d+)\](?:\[(\d+)\])?[^`]*`", name, error)

@@ -23,6 +23,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Let the host wait until the stream got there; at once where nothing was recorded."""
 
+    def query(self) -> bool:
+        """Return whether the stream got there, without a wait; True where nothing was recorded."""
+
     def since(self, earlier: "Event") -> float:
         """Seconds of the device's between two timed events, both reached."""
 
@@ -53,6 +56,10 @@ class Queues(Protocol):
     @property
     def device(self) -> torch.device:
         """Where its memory is."""
+
+    def bind_thread(self) -> None:
+        """Make this the current device of the calling thread; every thread that uses it does so
+        first."""
 
     def stream(self) -> Stream:
         """A new stream."""
@@ -89,11 +96,17 @@ class CudaEvent:
     """An event of CUDA."""
 
     def __init__(self, timed: bool) -> None:
-        self.event = torch.cuda.Event(enable_timing=timed)
+        # A host that waits sleeps: by default it would keep a core busy.
+        self.event = torch.cuda.Event(enable_timing=timed, blocking=True)
 
     def synchronize(self) -> None:
         """As in Event."""
         self.event.synchronize()
+
+    def query(self) -> bool:
+        """As in Event."""
+        reached: bool = self.event.query()
+        return reached
 
     def since(self, earlier: Event) -> float:
         """As in Event."""
@@ -130,7 +143,7 @@ class CudaQueues:
 
     def __init__(self, index: int = 0) -> None:
         self._device = torch.device("cuda", index)
-        torch.cuda.set_device(self._device)
+        self.bind_thread()
         self._memory = torch.cuda.graph_pool_handle()
         """Shared by all graphs: one runs at a time, in the order of one stream."""
 
@@ -138,6 +151,10 @@ class CudaQueues:
     def device(self) -> torch.device:
         """As in Queues."""
         return self._device
+
+    def bind_thread(self) -> None:
+        """As in Queues."""
+        torch.cuda.set_device(self._device)
 
     def stream(self) -> Stream:
         """As in Queues."""

@@ -25,6 +25,7 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.rows import Measured, Named, Skip
 from gllm.messages import Register, Sampling
 from gllm.runtime.batch import Batch
+from gllm.runtime.executor import DeviceTime
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
@@ -71,8 +72,7 @@ class Step(NamedTuple):
 
     plan: StepPlan
     batch: Batch
-    seconds: float
-    """Of the device's."""
+    spent: DeviceTime
     committed: float
     """When its tokens were known, by time.perf_counter."""
 
@@ -188,13 +188,13 @@ class Model:
             if not under_way:
                 return done
             plan, batch, output = under_way.popleft()
-            seconds = executor.finish(batch)
+            spent = executor.finish(batch)
             sampled, _ = executor.sample(batch, output)
             faults = [one.error for one in sampled if one.error]
             if faults:
                 raise ArithmeticError(f"{len(faults)} rows of a step: {faults[0]}")
             scheduler.commit(StepResult(plan.step, sampled))
-            done.append(Step(plan, batch, seconds, time.perf_counter()))
+            done.append(Step(plan, batch, spent, time.perf_counter()))
 
     def number(self) -> int:
         """Of a new sequence."""
@@ -217,11 +217,12 @@ def decode(model: Model, batch: int) -> Measured:
     host = (executor.host_seconds - host) / len(steps)
     counted = [step for step in steps if step.is_decode and len(step.plan.rows) == batch]
     counted = counted[SETTLING:-1]
-    device = median(step.seconds for step in counted)
+    device = median(step.spent.elapsed for step in counted)
     ends = [step.committed for step in counted]
     wall = median(after - before for before, after in pairwise(ends))
     first, last = counted[0].batch.device, counted[-1].batch.device
-    busy = sum(step.seconds for step in counted) / last.ended.since(first.began)
+    busy = sum(step.spent.busy for step in counted)
+    busy /= last.spans[-1][1].since(first.spans[0][0])
     seen = sum(row.start + 1 for step in counted for row in step.plan.rows) / len(counted)
     figures = {
         "ms": device * 1000,
@@ -241,7 +242,7 @@ def prefill(model: Model, tokens: int) -> Measured:
     """A lone prompt in one step."""
     runs = [model.run(model.prompts(1, tokens), 1) for _ in range(PREFILLS)][1:]
     assert all(len(run) == 1 for run in runs), "a prompt took several steps"
-    seconds = median(run[0].seconds for run in runs)
+    seconds = median(run[0].spent.elapsed for run in runs)
     config, (weight_bytes, matrices) = model.config, sizes_of(model)
     head = config["hidden_size"] * config["vocab_size"]
     pairs = tokens * (tokens + 1) // 2 * config["num_hidden_layers"]

@@ -33,6 +33,10 @@ class HostEvent:
     def synchronize(self) -> None:
         """As in gllm.streams.Event: it is over."""
 
+    def query(self) -> bool:
+        """As in gllm.streams.Event: it is over."""
+        return True
+
     def since(self, earlier: Event) -> float:
         """As in gllm.streams.Event."""
         assert isinstance(earlier, HostEvent)
@@ -67,6 +71,9 @@ class HostQueues:
     """The CPU as gllm.streams.Queues."""
 
     device = torch.device("cpu")
+
+    def bind_thread(self) -> None:
+        """As in Queues: there is one device."""
 
     def stream(self) -> Stream:
         """As in Queues."""

@@ -43,12 +43,19 @@ class _Codec:
         return cls
 
 
+class Meta:
+    """As msgspec.Meta: bounds of an annotation, which only a codec looks at."""
+
+    def __init__(self, **bounds: Any) -> None:
+        pass
+
+
 def provide_msgspec() -> bool:
     """Let `import msgspec` find the stand-in where the package is missing; whether it was."""
     if not missing("msgspec"):
         return False
     module: Any = ModuleType("msgspec")
-    module.Struct = Struct
+    module.Struct, module.Meta = Struct, Meta
     module.structs = ModuleType("msgspec.structs")
     module.structs.replace = dataclasses.replace
     module.msgpack = ModuleType("msgspec.msgpack")

@@ -43,7 +43,14 @@ COUNTERS = {
 }
 STAGE_COUNTERS = {
     "stage_steps": ("steps", "Micro-batches computed by a stage"),
-    "stage_busy_seconds": ("busy_seconds", "Seconds a stage spent computing"),
+    "stage_busy_seconds": (
+        "busy_seconds",
+        "Seconds a stage spent computing its steps. On a CPU: in layers and logits. On a GPU: by "
+        "the GPU's clock, from begin to end of each step's graph, or of its layers where there is "
+        "no graph, and of its sampling; the time in which the host puts a graph's inputs into the "
+        "GPU's queue, and waits for activations, tokens and grammars, are left out; gaps between "
+        "the kernels of a step without a graph are not",
+    ),
     "stage_host_seconds": (
         "host_seconds",
         "Seconds a stage's host took to build steps and put them into its GPU's queues",

@@ -58,6 +58,16 @@ def compiled(source: list[str], tokens: Any) -> list[str]:
     return [grammar, ""]
 
 
+def answer_to(source: list[str], tokens: Any) -> list[str]:
+    """Return `compiled`, an error in its place where that raises: it would raise again."""
+    try:
+        return compiled(source, tokens)
+    except MemoryError:
+        return ["", f"it is too complex: compiling takes more than {MEMORY >> 20} MiB"]
+    except BaseException as error:  # A panic of the library is no Exception.
+        return ["", _shown(f"the compiler failed: {type(error).__name__}: {error}")]
+
+
 def _set_bits(mask: bytes) -> list[int]:
     """Indices of the bits that are set, lowest bit of a byte first."""
     return [
@@ -92,7 +102,7 @@ def serve(folder: Path, vocab_size: int, eos_ids: list[int]) -> None:
     for line in sys.stdin:
         # The signal's default action: nothing within has to notice.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        answer = compiled(json.loads(line), tokens)
+        answer = answer_to(json.loads(line), tokens)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _say(answer)
 

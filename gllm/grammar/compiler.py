@@ -6,6 +6,7 @@ the last stage compiles it again.
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -16,8 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from gllm.config import FieldError, StructuredOutput
-from gllm.grammar.child import CPU_SECONDS, MEMORY
+from gllm.grammar.child import CPU_SECONDS, MEMORY, STACK
 from gllm.grammar.source import Source, source_of
+
+log = logging.getLogger(__name__)
 
 MAX_ENTRIES = 1024
 MAX_CHARACTERS = 2**24
@@ -29,6 +32,14 @@ PATIENCE = 60.0
 of which a busy machine may give it little."""
 LINE = 2**23
 """Bytes of an answer at most."""
+LIMITS = {
+    signal.SIGPROF: f"{CPU_SECONDS:g} s",
+    signal.SIGSEGV: f"a stack of {STACK >> 20} MiB",
+    signal.SIGABRT: f"{MEMORY >> 20} MiB",
+}
+"""Signals that end the process over a grammar's own limits, and those."""
+ATTEMPTS = 2
+"""Processes that one grammar is given to, where they end for another reason."""
 
 
 class BadGrammar(ValueError):
@@ -36,7 +47,7 @@ class BadGrammar(ValueError):
 
 
 class CompilerBusy(Exception):
-    """Too many grammars wait to be compiled, or nobody compiles any more."""
+    """Nothing can be compiled now, which is no fault of the grammar."""
 
 
 class GrammarCompiler:
@@ -53,6 +64,8 @@ class GrammarCompiler:
         self._under_way: dict[Source, asyncio.Task[tuple[str, str]]] = {}
         self._turn = asyncio.Lock()
         self._process: Process | None = None
+        self._is_fresh = False
+        """Whether the process has been given no grammar yet."""
 
     async def grammar_of(self, wanted: StructuredOutput) -> str:
         """What a structured output asks for, compiled. Raises FieldError and CompilerBusy."""
@@ -63,8 +76,7 @@ class GrammarCompiler:
             raise FieldError(wanted.param, f"{wanted.param} cannot be used: {error}") from error
 
     async def compile(self, source: Source) -> str:
-        """The grammar as the last stage wants it. Raises BadGrammar and CompilerBusy, RuntimeError
-        where nothing can be compiled."""
+        """The grammar as the last stage wants it. Raises BadGrammar and CompilerBusy."""
         if source in self._known:
             self._known.move_to_end(source)
             grammar, error = self._known[source]
@@ -116,17 +128,62 @@ class GrammarCompiler:
             self._characters -= _size(*self._known.popitem(last=False))
 
     async def _ask(self, source: Source) -> tuple[str, str]:
-        """The process's answer. Raises BadGrammar where it ended over it."""
-        process = self._process
-        if process is None or process.returncode is not None:
-            process = await self._start()
+        """Return the process's answer: grammar and error.
+
+        Raises BadGrammar where compiling exceeds a limit of its own. A process that ends for
+        another reason is replaced, and the grammar is given to the next one; CompilerBusy where
+        that ends too.
+        """
+        ending = ""
+        for _ in range(ATTEMPTS):
+            process = self._process
+            if process is None or process.returncode is not None:
+                process = await self._start()
+            if process is None:
+                ending = "it does not start"
+                continue
+            was_fresh, self._is_fresh = self._is_fresh, False
+            line = await self._exchange(process, source)
+            if line:
+                grammar, error = json.loads(line)
+                return grammar, error
+            code = await process.wait()
+            await self._end()
+            # What others left behind may be what a process that compiled before dies of.
+            if -code in LIMITS and (was_fresh or -code == signal.SIGPROF):
+                limit = LIMITS[signal.Signals(-code)]
+                raise BadGrammar(f"it is too complex: compiling takes more than {limit}")
+            ending = _ending(code)
+            log.warning("the process that compiles grammars ended: %s", ending)
+        raise CompilerBusy(f"grammars cannot be compiled now ({ending}): try again later")
+
+    async def _exchange(self, process: Process, source: Source) -> bytes:
+        """Give the process a grammar; return its answer, empty where it has ended."""
         assert process.stdin is not None
-        with suppress(ConnectionError):
+        assert process.stdout is not None
+        try:
             process.stdin.write(json.dumps(source).encode() + b"\n")
             await process.stdin.drain()
-        return await self._answer(process)
+        except ConnectionError:
+            return b""
+        try:
+            return await asyncio.wait_for(process.stdout.readline(), PATIENCE)
+        except TimeoutError:
+            await self._end()
+            # Its own bound is CPU time, which it did not get: that is the machine's fault.
+            raise CompilerBusy(
+                f"grammars cannot be compiled now (no answer in {PATIENCE:g} s): try again later"
+            ) from None
+        except ValueError:
+            # The rest of the line would be taken for the next answer.
+            await self._end()
+            raise BadGrammar(f"it is too complex: it becomes more than {LINE >> 20} MiB") from None
 
-    async def _start(self) -> Process:
+    async def _start(self) -> Process | None:
+        """Start a process; None where it ends before it is ready.
+
+        Raises BadGrammar where this model has no grammars at all.
+        """
         # One thread is all that is bounded and all that is used.
         environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         command = (sys.executable, "-m", "gllm.grammar.child", *self._arguments)
@@ -141,29 +198,10 @@ class GrammarCompiler:
         error = json.loads(line)[1] if line else ""
         if error or not line:
             await self._end()
-        if not line:
-            # It is nobody's grammar that is at fault.
-            raise RuntimeError("the process that compiles grammars does not start")
         if error:
             raise BadGrammar(error)
-        return process
-
-    async def _answer(self, process: Process) -> tuple[str, str]:
-        assert process.stdout is not None
-        try:
-            line = await asyncio.wait_for(process.stdout.readline(), PATIENCE)
-        except TimeoutError:
-            await self._end()
-            raise BadGrammar(f"it is too complex: no answer in {PATIENCE:g} s") from None
-        if not line:
-            code = await process.wait()
-            await self._end()
-            bound = f"{MEMORY >> 20} MiB or its stack"
-            if code == -signal.SIGPROF:
-                bound = f"{CPU_SECONDS:g} s"
-            raise BadGrammar(f"it is too complex: compiling takes more than {bound}")
-        grammar, error = json.loads(line)
-        return grammar, error
+        self._is_fresh = True
+        return process if line else None
 
     async def _end(self) -> None:
         process, self._process = self._process, None
@@ -174,6 +212,11 @@ class GrammarCompiler:
         await process.wait()
         assert process.stdin is not None
         process.stdin.close()
+
+
+def _ending(code: int) -> str:
+    """Return how a process ended, in words."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
 def _size(source: Source, answer: tuple[str, str]) -> int:

@@ -23,6 +23,11 @@ class GuideError(Exception):
     """Why a sequence cannot go on."""
 
 
+def _reason(error: Exception) -> str:
+    """Return an error in words."""
+    return str(error) if isinstance(error, GuideError) else f"its grammar failed: {error!r}"
+
+
 class Rules(NamedTuple):
     """What goes for a guide besides its grammar."""
 
@@ -95,9 +100,10 @@ class Guide:
             try:
                 if index == len(self._tokens):
                     self._draw(token)
-            except GuideError as error:
-                self._error = str(error)
-                raise
+            except Exception as error:
+                # Whatever the library raises concerns this sequence only.
+                self._error = _reason(error)
+                raise GuideError(self._error) from error
             finally:
                 self._news.notify_all()
             told, self._told = self._told, len(self._tokens)
@@ -121,8 +127,8 @@ class Guide:
             return ahead.result(MASK_SECONDS)
         except TimeoutError:
             self.fail(f"a step of its grammar takes over {MASK_SECONDS:g} s")
-        except GuideError as error:
-            self.fail(str(error))
+        except Exception as error:
+            self.fail(_reason(error))
         raise GuideError(self._error)
 
     def _check(self) -> None:

@@ -4,7 +4,7 @@ Owns the way from rows and block tables to columns. Knows nothing of models; wha
 described for `gllm.runtime.sampler`, not drawn here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +48,6 @@ class Batch:
     """Parts of prompts to be scored, on the last stage."""
     placeholders: list[tuple[int, int]]
     """(token row, sequence) of inputs that the step before samples; first stage only."""
-    released: list[int]
-    """Sequences that no later plan names."""
     embeddings: Tensor | None = None
     """[embedded rows, hidden] float32, once computed, where some row tells one."""
     device: Any = None
@@ -72,7 +70,7 @@ class BlockTables:
             table[index, : len(blocks)] = blocks
         return table
 
-    def release(self, seqs: list[int]) -> None:
+    def release(self, seqs: Iterable[int]) -> None:
         """Forget sequences."""
         for seq in seqs:
             self._arrays.pop(seq, None)

@@ -4,6 +4,7 @@ Owns sequence ids and the streams of requests in the engine. Knows nothing of te
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import msgspec
 from gllm.messages import Abort, Bubbles, Sampling, StageLoad, Submit, TokenLogprobs, Tokens
 from gllm.runtime.bus import Outbox
 from gllm.scheduler.plan import End, First, Stats
+
+log = logging.getLogger(__name__)
 
 
 class Piece(msgspec.Struct):
@@ -132,14 +135,20 @@ class EngineClient:
         cache_salt: str = "",
         request_id: str = "",
     ) -> Stream:
-        """Send a request to the driver. Its ids have never been used before."""
+        """Send a request to the driver. Its ids have never been used before.
+
+        Raises TypeError, ValueError or OverflowError for what no message can carry; nothing has
+        been sent then.
+        """
+        seq = self._next_seq
+        # First of all: what it raises must leave no trace.
+        self._send(Submit(seq, prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt))
         if not self._streams:
             self._progress = time.monotonic()
-        seq, self._next_seq = self._next_seq, self._next_seq + n
+        self._next_seq += n
         stream = Stream(seq, n, request_id, self._fresh)
         self._streams.update(dict.fromkeys(stream.alive, stream))
         self._requests += 1
-        self._send(Submit(seq, prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt))
         return stream
 
     def abort(self, seqs: list[int]) -> None:
@@ -206,11 +215,23 @@ class EngineClient:
         self._tell()
 
     def _tell(self) -> None:
-        """Let listeners know, each once however much came."""
+        """Let listeners know, each once however much came. One that raises ends its request."""
         fresh = self._fresh.copy()
         self._fresh.clear()
         for stream in fresh:
-            stream.tell()
+            try:
+                stream.tell()
+            except Exception as error:
+                log.exception("the reader of a request failed")
+                self._fail(stream, f"its reader failed: {type(error).__name__}: {error}")
+
+    def _fail(self, stream: Stream, error: str) -> None:
+        """End a request whose listener cannot be told any more."""
+        stream.listen(_nobody_listens)
+        living = sorted(stream.alive)
+        self.abort(living)
+        for seq in living:
+            stream.piece(seq).end = End(seq, "error", error=error)
 
     def _deliver(self, message: Tokens) -> None:
         outcome = message.outcome

@@ -4,6 +4,7 @@ Owns the order of things at the pipeline's head: requests in, plans out, results
 Knows nothing of tensors and sockets; it lives in the first stage's process, on its event loop.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -16,8 +17,10 @@ from gllm.messages import (
     Begun,
     Bubbles,
     Done,
+    ForgetPrefixes,
     Message,
     Register,
+    Rejected,
     Result,
     RowLogprobs,
     StageTimes,
@@ -29,6 +32,8 @@ from gllm.messages import (
 from gllm.scheduler.plan import End, Outcome, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
+
+log = logging.getLogger(__name__)
 
 
 class Link(Protocol):
@@ -51,9 +56,11 @@ class Driver:
         others: list[Link],
         frontend: Link,
         last_needs_prompts: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         """`last_needs_prompts`: the last stage has to know all prompts, not only those that it
-        samples by."""
+        samples by. `vocab_size`: token ids of requests have to be below it; None: unchecked."""
+        self._vocab_size = vocab_size
         self._last_needs_prompts = last_needs_prompts
         self.scheduler = scheduler
         self._local = local
@@ -65,7 +72,25 @@ class Driver:
         self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
 
     def submit(self, message: Submit) -> None:
-        """Take a request in and register its sequences with the stages that need them."""
+        """Add a request and register its sequences with the stages that need them.
+
+        A request that cannot be run ends with an error, and nothing else does.
+        """
+        try:
+            self._submit(message)
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                log.exception("request %d could not be submitted", message.seq)
+            self._held.pop(message.seq, None)
+            self._fail(message.seq, message.n, str(error) or type(error).__name__)
+
+    def reject(self, message: Rejected) -> None:
+        """End a request that could not be decoded."""
+        log.error("request %d: %s", message.seq, message.error)
+        self._fail(message.seq, message.n, message.error)
+
+    def _submit(self, message: Submit) -> None:
+        """Add a request. Raises ValueError for one that can never run."""
         request = Request(
             message.seq,
             message.prompt,
@@ -76,11 +101,11 @@ class Driver:
             message.n,
             reads_cache=message.sampling.prompt_logprobs is None,
         )
-        try:
-            request.check(self.scheduler.config.max_model_len)
-        except ValueError as error:
-            self._fail(request, str(error))
-            return
+        request.check(self.scheduler.config.max_model_len)
+        if self._vocab_size is not None:
+            if max(message.prompt) >= self._vocab_size:
+                raise ValueError(f"prompt has ids out of the vocabulary 0..{self._vocab_size - 1}")
+            message.sampling.check_ids(self._vocab_size)
         if message.sampling.grammar:
             self._held[message.seq] = request
         else:
@@ -88,13 +113,16 @@ class Driver:
         self._register(message)
 
     def begin(self, message: Begun) -> None:
-        """A held request's grammar is compiled, so that no step has to wait for it."""
+        """Run a held request, whose grammar is compiled so that no step has to wait for it; end any
+        request that the last stage cannot sample."""
         request = self._held.pop(message.seq, None)
-        if request is None:
-            return  # It was aborted.
-        self.scheduler.add(request, time.monotonic())
+        count = message.n
+        if request is not None:
+            # Failed or not: the scheduler has the stages forget it.
+            self.scheduler.add(request, time.monotonic())
+            count = request.n
         if message.error:
-            self.scheduler.abort(self._fail(request, message.error))
+            self._fail(message.seq, count, message.error)
 
     def abort(self, message: Abort) -> None:
         """End sequences nobody waits for."""
@@ -103,10 +131,10 @@ class Driver:
             self.scheduler.add(self._held.pop(seq), time.monotonic())
         self.scheduler.abort(message.seqs)
 
-    def forget_prefixes(self) -> None:
+    def forget_prefixes(self, message: ForgetPrefixes) -> None:
         """Empty the prefix cache."""
         self.scheduler.forget_prefixes()
-        self._frontend.send(Done(0))
+        self._frontend.send(Done(message.question, stage=0))
 
     def commit(self, message: Result) -> None:
         """Take a step's result in. Raises ValueError where it is not the next one's."""
@@ -137,12 +165,12 @@ class Driver:
         for outcome, logprobs in outcomes:
             self._frontend.send(Tokens(outcome, self.scheduler.stats(), logprobs))
 
-    def _fail(self, request: Request, error: str) -> list[int]:
-        """Tell the frontend that a request ended before it ran; its sequences."""
-        seqs = list(range(request.seq, request.seq + request.n))
-        ends = [End(seq, "error", error=error) for seq in seqs]
+    def _fail(self, seq: int, n: int, error: str) -> None:
+        """End the sequences seq .. seq + n - 1 with an error, scheduled or not."""
+        seqs = range(seq, seq + n)
+        self.scheduler.abort(list(seqs))
+        ends = [End(each, "error", error=error) for each in seqs]
         self._outcomes.append((Outcome([], [], [], ends), []))
-        return seqs
 
     def _schedule(self) -> StepPlan | None:
         """The next plan; what work is left beside it is noted."""

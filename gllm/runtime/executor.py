@@ -12,13 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gllm.config import EngineConfig, FieldError, check_quantization
 from gllm.kernels.attention_backends import Wanted, choose
-from gllm.messages import Register, RowLogprobs
+from gllm.messages import Register, RowLogprobs, Sampling
 from gllm.models.attention import head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
@@ -36,6 +37,15 @@ from gllm.scheduler.plan import Sampled, StepPlan
 CPU = torch.device("cpu")
 
 log = logging.getLogger(__name__)
+
+
+class DeviceTime(NamedTuple):
+    """Seconds that a device took for a step, by its own clock."""
+
+    elapsed: float
+    """From its first work to its last."""
+    busy: float
+    """Without what it waited in between, for grammars say."""
 
 
 class StageExecutor:
@@ -122,25 +132,45 @@ class StageExecutor:
         self._shape = CacheShape(num_blocks, block_size, self.dtype, windows, plan)
 
     def register(self, message: Register) -> "Future[bytes] | None":
-        """Sequences that coming plans may name; where they have a grammar, what is done once it is
-        compiled."""
+        """Register sequences that coming plans may name.
+
+        Returns a future that is done once their grammar is compiled, None where they have none. It
+        fails for a request that cannot be sampled: rows that name it are then sampled anyhow, so
+        that they disturb no others, and the driver has to end it.
+        """
         for seq in range(message.seq, message.seq + message.n):
             self._mirror.register(seq, message.prompt_len, message.prompt)
-        states = states_of(message, self._grammars)
+        try:
+            states = states_of(message, self._grammars)
+        except Exception as error:
+            log.exception("request %d could not be registered", message.seq)
+            plain = [SamplingState(Sampling(), None, []) for _ in range(message.n)]
+            self._samplings.update(enumerate(plain, start=message.seq))
+            failed: Future[bytes] = Future()
+            failed.set_exception(error)
+            return failed
         self._samplings.update(enumerate(states, start=message.seq))
         guides = [state.guide for state in states if state.guide is not None]
         return guides[-1].begun if guides else None
 
     def prepare(self, plan: StepPlan) -> Batch:
-        """The plan's micro-batch as tensors. Raises KeyError for an unregistered sequence."""
+        """Build the plan's micro-batch as tensors.
+
+        Raises KeyError for an unregistered sequence. Everything held for the sequences that the
+        plan releases is freed, even if this raises; `give_up_plan` is still to be called then.
+        """
+        try:
+            return self._build(plan)
+        finally:
+            self._free(plan.released)
+
+    def _build(self, plan: StepPlan) -> Batch:
+        """Build the plan's micro-batch."""
         followed = self._mirror.apply(plan)
         inputs, placeholders = build_inputs(
             plan, followed, self._tables, self._shape, self.is_first
         )
         sample_rows, sampled, prompts = self._sampled_rows(plan, followed)
-        self._tables.release(plan.released)
-        for seq in plan.released:
-            self._samplings.pop(seq, None)
         return Batch(
             plan.step,
             inputs,
@@ -149,8 +179,19 @@ class StageExecutor:
             sampled,
             prompts,
             placeholders,
-            plan.released,
         )
+
+    def _free(self, seqs: list[int]) -> None:
+        """Free everything held for sequences that have ended.
+
+        The driver releases a sequence once all its steps have committed, so no thread samples it
+        any more.
+        """
+        self._mirror.release(seqs)
+        self._tables.release(seqs)
+        for seq in seqs:
+            self._samplings.pop(seq, None)
+            self._last_tokens.pop(seq, None)
 
     def _sampled_rows(
         self, plan: StepPlan, followed: list[Followed]
@@ -208,11 +249,14 @@ class StageExecutor:
         sampled = results(batch.sampled, drawn)
         if self._keeps_tokens:
             self._last_tokens.update((result.seq, result.token) for result in sampled)
-            for seq in batch.released:
-                self._last_tokens.pop(seq, None)
         embedded = tell_embedded(batch.sampled, batch.embeddings, drawn.errors)
         return sampled, drawn.logprobs + embedded
 
     def give_up(self, batch: Batch, error: str) -> None:
-        """The step has failed: nobody shall wait for its tokens."""
-        give_up(batch.sampled, f"its step failed: {error}")
+        """Fail the guides of a step that failed, so that no later step waits for its tokens."""
+        give_up(batch.sampled.states, error)
+
+    def give_up_plan(self, plan: StepPlan, error: str) -> None:
+        """Fail the guides of a plan that could not be prepared, as `give_up` does."""
+        states = [self._samplings.get(row.seq) for row in plan.rows]
+        give_up([state for state in states if state is not None], error)

@@ -5,8 +5,10 @@ nothing of text and of HTTP; imports no torch, that is the workers' business.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import zmq
@@ -20,6 +22,7 @@ from gllm.messages import (
     Fatal,
     ForgetPrefixes,
     Loaded,
+    Message,
     Profile,
     Progress,
     Ready,
@@ -33,6 +36,8 @@ from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
 from gllm.runtime.client import EngineClient
 from gllm.runtime.device import kv_blocks
 from gllm.runtime.launch import Workers
+
+log = logging.getLogger(__name__)
 
 
 class EngineError(Exception):
@@ -61,8 +66,9 @@ class Pipeline:
         self._loaded: dict[int, Loaded] = {}
         self._ready: set[int] = set()
         self._news = asyncio.Event()
-        self._asking = asyncio.Lock()
-        self._answers: asyncio.Queue[Done] = asyncio.Queue()
+        self._numbers = count()
+        self._questions: dict[int, asyncio.Queue[Done]] = {}
+        """Answers to the questions that somebody waits for, by their number."""
 
     async def start(self, folder: Path, workers: Workers, logs: LogConfig) -> None:
         """Have the workers load the model in a folder and wait until a step has gone through all
@@ -108,21 +114,26 @@ class Pipeline:
 
     async def forget_prefixes(self) -> str:
         """Empty the prefix cache; why that could not be, empty where it was."""
-        return await self._ask(ForgetPrefixes(), self._stages[:1])
+        return await self._ask(ForgetPrefixes, self._stages[:1])
 
     async def profile(self, folder: str) -> str:
         """Begin a profile whose files go to this folder, an empty one ends it; why a stage could
         not, empty where all did."""
-        return await self._ask(Profile(folder), self._stages)
+        return await self._ask(lambda question: Profile(question, folder), self._stages)
 
-    async def _ask(self, message: ForgetPrefixes | Profile, stages: list[Outbox]) -> str:
-        """Send a message and wait until these stages have done what it says; the first error."""
-        async with self._asking:
-            if self.state == "dead":
-                return self.cause
+    async def _ask(self, make: Callable[[int], Message], stages: list[Outbox]) -> str:
+        """Send these stages the message that `make` makes of a question's number and wait until
+        they have done what it says; the first error. Who stops waiting leaves nothing behind."""
+        if self.state == "dead":
+            return self.cause
+        question = next(self._numbers)
+        message, received = make(question), self._questions.setdefault(question, asyncio.Queue())
+        try:
             for stage in stages:
                 stage.send(message)
-            answers = [await self._answers.get() for _ in stages]
+            answers = [await received.get() for _ in stages]
+        finally:
+            del self._questions[question]
         return next((answer.error for answer in answers if answer.error), "")
 
     async def _wait_for(self, reached: dict[int, Loaded] | set[int]) -> None:
@@ -160,12 +171,22 @@ class Pipeline:
             self.client.release(stream)
 
     def _handle(self, messages: list[AnyMessage]) -> None:
+        try:
+            self._handle_all(messages)
+        except Exception as error:
+            # The rest of the messages is lost: nobody shall wait for what was in them.
+            log.exception("a message of the workers could not be handled")
+            self._die(f"a message could not be handled: {type(error).__name__}: {error}")
+        self._news.set()
+
+    def _handle_all(self, messages: list[AnyMessage]) -> None:
         for message in messages:
             match message:
                 case Tokens() | StageLoad() | Bubbles():
                     self.client.hear(message)
-                case Done():
-                    self._answers.put_nowait(message)
+                case Done(question):
+                    if received := self._questions.get(question):
+                        received.put_nowait(message)
                 case Progress(stage):
                     self._progress[stage] = message
                     parts = self._progress.values()
@@ -176,7 +197,6 @@ class Pipeline:
                     self._ready.add(stage)
                 case Fatal(stage, cause):
                     self._die(f"stage {stage} failed: {cause}")
-        self._news.set()
 
     def _on_fault(self, fault: BusFault) -> None:
         self._die(str(fault))
@@ -191,7 +211,8 @@ class Pipeline:
             return
         self.state, self.cause = "dead", cause
         self.client.fail_all(cause)
-        for stage in range(len(self._stages)):
-            self._answers.put_nowait(Done(stage, cause))
+        for question, received in self._questions.items():
+            for stage in range(len(self._stages)):
+                received.put_nowait(Done(question, stage, cause))
         self._news.set()
         self.died.set()

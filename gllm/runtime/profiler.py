@@ -28,12 +28,13 @@ class Profiler:
         self._folder = ""
         self._turning: asyncio.Task[None] | None = None
 
-    def turn(self, folder: str) -> None:
-        """Begin to record, for a file in this folder; without one end and write it."""
+    def turn(self, question: int, folder: str) -> None:
+        """Begin to record, for a file in this folder; without one end and write it. The answer
+        carries the number of the question."""
         before, loop = self._turning, asyncio.get_running_loop()
-        self._turning = loop.create_task(self._turn(folder, before))
+        self._turning = loop.create_task(self._turn(question, folder, before))
 
-    async def _turn(self, folder: str, before: "asyncio.Task[None] | None") -> None:
+    async def _turn(self, question: int, folder: str, before: "asyncio.Task[None] | None") -> None:
         if before is not None:
             await before
         error = ""
@@ -42,7 +43,7 @@ class Profiler:
         except Exception as failure:
             log.exception("the profile failed")
             error = f"{type(failure).__name__}: {failure}"
-        self._frontend.send(Done(self._stage, error))
+        self._frontend.send(Done(question, self._stage, error))
 
     def _begin(self, folder: str) -> None:
         from torch._C._profiler import _ExperimentalConfig

@@ -6,6 +6,7 @@ Knows nothing of steps.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -145,10 +146,11 @@ def take_forced(rows: SampledRows, drawn: Drawn) -> dict[int, tuple[int, ...]]:
     return taken
 
 
-def give_up(rows: SampledRows, error: str) -> None:
-    """Nothing was drawn: nobody shall wait for what follows."""
-    for row in rows.guided:
-        _guide(rows, row).fail(error)
+def give_up(states: Iterable[SamplingState], error: str) -> None:
+    """Fail the guides of sequences whose step failed: tokens that others wait for never come."""
+    for state in states:
+        if state.guide is not None:
+            state.guide.fail(f"its step failed: {error}")
 
 
 def _faults(logits: Tensor, rows: SampledRows) -> list[str]:

@@ -25,7 +25,7 @@ import torch
 
 from gllm.messages import Begun, Register, Result, RowLogprobs
 from gllm.runtime.batch import Batch
-from gllm.runtime.executor import StageExecutor
+from gllm.runtime.executor import DeviceTime, StageExecutor
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
 from gllm.transport.base import Receiver, Sender, StepFailed
 
@@ -50,10 +50,13 @@ class Stage:
         sender: Sender | None,
         deliver: Callable[[Result | Begun], None],
         fault: Callable[[BaseException], None],
-        finish: Callable[[Batch], float] | None = None,
+        finish: Callable[[Batch], DeviceTime] | None = None,
+        bind_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """`finish`: waits for a device that `executor.compute` only gives work to, and tells the
-        seconds that it took for a step; None where computing is over when `compute` returns."""
+        """`finish`: waits for a device that `executor.compute` only gives work to, and returns
+        the time that it took for a step; None where computing is over when `compute` returns.
+        `bind_thread`: called first on each thread of the stage."""
+        self._bind_thread = bind_thread
         self.steps = 0
         self.busy_seconds = 0.0
         self._times: deque[StepTime] = deque()
@@ -78,14 +81,16 @@ class Stage:
             ).start()
 
     def register(self, message: Register) -> None:
-        """Sequences that coming plans may name; that those with a grammar can begin is told."""
+        """Register sequences that coming plans may name; report when those with a grammar can
+        begin, and which cannot be sampled."""
         begun = self._executor.register(message)
         if begun is not None:
-            begun.add_done_callback(lambda done: self._on_begun(message.seq, done))
+            begun.add_done_callback(lambda done: self._on_begun(message, done))
 
-    def _on_begun(self, seq: int, done: "Future[bytes]") -> None:
+    def _on_begun(self, message: Register, done: "Future[bytes]") -> None:
         error = done.exception()
-        told = Begun(seq, "" if error is None else str(error) or describe(error))
+        reason = "" if error is None else str(error) or describe(error)
+        told = Begun(message.seq, reason, message.n)
         self._loop.call_soon_threadsafe(self._deliver, told)
 
     @property
@@ -102,6 +107,8 @@ class Stage:
         except Exception as error:
             log.exception("step %d could not be prepared", plan.step)
             batch = describe(error)
+            # Before it is queued: a step ahead of it in the queue may wait for one of its guides.
+            self._executor.give_up_plan(plan, batch)
         self._planned.put((plan, batch))
 
     def take_times(self) -> tuple[list[StepTime], float]:
@@ -116,6 +123,7 @@ class Stage:
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
+            self._bind_thread()
             work()
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._fault, error)
@@ -126,6 +134,8 @@ class Stage:
             try:
                 self._compute(plan, batch)
             except StepFailed as error:
+                if not isinstance(batch, str):
+                    self._executor.give_up(batch, str(error))
                 self._fail(plan, str(error))
 
     def _compute(self, plan: StepPlan, batch: Batch | str) -> None:
@@ -143,20 +153,20 @@ class Stage:
                 output = self._executor.compute(batch, hidden)
         except Exception as error:
             log.exception("step %d failed", plan.step)
-            self._executor.give_up(batch, describe(error))
             self._under_way.pop()
             raise StepFailed(describe(error)) from error
         if self._sender is not None:
             self._sender.send(plan.step, output)
         if self._device_finish is None:
-            self._note(plan.step, begin, time.monotonic())
+            end = time.monotonic()
+            self._note(plan.step, begin, end, end - begin)
         if self._sender is None or self._device_finish is not None:
             self._bring(Computed(plan, batch, output))
 
-    def _note(self, step: int, begin: float, end: float) -> None:
-        """The oldest step under way has been computed."""
+    def _note(self, step: int, begin: float, end: float, busy_seconds: float) -> None:
+        """Count the oldest step under way as computed."""
         self.steps += 1
-        self.busy_seconds += end - begin
+        self.busy_seconds += busy_seconds
         self._times.append(StepTime(step, begin, end))
         self._under_way.popleft()
 
@@ -197,14 +207,14 @@ class Stage:
                 item = StepResult(step, [], describe(error))
         self._loop.call_soon_threadsafe(self._deliver, Result(item, logprobs))
 
-    def _wait_for_device(self, item: Computed, finish: Callable[[Batch], float]) -> None:
+    def _wait_for_device(self, item: Computed, finish: Callable[[Batch], DeviceTime]) -> None:
         """Until the step has been computed. Raises TransportFault where that was by activations
         that did not come."""
-        seconds = finish(item.batch)
+        spent = finish(item.batch)
         if self._receiver is not None:
             self._receiver.check()
         end = time.monotonic()
-        self._note(item.plan.step, end - seconds, end)
+        self._note(item.plan.step, end - spent.elapsed, end, spent.busy)
 
 
 def describe(error: BaseException) -> str:

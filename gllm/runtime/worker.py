@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import setproctitle
@@ -33,6 +33,7 @@ from gllm.messages import (
     Progress,
     Ready,
     Register,
+    Rejected,
     Result,
     Shutdown,
     StageLoad,
@@ -153,35 +154,33 @@ class Worker:
                 self._start(num_blocks)
             case Linked(stage):
                 self._link(stage)
-            case Profile(folder):
-                self._profiler.turn(folder)
+            case Profile(question, folder):
+                self._profiler.turn(question, folder)
             case Shutdown():
                 self.done.set()
-            case Submit() | Abort() | ForgetPrefixes() | Result() | Begun() | StageTimes() if (
-                self._driver is not None
-            ):
+            case _ if self._driver is not None:
                 self._drive(self._driver, message)
             case _:
                 raise ValueError(f"stage {self.spec.stage} has no use for {type(message).__name__}")
 
-    def _drive(
-        self,
-        driver: Driver,
-        message: Submit | Abort | ForgetPrefixes | Result | Begun | StageTimes,
-    ) -> None:
+    def _drive(self, driver: Driver, message: AnyMessage) -> None:
         match message:
             case Submit():
                 driver.submit(message)
+            case Rejected():
+                driver.reject(message)
             case Abort():
                 driver.abort(message)
             case ForgetPrefixes():
-                driver.forget_prefixes()
+                driver.forget_prefixes(message)
             case Result():
                 driver.commit(message)
             case Begun():
                 driver.begin(message)
             case StageTimes():
                 driver.observe(message)
+            case _:
+                raise ValueError(f"the driver has no use for {type(message).__name__}")
 
     def _start(self, num_blocks: int) -> None:
         """All stages are loaded: make the cache, open the edges, begin to work."""
@@ -201,12 +200,17 @@ class Worker:
         )
         edges = (spec.incoming, spec.outgoing)
         transport, device = spec.transport, None
+        on_thread: tuple[Any, ...] = ()
         if self._gpu is not None:
+            queues = self._gpu.queues
+            queues.bind_thread()
             self._gpu.record_graphs()
-            transport, device = self._gpu.transport, (self._gpu.queues, self._gpu.executor.stream)
-        receiver, sender = open_edges(transport, *edges, shape, executor.dtype, device)
-        finish = None if self._gpu is None else self._gpu.executor.finish
-        self._stage = Stage(executor, receiver, sender, self._deliver, self._fail, finish)
+            transport, device = self._gpu.transport, (queues, self._gpu.executor.stream)
+            on_thread = self._gpu.executor.finish, queues.bind_thread
+        receiver, sender = open_edges(
+            transport, *edges, shape, executor.dtype, device, self._on_edge_fault
+        )
+        self._stage = Stage(executor, receiver, sender, self._deliver, self._fail, *on_thread)
         if spec.stage == 0:
             others = list(self._stages.values())
             self._driver = Driver(
@@ -215,6 +219,7 @@ class Worker:
                 [*others],
                 self._frontend,
                 last_needs_prompts=self._gpu is not None,
+                vocab_size=executor.model.vocab_size,
             )
         if spec.stage == 0:
             self._link(0)
@@ -279,6 +284,10 @@ class Worker:
         if stage.is_busy or times.steps:
             # Once more when all is done, so that bubbles are known up to there.
             self._report_load_later()
+
+    def _on_edge_fault(self, error: BaseException) -> None:
+        """An edge is broken; called on its own thread."""
+        self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
         """Say why, and end."""

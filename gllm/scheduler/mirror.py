@@ -4,6 +4,7 @@ Owns what a stage has to remember between steps about each sequence. Knows nothi
 chosen, and of tensors.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gllm.scheduler.plan import Row, StepPlan
@@ -32,14 +33,21 @@ class Mirror:
         self.sequences[seq] = Followed(prompt_len, prompt)
 
     def apply(self, plan: StepPlan) -> list[Followed]:
-        """Take the plan's blocks over; the followed sequence of each row, in row order.
+        """Apply a plan's blocks; return the followed sequence of each row, in row order.
 
-        Raises KeyError for a sequence that was never registered.
+        Raises KeyError for a sequence that was never registered, after all other rows are applied:
+        a later plan builds on their block tables. The caller releases `plan.released` afterwards.
         """
-        followed = [self._extend(row) for row in plan.rows]
-        for seq in plan.released:
-            self.sequences.pop(seq, None)
+        known = [row for row in plan.rows if row.seq in self.sequences]
+        followed = [self._extend(row) for row in known]
+        if len(known) < len(plan.rows):
+            raise KeyError(next(row.seq for row in plan.rows if row.seq not in self.sequences))
         return followed
+
+    def release(self, seqs: Iterable[int]) -> None:
+        """Forget sequences."""
+        for seq in seqs:
+            self.sequences.pop(seq, None)
 
     def _extend(self, row: Row) -> Followed:
         sequence = self.sequences[row.seq]

@@ -39,7 +39,8 @@ class StepPlan(NamedTuple):
     """Step number: counts up by one, no gaps."""
     rows: list[Row]
     released: list[int]
-    """Sequences that ended: no later plan names them, followers forget them after this step."""
+    """Sequences that ended, all their steps committed: neither this plan nor a later one names
+    them, and followers forget them."""
 
 
 class Sampled(NamedTuple):

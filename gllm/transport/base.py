@@ -4,6 +4,7 @@ Owns the contract of an edge. Knows nothing of models; metadata travels on the b
 activations, so both ends know step, shape and dtype beforehand and a transport only checks them.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -18,6 +19,10 @@ class StepFailed(Exception):
 
 class TransportFault(Exception):
     """What arrived is not what the plan announced; the pipeline cannot go on."""
+
+
+OnFault = Callable[[BaseException], None]
+"""Reports, from any thread, why an edge is broken."""
 
 
 class EdgeShape(msgspec.Struct, frozen=True):

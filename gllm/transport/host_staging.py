@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gllm.streams import Event, Queues, Stream
-from gllm.transport.base import EdgeShape
+from gllm.transport.base import EdgeShape, OnFault
 from gllm.transport.shared_memory import Ring
 
 
@@ -44,9 +44,11 @@ class HostStagingSender:
         dtype: torch.dtype,
         queues: Queues,
         stream: Stream,
+        on_fault: OnFault = lambda error: None,
         in_background: bool = True,
     ) -> None:
-        """`in_background`: whether a thread calls `signal_next`."""
+        """`in_background`: whether a thread calls `signal_next`; on_fault: called where it ends."""
+        self._queues, self._on_fault = queues, on_fault
         self._pinned = _PinnedRing(descriptors, shape, dtype, queues)
         self._stream = stream
         self._copied = [queues.event() for _ in range(shape.slots)]
@@ -78,8 +80,13 @@ class HostStagingSender:
             self._pinned.ring.signal(step, tokens)
 
     def _signal_all(self) -> None:
-        while True:
-            self.signal_next()
+        try:
+            self._queues.bind_thread()
+            while True:
+                self.signal_next()
+        except Exception as error:
+            # The receiver would wait for ever.
+            self._on_fault(error)
 
 
 class HostStagingReceiver:
@@ -92,7 +99,9 @@ class HostStagingReceiver:
         dtype: torch.dtype,
         queues: Queues,
         stream: Stream,
+        on_fault: OnFault = lambda error: None,
     ) -> None:
+        """on_fault: never called, for all is done by the caller's thread."""
         self._pinned = _PinnedRing(descriptors, shape, dtype, queues)
         self._stream = stream
         # One is enough: all that reads it is in one stream, in the order of steps.

@@ -6,7 +6,7 @@ Owns the table. A transport is one file in this folder and one line here.
 import importlib
 from typing import TYPE_CHECKING
 
-from gllm.transport.base import EdgeShape, Receiver, Sender
+from gllm.transport.base import EdgeShape, OnFault, Receiver, Sender
 
 if TYPE_CHECKING:
     import torch
@@ -27,14 +27,17 @@ def open_edges(
     shape: EdgeShape,
     dtype: "torch.dtype",
     device: "tuple[Queues, Stream] | None" = None,
+    on_fault: OnFault = lambda error: None,
 ) -> tuple[Receiver | None, Sender | None]:
     """A stage's two edges by their descriptors; none where the pipeline begins and ends.
 
     device: what computes the stage, and the stream that it computes in; None on a CPU.
+    on_fault: called where an edge breaks on a thread of its own.
     """
     module, receiver, sender = TRANSPORTS[transport]
     ends = vars(importlib.import_module(module))
+    common = (shape, dtype) if device is None else (shape, dtype, *device, on_fault)
     return (
-        ends[receiver](incoming, shape, dtype, *(device or ())) if incoming else None,
-        ends[sender](outgoing, shape, dtype, *(device or ())) if outgoing else None,
+        ends[receiver](incoming, *common) if incoming else None,
+        ends[sender](outgoing, *common) if outgoing else None,
     )

@@ -1,10 +1,13 @@
 """The process that compiles: what it refuses, what it survives, what is remembered."""
 
 import asyncio
+import os
+import signal
 
 import pytest
 
 from gllm.config import FieldError, StructuredOutput
+from gllm.grammar import child
 from gllm.grammar import compiler as module
 from gllm.grammar.compiler import BadGrammar, CompilerBusy, GrammarCompiler
 from gllm.grammar.source import Source
@@ -53,6 +56,7 @@ async def test_hostile_grammars_are_refused_and_the_next_one_is_served(compiler)
         with pytest.raises(FieldError) as refused:
             await compiler.grammar_of(wanted)
         assert refused.value.param == "structured", name
+        assert name != "takes for ever" or "more than 2 s" in str(refused.value)
         assert await compiler.compile(Source("regex", f"good{number}"))
 
 
@@ -82,6 +86,74 @@ async def test_a_process_that_is_gone_is_replaced(compiler):
     assert await compiler.compile(Source("regex", "one"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
+async def test_a_process_that_dies_over_a_good_grammar_is_replaced(compiler, number):
+    """The grammar is not at fault, and is compiled by the next process."""
+    await compiler.compile(GOOD)
+    first = compiler._process.pid
+    os.kill(first, signal.SIGSTOP)
+    waiting = asyncio.create_task(compiler.compile(Source("regex", "innocent")))
+    await asyncio.sleep(0.05)
+    os.kill(first, number)
+    os.kill(first, signal.SIGCONT)
+    assert "innocent" in await waiting
+    assert compiler._process.pid != first
+
+
+async def test_who_comes_behind_a_death_is_not_blamed(compiler):
+    """Nobody has noticed it yet."""
+    for i in range(2):
+        await compiler.compile(Source("regex", f"before{i}"))
+        os.kill(compiler._process.pid, signal.SIGKILL)
+        assert await compiler.compile(Source("regex", f"behind{i}"))
+
+
+async def test_a_process_that_keeps_dying_is_no_fault_of_the_grammar(compiler, monkeypatch):
+    started = []
+    start = GrammarCompiler._start
+
+    async def start_and_kill(self):
+        process = await start(self)
+        started.append(process.pid)
+        os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    monkeypatch.setattr(GrammarCompiler, "_start", start_and_kill)
+    with pytest.raises(CompilerBusy, match="killed by SIGKILL"):
+        await compiler.compile(GOOD)
+    assert len(started) == 2
+    assert not compiler._known
+    monkeypatch.undo()
+    assert await compiler.compile(GOOD)
+
+
+async def test_a_limit_is_named(compiler):
+    with pytest.raises(FieldError, match="stack of 4 MiB"):
+        await compiler.grammar_of(HOSTILE["overflows the stack"])
+    assert [bool(error) for _, error in compiler._known.values()] == [True]
+
+
+async def test_an_answer_beyond_bounds_is_not_mixed_up_with_the_next(compiler, monkeypatch):
+    monkeypatch.setattr(module, "LINE", 2**12)
+    with pytest.raises(BadGrammar, match="too complex"):
+        await compiler.compile(Source("regex", "x" * 2**13))
+    assert "next" in await compiler.compile(Source("regex", "next"))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(MemoryError(), "1024 MiB"), (ValueError("odd"), "odd"), (BaseException("panic"), "panic")],
+)
+def test_whatever_the_library_raises_is_an_answer(monkeypatch, error, told):
+    def raises(*_):
+        raise error
+
+    monkeypatch.setattr(child, "compiled", raises)
+    grammar, reason = child.answer_to(["regex", "a"], None)
+    assert grammar == ""
+    assert told in reason
+
+
 async def test_a_caller_that_leaves_does_not_mix_up_answers(compiler):
     sources = [Source("regex", f"a{{{i}}}") for i in range(1, 20)]
     tasks = [asyncio.create_task(compiler.compile(source)) for source in sources]
@@ -106,9 +178,12 @@ async def test_who_waits_when_it_is_closed_is_told(compiler):
 async def test_one_without_an_answer_is_given_up(compiler, monkeypatch):
     await compiler.compile(GOOD)
     monkeypatch.setattr(module, "PATIENCE", 0.1)
-    with pytest.raises(BadGrammar, match="no answer in"):
+    with pytest.raises(CompilerBusy, match="no answer in"):
         await compiler.compile(Source("lark", HANGS))
     assert compiler._process is None
+    monkeypatch.undo()
+    assert Source("lark", HANGS) not in compiler._known
+    assert await compiler.compile(Source("regex", "next"))
 
 
 async def test_one_grammar_is_compiled_once_for_all_that_wait(compiler, monkeypatch):
@@ -149,7 +224,7 @@ async def test_what_is_remembered_is_bounded(compiler, monkeypatch):
 
 async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(tmp_path):
     compiler = GrammarCompiler(tmp_path, VOCABULARY, (EOS,))
-    with pytest.raises(RuntimeError, match="does not start"):
+    with pytest.raises(CompilerBusy, match="does not start"):
         await compiler.compile(GOOD)
     assert not compiler._known
     assert compiler._process is None

@@ -15,6 +15,7 @@ A graph holds operations, not Python: what the host decides while it is captured
 
 import random
 import sys
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,8 @@ class FakeEvent:
         self.clock: Clock = {}
         self.reached = [True]
         """Of the last record, shared with who waits for it."""
+        self.time = 0.0
+        """When the device got to the last record."""
 
     def synchronize(self) -> None:
         self._queues.note_host_wait(sys._getframe(1))
@@ -61,11 +64,18 @@ class FakeEvent:
             merge(self._queues.host_clock, self.clock)
         self._queues.advance_some()
 
+    def query(self) -> bool:
+        self._queues.step_once()
+        if self.reached[0]:
+            merge(self._queues.host_clock, self.clock)
+        return self.reached[0]
+
     def since(self, earlier: "FakeEvent") -> float:
-        """Operations of the device between the two; not to be asked before it got there."""
+        """The device's time between the two, an operation a second; not to be asked before it got
+        there."""
         assert self.reached[0], "the host did not wait"
         assert earlier.reached[0], "the host did not wait"
-        return float(sum(self.clock.values()) - sum(earlier.clock.values()))
+        return self.time - earlier.time
 
 
 class FakeStream:
@@ -92,7 +102,11 @@ class FakeStream:
 
     def record(self, event: FakeEvent) -> None:
         reached = event.reached = [False]
-        self._put(Operation("record", lambda: reached.__setitem__(0, True)))
+
+        def reach() -> None:
+            reached[0], event.time = True, self._queues.now
+
+        self._put(Operation("record", reach))
         event.clock = dict(self.clock)
 
     def put(self, operation: Operation) -> None:
@@ -137,6 +151,8 @@ class FakeQueues:
         self.host_waits: set[tuple[str, str]] = set()
         """(thread, place) where the host waits for the device."""
         self.stream_now: FakeStream | None = None
+        self.now = 0.0
+        """The device's clock: an operation takes a second, waits and records none."""
         self._random = random.Random(seed)
         self._ignored, self._checks, self._eagerness = ignored, checks, eagerness
         self._is_ranked = self._random.random() < 0.5
@@ -153,6 +169,8 @@ class FakeQueues:
         self._host = "host"
         self._host_ids: dict[str, int] = {}
         self._graph: FakeGraph | None = None
+        self.bound: set[str] = set()
+        """Threads that made this device their current one."""
         self._modes = _Calls(self), _Operations(self)
 
     def __enter__(self) -> "FakeQueues":
@@ -165,6 +183,9 @@ class FakeQueues:
             mode.__exit__(*error)
 
     # What gllm.streams.Queues asks for.
+
+    def bind_thread(self) -> None:
+        self.bound.add(threading.current_thread().name)
 
     def stream(self) -> FakeStream:
         self._streams.append(FakeStream(self, len(self._streams), self._random.random()))
@@ -266,6 +287,16 @@ class FakeQueues:
         while self._random.random() < self._eagerness and self._step():
             pass
 
+    def elapse(self, seconds: float) -> None:
+        """The host is busy for so long; the device does what it has, and waits."""
+        while self._step():
+            pass
+        self.now += seconds
+
+    def step_once(self) -> None:
+        """The device goes on by an operation, if it can."""
+        self._step()
+
     def advance(self, done: Callable[[], bool]) -> None:
         """The device goes on until something has come."""
         while not done():
@@ -284,6 +315,7 @@ class FakeQueues:
         # Not to be noted once more.
         with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
             operation.run()
+        self.now += bool(operation.uses)
         return True
 
     def check(self, uses: list[Use], clock: Clock, who: int, name: str) -> None:

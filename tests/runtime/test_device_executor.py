@@ -60,8 +60,8 @@ def plans_of(pipeline: Pipeline) -> list[StepPlan]:
 
     plans += [step(decodes(1, 2, 3)) for _ in range(DECODES)]
     plans.append(step([*decodes(3, 1), pipeline.row(4, len(PROMPTS[4]))], [2]))
-    plans.append(step(decodes(4, 1, 3), [1]))
-    plans.append(step(decodes(3, 4), [3, 4]))
+    plans.append(step(decodes(4, 1, 3)))
+    plans.append(step(decodes(3, 4), [1]))
     return plans
 
 

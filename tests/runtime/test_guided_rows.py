@@ -215,11 +215,32 @@ def test_nobody_waits_for_a_sequence_that_has_failed(owner):
     state = state_of(WORDS, owner)
     state.guide.allowed(0)
     asked = asked_meanwhile(state.guide, 1)
-    give_up(plan_rows([(0, 0)], [state], [0]), "no memory")
-    with pytest.raises(GuideError, match="no memory"):
+    give_up([state, plain(1)], "no memory")
+    with pytest.raises(GuideError, match="its step failed: no memory"):
         asked.result(10)
     drawn = step([state, plain(1)], [1, 1], noise(2))
-    assert drawn.errors == ["no memory", ""]
+    assert drawn.errors == ["its step failed: no memory", ""]
+
+
+@pytest.mark.parametrize("method", ["compute_bitmask", "consume_token", "compute_ff_tokens"])
+def test_a_library_that_raises_ends_its_own_row_only(owner, method):
+    class Broken:
+        def __init__(self, matcher):
+            self._matcher = matcher
+
+        def __getattr__(self, name):
+            if name == method:
+                raise RuntimeError("no memory")
+            return getattr(self._matcher, name)
+
+    state = state_of(WORDS, owner)
+    compiled = owner._copy(state.spec.grammar)
+    now = ThreadPoolExecutor(1).submit
+    state.guide = Guide(now, now, lambda: Broken(compiled), Rules(VOCABULARY, EOS, True))
+    drawn = step([state, plain(1)], [0, 0], noise(2))
+    assert "no memory" in drawn.errors[0]
+    assert not drawn.errors[1]
+    assert step([state], [1], noise()).errors == [drawn.errors[0]]
 
 
 def test_a_token_that_never_comes_ends_the_wait(owner, monkeypatch):

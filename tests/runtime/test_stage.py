@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from gllm.messages import Result, RowLogprobs
+from gllm.runtime.executor import DeviceTime
 from gllm.runtime.stage import Stage
 from gllm.scheduler.plan import Row, Sampled, StepPlan, StepResult
-from gllm.transport.base import TransportFault
+from gllm.transport.base import StepFailed, TransportFault
 
 
 def plan(step: int, tokens: int = 1) -> StepPlan:
@@ -25,6 +26,7 @@ class FakeExecutor:
         self.log: list[str] = []
         self.given_up: list[tuple[str, int, str]] = []
         """Behind which line of the log, the step, why."""
+        self.plans_given_up: list[tuple[int, str]] = []
         self.sampling = threading.Event()
         self.sampling.set()
 
@@ -49,6 +51,9 @@ class FakeExecutor:
     def give_up(self, batch: Any, error: str) -> None:
         self.given_up.append((self.log[-1], batch.step, error))
 
+    def give_up_plan(self, plan: StepPlan, error: str) -> None:
+        self.plans_given_up.append((plan.step, error))
+
 
 class Results:
     """What a stage delivered."""
@@ -65,7 +70,8 @@ def make_stage(executor: FakeExecutor, **ends: Any) -> tuple[Stage, Results]:
     results = Results()
     receiver, sender = ends.get("receiver"), ends.get("sender")
     handlers = results.queue.put_nowait, results.faults.append
-    stage = Stage(executor, receiver, sender, *handlers, ends.get("finish"))  # type: ignore[arg-type]
+    device = {name: ends[name] for name in ("finish", "bind_thread") if name in ends}
+    stage = Stage(executor, receiver, sender, *handlers, **device)  # type: ignore[arg-type]
     return stage, results
 
 
@@ -82,6 +88,7 @@ async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None
         2: "RuntimeError: compute",
         3: "ValueError: sample",
     }
+    assert executor.plans_given_up == [(1, "KeyError: 'prepare'")]
     # Before the next step, which may wait for the tokens.
     assert executor.given_up == [
         ("compute 2", 2, "RuntimeError: compute"),
@@ -91,9 +98,33 @@ async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None
     assert stage.busy_seconds > 0
 
 
+async def test_a_plan_that_cannot_be_prepared_is_given_up_before_the_steps_ahead_are_done() -> None:
+    """One of those may wait for a token of it."""
+    executor = FakeExecutor()
+    executor.sampling.clear()
+    stage, results = make_stage(executor)
+    stage.plan(plan(4))
+    stage.plan(plan(1))
+    assert executor.plans_given_up == [(1, "KeyError: 'prepare'")]
+    executor.sampling.set()
+    assert [result.step for result in await results.take(2)] == [4, 1]
+
+
 class FakeReceiver:
     def receive(self, step: int, tokens: int) -> torch.Tensor:
+        if step == 7:
+            raise StepFailed("an earlier stage failed")
         return torch.zeros(tokens, 3)
+
+
+async def test_a_step_that_failed_on_an_earlier_stage_is_given_up_here_too() -> None:
+    executor = FakeExecutor()
+    stage, results = make_stage(executor, receiver=FakeReceiver())
+    for step in (4, 7, 1):
+        stage.plan(plan(step))
+    errors = [result.error for result in await results.take(3)]
+    assert errors == ["", "an earlier stage failed", "KeyError: 'prepare'"]
+    assert [given[1:] for given in executor.given_up] == [(7, "an earlier stage failed")]
 
 
 async def test_behind_a_pipeline_sampling_runs_beside_the_next_step() -> None:
@@ -178,7 +209,9 @@ async def test_a_device_gets_its_next_step_before_the_tokens_are_there() -> None
     """A step's time is the device's, and its computing has ended when the device says so."""
     executor = FakeExecutor()
     executor.sampling.clear()
-    stage, results = make_stage(executor, finish=lambda batch: batch.step / 8)
+    stage, results = make_stage(
+        executor, finish=lambda batch: DeviceTime(batch.step / 8, batch.step / 16)
+    )
     for step in (4, 2, 5):
         stage.plan(plan(step))
     while executor.log != ["compute 4", "compute 2", "compute 5"]:
@@ -193,13 +226,37 @@ async def test_a_device_gets_its_next_step_before_the_tokens_are_there() -> None
         (4, 0.5),
         (5, 0.625),
     ]
-    assert stage.busy_seconds == pytest.approx(9 / 8)
+    assert stage.busy_seconds == pytest.approx(9 / 16)
     assert not stage.is_busy
+
+
+async def test_threads_of_a_stage_use_its_device() -> None:
+    bound: set[str] = set()
+
+    class Executor(FakeExecutor):
+        def compute(self, batch: Any, hidden: torch.Tensor | None) -> torch.Tensor:
+            assert threading.current_thread().name in bound
+            return super().compute(batch, hidden)
+
+        def sample(self, batch: Any, logits: torch.Tensor) -> Any:
+            assert threading.current_thread().name in bound
+            return super().sample(batch, logits)
+
+    stage, results = make_stage(
+        Executor(),
+        finish=lambda batch: DeviceTime(0.0, 0.0),
+        bind_thread=lambda: bound.add(threading.current_thread().name),
+    )
+    stage.plan(plan(4))
+    assert [result.error for result in await results.take(1)] == [""]
+    assert bound == {"_compute_steps", "_sample_steps"}
 
 
 async def test_a_stage_in_the_middle_waits_for_its_device_too() -> None:
     sender = FakeSender()
-    stage, _ = make_stage(FakeExecutor(), sender=sender, finish=lambda batch: 0.25)
+    stage, _ = make_stage(
+        FakeExecutor(), sender=sender, finish=lambda batch: DeviceTime(0.25, 0.25)
+    )
     for step in (0, 1, 2, 4):
         stage.plan(plan(step))
     assert await asyncio.to_thread(sender.done.wait, 60)
@@ -215,7 +272,9 @@ class AbortedReceiver(FakeReceiver):
 
 async def test_what_was_computed_with_nothing_is_not_delivered() -> None:
     receiver = AbortedReceiver()
-    stage, results = make_stage(FakeExecutor(), receiver=receiver, finish=lambda batch: 0.0)
+    stage, results = make_stage(
+        FakeExecutor(), receiver=receiver, finish=lambda batch: DeviceTime(0.0, 0.0)
+    )
     stage.plan(plan(4))
     while not results.faults:
         await asyncio.sleep(0.01)

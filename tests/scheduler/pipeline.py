@@ -69,6 +69,7 @@ class Stage:
         """Compute a plan."""
         for row, followed in zip(plan.rows, self.mirror.apply(plan), strict=True):
             self._run_row(row, followed, texts[row.seq].digests)
+        self.mirror.release(plan.released)
 
     def _run_row(self, row: Row, followed: Followed, digests: list[int]) -> None:
         end = row.start + row.num_tokens

@@ -1,5 +1,6 @@
 """Host staging on the fake device: what is sent arrives, whatever the order of streams."""
 
+import queue
 import random
 from collections.abc import Iterator
 
@@ -68,6 +69,23 @@ def test_the_receiver_is_not_woken_too_early(edge: Edge) -> None:
     (wait,) = (w for w in received(edge, 0)[1].waits if w.startswith("host_staging.py"))
     wanted = [2.0 * step for step in range(STEPS)]
     assert any(received(edge, seed, wait)[0] != wanted for seed in range(10))
+
+
+def test_a_copy_that_fails_is_reported(edge: Edge) -> None:
+    """By the thread that would have woken the receiver."""
+    reported: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    with FakeQueues() as queues:
+        stream = queues.stream()
+        ends = edge.descriptors, SHAPE, torch.float32, queues, stream
+        sender = HostStagingSender(*ends, on_fault=reported.put)
+
+        class Lost:
+            def synchronize(self) -> None:
+                raise RuntimeError("an illegal memory access was encountered")
+
+        sender._sent.put((0, 4, Lost()))
+        assert "illegal memory" in str(reported.get(timeout=60))
+        assert queues.bound == {"host-staging"}
 
 
 def test_a_failed_step_and_a_wrong_one(edge: Edge) -> None:

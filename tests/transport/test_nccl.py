@@ -97,8 +97,9 @@ def received(seed: int, ignored: str = "", checks: bool = True) -> tuple[list[fl
     with closing(edge), FakeQueues(seed, ignored, checks, eagerness=seed % 3 * 0.3) as queues:
         here, there, wire = queues.stream(), queues.stream(), FakeWire(queues)
         ends = edge.descriptors, SHAPE, torch.float32, queues
-        sender = NcclSender(*ends, here, lambda store, rank: wire, in_background=False)
-        receiver = NcclReceiver(*ends, there, lambda store, rank: wire, in_background=False)
+        common = {"make": lambda store, rank: wire, "in_background": False}
+        sender = NcclSender(*ends, here, **common)
+        receiver = NcclReceiver(*ends, there, **common)
         hidden, done = queues.zeros((8, 5), torch.float32), queues.event()
         results = queues.pinned((STEPS, 5), torch.float32)
         order, sent, got = random.Random(seed), 0, 0
@@ -145,6 +146,9 @@ class DirectQueues:
 
     device = torch.device("cpu")
 
+    def __init__(self) -> None:
+        self.bound: set[str] = set()
+
     def stream(self) -> "DirectQueues":
         return self
 
@@ -152,6 +156,12 @@ class DirectQueues:
 
     def current(self) -> Any:
         return nullcontext()
+
+    def query(self) -> bool:
+        return True
+
+    def bind_thread(self) -> None:
+        self.bound.add(threading.current_thread().name)
 
     def wait(self, event: Any) -> None:
         pass
@@ -173,14 +183,15 @@ def gloo(store: distributed.Store, rank: int) -> nccl.Group:
 def joined(edge: Edge) -> Iterator[tuple[NcclSender, NcclReceiver]]:
     """Both ends, which met over the edge's file."""
     queues, made = DirectQueues(), []
-    ends = edge.descriptors, SHAPE, torch.float32, queues, queues, gloo
+    ends = edge.descriptors, SHAPE, torch.float32, queues, queues
+    common: dict[str, Any] = {"make": gloo, "in_background": False}
 
     def first() -> None:
-        made.append(NcclSender(*ends, in_background=False))  # type: ignore[arg-type]
+        made.append(NcclSender(*ends, **common))  # type: ignore[arg-type]
 
     thread = threading.Thread(target=first)
     thread.start()
-    receiver = NcclReceiver(*ends, in_background=False)  # type: ignore[arg-type]
+    receiver = NcclReceiver(*ends, **common)  # type: ignore[arg-type]
     thread.join(60)
     yield made[0], receiver
 
@@ -208,15 +219,33 @@ def test_two_ends_meet_and_failed_steps_need_no_transfer(edge: Edge) -> None:
             receiver.receive(6, 1)
 
 
-class SlowWork:
+class FakeTransfer:
+    """A transfer and the event behind it; `error`: what it ends with."""
+
     def __init__(self, error: BaseException | None = None, ended: bool = False) -> None:
         self.error, self.ended = error, ended
+        self.is_behind = ended and error is None
+        """The stream has got past it."""
 
     def is_completed(self) -> bool:
         return self.ended
 
     def exception(self) -> BaseException | None:
+        """As of PyTorch 2.13."""
         return self.error
+
+    def query(self) -> bool:
+        return self.is_behind
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.__init__(error, True)  # type: ignore[misc]
+
+
+class TransferOfTorch211(FakeTransfer):
+    """Its binding cannot convert what C++ holds, be it nothing."""
+
+    def exception(self) -> BaseException | None:
+        raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
 
 
 class Aborted:
@@ -227,30 +256,121 @@ class Aborted:
         self.times += 1
 
 
-def test_a_transfer_that_does_not_end_is_aborted_and_named() -> None:
-    group = Aborted()
-    watch = Watch(group, timeout=10.0)  # type: ignore[arg-type]
-    slow = SlowWork()
-    watch.add(3, SlowWork(ended=True), 100.0)  # type: ignore[arg-type]
-    watch.add(4, slow, 101.0)  # type: ignore[arg-type]
+class Watched(Watch):
+    """A watch whose transfers are their own events, and what it reported."""
+
+    def __init__(self) -> None:
+        self.group, self.faults = Aborted(), []
+        super().__init__(self.group, 10.0, self.faults.append)  # type: ignore[arg-type]
+
+    def follow(self, step: int, transfer: FakeTransfer, now: float) -> None:
+        self.add(step, transfer, transfer, now)  # type: ignore[arg-type]
+
+
+KINDS = pytest.mark.parametrize("kind", [FakeTransfer, TransferOfTorch211])
+
+
+@KINDS
+def test_a_transfer_that_does_not_end_is_aborted_and_named(kind: type[FakeTransfer]) -> None:
+    watch = Watched()
+    watch.follow(3, kind(ended=True), 100.0)
+    watch.follow(4, kind(), 101.0)
     watch.look(110.5)
     watch.check()
     watch.look(111.5)
-    assert group.times == 1
+    assert watch.group.times == 1
     with pytest.raises(TransportFault, match="step 4 did not end in 10 s"):
         watch.check()
     watch.look(200.0)
-    assert group.times == 1
+    assert watch.group.times == 1
+    assert [str(fault) for fault in watch.faults] == [watch.broken]
 
 
-def test_a_transfer_that_fails_is_named() -> None:
-    group = Aborted()
-    watch = Watch(group, timeout=10.0)  # type: ignore[arg-type]
-    watch.add(8, SlowWork(OSError("the peer is gone"), ended=True), 0.0)  # type: ignore[arg-type]
-    watch.look(0.1)
-    assert group.times == 1
-    with pytest.raises(TransportFault, match="step 8 failed: the peer is gone"):
+@KINDS
+def test_a_transfer_that_fails_is_named(kind: type[FakeTransfer]) -> None:
+    watch = Watched()
+    watch.follow(7, kind(ended=True), 0.0)
+    watch.follow(8, kind(OSError("the peer is gone"), ended=True), 0.0)
+    for now in (0.1, 1.1):
+        watch.look(now)
+    assert watch.group.times == 1
+    why = "the peer is gone" if kind is FakeTransfer else "NCCL_DEBUG=WARN"
+    with pytest.raises(TransportFault, match=f"step 8 failed: .*{why}"):
         watch.check()
+    assert [str(fault) for fault in watch.faults] == [watch.broken]
+
+
+@KINDS
+def test_transfers_that_end_well_are_forgotten(kind: type[FakeTransfer]) -> None:
+    """One that is complete a moment before its stream is past it is no failure."""
+    watch, transfers = Watched(), [kind() for _ in range(4)]
+    for step, transfer in enumerate(transfers):
+        watch.follow(step, transfer, 0.0)
+    for now, transfer in enumerate(transfers):
+        transfer.finish()
+        transfer.is_behind = kind is FakeTransfer
+        watch.look(float(now))
+        transfer.is_behind = True
+    watch.look(5.0)
+    watch.check()
+    assert not watch._under_way
+    watch.look(100.0)
+    assert watch.group.times == 0
+
+
+def test_a_watch_that_fails_breaks_its_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(FakeTransfer):
+        def is_completed(self) -> bool:
+            raise ValueError("driver shut down")
+
+    monkeypatch.setattr(nccl, "LOOK_SECONDS", 0.0)
+    watch, reported = Watched(), threading.Event()
+    watch._on_fault = lambda error: reported.set()
+    watch.follow(1, Odd(), 0.0)
+    watch.start()
+    assert reported.wait(60)
+    with pytest.raises(TransportFault, match="driver shut down"):
+        watch.check()
+
+
+def test_a_host_that_waits_sleeps_longer_from_look_to_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(nccl.time, "sleep", pauses.append)
+    assert nccl.wait_until(lambda: len(pauses) == 20)
+    assert pauses[1] == 2 * pauses[0]
+    assert pauses[-1] == nccl.LONGEST_PAUSE
+    assert not nccl.wait_until(lambda: False, timeout=0.0)
+
+
+def test_ends_wait_for_each_other_before_nccl_does(edge: Edge) -> None:
+    there: list[int] = []
+
+    def come(rank: int) -> Any:
+        def make(store: distributed.Store, rank: int) -> Any:
+            nccl.wait_for_peer(store, rank)
+            there.append(rank)
+
+        return lambda: nccl.meet(edge.descriptors, rank, make)
+
+    first = beside(come(nccl.RECEIVER))
+    first.join(0.05)
+    assert there == []
+    beside(come(nccl.SENDER)).join(60)
+    first.join(60)
+    assert sorted(there) == [nccl.SENDER, nccl.RECEIVER]
+
+
+def test_threads_that_look_after_an_edge_use_its_device(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "LOOK_SECONDS", 0.0)
+    queues, looked = DirectQueues(), threading.Event()
+    monkeypatch.setattr(Watch, "look", lambda watch, now: looked.set())
+    Watch(Aborted(), 1.0, bind_thread=queues.bind_thread).start()  # type: ignore[arg-type]
+    assert looked.wait(60)
+    assert queues.bound == {"nccl-watch"}
 
 
 def test_a_broken_edge_takes_nothing_more(edge: Edge) -> None:

@@ -10,8 +10,9 @@ drawing finds what it looks back at, the last token too, which the host may not 
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from gllm.runtime.cuda.plans import block_table_of, plan_tables
 from gllm.runtime.cuda.staging import Staging
 from gllm.runtime.cuda.tokens import LastTokens, TokenReturn, Told
 from gllm.runtime.cuda.warm_up import PLAIN, example_rows
-from gllm.runtime.executor import StageExecutor
+from gllm.runtime.executor import DeviceTime, StageExecutor
 from gllm.runtime.kv_cache import KVCache
 from gllm.runtime.sampler import follow_grammars, results, take_forced, tell_embedded
 from gllm.scheduler.config import SchedulerConfig
@@ -69,8 +70,8 @@ class OnDevice:
 
     inputs: Inputs
     """On the host."""
-    began: Event
-    ended: Event
+    spans: list[tuple[Event, Event]] = field(default_factory=list)
+    """Timed events around each part of the step that the device computes, in order."""
     told: Told | None = None
     """On the last stage, once computed."""
 
@@ -180,12 +181,11 @@ class DeviceExecutor(StageExecutor):
                 self._run_example(rows, samples, sampling)
         self._queues.synchronize()
 
-    def prepare(self, plan: StepPlan) -> Batch:
+    def _build(self, plan: StepPlan) -> Batch:
         """As in StageExecutor; on the host alone."""
         begin = time.perf_counter()
-        # The plan may release them.
+        batch = super()._build(plan)
         followed = [self._mirror.sequences[row.seq] for row in plan.rows]
-        batch = super().prepare(plan)
         ids = np.zeros(0, dtype=np.int64)
         if self.is_last and not self.is_first:
             ids = token_ids(plan.rows, followed)
@@ -194,13 +194,16 @@ class DeviceExecutor(StageExecutor):
             unknown = torch.tensor([row for row, _ in batch.placeholders], dtype=torch.int64)
             places = self._last.find([seq for _, seq in batch.placeholders])
             kept = self._last.give([seq for seq, _ in batch.sampled.owners])
-            self._last.release(plan.released)
         drawing = torch.from_numpy(ids), self._plan_draw(plan, batch)
         inputs = Inputs(batch.inputs, batch.sample_rows, *drawing, unknown, places, kept)
-        events = self._queues.event(timed=True), self._queues.event(timed=True)
-        batch.device = OnDevice(inputs, *events)
+        batch.device = OnDevice(inputs)
         self._prepared_seconds += time.perf_counter() - begin
         return batch
+
+    def _free(self, seqs: list[int]) -> None:
+        """As in StageExecutor."""
+        super()._free(seqs)
+        self._last.release(seqs)
 
     @torch.inference_mode()
     def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
@@ -211,22 +214,30 @@ class DeviceExecutor(StageExecutor):
         """
         begin = time.perf_counter()
         there, flat = self._staging.put(batch.device.inputs, self.stream)
-        self.stream.record(batch.device.began)
         try:
             output, scores, embeddings = self._forward(batch, there, flat, hidden)
             if self.is_last:
                 output = self._draw(batch, there, output, scores, embeddings)
         finally:
             self._staging.release(self.stream)
-        self.stream.record(batch.device.ended)
         self._computed_seconds += time.perf_counter() - begin
         return output
 
-    def finish(self, batch: Batch) -> float:
-        """Wait until the device has computed the step; the seconds that it took."""
-        batch.device.ended.synchronize()
-        seconds: float = batch.device.ended.since(batch.device.began)
-        return seconds
+    def finish(self, batch: Batch) -> DeviceTime:
+        """Wait until the device has computed the step, and return the time that it took."""
+        spans: list[tuple[Event, Event]] = batch.device.spans
+        first, last = spans[0][0], spans[-1][1]
+        last.synchronize()
+        return DeviceTime(last.since(first), sum(end.since(begin) for begin, end in spans))
+
+    @contextmanager
+    def _timed(self, batch: Batch) -> Iterator[None]:
+        """Measure, by the device's clock, what is put into `stream` within it."""
+        begin, end = self._queues.event(timed=True), self._queues.event(timed=True)
+        self.stream.record(begin)
+        yield
+        self.stream.record(end)
+        batch.device.spans.append((begin, end))
 
     def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[RowLogprobs]]:
         """As in StageExecutor, but all is drawn: the host waits for the tokens."""
@@ -326,18 +337,28 @@ class DeviceExecutor(StageExecutor):
                 inputs.token_ids.index_copy_(0, there.unknown, known)
             self._keep_beside_cache(inputs, there.ids, count)
             if is_graph:
-                output = self._graphs.replay(rows)[:count]
+                # The graph alone: the host puts what is before it into the stream piece by piece,
+                # and a device that waits for the next piece does no work.
+                with self._timed(batch):
+                    output = self._graphs.replay(rows)[:count]
                 chosen = self.is_last and samples < count
                 return output.index_select(0, there.sample_rows) if chosen else output, [], None
-            hidden = self._stage.forward(inputs, hidden, self._cache.layers)[:count]
-            if not self.is_last:
-                return hidden, [], None
-            scores = self._drawing.score_prompts(hidden, there.draw, self._stage.logits)
-            # The rows that sample alone: a chunk's other tokens have no use for logits.
-            hidden, embeddings = hidden.index_select(0, there.sample_rows), None
-            if len(there.draw.embedded):
-                embeddings = self._stage.normed(hidden.index_select(0, there.draw.embedded))
-            return self._stage.logits(hidden), scores, embeddings
+            with self._timed(batch):
+                return self._run_layers(batch, there, inputs, hidden)
+
+    def _run_layers(
+        self, batch: Batch, there: Inputs, inputs: StageInputs, hidden: Tensor | None
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """As `_forward`, without a graph. To be called within the stream."""
+        hidden = self._stage.forward(inputs, hidden, self._cache.layers)[: batch.num_tokens]
+        if not self.is_last:
+            return hidden, [], None
+        scores = self._drawing.score_prompts(hidden, there.draw, self._stage.logits)
+        # The rows that sample alone: a chunk's other tokens have no use for logits.
+        hidden, embeddings = hidden.index_select(0, there.sample_rows), None
+        if len(there.draw.embedded):
+            embeddings = self._stage.normed(hidden.index_select(0, there.draw.embedded))
+        return self._stage.logits(hidden), scores, embeddings
 
     def _keep_beside_cache(self, inputs: StageInputs, ids: Tensor, count: int) -> None:
         """On the last stage: put the step's `count` tokens where their keys and values go. ids
@@ -363,8 +384,9 @@ class DeviceExecutor(StageExecutor):
             # Kernels are not started for no rows at all.
             tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
             if len(logits):
-                table = self._cached_tokens
-                tokens, told = self._drawing.draw(logits, there.draw, table, guided)
+                with self._timed(batch):
+                    table = self._cached_tokens
+                    tokens, told = self._drawing.draw(logits, there.draw, table, guided)
                 scores = [*scores, *told]
             batch.device.told = self._returns.put(tokens, scores, self.stream, embeddings)
             if len(there.kept):

@@ -1,0 +1,152 @@
+"""Real workers in the process of the test, so that a test can make their steps fail.
+
+Owns the place of `gllm.runtime.launch.Workers`: the same sockets, edges and messages, but no
+processes. `engine` is the embeddable engine over them.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gllm.config import EngineConfig
+from gllm.engine import Engine
+from gllm.logs import LogConfig
+from gllm.runtime import executor as executor_module
+from gllm.runtime.batch import Batch
+from gllm.runtime.executor import StageExecutor
+from gllm.runtime.launch import Edge
+from gllm.runtime.spec import WorkerSpec
+from gllm.runtime.worker import Worker
+from gllm.scheduler.plan import StepPlan
+
+Fault = Callable[[str, int, int], bool]
+"""(prepare, compute or sample; stage of two at most; step) to whether that fails."""
+
+
+class ClosedLoop:
+    """The event loop of a worker that has ended."""
+
+    def call_soon_threadsafe(self, *call: Any) -> None:
+        """Nothing: nobody hears of it."""
+
+
+class LocalWorkers:
+    """Workers of a pipeline on the running event loop."""
+
+    def __init__(self, stages: int) -> None:
+        self._sockets = Path(tempfile.mkdtemp(prefix="gllm-test-"))
+        self.frontend = f"ipc://{self._sockets}/frontend"
+        self.inboxes = [f"ipc://{self._sockets}/stage-{stage}" for stage in range(stages)]
+        self._edges = [Edge(f"edge-{stage}") for stage in range(stages - 1)]
+        self.workers: list[Worker] = []
+        self._runs: list[asyncio.Task[None]] = []
+
+    def tell(
+        self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
+    ) -> None:
+        """Start each worker with its stage of the model."""
+        ends = [[], *(edge.descriptors for edge in self._edges), []]
+        for stage, part in enumerate(layers):
+            spec = WorkerSpec(
+                stage=stage,
+                stages=len(layers),
+                layers=(part.start, part.stop),
+                layer_counts=[len(each) for each in layers],
+                folder=str(folder),
+                config=config,
+                frontend=self.frontend,
+                inboxes=self.inboxes,
+                incoming=ends[stage],
+                outgoing=ends[stage + 1],
+                logs=logs,
+            )
+            self.workers.append(Worker(spec))
+            self._runs.append(asyncio.create_task(self.workers[-1].run()))
+
+    def watch(self, died: Callable[[int, str], None]) -> None:
+        """Nothing: there are no processes."""
+
+    def hide(self) -> None:
+        """Remove the sockets' names."""
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def stop(self) -> None:
+        """Wait until the workers have ended."""
+        await asyncio.gather(*self._runs)
+        for worker in self.workers:
+            # A process would end now; a thread may still be at a step.
+            worker._stage._loop = ClosedLoop()  # type: ignore[assignment]
+        self.hide()
+
+    @property
+    def executors(self) -> list[StageExecutor]:
+        """Of each stage."""
+        return [worker._executor for worker in self.workers]
+
+
+@asynccontextmanager
+async def local_engine(stages: int = 1, **options: Any) -> AsyncIterator[tuple[Engine, Any]]:
+    """The demo model over local workers, and those."""
+    workers = LocalWorkers(stages)
+    config = EngineConfig.of(
+        "demo",
+        pipeline_parallel_size=stages,
+        threads=torch.get_num_threads(),
+        **{"dtype": "float32", "max_model_len": 256, "kv_cache_memory": 2**25, **options},
+    )
+    async with Engine(config, workers=workers) as engine:  # type: ignore[arg-type]
+        yield engine, workers
+
+
+class InjectedError(RuntimeError):
+    """A failure that a test asked for."""
+
+
+@contextmanager
+def failing(fault: Fault) -> Iterator[None]:
+    """Within it, steps of all stages fail where `fault` says so."""
+    prepare, build = StageExecutor.prepare, executor_module.build_inputs
+    compute, sample = StageExecutor.compute, StageExecutor.sample
+    preparing: list[tuple[int, int]] = []
+
+    def stage_of(executor: StageExecutor) -> int:
+        """Of two stages at most."""
+        return int(executor.layers.start > 0)
+
+    def check(place: str, stage: int, step: int) -> None:
+        if fault(place, stage, step):
+            raise InjectedError(f"{place} of step {step} fails")
+
+    def prepare_step(self: StageExecutor, plan: StepPlan) -> Batch:
+        preparing.append((stage_of(self), plan.step))
+        try:
+            return prepare(self, plan)
+        finally:
+            preparing.pop()
+
+    def build_step(*args: Any) -> Any:
+        if preparing:
+            check("prepare", *preparing[-1])
+        return build(*args)
+
+    def compute_step(self: StageExecutor, batch: Batch, hidden: torch.Tensor | None) -> Any:
+        check("compute", stage_of(self), batch.step)
+        return compute(self, batch, hidden)
+
+    def sample_step(self: StageExecutor, batch: Batch, logits: torch.Tensor) -> Any:
+        check("sample", stage_of(self), batch.step)
+        return sample(self, batch, logits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageExecutor, "prepare", prepare_step)
+        patch.setattr(executor_module, "build_inputs", build_step)
+        patch.setattr(StageExecutor, "compute", compute_step)
+        patch.setattr(StageExecutor, "sample", sample_step)
+        yield

@@ -1,0 +1,157 @@
+"""Requests that the workers cannot read or use: each ends alone, with an error that says why."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from gllm.config import FieldError, SamplingParams
+from gllm.engine import Engine
+from gllm.messages import Register, Rejected, Sampling, Submit, decode, encode
+from gllm.runtime import executor as executor_module
+from gllm.runtime.client import Stream
+from gllm.runtime.sampling_state import states_of
+from gllm.scheduler.plan import End
+from tests.runtime.local_workers import local_engine
+
+GREEDY = Sampling(temperature=0.0)
+UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "float seed": ({"sampling": Sampling(seed=3.0)}, "sampling.seed"),  # type: ignore[arg-type]
+    "seed beyond 64 bits": ({"sampling": Sampling(seed=2**63)}, "sampling.seed"),
+    "text for top_k": ({"sampling": Sampling(top_k="x")}, "sampling.top_k"),  # type: ignore[arg-type]
+    "bias of text": ({"sampling": Sampling(logit_bias={3: "x"})}, "logit_bias"),  # type: ignore[dict-item]
+    "allowed beyond 64 bits": ({"sampling": Sampling(allowed=(2**63,))}, "allowed"),
+    "logprobs of bool": ({"sampling": Sampling(logprobs=True)}, "sampling.logprobs"),
+    "float tokens": ({"prompt": [3.0, 4.0]}, "prompt"),
+    "bool tokens": ({"prompt": [4, True]}, "prompt"),
+    "negative token": ({"prompt": [4, -1]}, "prompt"),
+    "float max_tokens": ({"max_tokens": 3.0}, "max_tokens"),
+    "float stop id": ({"stop_ids": [7.0]}, "stop_ids"),
+    "float priority": ({"priority": 1.5}, "priority"),
+    "salt of bytes": ({"cache_salt": b"\xff"}, "cache_salt"),
+}
+UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "token out of the vocabulary": ({"prompt": [4, 10**6]}, "prompt"),
+    "bias out of the vocabulary": ({"sampling": Sampling(logit_bias={10**6: 1.0})}, "logit_bias"),
+    "allowed out of the vocabulary": ({"sampling": Sampling(allowed=(10**6,))}, "allowed"),
+    "word out of the vocabulary": ({"sampling": Sampling(bad_words=((10**6,),))}, "bad_words"),
+    "no prompt": ({"prompt": []}, "prompt"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens"),
+    "too long": ({"max_tokens": 10**6}, "max_tokens"),
+}
+
+
+async def end_of(stream: Stream) -> End:
+    """How a request's first choice ends."""
+    end = None
+    while end is None:
+        await asyncio.wait_for(stream.wait(), 60)
+        pieces = stream.take()
+        end = pieces[0].end if 0 in pieces else None
+    return end
+
+
+def submit(engine: Engine, **fields: Any) -> Stream:
+    """Send a request as the engine does, without its checks."""
+    request = {"prompt": [5, 6], "sampling": GREEDY, "max_tokens": 40, "stop_ids": []} | fields
+    return engine._client.submit(**request)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_a_request_that_cannot_be_read_ends_alone(stages: int) -> None:
+    async with local_engine(stages) as (engine, _):
+        neighbour = submit(engine)
+        bad = {
+            name: submit(engine, **fields) for name, (fields, _) in (UNREADABLE | UNUSABLE).items()
+        }
+        several = submit(engine, sampling=Sampling(seed=3.0), n=3)  # type: ignore[arg-type]
+        for name, (_, field) in (UNREADABLE | UNUSABLE).items():
+            end = await end_of(bad[name])
+            assert end.reason == "error", name
+            assert field in end.error, name
+        assert (await end_of(several)).reason == "error"
+        assert not several.alive
+        assert (await end_of(neighbour)).reason == "length"
+        assert (await end_of(submit(engine))).reason == "length"
+        for stream in (neighbour, several, *bad.values()):
+            engine._client.release(stream)
+        assert engine.state == "ready"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("grammar", [False, True])
+async def test_a_request_that_cannot_be_registered_ends_alone(
+    stages: int, grammar: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_for_a_seed(message: Register, *given: Any) -> Any:
+        if message.sampling is not None and message.sampling.seed == 13:
+            raise RuntimeError("can't start new thread")
+        return states_of(message, *given)
+
+    monkeypatch.setattr(executor_module, "states_of", fails_for_a_seed)
+    text = msgspec.json.encode({"grammars": [{"lark_grammar": "start: /[0-9]+/"}]}).decode()
+    bad = Sampling(seed=13, grammar=text if grammar else "")
+    async with local_engine(stages) as (engine, _):
+        neighbour = submit(engine)
+        for max_tokens in (1, 40):
+            end = await end_of(submit(engine, sampling=bad, n=2, max_tokens=max_tokens))
+            assert (end.reason, "can't start new thread" in end.error) == ("error", True)
+        assert (await end_of(neighbour)).reason == "length"
+        assert engine.state == "ready"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "extra"),
+    [
+        ([[5], [3.0, 4.0]], {}, {}),
+        ([[5], [True, 4]], {}, {}),
+        ([[5], "text"], {}, {}),
+        ([[5], None], {}, {}),
+        ([[5], [4]], {}, {"cache_salt": "\ud800"}),
+        ([[5], [4]], {}, {"priority": 2**70}),
+        ([[5], [4]], {"seed": np.datetime64(0, "s")}, {}),
+    ],
+)
+async def test_what_cannot_be_sent_is_refused_and_leaves_nothing(
+    prompts: Any, params: dict[str, Any], extra: dict[str, Any]
+) -> None:
+    async with local_engine() as (engine, _):
+        made = SamplingParams(max_tokens=2, ignore_eos=True)
+        for name, value in params.items():
+            object.__setattr__(made, name, value)
+        with pytest.raises(FieldError):
+            await engine.submit(prompts, made, **extra)
+        assert engine.num_requests == 0
+        (request,) = await engine.submit([np.array([5, 6])], SamplingParams(max_tokens=2))
+        await asyncio.wait_for(request.wait(), 60)
+        request.close()
+
+
+async def test_a_reader_that_fails_holds_up_no_other() -> None:
+    async with local_engine() as (engine, _):
+        bad, good = submit(engine), submit(engine)
+
+        def fail() -> None:
+            raise UnicodeError("no text")
+
+        bad.listen(fail)
+        assert (await end_of(good)).reason == "length"
+        assert not bad.alive
+        assert engine.state == "ready"
+
+
+def test_an_error_names_the_field() -> None:
+    sampling = Sampling(bad_words=((3, 4), (5, "x")))  # type: ignore[arg-type]
+    message = decode(encode(Submit(7, [1], sampling, 4, [], 2)))
+    assert isinstance(message, Rejected)
+    assert (message.seq, message.n) == (7, 2)
+    assert "sampling.bad_words" in message.error
+    assert "Expected `int`, got `str`" in message.error
+
+
+def test_what_is_no_request_at_all_is_not_taken_for_one() -> None:
+    for fields in (["Submit"], ["Submit", "seven", [1]], ["Submit", -1, [1]], ["Start", "x"], 5):
+        with pytest.raises(msgspec.DecodeError):
+            decode(msgspec.msgpack.encode(fields))

@@ -1,0 +1,90 @@
+"""How long a device computes a step: its work, not the time that the host takes to hand it over."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gllm.config import StructuredOutput
+from gllm.messages import Register, Sampling
+from gllm.runtime.cuda import executor as executor_module
+from gllm.runtime.cuda.executor import DeviceExecutor
+from gllm.runtime.executor import DeviceTime
+from gllm.scheduler.plan import ON_DEVICE
+from tests.grammar.writing import FOLDER, grammar_of
+from tests.runtime.device import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
+from tests.runtime.fake_streams import FakeQueues
+from tests.runtime.pipeline import GREEDY, Pipeline
+from tests.tiny_models import save
+
+SLOW = 10_000.0
+"""Seconds of the host's; a step has a few hundred operations of one second each."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("llama3", tmp_path_factory.mktemp("llama3"))
+
+
+def slowed(queues: FakeQueues, function: Any) -> Any:
+    """The function on a host that takes its time for it while the device has nothing to do."""
+
+    def slow(*args: Any) -> Any:
+        queues.elapse(SLOW)
+        return function(*args)
+
+    return slow
+
+
+def steps(queues: FakeQueues, executor: DeviceExecutor, book: Pipeline) -> list[DeviceTime]:
+    """The times of a prompt and three decodes."""
+    spent = []
+    for tokens in (4, 1, 1, 1):
+        given = {} if tokens > 1 else {"token_ids": [ON_DEVICE]}
+        batch = executor.prepare(book.plan([book.row(1, tokens, **given)]))
+        output = executor.compute(batch, None)
+        spent.append(executor.finish(batch))
+        executor.sample(batch, output)
+    return spent
+
+
+@pytest.mark.parametrize("graphs", [0, 2])
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_slow_host_makes_no_step_longer(
+    folder: Path, graphs: int, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = Pipeline(folder, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    book.add(1, [5, 9, 3, 7])
+    with as_on_a_device(), FakeQueues(1, eagerness=0.5) as queues:
+        executor = executor_on(queues, folder, graphs=graphs)
+        executor.register(Register(1, 4, [5, 9, 3, 7], GREEDY))
+        if slow:
+            for owner, name in (
+                (executor._staging, "put"),
+                (executor._graphs, "inputs"),
+                (executor, "_keep_beside_cache"),
+                (executor._returns, "put"),
+            ):
+                monkeypatch.setattr(owner, name, slowed(queues, getattr(owner, name)))
+        spent = steps(queues, executor, book)
+    for time in spent:
+        assert 0 < time.busy <= time.elapsed
+        assert time.busy < SLOW
+
+
+def test_a_wait_for_a_grammar_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = StructuredOutput(regex="[0-9]{9}")
+    sampling = Sampling(temperature=0.0, grammar=grammar_of(wanted))
+    book = Pipeline(FOLDER, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    book.add(1, [5, 9, 3, 7])
+    with as_on_a_device(), FakeQueues(1, eagerness=0.5) as queues:
+        executor = executor_on(queues, FOLDER)
+        begun = executor.register(Register(1, 4, [5, 9, 3, 7], sampling))
+        assert begun is not None
+        begun.result(60)
+        follow = slowed(queues, executor_module.follow_grammars)
+        monkeypatch.setattr(executor_module, "follow_grammars", follow)
+        spent = steps(queues, executor, book)
+    for time in spent:
+        assert 0 < time.busy < SLOW
+        assert time.elapsed > SLOW

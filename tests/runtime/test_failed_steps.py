@@ -1,0 +1,111 @@
+"""Steps that fail in a whole engine: who ends, who goes on, and what is left of them."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from gllm.config import SamplingParams, StructuredOutput
+from gllm.engine import Engine
+from gllm.engine_api import Delta
+from gllm.grammar import guide
+from gllm.runtime.executor import StageExecutor
+from tests.runtime.local_workers import failing, local_engine
+
+PATIENCE = 60.0
+"""Seconds: a request that takes longer waits for something that does not come."""
+DIGITS = SamplingParams(
+    temperature=0.0, max_tokens=60, structured=StructuredOutput(regex="[0-9]{40,60}")
+)
+
+
+async def collect(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Delta]:
+    return [delta async for delta in engine.generate(prompt, params)]
+
+
+@pytest.mark.parametrize("place", ["prepare", "compute", "sample"])
+async def test_a_failed_step_with_a_grammar_holds_nobody_up(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step was planned already, and would wait for the token of the one that failed."""
+    monkeypatch.setattr(guide, "TOKEN_SECONDS", 10 * PATIENCE)
+    bad: set[int] = set()
+    async with local_engine() as (engine, _):
+        with failing(lambda where, stage, step: where == place and step in bad):
+            guided = engine.generate([5, 6], DIGITS)
+            await anext(guided)
+            bad.update(range(engine.stats.steps + 3, engine.stats.steps + 4))
+            ends = [delta async for delta in guided]
+            other = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+            newcomer = await asyncio.wait_for(collect(engine, [7, 8], other), PATIENCE)
+    assert ends[-1].finish_reason == "error"
+    assert f"{place} of step" in ends[-1].error
+    assert newcomer[-1].finish_reason == "length"
+
+
+def held(executor: StageExecutor) -> set[int]:
+    """Sequences that a stage holds anything for."""
+    tables = executor._tables._arrays.keys() | executor._mirror.sequences.keys()
+    return tables | executor._samplings.keys() | executor._last_tokens.keys()
+
+
+def requests(count: int, chance: random.Random) -> Iterator[tuple[list[int], SamplingParams]]:
+    """Short ones, some with several choices, some with a grammar."""
+    for _ in range(count):
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=chance.randrange(1, 7),
+            ignore_eos=True,
+            n=chance.choice((1, 1, 3)),
+        )
+        if chance.random() < 0.2:
+            params = replace(DIGITS, max_tokens=5)
+        yield [chance.randrange(3, 200) for _ in range(chance.randrange(1, 40))], params
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_failed_steps_leave_nothing_behind(stages: int) -> None:
+    """Three steps of a hundred fail, anywhere; some requests are abandoned at once."""
+    chance = random.Random(stages)
+    faults = random.Random(7)
+    places = [(place, stage) for place in ("prepare", "compute") for stage in range(stages)]
+    places.append(("sample", stages - 1))
+    fates = [faults.choice(places) if faults.random() < 0.03 else None for _ in range(10_000)]
+    failed: set[int] = set()
+
+    def fault(place: str, stage: int, step: int) -> bool:
+        fails = step > 3 and fates[step] == (place, stage)
+        failed.update([step] * fails)
+        return fails
+
+    async def run(engine: Engine, prompt: list[int], params: SamplingParams, left: int) -> str:
+        """How a request ends that is abandoned before its last choices, or before its first."""
+        (request,) = await engine.submit([prompt], params)
+        reason = ""
+        for _ in range(left):
+            await request.wait()
+            for delta in request.take():
+                reason = delta.finish_reason or reason
+            if request.ended:
+                break
+        request.close()
+        return reason
+
+    async with local_engine(stages, max_num_seqs=4) as (engine, workers):
+        with failing(fault):
+            pending = [
+                run(engine, prompt, params, chance.choice((0, 1, *[99] * 8)))
+                for prompt, params in requests(240, chance)
+            ]
+            reasons = await asyncio.gather(*pending)
+        assert len(failed) > 5
+        assert reasons.count("error") > 10
+        await collect(engine, [3], SamplingParams(max_tokens=3, ignore_eos=True))
+        scheduler = workers.workers[0]._driver.scheduler
+        # What ended last is told to the stages with the next step.
+        ended_last = set(scheduler._released)
+        assert len(ended_last) == 1
+        for executor in workers.executors:
+            assert held(executor) <= ended_last
