@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gllm.config import FieldError, SamplingParams
+from gllm.field_types import to_int, to_str
 from gllm.messages import Bubbles, StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
@@ -181,6 +182,22 @@ def truncated(prompt: list[int], params: SamplingParams, model: ModelInfo) -> li
     if kept == -1:
         kept = max(1, model.max_model_len - (params.max_tokens or 1))
     return prompt[-kept:]
+
+
+def check_options(
+    params: SamplingParams, priority: int, cache_salt: str, request_id: str
+) -> tuple[int, str]:
+    """Check what a caller passes beside the prompt; return the priority and the cache salt with
+    exactly their types. Raises FieldError."""
+    is_sampling: object = isinstance(params, SamplingParams)
+    if not is_sampling:
+        given = type(params).__name__
+        raise FieldError("params", f"params is of type {given}, but has to be SamplingParams")
+    to_str("request_id", request_id)
+    converted = to_int("priority", priority)
+    if not -(2**63) <= converted < 2**63:
+        raise FieldError("priority", "priority has to be a 64-bit signed integer")
+    return converted, to_str("cache_salt", cache_salt)
 
 
 def check_request(
