@@ -5,7 +5,6 @@ is left unread at the end and not known to be harmless is refused by name, so th
 computed wrongly. Knows nothing of what keys mean.
 """
 
-import math
 from typing import Any, TypeVar
 
 from gllm.models.errors import ModelError
@@ -52,12 +51,21 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 """Keys that any file may have, with the values that are implemented."""
 
+FLOAT32_MAX = 3.4028234663852886e38
+
 Value = TypeVar("Value")
 
 
-class Keys:
-    """The object of a config.json. Methods raise ModelError that names the key; null is unset.
+def is_finite(value: object) -> bool:
+    """Return whether a value is a number that float32 can hold."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -FLOAT32_MAX <= value <= FLOAT32_MAX  # type: ignore[operator]
 
+
+class Keys:
+    """The object of a config.json. Methods raise ModelError that names the key.
+
+    Null is unset, but for `flag` and `optional_number`, where transformers takes it for a value.
     Where a method takes several names, the first that is set counts: some families have renamed
     their keys.
     """
@@ -71,6 +79,10 @@ class Keys:
         """What keys stand for in a family where a file does not have them; null is still unset."""
         self._assumed = values
 
+    def assumed(self, name: str, default: Any) -> Any:
+        """Return what an absent key stands for, for keys whose null stands for the same."""
+        return self._assumed.get(name, default)
+
     def get(self, *names: str, default: Any = None) -> Any:
         """A value as it is."""
         self._read.update(names)
@@ -82,6 +94,11 @@ class Keys:
         """Whether a key is set."""
         return self.get(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Return whether the file has a key with null."""
+        self._read.add(name)
+        return name in self._raw and self._raw[name] is None
+
     def count(self, *names: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self.get(*names, default=default)
@@ -92,16 +109,31 @@ class Keys:
     def number(self, *names: str, default: float | None = None) -> float:
         """A finite number."""
         value = self.get(*names, default=default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        if not is_finite(value):
             raise self.error(names, "a finite number", value)
         return float(value)
 
+    def positive(self, *names: str, default: float | None = None) -> float:
+        """Return a finite number above 0."""
+        value = self.number(*names, default=default)
+        if value <= 0:
+            raise self.error(names, "a finite number above 0", value)
+        return value
+
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """Return a positive number, None where the file has null, the default where it has none."""
+        if self.is_null(name):
+            return None
+        return (
+            None
+            if self.get(name, default=default) is None
+            else self.positive(name, default=default)
+        )
+
     def flag(self, *names: str, default: bool = False) -> bool:
-        """true or false."""
+        """Return true or false; null is false whatever the default, as in transformers."""
+        if any(map(self.is_null, names)):
+            default = False
         value = self.get(*names, default=default)
         if not isinstance(value, bool):
             raise self.error(names, "true or false", value)
