@@ -233,8 +233,6 @@ def decoder(
         "head": Head(embedding.name if tied else "lm_head"),
         "context_length": context_length or context_of(keys, layers),
         "layer_name": f"{root}layers.{{}}",
-        # Older files hold what is computed here.
-        "ignored": (r".*rotary_emb\.inv_freq",),
     }
     return Model(**made | changes)
 

@@ -106,6 +106,13 @@ class Keys:
             raise self.error(names, "a positive integer", value)
         return value
 
+    def natural(self, *names: str, default: int | None = None) -> int:
+        """Return an integer from 0 on."""
+        value = self.get(*names, default=default)
+        if type(value) is not int or value < 0:
+            raise self.error(names, "0 or a positive integer", value)
+        return value
+
     def number(self, *names: str, default: float | None = None) -> float:
         """A finite number."""
         value = self.get(*names, default=default)
