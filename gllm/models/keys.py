@@ -26,6 +26,8 @@ HARMLESS = {
     *("attention_dropout", "hidden_dropout", "dropout", "activation_dropout", "layerdrop"),
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_type", "summary_use_proj"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+    *("attn_implementation", "_attn_implementation", "_num_labels", "num_labels", "output_past"),
+    *("gradient_checkpointing", "max_sequence_length", "bos_token", "eos_token", "pad_token"),
     *("_attn_implementation_autoset", "unsloth_fixed", "unsloth_version", "transformers.js_config"),
     *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "task_specific_params"),
     # Of the training's loss and of how it was distributed.
@@ -41,15 +43,27 @@ HARMLESS = {
 }
 """Keys that change nothing of what is computed here."""
 
-ONLY: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False, None),
+HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
     "cross_attention_hidden_size": (None,),
-    "is_encoder_decoder": (False, None),
-    "pruned_heads": ({}, None),
-    "tie_encoder_decoder": (False, None),
-    "use_mrope": (False, None),
+    "is_encoder_decoder": (False,),
+    "lm_head_bias": (False,),
+    "mlp_bias": (False,),
+    "mlp_only_layers": ([],),
+    "num_nextn_predict_layers": (0,),
+    "partial_rotary_factor": (1,),
+    "pruned_heads": ({},),
+    "qkv_bias": (False,),
+    "rope_interleaved": (False,),
+    "shared_expert_intermediate_size": (0,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
 }
-"""Keys that any file may have, with the values that are implemented."""
+"""Keys of some families with the values that ask for nothing in a family that does not read them.
+Null asks for nothing under any key."""
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -60,6 +74,11 @@ def is_finite(value: object) -> bool:
     """Return whether a value is a number that float32 can hold."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -FLOAT32_MAX <= value <= FLOAT32_MAX  # type: ignore[operator]
+
+
+def _are_full(types: object) -> bool:
+    """Return whether layer_types names layers that see all tokens."""
+    return isinstance(types, list) and bool(types) and set(map(str, types)) == {"full_attention"}
 
 
 class Keys:
@@ -167,12 +186,16 @@ class Keys:
         self._read.update(names)
 
     def finish(self) -> None:
-        """Refuse what nobody has read."""
-        for name, allowed in ONLY.items():
-            self.only(name, *allowed)
-        for name in self._raw.keys() - self._read - HARMLESS:
+        """Refuse what nobody has read, unless it is harmless."""
+        for name in sorted(self._raw.keys() - self._read - HARMLESS):
+            value = self._raw[name]
+            if value is None or (name == "layer_types" and _are_full(value)):
+                continue
+            if name in HARMLESS_VALUES:
+                self.only(name, *HARMLESS_VALUES[name])
+                continue
             raise ModelError(
-                f"config.json: key {name!r} ({self._raw[name]!r:.80}) is unknown and may change "
+                f"config.json: key {name!r} ({value!r:.80}) is unknown and may change "
                 "the arithmetic; if it does not, remove it from the file"
             )
 

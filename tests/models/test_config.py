@@ -84,7 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": None}, "architectures"),
     ({"hidden_act": "selu"}, "hidden_act 'selu'"),
     ({"sliding_window": 512}, "sliding_window' .512"),
-    ({"use_sliding_window": True}, "use_sliding_window' .True"),
+    ({"use_sliding_window": True}, "use_sliding_window True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

@@ -31,6 +31,7 @@ def v3(keys: Keys) -> Model:
         n_group=8,
         n_shared_experts=1,
         norm_topk_prob=True,
+        num_nextn_predict_layers=1,
         q_lora_rank=1536,
         routed_scaling_factor=2.5,
         topk_group=4,
