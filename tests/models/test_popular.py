@@ -15,7 +15,7 @@ from tests.models.published import PUBLISHED, Config, read
 POPULAR: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data" / "popular_configs.json").read_text()
 )
-"""Contents of files by model, with the shape: layers, heads, cached heads, elements of a cached key,
+"""Contents of files by model, with the shape: layers, heads, cached heads, elements of a key,
 context length."""
 
 
