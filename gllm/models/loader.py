@@ -32,6 +32,8 @@ Home = tuple[Any, str]
 COMPARED_ROWS = 1024
 SCALES = ("weight_scale_inv", "weight_scale")
 """What codes of 8-bit floats are multiplied by; both names mean this."""
+ACTIVATION_SCALES = ("input_scale", "activation_scale")
+"""Scales of activations in 8 bits, not used: activations keep their type, or are scaled here."""
 
 
 class Checkpoint:
@@ -199,9 +201,9 @@ class Checkpoint:
                 f"{self.folder}: tensor {name!r} is of type {codes.dtype} and shape "
                 f"{tuple(codes.shape)}, but there is no {stem + SCALES[0]!r} to scale it by"
             )
-        if stem + "input_scale" in self._homes:
-            # For activations in 8 bits; here they keep theirs, or have scales of their own.
-            self._take(stem + "input_scale")
+        for end in ACTIVATION_SCALES:
+            if stem + end in self._homes:
+                self._take(stem + end)
         codes, factors = codes.to(self._device), self._take(scales).to(self._device)
         try:
             return prepare_fp8(codes, factors, self._stored.block, dtype)
