@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.field_types import FieldError as FieldError
+from gllm.field_types import convert_fields, convert_values, shortened
 from gllm.logs import FORMATS
 from gllm.scheduler.config import SchedulerConfig, option
 
@@ -20,6 +22,8 @@ INT32_MAX = 2**31 - 1
 MAX_LOGPROBS = 20
 """Most likeliest tokens that are told at one place of a text."""
 MAX_BAD_WORDS = 1024
+MAX_N = 16384
+"""Most choices of one request; a server allows fewer (`--max-choices`)."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
@@ -29,14 +33,6 @@ TOOL_CALL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "think", "mistral")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
-
-
-class FieldError(ValueError):
-    """A value that cannot be: names the field, so that who gave it can be told which."""
-
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 def check_quantization(quantization: str, device: str) -> None:
@@ -118,6 +114,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
+        convert_fields(self)
         stages = self.pipeline_parallel_size
         if stages < 1:
             raise ValueError(f"pipeline_parallel_size is {stages}, but has to be at least 1")
@@ -151,7 +148,8 @@ class EngineConfig:
         """A configuration from flat keywords; those of the scheduler are put where they belong."""
         names = {f.name for f in dataclasses.fields(SchedulerConfig)}
         scheduler = {k: options.pop(k) for k in list(options) if k in names - {"max_model_len"}}
-        return cls(model=model, scheduler=SchedulerConfig(**scheduler), **options)
+        converted = convert_values(SchedulerConfig, scheduler)
+        return cls(model=model, scheduler=SchedulerConfig(**converted), **options)
 
 
 @dataclass(frozen=True)
@@ -257,7 +255,8 @@ class StructuredOutput:
     """The request's field that asks for it, for errors."""
 
     def __post_init__(self) -> None:
-        """Raises FieldError unless there is exactly one."""
+        """Raises FieldError for a value of another type, and unless there is exactly one."""
+        convert_fields(self)
         given = [self.json, self.regex, self.choice, self.grammar]
         if sum(one is not None for one in given) != 1:
             raise FieldError(
@@ -280,6 +279,9 @@ class SamplingParams:
     so many tokens, -1 as many as leave room for the output. `shown_tokens` are special tokens that
     are text although `skip_special_tokens`. `structured` says what the output has to be; it ends
     where nothing can follow, whatever `ignore_eos` says.
+
+    Numbers and arrays of numpy are converted; a float for an integer, 3.0 too, or a boolean for a
+    number is refused, and so is NaN. One string stands for a sequence of it; None for an empty one.
     """
 
     temperature: float = 1.0
@@ -308,14 +310,15 @@ class SamplingParams:
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
-        """Raises FieldError for a value out of its range."""
+        """Raises FieldError for a value of another type or out of its range."""
+        convert_fields(self)
         self._check("temperature", 0 <= self.temperature <= 2, "in [0, 2]")
         self._check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         self._check("top_k", self.top_k in (-1, 0) or 1 <= self.top_k <= INT32_MAX, "-1, 0 or >= 1")
         self._check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         seed = self.seed
         self._check("seed", seed is None or -(2**63) <= seed < 2**63, "a 64-bit signed integer")
-        self._check("n", 1 <= self.n <= INT32_MAX, ">= 1")
+        self._check("n", 1 <= self.n <= MAX_N, f"in 1..{MAX_N}")
         limit = self.max_tokens
         self._check("max_tokens", limit is None or 1 <= limit <= INT32_MAX, ">= 1 and below 2^31")
         top = INT32_MAX if limit is None else limit
@@ -348,7 +351,8 @@ class SamplingParams:
 
     def _check(self, name: str, good: bool, rule: str) -> None:
         if not good:
-            raise FieldError(name, f"{name} is {getattr(self, name)!r:.200}, but has to be {rule}")
+            given = shortened(getattr(self, name))
+            raise FieldError(name, f"{name} is {given}, but has to be {rule}")
 
 
 def check_key(key: str, origin: str) -> None:

@@ -23,10 +23,11 @@ from gllm.engine_api import (
     EngineUnavailable,
     ModelInfo,
     ProfileError,
+    check_options,
     check_request,
-    token_ids,
     truncated,
 )
+from gllm.field_types import to_str, to_token_ids
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
 from gllm.logs import QUIET, LogConfig
 from gllm.messages import Bubbles, Sampling, StageLoad
@@ -183,7 +184,7 @@ class Engine:
         EngineUnavailable before the first delta.
         """
         if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
+            prompt = await asyncio.to_thread(self.tokenizer.encode, to_str("prompt", prompt))
         (request,) = await self.submit(
             [prompt], params, priority=priority, cache_salt=cache_salt, request_id=request_id
         )
@@ -206,7 +207,9 @@ class Engine:
     ) -> list[Request]:
         """As `generate`, for several prompts and for who takes the deltas within the step that
         brings them. A request for each prompt, all or none; each has to be closed."""
-        prompts = [truncated(token_ids(prompt), params, self.model) for prompt in prompts]
+        priority, cache_salt = check_options(params, priority, cache_salt, request_id)
+        prompts = [to_token_ids("prompt", prompt) for prompt in prompts]
+        prompts = [truncated(prompt, params, self.model) for prompt in prompts]
         for prompt in prompts:
             check_request(prompt, params, self.model)
         words: Words = ()
@@ -242,9 +245,10 @@ class Engine:
         Raises FieldError, EngineUnavailable, and EmbeddingError where it cannot be computed.
         """
         if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
-        prompt = token_ids(prompt)
+            prompt = await asyncio.to_thread(self.tokenizer.encode, to_str("prompt", prompt))
         params = SamplingParams(max_tokens=1, temperature=0)
+        priority, cache_salt = check_options(params, priority, cache_salt, request_id)
+        prompt = to_token_ids("prompt", prompt)
         check_request(prompt, params, self.model)
         self._check_ready()
         # The first token is drawn on the way, and not looked at.

@@ -4,14 +4,14 @@ Owns the types both sides share and the checks that either may run first. Knows 
 of processes: a test's fake engine satisfies the protocol as the real one does.
 """
 
-import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from gllm.config import FieldError, SamplingParams
+from gllm.field_types import to_int, to_str
 from gllm.messages import Bubbles, StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
@@ -174,25 +174,6 @@ class EngineLike(Protocol):
         """What runs here, as JSON values."""
 
 
-def token_ids(prompt: Iterable[object], param: str = "prompt") -> list[int]:
-    """Return a prompt of token ids as a list of Python integers.
-
-    Raises FieldError for anything but integers, of Python or of numpy; True and False are none.
-    """
-    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
-        return prompt
-    try:
-        return [_integer(token) for token in prompt]
-    except TypeError as error:
-        raise FieldError(param, f"{param} has to be token ids, whole numbers: {error}") from error
-
-
-def _integer(token: Any) -> int:
-    if isinstance(token, bool):
-        raise TypeError(f"{token} is none")
-    return operator.index(token)
-
-
 def truncated(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:
     """What `truncate_prompt_tokens` leaves of a prompt."""
     kept = params.truncate_prompt_tokens
@@ -201,6 +182,22 @@ def truncated(prompt: list[int], params: SamplingParams, model: ModelInfo) -> li
     if kept == -1:
         kept = max(1, model.max_model_len - (params.max_tokens or 1))
     return prompt[-kept:]
+
+
+def check_options(
+    params: SamplingParams, priority: int, cache_salt: str, request_id: str
+) -> tuple[int, str]:
+    """Check what a caller passes beside the prompt; return the priority and the cache salt with
+    exactly their types. Raises FieldError."""
+    is_sampling: object = isinstance(params, SamplingParams)
+    if not is_sampling:
+        given = type(params).__name__
+        raise FieldError("params", f"params is of type {given}, but has to be SamplingParams")
+    to_str("request_id", request_id)
+    converted = to_int("priority", priority)
+    if not -(2**63) <= converted < 2**63:
+        raise FieldError("priority", "priority has to be a 64-bit signed integer")
+    return converted, to_str("cache_salt", cache_salt)
 
 
 def check_request(

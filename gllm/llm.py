@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from gllm.config import EngineConfig, SamplingParams
 from gllm.engine import Engine, EngineError
-from gllm.engine_api import check_request, truncated
+from gllm.engine_api import check_options, check_request, truncated
+from gllm.field_types import to_str, to_token_ids
 from gllm.messages import TokenLogprobs
 
 T = TypeVar("T")
@@ -81,12 +82,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """The completions of each prompt (text or token ids), in their order.
 
-        Without parameters the model's own sampling defaults hold, and texts of any length. All
-        prompts are in the engine at once. Raises FieldError for a prompt that cannot be, before
-        anything runs, and EngineError where a request fails.
+        Token ids are integers, those of a numpy array too. Without parameters the model's own
+        sampling defaults hold, and texts of any length. All prompts are in the engine at once.
+        Raises FieldError for a prompt that cannot be, before anything runs, and EngineError where a
+        request fails.
         """
         several: Sequence[str | list[int]] = [prompts] if isinstance(prompts, str) else prompts
-        params = sampling_params or SamplingParams(**self._engine.model.defaults)
+        params = sampling_params
+        if params is None:
+            params = SamplingParams(**self._engine.model.defaults)
         return self._wait(self._generate_all(several, params))
 
     def chat(
@@ -117,8 +121,9 @@ class LLM:
     async def _generate_all(
         self, prompts: Sequence[str | list[int]], params: SamplingParams
     ) -> list[RequestOutput]:
-        tokenizer, model = self._engine.tokenizer, self._engine.model
-        ids = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+        check_options(params, 0, "", "")
+        ids = [self._token_ids(f"prompts[{index}]", p) for index, p in enumerate(prompts)]
+        model = self._engine.model
         ids = [truncated(prompt, params, model) for prompt in ids]
         for prompt in ids:
             check_request(prompt, params, model)
@@ -128,6 +133,12 @@ class LLM:
         return [
             RequestOutput(prompt, *output) for prompt, output in zip(prompts, outputs, strict=True)
         ]
+
+    def _token_ids(self, name: str, prompt: object) -> list[int]:
+        """Return a prompt's token ids. Raises FieldError."""
+        if isinstance(prompt, str):
+            return self._engine.tokenizer.encode(to_str(name, prompt))
+        return to_token_ids(name, prompt)
 
     async def _run(
         self, prompt: list[int], params: SamplingParams, bar: "tqdm[Any]"

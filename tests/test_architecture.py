@@ -20,7 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.metrics": set(),
     "gllm.logs": set(),
     "gllm.bubbles": {"gllm.scheduler"},
-    "gllm.config": {"gllm.logs", "gllm.scheduler"},
+    "gllm.field_types": set(),
+    "gllm.config": {"gllm.field_types", "gllm.logs", "gllm.scheduler"},
     "gllm.messages": {"gllm.scheduler", "msgspec"},
     "gllm.step_log": {"gllm.scheduler", "msgspec"},
     "gllm.sim": {
@@ -29,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "gllm.kernels": {"flash_attn", "gllm.kernels", "numpy", "torch", "triton"},
     "gllm.models": {
+        "gllm.config",
         "gllm.models",
         "gllm.kernels",
         "numpy",
@@ -40,7 +42,10 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.transport": {"gllm.streams", "gllm.transport", "torch", "msgspec"},
     "gllm.text": {"gllm.text", "gllm.config", "tokenizers", "jinja2"},
     "gllm.grammar": {"gllm.config", "gllm.grammar", "llguidance", "setproctitle"},
-    "gllm.engine_api": {"gllm.config", "gllm.messages", "gllm.scheduler", "gllm.text", "msgspec"},
+    "gllm.engine_api": {
+        *("gllm.config", "gllm.field_types", "gllm.messages", "gllm.scheduler", "gllm.text"),
+        "msgspec",
+    },
     "gllm.runtime": {
         *("gllm.config", "gllm.messages", "gllm.scheduler", "gllm.kernels", "gllm.models"),
         *("gllm.transport", "gllm.runtime", "gllm.step_log", "gllm.streams", "gllm.bubbles"),
@@ -53,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "gllm.engine": {
         *("gllm.config", "gllm.engine_api", "gllm.grammar", "gllm.logs", "gllm.messages"),
+        "gllm.field_types",
         *(
             "gllm.models",
             "gllm.request",
@@ -63,7 +69,10 @@ ALLOWED: dict[str, set[str]] = {
             "tqdm",
         ),
     },
-    "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "tqdm"},
+    "gllm.llm": {
+        *("gllm.config", "gllm.engine", "gllm.engine_api", "gllm.field_types", "gllm.messages"),
+        "tqdm",
+    },
     "gllm.frontend": {
         *("gllm", "gllm.config", "gllm.engine_api", "gllm.frontend", "gllm.grammar", "gllm.logs"),
         *("gllm.messages", "gllm.metrics", "gllm.text", "aiohttp", "msgspec", "opentelemetry"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gllm.config import INT32_MAX, FieldError, SamplingParams
 from gllm.models.errors import ModelError
 from gllm.models.keys import Keys
 from gllm.models.registry import architecture_of, family
@@ -16,6 +17,7 @@ from gllm.models.spec import Model
 from gllm.models.stored import stored_as
 
 DTYPES = ("float32", "bfloat16", "float16")
+GENERATION = "generation_config.json"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -38,13 +40,13 @@ def read_config(folder: Path) -> ModelConfig:
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    generation = _read_json(folder / "generation_config.json") or {}
+    generation = _read_json(folder / GENERATION) or {}
     architecture = architecture_of(raw.get("architectures"))
     keys = Keys(raw)
     model = replace(family(architecture)(keys), stored=stored_as(keys))
     keys.finish()
-    eos_ids = _ids(raw, "eos_token_id") | _ids(generation, "eos_token_id")
-    sampling = {key: generation[key] for key in SAMPLING if generation.get(key) is not None}
+    eos_ids = _ids("config.json", raw) | _ids(GENERATION, generation)
+    sampling = _sampling_defaults(generation)
     return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)), sampling)
 
 
@@ -68,10 +70,39 @@ def _dtype(raw: dict[str, Any]) -> str:
     return str(name)
 
 
-def _ids(raw: dict[str, Any], key: str) -> set[int]:
-    """The ids under a key, which may be one, a list or nothing."""
-    value = raw.get(key)
+def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling defaults of generation_config.json that are set, of their fields' types.
+
+    An integer that is written as 50.0 is converted. Raises ModelError for any other value that a
+    request could not have.
+    """
+    defaults = {}
+    for key in SAMPLING:
+        value = generation.get(key)
+        if value is None:
+            continue
+        try:
+            given: dict[str, Any] = {key: _whole(value) if key == "top_k" else value}
+            defaults[key] = getattr(SamplingParams(**given), key)
+        except FieldError as error:
+            raise ModelError(f"{GENERATION}: {error}; correct or remove it") from error
+    return defaults
+
+
+def _whole(value: object) -> object:
+    """Return the integer that a float stands for, any other value as it is."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= INT32_MAX:
+        return int(value)
+    return value
+
+
+def _ids(file: str, raw: dict[str, Any]) -> set[int]:
+    """Return the end-of-sequence ids of a file, which may be one, a list or nothing."""
+    value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [value] if value is not None else []
-    if not all(isinstance(one, int) and one >= 0 for one in ids):
-        raise ModelError(f"{key} is {value!r}, but has to be a token id or a list of them")
+    ids = [_whole(one) for one in ids]
+    if not all(type(one) is int and 0 <= one <= INT32_MAX for one in ids):
+        raise ModelError(
+            f"{file}: eos_token_id is {value!r:.80}, but has to be a token id or a list of them"
+        )
     return set(ids)

@@ -63,7 +63,8 @@ def rope_of(
     given = {key: value for key, value in given.items() if value is not None}
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
-    theta = given.pop("rope_theta", theta or keys.number("rope_theta", default=10_000.0))
+    usual = keys.assumed("rope_theta", 10_000.0)
+    theta = given.pop("rope_theta", theta or keys.number("rope_theta", default=usual))
     share = given.pop("partial_rotary_factor", keys.get("partial_rotary_factor", default=partial))
     if partial is None and share not in (None, 1):
         raise ModelError(f"config.json: partial_rotary_factor {share!r} is not implemented here")
@@ -187,8 +188,9 @@ def window_of(keys: Keys) -> int | None:
     return keys.count("sliding_window") if keys.get("sliding_window") else None
 
 
-def layer_windows(keys: Keys, default: Sequence[bool]) -> list[int | None]:
-    """The window of each layer; `default`: which have one, where layer_types does not say."""
+def layer_windows(keys: Keys, default: Sequence[bool], required: bool = False) -> list[int | None]:
+    """The window of each layer; `default`: which have one, where layer_types does not say;
+    `required`: whether these layers need one, so that sliding_window cannot be null."""
     types = keys.get("layer_types")
     slides = list(default)
     if types is not None:
@@ -200,6 +202,8 @@ def layer_windows(keys: Keys, default: Sequence[bool]) -> list[int | None]:
             )
         slides = [known[one] for one in types]
     size = window_of(keys)
+    if size is None and any(slides) and (required or types is not None):
+        raise keys.error(("sliding_window",), "a positive integer", keys.get("sliding_window"))
     return [size if slide else None for slide in slides]
 
 
@@ -229,8 +233,6 @@ def decoder(
         "head": Head(embedding.name if tied else "lm_head"),
         "context_length": context_length or context_of(keys, layers),
         "layer_name": f"{root}layers.{{}}",
-        # Older files hold what is computed here.
-        "ignored": (r".*rotary_emb\.inv_freq",),
     }
     return Model(**made | changes)
 

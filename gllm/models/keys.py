@@ -5,7 +5,6 @@ is left unread at the end and not known to be harmless is refused by name, so th
 computed wrongly. Knows nothing of what keys mean.
 """
 
-import math
 from typing import Any, TypeVar
 
 from gllm.models.errors import ModelError
@@ -27,6 +26,8 @@ HARMLESS = {
     *("attention_dropout", "hidden_dropout", "dropout", "activation_dropout", "layerdrop"),
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_type", "summary_use_proj"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+    *("attn_implementation", "_attn_implementation", "_num_labels", "num_labels", "output_past"),
+    *("gradient_checkpointing", "max_sequence_length", "bos_token", "eos_token", "pad_token"),
     *("_attn_implementation_autoset", "unsloth_fixed", "unsloth_version", "transformers.js_config"),
     *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "task_specific_params"),
     # Of the training's loss and of how it was distributed.
@@ -42,22 +43,48 @@ HARMLESS = {
 }
 """Keys that change nothing of what is computed here."""
 
-ONLY: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False, None),
+HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
     "cross_attention_hidden_size": (None,),
-    "is_encoder_decoder": (False, None),
-    "pruned_heads": ({}, None),
-    "tie_encoder_decoder": (False, None),
-    "use_mrope": (False, None),
+    "is_encoder_decoder": (False,),
+    "lm_head_bias": (False,),
+    "mlp_bias": (False,),
+    "mlp_only_layers": ([],),
+    "num_nextn_predict_layers": (0,),
+    "partial_rotary_factor": (1,),
+    "pruned_heads": ({},),
+    "qkv_bias": (False,),
+    "rope_interleaved": (False,),
+    "shared_expert_intermediate_size": (0,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
 }
-"""Keys that any file may have, with the values that are implemented."""
+"""Keys of some families with the values that ask for nothing in a family that does not read them.
+Null asks for nothing under any key."""
+
+FLOAT32_MAX = 3.4028234663852886e38
 
 Value = TypeVar("Value")
 
 
-class Keys:
-    """The object of a config.json. Methods raise ModelError that names the key; null is unset.
+def is_finite(value: object) -> bool:
+    """Return whether a value is a number that float32 can hold."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -FLOAT32_MAX <= value <= FLOAT32_MAX  # type: ignore[operator]
 
+
+def _are_full(types: object) -> bool:
+    """Return whether layer_types names layers that see all tokens."""
+    return isinstance(types, list) and bool(types) and set(map(str, types)) == {"full_attention"}
+
+
+class Keys:
+    """The object of a config.json. Methods raise ModelError that names the key.
+
+    Null is unset, but for `flag` and `optional_number`, where transformers takes it for a value.
     Where a method takes several names, the first that is set counts: some families have renamed
     their keys.
     """
@@ -71,6 +98,10 @@ class Keys:
         """What keys stand for in a family where a file does not have them; null is still unset."""
         self._assumed = values
 
+    def assumed(self, name: str, default: Any) -> Any:
+        """Return what an absent key stands for, for keys whose null stands for the same."""
+        return self._assumed.get(name, default)
+
     def get(self, *names: str, default: Any = None) -> Any:
         """A value as it is."""
         self._read.update(names)
@@ -82,6 +113,11 @@ class Keys:
         """Whether a key is set."""
         return self.get(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Return whether the file has a key with null."""
+        self._read.add(name)
+        return name in self._raw and self._raw[name] is None
+
     def count(self, *names: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self.get(*names, default=default)
@@ -89,19 +125,41 @@ class Keys:
             raise self.error(names, "a positive integer", value)
         return value
 
+    def natural(self, *names: str, default: int | None = None) -> int:
+        """Return an integer from 0 on."""
+        value = self.get(*names, default=default)
+        if type(value) is not int or value < 0:
+            raise self.error(names, "0 or a positive integer", value)
+        return value
+
     def number(self, *names: str, default: float | None = None) -> float:
         """A finite number."""
         value = self.get(*names, default=default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        if not is_finite(value):
             raise self.error(names, "a finite number", value)
         return float(value)
 
+    def positive(self, *names: str, default: float | None = None) -> float:
+        """Return a finite number above 0."""
+        value = self.number(*names, default=default)
+        if value <= 0:
+            raise self.error(names, "a finite number above 0", value)
+        return value
+
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """Return a positive number, None where the file has null, the default where it has none."""
+        if self.is_null(name):
+            return None
+        return (
+            None
+            if self.get(name, default=default) is None
+            else self.positive(name, default=default)
+        )
+
     def flag(self, *names: str, default: bool = False) -> bool:
-        """true or false."""
+        """Return true or false; null is false whatever the default, as in transformers."""
+        if any(map(self.is_null, names)):
+            default = False
         value = self.get(*names, default=default)
         if not isinstance(value, bool):
             raise self.error(names, "true or false", value)
@@ -128,12 +186,16 @@ class Keys:
         self._read.update(names)
 
     def finish(self) -> None:
-        """Refuse what nobody has read."""
-        for name, allowed in ONLY.items():
-            self.only(name, *allowed)
-        for name in self._raw.keys() - self._read - HARMLESS:
+        """Refuse what nobody has read, unless it is harmless."""
+        for name in sorted(self._raw.keys() - self._read - HARMLESS):
+            value = self._raw[name]
+            if value is None or (name == "layer_types" and _are_full(value)):
+                continue
+            if name in HARMLESS_VALUES:
+                self.only(name, *HARMLESS_VALUES[name])
+                continue
             raise ModelError(
-                f"config.json: key {name!r} ({self._raw[name]!r:.80}) is unknown and may change "
+                f"config.json: key {name!r} ({value!r:.80}) is unknown and may change "
                 "the arithmetic; if it does not, remove it from the file"
             )
 

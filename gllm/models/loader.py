@@ -6,9 +6,10 @@ computes with them.
 """
 
 import json
-import re
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,11 +21,19 @@ from torch import Tensor
 from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, prepare_fp8
 from gllm.models.errors import ModelError
 from gllm.models.spec import Model
+from gllm.models.tensor_names import TensorNames
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 CPU = torch.device("cpu")
+Home = tuple[Any, str]
+"""An open file, and the name of a tensor there."""
+COMPARED_ROWS = 1024
 SCALES = ("weight_scale_inv", "weight_scale")
 """What codes of 8-bit floats are multiplied by; both names mean this."""
+ACTIVATION_SCALES = ("input_scale", "activation_scale")
+"""Scales of activations in 8 bits, not used: activations keep their type, or are scaled here."""
 
 
 class Checkpoint:
@@ -51,11 +60,13 @@ class Checkpoint:
         self._progress: Progress = lambda done, total: None
         self._done = 0
         self._files = ExitStack()
-        self._ignored = re.compile("|".join(model.ignored) or "(?!)")
+        homes = self._open(model.optional_prefix)
+        self.model = self._with_head(model, homes, layers)
+        """The model, with a head of its own where the checkpoint has one that differs."""
+        self._names = TensorNames(self.model)
+        self._check_names(homes)
         self._homes = {
-            name: home
-            for name, home in self._open(model.optional_prefix).items()
-            if _belongs(name, model, layers)
+            name: home for name, home in homes.items() if self._names.is_read(name, layers)
         }
         self._unread = set(self._homes)
         self._total = sum(_stored_bytes(*home) for home in self._homes.values())
@@ -109,12 +120,46 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Check that nothing of the stage was left unread. Raises ModelError."""
-        left = sorted(name for name in self._unread if not self._ignored.fullmatch(name))
-        if left:
+        self._refuse(sorted(self._unread))
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Refuse tensors that no stage reads. Raises ModelError."""
+        unknown = self._names.unknown(names)
+        layers = self._names.excess_layers(unknown)
+        reason = ""
+        if layers:
+            count = self.model.num_layers
+            reason = f"; config.json has {count} layers, the files have one of number {layers[-1]}"
+        self._refuse(unknown, reason)
+
+    def _refuse(self, names: Sequence[str], reason: str = "") -> None:
+        """Refuse these tensors, if there are any. Raises ModelError."""
+        if names:
             raise ModelError(
                 f"{self.folder} has tensors that its architecture has no use for, so it would be "
-                f"computed wrongly: {', '.join(left[:5])} ({len(left)} in all)"
+                f"computed wrongly: {', '.join(names[:5])} ({len(names)} in all){reason}"
             )
+
+    def _with_head(self, model: Model, homes: dict[str, Home], layers: range) -> Model:
+        """Return the model with the LM head that the files have; drops the copy of a tied one.
+
+        transformers does not tie weights that differ, whatever config.json says.
+        """
+        embedding = f"{model.embedding.name}.weight"
+        own = next(
+            (name for name in _head_names(model) if name in homes and model.head_is_tied), None
+        )
+        if own is None:
+            return model
+        if embedding not in homes:
+            homes[embedding] = homes[own]
+        if _are_equal(homes[own], homes[embedding]):
+            del homes[own]
+            return model
+        if layers.stop == model.num_layers:
+            told = "%s differs from the embedding, which config.json ties it to: it is used"
+            log.warning(told, own)
+        return replace(model, head=replace(model.head, name=own.removesuffix(".weight")))
 
     def _all(
         self,
@@ -156,9 +201,9 @@ class Checkpoint:
                 f"{self.folder}: tensor {name!r} is of type {codes.dtype} and shape "
                 f"{tuple(codes.shape)}, but there is no {stem + SCALES[0]!r} to scale it by"
             )
-        if stem + "input_scale" in self._homes:
-            # For activations in 8 bits; here they keep theirs, or have scales of their own.
-            self._take(stem + "input_scale")
+        for end in ACTIVATION_SCALES:
+            if stem + end in self._homes:
+                self._take(stem + end)
         codes, factors = codes.to(self._device), self._take(scales).to(self._device)
         try:
             return prepare_fp8(codes, factors, self._stored.block, dtype)
@@ -177,9 +222,9 @@ class Checkpoint:
         self._progress(self._done, self._total)
         return tensor
 
-    def _open(self, prefix: str) -> dict[str, tuple[Any, str]]:
+    def _open(self, prefix: str) -> dict[str, Home]:
         """The open file of each tensor in the folder, and its name there, by its full name."""
-        homes: dict[str, tuple[Any, str]] = {}
+        homes: dict[str, Home] = {}
         for path in _files_of(self.folder):
             try:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
@@ -256,12 +301,22 @@ def _files_of(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
 
 
-def _belongs(name: str, model: Model, layers: range) -> bool:
-    """Whether a stage with these layers has a tensor."""
-    in_layer = re.match(re.escape(model.layer_name).replace(r"\{\}", r"(\d+)") + r"\.", name)
-    if in_layer is not None:
-        return int(in_layer[1]) in layers
-    return name.rpartition(".")[0] in model.outside_layers(layers)
+def _head_names(model: Model) -> tuple[str, str]:
+    """Return the names that a head of its own may have; files without the optional prefix get it
+    before this name, too."""
+    name = f"{model.head.own_name}.weight"
+    return name, model.optional_prefix + name
+
+
+def _are_equal(one: Home, other: Home) -> bool:
+    """Return whether two matrices have the same values, comparing some rows at a time."""
+    first, second = (handle.get_slice(name) for handle, name in (one, other))
+    shape = first.get_shape()
+    if shape != second.get_shape() or len(shape) != 2:
+        return False
+    with CPU:
+        parts = (slice(begin, begin + COMPARED_ROWS) for begin in range(0, shape[0], COMPARED_ROWS))
+        return all(torch.equal(first[rows].float(), second[rows].float()) for rows in parts)
 
 
 def _stored_bytes(handle: Any, name: str) -> int:

@@ -228,6 +228,9 @@ class Head:
 
     name: str
     """The embedding's where they share their weights."""
+    own_name: str = "lm_head"
+    """Of the tensor of a head that does not share them, which a checkpoint may have in spite of
+    config.json."""
     bias: bool = False
     scale: float = 1.0
     softcap: float | None = None
@@ -260,13 +263,20 @@ class Model:
     optional_prefix: str = ""
     """What some checkpoints leave out at the beginning of names."""
     ignored: tuple[str, ...] = ()
-    """Patterns of tensors that are computed here, or not needed."""
+    """Patterns of tensors in checkpoints that are not needed, besides those of all families."""
+    prediction_layers: int = 0
+    """Layers in checkpoints behind those of the model that predict further tokens; not computed."""
     stored: Fp8 | None = None
     """How weights may be stored besides as plain floats."""
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def head_is_tied(self) -> bool:
+        """Whether the head's weights are the embedding's."""
+        return self.head.name == self.embedding.name
 
     def outside_layers(self, layers: range) -> list[str]:
         """Names, without their ends, of what a stage with these layers has beside them."""

@@ -79,7 +79,7 @@ class Head:
         if described.unit_rows:
             parts = [functional.normalize(part) for part in parts]
         self.matrix = prepare(parts, weights.quantization)
-        self.is_tied = described.name == model.embedding.name and not described.unit_rows
+        self.is_tied = model.head_is_tied and not described.unit_rows
         self.vocabulary = model.vocab_size
         bias = f"{described.name}.bias"
         self.bias = weights.read(bias, model.vocab_size) if described.bias else None

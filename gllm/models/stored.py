@@ -40,8 +40,12 @@ def _inside(name: str, given: Any) -> Keys:
 def _fp8(keys: Keys) -> Fp8:
     """As DeepSeek, Qwen and transformers write it."""
     keys.only(f"{NAME}.fmt", "e4m3", "float8_e4m3fn")
+    keys.only(f"{NAME}.scale_fmt", "float", "ue8m0")
+    keys.only(f"{NAME}.expert_dtype", "fp8")
     # How others round activations to 8 bits, which is not done.
-    keys.skip(f"{NAME}.activation_scheme", f"{NAME}.scale_fmt")
+    keys.skip(f"{NAME}.activation_scheme")
+    # What transformers does when it loads the files; the tensors' types tell which are converted.
+    keys.skip(f"{NAME}.dequantize", f"{NAME}.modules_to_convert")
     keys.skip(f"{NAME}.modules_to_not_convert", f"{NAME}.ignored_layers")
     keys.only(f"{NAME}.kv_cache_scheme")
     return Fp8(_block(keys, f"{NAME}.weight_block_size"))

@@ -118,7 +118,7 @@ class StageExecutor:
             weights = Weights(checkpoint, quantization=self._quantization)
             # What is made beside the weights, frequencies say, belongs there too.
             with self.device:
-                self._stage = ModelStage(self.model, weights, self.layers, self._longest)
+                self._stage = ModelStage(checkpoint.model, weights, self.layers, self._longest)
             checkpoint.finish()
         self.weight_bytes = checkpoint.weight_bytes
         if self.is_last:

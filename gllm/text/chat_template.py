@@ -159,33 +159,56 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate |
     sources = given or _template_sources(folder, config)
     if "default" not in sources:
         return None
-    special_tokens = {}
-    for name, token in config.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            special_tokens[name] = text
     model_type = _read_object(folder / "config.json").get("model_type")
     typed = model_type if isinstance(model_type, str) else ""
-    return ChatTemplate(sources["default"], special_tokens, sources.get("tool_use"), typed)
+    tokens = _special_tokens(folder, config)
+    return ChatTemplate(sources["default"], tokens, sources.get("tool_use"), typed)
+
+
+def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the named special tokens of a tokenizer, which templates get as variables.
+
+    special_tokens_map.json has precedence where tokenizer_config.json has no added_tokens_decoder,
+    as older files do not; extra_special_tokens that are an object have names of their own.
+    """
+    settings = dict(config)
+    if "added_tokens_decoder" not in config:
+        settings |= _read_object(folder / "special_tokens_map.json")
+    extra = settings.get("extra_special_tokens")
+    named = {name: token for name, token in settings.items() if name.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in named.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The templates by name from the first place that has any; most models have the default one."""
+    """Return the templates by name, from chat_template.jinja or else from JSON, and those of the
+    folder additional_chat_templates; most models have the default one only."""
+    additional = {
+        file.stem: file.read_text(encoding="utf-8")
+        for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return {"default": file.read_text(encoding="utf-8")}
+        return additional | {"default": file.read_text(encoding="utf-8")}
     found = _read_object(folder / "chat_template.json").get("chat_template")
     found = found or config.get("chat_template")
     if isinstance(found, list):
-        return {entry["name"]: entry["template"] for entry in found}
-    return {"default": found} if isinstance(found, str) else {}
+        return {entry["name"]: entry["template"] for entry in found} | additional
+    return additional | ({"default": found} if isinstance(found, str) else {})
 
 
 def _read_object(file: Path) -> dict[str, Any]:
     """A JSON object from a file, empty where there is no file. Raises ValueError."""
     if not file.is_file():
         return {}
-    found = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no JSON object")
     return found

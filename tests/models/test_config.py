@@ -1,11 +1,13 @@
 """Configuration files: what is read, and what is refused by name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gllm.config import SamplingParams
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.registry import ARCHITECTURES, family
@@ -82,7 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": None}, "architectures"),
     ({"hidden_act": "selu"}, "hidden_act 'selu'"),
     ({"sliding_window": 512}, "sliding_window' .512"),
-    ({"use_sliding_window": True}, "use_sliding_window' .True"),
+    ({"use_sliding_window": True}, "use_sliding_window True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -133,3 +135,32 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 def test_every_architecture_has_its_family() -> None:
     for name in ARCHITECTURES:
         assert callable(family(name))
+
+
+def test_sampling_defaults_have_their_fields_types(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"top_k": 50.0, "temperature": 1, "top_p": None, "do_sample": True})
+    defaults = read_config(folder).sampling
+    assert repr(defaults) == "{'temperature': 1.0, 'top_k': 50}"
+    assert SamplingParams(**defaults).top_k == 50
+    assert read_config(write(tmp_path, {"eos_token_id": [7.0]})).eos_ids == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("top_k", 50.5), ("top_k", -7), ("top_k", "50"), ("top_k", True), ("top_k", 1e300)),
+        *(("temperature", 7.0), ("temperature", True), ("temperature", "0.7"), ("top_p", 0)),
+        *(("temperature", float("nan")), ("temperature", float("inf")), ("top_p", 1.5)),
+        *(("min_p", -0.1), ("repetition_penalty", 0.0), ("repetition_penalty", float("inf"))),
+        *(("top_k", [50]), ("min_p", {}), ("eos_token_id", True), ("eos_token_id", 2**70)),
+        *(("eos_token_id", 7.5), ("eos_token_id", [2, None]), ("eos_token_id", float("inf"))),
+    ],
+    ids=str,
+)
+def test_defaults_that_no_request_could_have_are_refused(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    """When the model is loaded, and not by the first request."""
+    shown = re.escape(f"{value!r:.3}")
+    with pytest.raises(ModelError, match=rf"generation_config\.json: {key}.* is .*{shown}"):
+        read_config(write(tmp_path, {key: value}))

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import FineGrainedFP8Config
+from transformers.quantizers import quantizer_finegrained_fp8
 
 from gllm.kernels.experts import StackedExperts
 from gllm.kernels.linear_fp8 import Fp8Matrix, Fp8Stack, dequantize, prepare_fp8
@@ -16,7 +18,7 @@ from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.feed_forward import Experts, expert_of, stacked
 from tests.runtime.pipeline import Pipeline
-from tests.tiny_models import save
+from tests.tiny_models import reference, save
 
 BLOCK = (16, 32)
 """Of 48 hidden elements and heads of 8: queries, keys and values end within blocks."""
@@ -104,6 +106,49 @@ def test_logits_are_those_of_the_floats(family: str, style: str, tmp_path: Path)
     assert torch.equal(logits(made), logits(plain))
     if family == "qwen3":
         assert torch.equal(logits(made, "bfloat16"), logits(plain, "bfloat16"))
+
+
+def quantized_by_transformers(
+    family: str, root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[Path, Any]:
+    """A checkpoint that transformers quantized, and the model that it loads from it."""
+    quantizer = quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
+    # Asks for a GPU that computes with these weights, which here they only are written for.
+    monkeypatch.setattr(quantizer, "validate_environment", lambda self, *_, **__: None)
+    kind, folder = type(reference(family)), root / "fp8"
+    config = FineGrainedFP8Config(**options)
+    plain = save(family, root / "plain")
+    made = kind.from_pretrained(plain, quantization_config=config, dtype=torch.float32)
+    made.save_pretrained(folder)
+
+    def dequantize_weights(self: Any, *_: Any, **__: Any) -> None:
+        self.quantization_config.dequantize = True
+
+    monkeypatch.setattr(quantizer, "validate_environment", dequantize_weights)
+    return folder, kind.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {"weight_block_size": (16, 16)}),
+        ("llama2", {"weight_block_size": (16, 16), "scale_fmt": "ue8m0"}),
+        ("llama2", {"weight_block_size": None}),
+        ("llama3", {"weight_block_size": (16, 16), "modules_to_not_convert": ["lm_head"]}),
+    ],
+    ids=str,
+)
+def test_checkpoints_that_transformers_quantized(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = quantized_by_transformers(family, tmp_path, monkeypatch, **options)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert {"dequantize", "modules_to_convert", "expert_dtype", "scale_fmt"} < config.keys()
+    stored = {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()}
+    assert torch.float8_e4m3fn in stored
+    with torch.inference_mode():
+        wanted = model(torch.tensor([[3, 4, 5, 60, 7]])).logits[0, -1]
+    torch.testing.assert_close(logits(folder)[-1], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama2", "qwen3-moe", "deepseek-v3", "phi3"])
@@ -218,6 +263,8 @@ def test_codes_without_a_configuration_are_refused(tmp_path: Path) -> None:
         ({"quant_method": "gptq"}, "quant_method 'gptq' is not implemented, only fp8, compressed"),
         (BLOCKS | {"fmt": "e5m2"}, "quantization_config.fmt 'e5m2'"),
         (BLOCKS | {"weight_block_size": [128]}, "weight_block_size is .128."),
+        (BLOCKS | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+        (BLOCKS | {"scale_fmt": "e8m1"}, "scale_fmt 'e8m1'"),
         (BLOCKS | {"brand_new": 1}, "'quantization_config.brand_new'"),
         (TENSORS | {"kv_cache_scheme": {"bits": 8}}, "kv_cache_scheme"),
         (compressed("group"), "weights.strategy 'group'"),

@@ -1,6 +1,7 @@
 """Checkpoints: sharded ones, progress, and every way to be broken."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.runtime.executor import StageExecutor
 from tests.runtime.pipeline import Pipeline
-from tests.tiny_models import save
+from tests.tiny_models import reference, save
 
 
 @pytest.fixture
@@ -143,13 +144,104 @@ def test_masks_of_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
     assert torch.equal(logits_of(folder), wanted)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi4", "falcon-7b", "cohere", "opt"])
+TIED = ["llama3", "qwen2", "phi4", "falcon-7b", "cohere", "opt", "gpt2", "bloom"]
+
+
+@pytest.mark.parametrize("family", TIED)
 def test_a_second_copy_of_a_tied_head_is_ignored(family: str, tmp_path: Path) -> None:
     """As files have it that were saved without regard to sharing."""
     folder = save(family, tmp_path)
-    wanted = logits_of(folder)
-    change(folder, lm_head__weight=torch.zeros(131, 48))
+    wanted, whole = logits_of(folder), load(folder)
+    (table,) = (
+        tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name.endswith(("embed_tokens.weight", "word_embeddings.weight", "wte.weight"))
+    )
+    change(folder, lm_head__weight=table.clone())
     assert torch.equal(logits_of(folder), wanted)
+    assert load(folder) == whole
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("family", TIED)
+def test_a_head_that_differs_from_its_embedding_is_used(
+    family: str, stages: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers has it, although config.json says that they are tied."""
+    folder = save(family, tmp_path)
+    head = torch.randn(131, 48, generator=torch.Generator().manual_seed(0))
+    change(folder, lm_head__weight=head)
+    kind = type(reference(family))
+    theirs = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([[3, 4, 5]])).logits[0, -1]
+    pipeline = Pipeline(folder, stages)
+    pipeline.add(1, [3, 4, 5])
+    logits = pipeline.logits(pipeline.plan([pipeline.row(1, 3)]))[1][-1]
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+    logged = [record for record in caplog.records if record.name == "gllm.models.loader"]
+    assert [record.message for record in logged] == [
+        "lm_head.weight differs from the embedding, which config.json ties it to: it is used"
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama3", "opt", "gpt2"])
+def test_a_tied_embedding_may_be_stored_as_the_head(family: str, tmp_path: Path) -> None:
+    """Files without duplicates keep one of the two names, whichever comes first."""
+    folder = save(family, tmp_path)
+    wanted = logits_of(folder)
+    path = folder / "model.safetensors"
+    content = load_file(path)
+    (name,) = (name for name in content if name.endswith(("embed_tokens.weight", "wte.weight")))
+    content["lm_head.weight"] = content.pop(name)
+    save_file(content, path)
+    assert torch.equal(logits_of(folder), wanted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.1.self_attn.q_proj.lora_B.weight",
+        *("lora_embedding_A", "vision_tower.patch_embed.weight", "model.embed_positions.weight"),
+        *("lm_head.bias", "model.layers.x.mlp.up_proj.weight", "model.layers.4.mlp.up_proj.weight"),
+        *("score.weight", "transformer.wte.weight", "mtp.fc.weight"),
+    ],
+)
+def test_tensors_without_a_use_are_refused(folder: Path, name: str) -> None:
+    change(folder, **{name.replace(".", "__"): torch.ones(2, 2)})
+    with pytest.raises(ModelError, match=rf"no use for.*{re.escape(name)}"):
+        load(folder)
+
+
+def test_layers_beyond_the_configuration_are_refused(folder: Path) -> None:
+    """The weights of four layers with a configuration of three would be another model."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 3, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"no use for.*model\.layers\.3\."):
+        Pipeline(folder)
+    with pytest.raises(ModelError, match=r"json has 3 layers, the files have one of number 3"):
+        Pipeline(folder, 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama2", "model.layers.1.self_attn.rotary_emb.inv_freq"),
+        ("llama2", "model.rotary_emb.inv_freq"),
+        ("mistral", "rotary_emb.inv_freq"),
+        ("chatglm", "transformer.rotary_pos_emb.inv_freq"),
+        ("falcon-7b", "transformer.h.0.self_attention.rotary_emb.inv_freq"),
+        ("gpt2", "transformer.h.0.attn.bias"),
+        ("gpt2", "transformer.h.3.attn.masked_bias"),
+    ],
+)
+def test_documented_leftovers_are_ignored(family: str, name: str, tmp_path: Path) -> None:
+    folder = save(family, tmp_path)
+    change(folder, **{name.replace(".", "__"): torch.ones(4)})
+    load(folder)
+    assert re.sub(r"^.*?(\w+)$", r"\1", name) in Path("docs/models.md").read_text()
 
 
 def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
@@ -165,6 +257,12 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
     )
     assert torch.equal(logits_of(folder), wanted)
     assert load(folder) == whole
+    for count in (0, None):
+        (folder / "config.json").write_text(
+            json.dumps(config | {"num_nextn_predict_layers": count})
+        )
+        with pytest.raises(ModelError, match=r"no use for.*model\.layers\.4\.eh_proj"):
+            Pipeline(folder)
 
 
 def test_quantized_tensor_is_refused(folder: Path) -> None:

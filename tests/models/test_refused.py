@@ -10,7 +10,7 @@ REFUSED: list[tuple[str, Config, str]] = [
     ("llama-2-7b", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ("llama-2-7b", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
     ("llama-2-7b", {"sliding_window": 512}, "'sliding_window'"),
-    ("mistral-7b-v0.1", {"attention_bias": True}, "'attention_bias'"),
+    ("mistral-7b-v0.1", {"attention_bias": True}, "attention_bias True"),
     ("mistral-7b-v0.1", {"sliding_window": "4096"}, "sliding_window is '4096'"),
     ("mixtral-8x7b", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
     ("mixtral-8x7b", {"hidden_act": "relu2"}, "hidden_act 'relu2'"),
@@ -54,7 +54,7 @@ REFUSED: list[tuple[str, Config, str]] = [
     ("chatglm3-6b", {"multi_query_group_num": 5}, "multi_query_group_num 5"),
     ("glm-4-9b-chat", {"num_hidden_layers": 39}, "num_hidden_layers 39"),
     ("glm-4-9b-chat-hf", {"partial_rotary_factor": 0.51}, "65 of head_dim 128"),
-    ("glm-4-9b-0414", {"use_qk_norm": True}, "'use_qk_norm'"),
+    ("glm-4-9b-0414", {"use_qk_norm": True}, "use_qk_norm True"),
     ("baichuan2-7b", {"hidden_act": "swiglu"}, "hidden_act 'swiglu'"),
     (
         "baichuan2-13b",

@@ -199,3 +199,71 @@ def test_special_tokens_may_be_objects(tmp_path):
     template = load_chat_template(folder)
     assert template is not None
     assert template.render(CHAT) == "<s><p>False"
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+NAMED_TOKENS = (
+    "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ image_token }}|{{ boi }}|{{ audio_token }}"
+)
+OBJECT = {"content": "<s>", "lstrip": False, "normalized": False, "rstrip": False}
+SETTINGS = {
+    "map alone": ({}, {"bos_token": "<s>", "eos_token": OBJECT | {"content": "</s>"}}),
+    "map over configuration": ({"bos_token": "<old>", "pad_token": "<p>"}, {"bos_token": OBJECT}),
+    "map ignored": (
+        {"bos_token": "<new>", "added_tokens_decoder": {"0": OBJECT | {"special": True}}},
+        {"bos_token": "<s>", "eos_token": "</s>"},
+    ),
+    "named extras": ({"extra_special_tokens": {"image_token": "<i>", "boi": "<b>"}}, {}),
+    "named extras of the map": ({}, {"extra_special_tokens": {"boi": "<b>"}}),
+    "listed extras": ({"extra_special_tokens": ["<i>", "<b>"], "audio_token": "<a>"}, {}),
+    "extra over named": (
+        {"audio_token": "<a>", "extra_special_tokens": {"audio_token": "<c>"}},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_special_tokens_are_those_of_transformers(case, tmp_path):
+    config, special = SETTINGS[case]
+    folder = some.save(tmp_path, some.byte_level(), chat_template=NAMED_TOKENS, **config)
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    template = load_chat_template(folder)
+    assert template is not None
+    rendered = template.render(CHAT)
+    assert rendered == theirs.apply_chat_template(CHAT, tokenize=False)
+    assert "<" in rendered
+
+
+@pytest.mark.parametrize("default", ["jinja", "json"])
+def test_additional_templates_are_those_of_transformers(default, tmp_path):
+    chat = [{"role": "user", "content": "x"}]
+    config = {"chat_template": "plain {{ messages[0].content }}"} if default == "json" else {}
+    folder = some.save(tmp_path, some.byte_level(), bos_token="<s>", **config)
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("tool_use", "rag"):
+        source = name + "{{ bos_token }} {{ tools | length }}"
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(source)
+    if default == "jinja":
+        (folder / "chat_template.jinja").write_text("plain {{ messages[0].content }}")
+    template = load_chat_template(folder)
+    assert template is not None
+    assert template.takes_tools
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    with_tools = theirs.apply_chat_template(chat, tools=TOOLS, tokenize=False)
+    assert template.render(chat, tools=TOOLS) == with_tools == "tool_use<s> 1"
+    # transformers has no default template here where only tokenizer_config.json has it.
+    assert template.render(chat) == "plain x"
+    if default == "jinja":
+        assert theirs.apply_chat_template(chat, tokenize=False) == "plain x"
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_broken_files_are_named(name, content, tmp_path):
+    folder = some.save(tmp_path, some.byte_level(), chat_template="x")
+    (folder / "chat_template.jinja").write_text("x")
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=name):
+        load_chat_template(folder)

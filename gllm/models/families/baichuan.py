@@ -22,7 +22,6 @@ def describe(keys: Keys) -> Model:
     if not rotates:
         attention = replace(attention, rope=None, alibi=1.0)
     layers = [pre_norm(keys, attention, gated_mlp(keys))] * keys.count("num_hidden_layers")
-    keys.skip("gradient_checkpointing")
     model = decoder(keys, layers, context_length=longest)
     is_second = model.vocab_size == BAICHUAN2_VOCABULARY or keys.has("z_loss_weight")
     return replace(model, head=replace(model.head, unit_rows=is_second))

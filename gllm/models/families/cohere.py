@@ -35,7 +35,8 @@ def cohere2(keys: Keys) -> Model:
     # How the embedding was spread over devices; how the library caches.
     keys.skip("use_parallel_embedding", "cache_implementation")
     count = keys.count("num_hidden_layers")
-    windows = layer_windows(keys, [(layer + 1) % pattern != 0 for layer in range(count)])
+    slides = [(layer + 1) % pattern != 0 for layer in range(count)]
+    windows = layer_windows(keys, slides, required=True)
     everywhere = replace(attention, rope=None)
     return _model(
         keys,

@@ -5,6 +5,7 @@ Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2; "DeepSeek-V3 Technical Rep
 """
 
 import math
+from dataclasses import replace
 
 from gllm.models.describe import decoder, gated_mlp, pre_norm, rms_norm, rope_of
 from gllm.models.keys import Keys
@@ -30,14 +31,13 @@ def v3(keys: Keys) -> Model:
         n_group=8,
         n_shared_experts=1,
         norm_topk_prob=True,
+        num_nextn_predict_layers=1,
         q_lora_rank=1536,
         routed_scaling_factor=2.5,
         topk_group=4,
     )
     keys.only("topk_method", "noaux_tc")
     keys.only("scoring_func", "sigmoid")
-    # Layers that predict further tokens, behind those of the model.
-    keys.skip("num_nextn_predict_layers")
     experts = _experts(
         keys,
         (keys.count("n_group"), keys.count("topk_group")),
@@ -46,7 +46,8 @@ def v3(keys: Keys) -> Model:
         group_score="best two",
         correction="mlp.gate.e_score_correction_bias",
     )
-    return _model(keys, experts)
+    further = keys.natural("num_nextn_predict_layers", default=0)
+    return replace(_model(keys, experts), prediction_layers=further)
 
 
 def _experts(keys: Keys, groups: tuple[int, int], **options: object) -> Experts:
@@ -72,7 +73,7 @@ def _model(keys: Keys, experts: Experts) -> Model:
     # What these models call heads of keys and values are those before the compression.
     keys.skip("num_key_value_heads", "head_dim", "qk_head_dim")
     attention, block = _attention(keys), gated_mlp(keys)
-    first = keys.get("first_k_dense_replace", default=0)
+    first = keys.natural("first_k_dense_replace", default=0)
     layers = [
         pre_norm(keys, attention, block if layer < first else experts)
         for layer in range(keys.count("num_hidden_layers"))

@@ -14,8 +14,11 @@ def describe(keys: Keys) -> Model:
     keys.only("apply_residual_connection_post_layernorm", False)
     bias = keys.flag("bias")
     hidden = keys.count("hidden_size")
+    inner = keys.count("ffn_hidden_size", default=4 * hidden)
+    # The same, as a multiple; the library reads ffn_hidden_size.
+    keys.only("ff_factor", inner / hidden)
     mlp = MLP(
-        inner=keys.count("ffn_hidden_size", default=4 * hidden),
+        inner=inner,
         activation=keys.choice("activation", ACTIVATIONS, "gelu"),
         up=Linear(("mlp.dense_h_to_4h",), bias),
         down=Linear(("mlp.dense_4h_to_h",), bias),

@@ -21,12 +21,10 @@ from gllm.models.spec import Attention, Embedding, Layer, Model, Norm, Rope
 def gemma2(keys: Keys) -> Model:
     """Norms before and after each half, capped scores, a window in every other layer."""
     keys.assume(head_dim=256, num_key_value_heads=4, sliding_window=4096)
-    attention = replace(
-        _attention(keys, None), softcap=keys.number("attn_logit_softcapping", default=50.0)
-    )
-    windows = layer_windows(
-        keys, [layer % 2 == 0 for layer in range(keys.count("num_hidden_layers"))]
-    )
+    softcap = keys.optional_number("attn_logit_softcapping", default=50.0)
+    attention = replace(_attention(keys, None), softcap=softcap)
+    slides = [layer % 2 == 0 for layer in range(keys.count("num_hidden_layers"))]
+    windows = layer_windows(keys, slides, required=True)
     layers = [_layer(keys, replace(attention, window=window)) for window in windows]
     return _model(keys, layers, final_cap=30.0)
 
@@ -38,7 +36,8 @@ def gemma3(keys: Keys) -> Model:
     pattern = keys.count("sliding_window_pattern", "_sliding_window_pattern", default=6)
     keys.only("attn_logit_softcapping", None)
     count = keys.count("num_hidden_layers")
-    windows = layer_windows(keys, [(layer + 1) % pattern != 0 for layer in range(count)])
+    slides = [(layer + 1) % pattern != 0 for layer in range(count)]
+    windows = layer_windows(keys, slides, required=True)
     everywhere = _attention(keys, {"layer_type": "full_attention"})
     everywhere = replace(
         everywhere,
@@ -64,7 +63,7 @@ def _local_rope(keys: Keys, head_dim: int) -> Rope:
 def _attention(keys: Keys, rope: dict[str, Any] | None) -> Attention:
     bias = keys.flag("attention_bias")
     attention = attention_of(keys, rope, bias, bias)
-    scalar = keys.number("query_pre_attn_scalar", default=256)
+    scalar = keys.positive("query_pre_attn_scalar", default=256)
     return replace(attention, scale=scalar**-0.5)
 
 
@@ -86,9 +85,7 @@ def _model(keys: Keys, layers: list[Layer], final_cap: float | None) -> Model:
     keys.only("sliding_window_size", keys.get("sliding_window"))
     scale = keys.count("hidden_size") ** 0.5
     model = decoder(keys, layers, tied=True, norm=_norm(keys, "model.norm"))
-    cap = keys.get("final_logit_softcapping", default=final_cap)
-    if cap is not None:
-        cap = keys.number("final_logit_softcapping", default=final_cap)
+    cap = keys.optional_number("final_logit_softcapping", default=final_cap)
     return replace(
         model,
         embedding=Embedding(model.embedding.name, scale=scale),

@@ -23,6 +23,7 @@ def describe(keys: Keys) -> Model:
 
 def qwen3_attention(keys: Keys) -> Attention:
     """Attention with normalised queries and keys, as the mixtures of experts have it too."""
+    keys.only("use_qk_norm", True)
     bias = keys.flag("attention_bias")
     return replace(
         attention_of(keys, qkv_bias=bias, out_bias=bias),

@@ -1,0 +1,57 @@
+"""Which tensors of a checkpoint a model reads, by their names.
+
+Each tensor belongs to a layer, to a part outside the layers, to a known leftover that changes
+nothing, or is refused by name: a tensor that is not read may change what is computed.
+"""
+
+import re
+from collections.abc import Iterable
+
+from gllm.models.spec import Model
+
+LEFTOVERS = (r"(.*\.)?rotary(_pos)?_emb\.inv_freq",)
+"""Patterns of tensors that old files of all families may have and that are computed here. A family
+names its own in Model.ignored; docs/models.md lists them all."""
+
+
+class TensorNames:
+    """The names of a model's tensors."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._layer = re.compile(re.escape(model.layer_name).replace(r"\{\}", r"(\d+)") + r"\.")
+        self._ignored = re.compile("|".join((*LEFTOVERS, *model.ignored)))
+
+    def is_read(self, name: str, layers: range) -> bool:
+        """Return whether a stage with these layers reads a tensor."""
+        return not self.is_ignored(name) and self._belongs(name, layers)
+
+    def _belongs(self, name: str, layers: range) -> bool:
+        index = self._layer_of(name)
+        if index is not None:
+            return index in layers
+        return name.rpartition(".")[0] in self._model.outside_layers(layers)
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether a tensor is a known leftover, or belongs to a layer that predicts further
+        tokens."""
+        index, last = self._layer_of(name), self._model.num_layers
+        if index is not None and last <= index < last + self._model.prediction_layers:
+            return True
+        return self._ignored.fullmatch(name) is not None
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        """Return the names that no stage reads and that are not ignored, sorted."""
+        every = range(self._model.num_layers)
+        return sorted(
+            name for name in names if not (self._belongs(name, every) or self.is_ignored(name))
+        )
+
+    def excess_layers(self, names: Iterable[str]) -> list[int]:
+        """Return the sorted numbers of layers beyond those of the model."""
+        numbers = {number for name in names if (number := self._layer_of(name)) is not None}
+        return sorted(number for number in numbers if number >= self._model.num_layers)
+
+    def _layer_of(self, name: str) -> int | None:
+        found = self._layer.match(name)
+        return None if found is None else int(found[1])

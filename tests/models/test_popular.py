@@ -1,0 +1,123 @@
+"""Popular models' configurations: loaded as published, or refused by their architecture."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from gllm.models.errors import ModelError
+from gllm.models.spec import Model
+from tests.models.published import PUBLISHED, Config, read
+
+POPULAR: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "data" / "popular_configs.json").read_text()
+)
+"""Contents of files by model, with the shape: layers, heads, cached heads, elements of a key,
+context length."""
+
+
+def test_there_are_fifty() -> None:
+    assert len(POPULAR.keys() - PUBLISHED.keys()) >= 50
+
+
+def shape(model: Model) -> list[int]:
+    attention = model.layers[0].attention
+    cached = attention.cached
+    return [model.num_layers, attention.heads, cached.heads, cached.key, model.context_length]
+
+
+@pytest.mark.parametrize("name", POPULAR)
+def test_loads_as_published(name: str) -> None:
+    assert shape(read(POPULAR[name]["config"])) == POPULAR[name]["shape"]
+
+
+TYPES = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers does not have, and those of which they are."""
+LIBRARY = [
+    name for name in POPULAR if POPULAR[name]["config"]["model_type"] not in ("chatglm", "baichuan")
+]
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_loads_as_transformers_writes_it(name: str) -> None:
+    raw = {key: value for key, value in POPULAR[name]["config"].items() if key != "auto_map"}
+    keys = copy.deepcopy(raw)
+    kind = keys.pop("model_type")
+    config = transformers.AutoConfig.for_model(TYPES.get(kind, kind), **keys)
+    assert read(config.to_dict() | {"architectures": raw["architectures"]}) == read(raw)
+
+
+ABSENT = {
+    "gpt-oss-20b": "GptOssForCausalLM",
+    "pythia-1.4b": "GPTNeoXForCausalLM",
+    "phi-2": "PhiForCausalLM",
+    "gemma-7b-it": "GemmaForCausalLM",
+    "gemma-3-4b-it": "Gemma3ForConditionalGeneration",
+    "qwen2.5-vl-7b-instruct": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3-next-80b-a3b": "Qwen3NextForCausalLM",
+    "qwen-7b": "QWenLMHeadModel",
+    "llama-4-scout": "Llama4ForConditionalGeneration",
+    "starcoder2-7b": "Starcoder2ForCausalLM",
+    "olmo-2-7b": "Olmo2ForCausalLM",
+    "granite-3.1-8b-instruct": "GraniteForCausalLM",
+    "smollm3-3b": "SmolLM3ForCausalLM",
+    "glm-4.5-air": "Glm4MoeForCausalLM",
+    "gpt-j-6b": "GPTJForCausalLM",
+    "mpt-7b": "MPTForCausalLM",
+    "internlm2-chat-7b": "InternLM2ForCausalLM",
+    "mamba-2.8b": "MambaForCausalLM",
+    "bert-base-uncased": "BertForMaskedLM",
+    "t5-small": "T5ForConditionalGeneration",
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_other_architectures_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ModelError, match=ABSENT[name]):
+        read({"architectures": [ABSENT[name]], "hidden_size": 64})
+
+
+EVERY = {**PUBLISHED, **{name: row["config"] for name, row in POPULAR.items()}}
+HARMLESS: Config = {
+    "brand_new": None,
+    "attn_implementation": "flash_attention_2",
+    "quantization": None,
+    "quantization_config": None,
+    "rope_interleaved": False,
+    "mlp_only_layers": [],
+    "shared_expert_intermediate_size": None,
+    "output_past": True,
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_values_that_ask_for_nothing_change_nothing(name: str) -> None:
+    raw = EVERY[name]
+    changes = {key: value for key, value in HARMLESS.items() if key not in raw}
+    if raw["model_type"] in ("llama", "opt", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
+        changes |= {"layer_types": ["full_attention"] * raw["num_hidden_layers"]}
+    assert read(raw | changes) == read(raw)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("rope_interleaved", True), ("qkv_bias", True), ("shared_expert_intermediate_size", 512)),
+        *(("mlp_only_layers", [0]), ("use_qk_norm", True), ("partial_rotary_factor", 0.5)),
+        *(("layer_types", ["sliding_attention"] * 32), ("quantization", {"bits": 4})),
+        *(("layer_types", []), ("layer_types", "full_attention"), ("brand_new", False)),
+    ],
+    ids=str,
+)
+def test_the_same_keys_with_other_values_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ModelError, match=key):
+        read(PUBLISHED["llama-2-7b"] | {key: value})
+
+
+def test_qwen3_without_its_norms_is_refused() -> None:
+    for name in ("qwen3-0.6b", "qwen3-coder-30b-a3b-instruct"):
+        with pytest.raises(ModelError, match="use_qk_norm False"):
+            read(POPULAR[name]["config"] | {"use_qk_norm": False})
