@@ -15,6 +15,7 @@ from torch.nn import functional
 from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, linear_fp8, stack_fp8
 from gllm.kernels.linear_int8 import Int8Matrix, linear_int8, prepare_int8
 from gllm.kernels.native.library import (
+    DTYPES,
     LinearArguments,
     PackArguments,
     UnpackArguments,
@@ -104,7 +105,7 @@ def _pack(weight: Tensor, to: Tensor, step: int = 1) -> None:
     assert library is not None, "there are panels"
     outputs, inputs = weight.shape
     weight = weight.contiguous()
-    flags = (step, weight.dtype == torch.bfloat16, torch.get_num_threads())
+    flags = (step, DTYPES[weight.dtype], torch.get_num_threads())
     library(PackArguments(pointer(to), pointer(weight), inputs, outputs, *flags))
 
 
@@ -140,7 +141,7 @@ def multiply_packed(
             *(pointer(tensor) for tensor in (out, x, matrix.weight, bias)),
             *(len(x), x.shape[1], matrix.outputs, x.stride(0), gate),
             out.dtype == torch.float32,
-            x.dtype == torch.bfloat16,
+            DTYPES[x.dtype],
             torch.get_num_threads(),
         )
     )
@@ -159,7 +160,7 @@ def rows_of(matrix: PlainMatrix, chosen: Tensor) -> Tensor:
     library(
         UnpackArguments(
             *(pointer(tensor) for tensor in (result, matrix.weight, chosen)),
-            *(len(chosen), inputs, result.dtype == torch.bfloat16, torch.get_num_threads()),
+            *(len(chosen), inputs, DTYPES[result.dtype], torch.get_num_threads()),
         )
     )
     return result

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.native.library import Int8Arguments, QuantizeArguments, native, pointer
+from gllm.kernels.native.library import DTYPES, Int8Arguments, QuantizeArguments, native, pointer
 
 LARGEST = 127
 """Code of a row's largest number, without ZERO."""
@@ -69,7 +69,7 @@ def quantize_rows(x: Tensor) -> Rows:
     library = native(x)
     if library is not None:
         pointers = (x.data_ptr(), codes.data_ptr(), made.scales.data_ptr())
-        flags = (x.dtype == torch.bfloat16, torch.get_num_threads())
+        flags = (DTYPES[x.dtype], torch.get_num_threads())
         library(QuantizeArguments(*pointers, rows, size, *flags))
         return made
     numbers = x.to(torch.float32)
@@ -133,7 +133,7 @@ def linear_int8(
             *(x.data_ptr(), matrix.codes.data_ptr(), matrix.scales.data_ptr()),
             *(matrix.offsets.data_ptr(), pointer(bias), result.data_ptr()),
             *(*x.shape, matrix.outputs),
-            *(x.dtype == torch.bfloat16, result.dtype == torch.float32, torch.get_num_threads()),
+            *(DTYPES[x.dtype], result.dtype == torch.float32, torch.get_num_threads()),
         )
     )
     return result

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.native.library import Library, NormArguments, native, pointer
+from gllm.kernels.native.library import DTYPES, Library, NormArguments, native, pointer
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,7 +46,7 @@ def _native(
     arguments = NormArguments(
         *(pointer(hidden), pointer(delta), pointer(weight), pointer(output)),
         *(hidden.numel() // size, size, eps),
-        *(weight.dtype == torch.float32, hidden.dtype == torch.bfloat16, torch.get_num_threads()),
+        *(weight.dtype == torch.float32, DTYPES[hidden.dtype], torch.get_num_threads()),
     )
     library(arguments)
     return output

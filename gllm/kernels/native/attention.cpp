@@ -30,7 +30,7 @@ struct AttentionArguments {
     int64_t query_row, key_row, value_row;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
-    int32_t is_bfloat16, threads;
+    int32_t dtype, threads;
 };
 
 namespace {
@@ -276,8 +276,7 @@ class Attention {
             int64_t d = 0;
             if (i + PER <= count)
                 for (; d + LANES <= a.value_dim; d += LANES) {
-                    const Vector both = PER == 1 ? load_units(rows[i] + d)
-                                                 : interleaved(rows[i] + d, rows[i + PER - 1] + d);
+                    const Vector both = neighbours(rows[i] + d, rows[i + PER - 1] + d);
                     std::memcpy(packed + d, &both, sizeof(both));
                 }
             for (; d < a.value_dim; ++d)
@@ -286,12 +285,11 @@ class Attention {
         }
     }
 
-    // LANES units from memory.
-    static Vector load_units(const T* from) {
+    static Vector neighbours(const T* first, const T* second) {
         if constexpr (PER == 1)
-            return load(from);
+            return load(first);
         else
-            return load(reinterpret_cast<const float*>(from));
+            return interleaved(first, second);
     }
 
     void write(const Tile& tile, const Scratch<Unit>& s) const {
@@ -312,9 +310,6 @@ class Attention {
 }  // namespace
 }  // namespace gllm
 
-extern "C" void gllm_attention(const gllm::AttentionArguments* arguments) {
-    if (arguments->is_bfloat16)
-        gllm::Attention<gllm::bfloat16>(*arguments).run();
-    else
-        gllm::Attention<float>(*arguments).run();
+extern "C" __attribute__((visibility("default"))) void gllm_attention(const gllm::AttentionArguments* a) {
+    gllm::with_dtype(a->dtype, [&](auto type) { gllm::Attention<decltype(type)>(*a).run(); });
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 from gllm.kernels.attention import Scores
 from gllm.kernels.attention_backends import Wanted
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.native.library import AttentionArguments, native, pointer
+from gllm.kernels.native.library import DTYPES, AttentionArguments, native, pointer
 
 
 def refusal(wanted: Wanted) -> str | None:
@@ -47,7 +47,7 @@ def paged_attention(
             *(query.shape[1], *key_cache.shape[2:], value_cache.shape[3]),
             *(query.stride(0), key_cache.stride(1), value_cache.stride(1), plan.window or 0),
             *(scores.scale, scores.softcap or 0),
-            *(query.dtype == torch.bfloat16, torch.get_num_threads()),
+            *(DTYPES[query.dtype], torch.get_num_threads()),
         )
     )
     return output

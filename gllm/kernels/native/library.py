@@ -18,16 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}
 FLAVORS = MappingProxyType(
     {
-        "avx512": {
-            *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"),
-        },
-        "avx2": {"avx2", "fma"},
+        "avx512_bf16": {*_AVX512, "avx512_bf16", "avx512_vnni"},
+        "avx512": _AVX512,
+        "avx2": {"avx2", "fma", "f16c"},
         "portable": set[str](),
     }
 )
 """Builds and the features of a processor that each needs, best first."""
+
+DTYPES = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
+"""Types that kernels compute on, as simd.h numbers them."""
 
 Pointer, Long, Int, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -45,7 +48,7 @@ class AttentionArguments(ctypes.Structure):
         ("rows table_row block_size heads kv_heads key_dim value_dim", Long),
         ("query_row key_row value_row window", Long),
         ("scale softcap", Float),
-        ("is_bfloat16 threads", Int),
+        ("dtype threads", Int),
     )
 
 
@@ -56,7 +59,7 @@ class NormArguments(ctypes.Structure):
         ("hidden delta weight output", Pointer),
         ("rows size", Long),
         ("eps", Float),
-        ("float_weight is_bfloat16 threads", Int),
+        ("float_weight dtype threads", Int),
     )
 
 
@@ -67,7 +70,7 @@ class RotaryArguments(ctypes.Structure):
         ("qkv cosine sine query_norm key_norm keys values slots", Pointer),
         ("tokens heads kv_heads head_dim dim", Long),
         ("eps", Float),
-        ("interleaved float_weight is_bfloat16 threads", Int),
+        ("interleaved float_weight dtype threads", Int),
     )
 
 
@@ -75,7 +78,7 @@ class GateArguments(ctypes.Structure):
     """As in elementwise.cpp."""
 
     _fields_ = _fields(
-        ("gate_up output", Pointer), ("rows size", Long), ("activation is_bfloat16 threads", Int)
+        ("gate_up output", Pointer), ("rows size", Long), ("activation dtype threads", Int)
     )
 
 
@@ -85,7 +88,7 @@ class LinearArguments(ctypes.Structure):
     _fields_ = _fields(
         ("output input weight bias", Pointer),
         ("rows inputs outputs input_row", Long),
-        ("gate float_output is_bfloat16 threads", Int),
+        ("gate float_output dtype threads", Int),
     )
 
 
@@ -93,7 +96,7 @@ class PackArguments(ctypes.Structure):
     """As in linear.cpp."""
 
     _fields_ = _fields(
-        ("packed weight", Pointer), ("inputs outputs", Long), ("step is_bfloat16 threads", Int)
+        ("packed weight", Pointer), ("inputs outputs", Long), ("step dtype threads", Int)
     )
 
 
@@ -101,7 +104,7 @@ class UnpackArguments(ctypes.Structure):
     """As in linear.cpp."""
 
     _fields_ = _fields(
-        ("output packed chosen", Pointer), ("rows inputs", Long), ("is_bfloat16 threads", Int)
+        ("output packed chosen", Pointer), ("rows inputs", Long), ("dtype threads", Int)
     )
 
 
@@ -109,7 +112,7 @@ class QuantizeArguments(ctypes.Structure):
     """As in int8.cpp."""
 
     _fields_ = _fields(
-        ("x codes scales", Pointer), ("rows size", Long), ("is_bfloat16 threads", Int)
+        ("x codes scales", Pointer), ("rows size", Long), ("dtype threads", Int)
     )
 
 
@@ -119,7 +122,7 @@ class Int8Arguments(ctypes.Structure):
     _fields_ = _fields(
         ("x weights scales offsets bias output", Pointer),
         ("rows inputs outputs", Long),
-        ("is_bfloat16 float_output threads", Int),
+        ("dtype float_output threads", Int),
     )
 
 
@@ -189,7 +192,7 @@ def library() -> Library | None:
 
 def native(tensor: Tensor) -> Library | None:
     """The library, where it computes on tensors like this one."""
-    if tensor.is_cpu and tensor.dtype in (torch.float32, torch.bfloat16):
+    if tensor.is_cpu and tensor.dtype in DTYPES:
         return recorder.get() or library()
     return None
 
