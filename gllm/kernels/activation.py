@@ -40,7 +40,7 @@ def gate(kind: str, gate_up: Tensor) -> Tensor:
         from gllm.kernels.triton import activation as gpu
 
         return gpu.gate(kind, gate_up)
-    library = native(gate_up)
+    library = native(gate_up, "gate")
     if library is not None and kind in COMPILED and gate_up.is_contiguous():
         tokens, size = len(gate_up), gate_up.shape[1] // 2
         output = library.empty((tokens, size), gate_up.dtype)

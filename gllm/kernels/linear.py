@@ -94,14 +94,14 @@ def packed_in_turns(gates: Tensor, others: Tensor) -> PlainMatrix | None:
 def _panels(like: Tensor, outputs: int) -> Tensor | None:
     """Memory for so many outputs in panels."""
     # Two neighbouring bfloat16 are multiplied at once.
-    if native(like) is None or like.shape[1] % 2:
+    if native(like, "linear") is None or like.shape[1] % 2:
         return None
     return torch.empty(-(-outputs // PANEL) * PANEL, like.shape[1], dtype=like.dtype)
 
 
 def _pack(weight: Tensor, to: Tensor, step: int = 1) -> None:
     """Put the weight into every panel, or every second one."""
-    library = native(weight)
+    library = native(weight, "linear")
     assert library is not None, "there are panels"
     outputs, inputs = weight.shape
     weight = weight.contiguous()
@@ -129,7 +129,7 @@ def multiply_packed(
 ) -> Tensor:
     """`linear` by a packed matrix. gate: the activation (library.py) of gates, where it has some;
     bias then [2 * outputs]."""
-    library = native(x)
+    library = native(x, "linear")
     assert library is not None, "packed by compiled kernels"
     assert matrix.is_gated == bool(gate), "gates and their activation come together"
     if x.stride(1) != 1:
@@ -152,7 +152,7 @@ def rows_of(matrix: PlainMatrix, chosen: Tensor) -> Tensor:
     """Rows of the weight by index [n] int64: [n, inputs]."""
     if not matrix.is_packed:
         return functional.embedding(chosen, matrix.weight)
-    library, inputs = native(matrix.weight), matrix.weight.shape[1]
+    library, inputs = native(matrix.weight, "linear"), matrix.weight.shape[1]
     assert library is not None, "packed by compiled kernels"
     if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < matrix.outputs:
         raise IndexError(f"a row beyond the weight's {matrix.outputs}")

@@ -66,7 +66,7 @@ def quantize_rows(x: Tensor) -> Rows:
     rows, size = x.shape
     codes = x.new_empty(rows, -(-size // GROUP) * GROUP, dtype=torch.uint8)
     made = Rows(codes, x.new_empty(rows, dtype=torch.float32))
-    library = native(x)
+    library = native(x, "linear_int8")
     if library is not None:
         pointers = (x.data_ptr(), codes.data_ptr(), made.scales.data_ptr())
         flags = (DTYPES[x.dtype], torch.get_num_threads())
@@ -118,12 +118,8 @@ def linear_int8(
 
     out [tokens, outputs]: where it goes instead, of x's type or float32, contiguous.
     """
-    if x.dtype == torch.float16:
-        wide = None if bias is None else bias.to(torch.float32)
-        result = linear_int8(x.to(torch.float32), matrix, wide)
-        return result.to(x.dtype) if out is None else out.copy_(result)
     x = x.contiguous()
-    library, shape = native(x), (len(x), matrix.outputs)
+    library, shape = native(x, "linear_int8"), (len(x), matrix.outputs)
     if library is None:
         result = x.new_empty(shape) if out is None else out
         return _product(quantize_rows(x), matrix, bias, result)

@@ -40,7 +40,7 @@ def rotate_and_store(
         from gllm.kernels.triton import qkv as gpu
 
         return gpu.rotate_and_store(fused, how, angles, cache, slots)
-    library = native(fused)
+    library = native(fused, "rotate")
     if library is not None and fused.is_contiguous() and cache[0].dtype == fused.dtype:
         library(_arguments(fused, how, angles, cache, slots))
         return fused[:, : how.heads]

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "multiply.h"
+#include "scratch.h"
 
 namespace gllm {
 
@@ -47,9 +48,9 @@ struct Block {
 template <class Unit>
 struct Scratch {
     Block block, coming;
-    std::vector<Unit> queries, keys, values, weights;
-    std::vector<float> scores, sums, most;
-    std::vector<Vector> total;
+    Memory<Unit> queries, keys, values, weights;
+    Memory<float> scores, sums, most;
+    Memory<Vector> total;
 };
 
 struct Tile {
@@ -112,7 +113,9 @@ class Attention {
     Tile tile_of(int64_t row, int64_t head, int64_t first, int64_t tokens) const {
         const int64_t row_tokens = a.query_start[row + 1] - a.query_start[row];
         const int64_t position = a.context_len[row] - row_tokens + first;
-        const int64_t begin = a.window ? std::max<int64_t>(position - a.window + 1, 0) : 0;
+        // Blocks begin at multiples of KEYS, so that a query's sums do not depend on its tile.
+        const int64_t oldest = a.window ? std::max<int64_t>(position - a.window + 1, 0) : 0;
+        const int64_t begin = oldest / KEYS * KEYS;
         return {row, head, first, tokens, position, begin, position + tokens};
     }
 

@@ -8,10 +8,10 @@
 // Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4.
 
 #include <algorithm>
-#include <vector>
 
 #include "activation.h"
 #include "panels.h"
+#include "scratch.h"
 
 namespace gllm {
 
@@ -94,8 +94,8 @@ Multiply<Unit, Weight> multiply_of(int64_t rows, std::integer_sequence<int, R...
 // Memory of a thread.
 template <class Unit>
 struct Scratch {
-    std::vector<Unit> inputs, weights;
-    std::vector<float> sums;
+    Memory<Unit> inputs, weights;
+    Memory<float> sums;
 };
 
 template <class T>
@@ -113,7 +113,9 @@ class Linear {
     void run() const {
         if (a.rows == 0) return;
         const int64_t row_blocks = few ? 1 : blocks_of(a.rows, ROWS);
-        const int64_t fair = blocks_of(panels * row_blocks, 4 * a.threads);
+        // Some tasks for each thread, as others may be busy; inputs are turned anew for each.
+        const int64_t tasks = a.threads == 1 ? 1 : (few ? 4 : 2) * a.threads;
+        const int64_t fair = blocks_of(panels * row_blocks, tasks);
         const int64_t most = few ? panels : MOST_PANELS, step = few && !a.gate ? 1 : 2;
         const int64_t group = blocks_of(std::min(fair, most), step) * step;
         const int64_t groups = blocks_of(panels, group);
