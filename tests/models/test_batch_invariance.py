@@ -1,4 +1,4 @@
-"""With compiled kernels a sequence's hidden states do not depend on what shares its micro-batches."""
+"""With compiled kernels hidden states do not depend on what shares a sequence's micro-batches."""
 
 from pathlib import Path
 
@@ -51,7 +51,9 @@ class Model:
             decodes = int((counts == 1).cumprod().sum())
             rows = PagedRows(table[owners], start, seen[owners], decodes, BLOCK, BLOCKS)
             spots = [np.arange(b, b + c) for b, c in zip(begin, counts, strict=True)]
-            ids = np.concatenate([(o * 31 + s * 7) % 100 + 3 for o, s in zip(owners, spots)])
+            ids = np.concatenate(
+                [(o * 31 + s * 7) % 100 + 3 for o, s in zip(owners, spots, strict=True)]
+            )
             plans = {w: plan_attention(rows, self.dtype, w) for w in self.windows}
             positions = torch.from_numpy(np.concatenate(spots))
             inputs = StageInputs(torch.from_numpy(ids), positions, plans)

@@ -68,7 +68,7 @@ class Served:
 
 
 @pytest.mark.skipif(library() is None, reason="nothing is compiled")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", RECORDED)
 def test_a_program_computes_the_same(
     family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

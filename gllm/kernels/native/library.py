@@ -114,9 +114,7 @@ class UnpackArguments(ctypes.Structure):
 class QuantizeArguments(ctypes.Structure):
     """As in int8.cpp."""
 
-    _fields_ = _fields(
-        ("x codes scales", Pointer), ("rows size", Long), ("dtype threads", Int)
-    )
+    _fields_ = _fields(("x codes scales", Pointer), ("rows size", Long), ("dtype threads", Int))
 
 
 class Int8Arguments(ctypes.Structure):
