@@ -10,6 +10,7 @@ threads, for torch has loaded the same OpenMP library before.
 
 import ctypes
 import fcntl
+import importlib
 import json
 import logging
 import os
@@ -221,9 +222,9 @@ class MeasuredLibrary(Library):
         return ratios
 
     def _measure(self, dtype: torch.dtype) -> Mapping[Operation, float]:
-        from gllm.kernels.native.measure import measure
-
-        ratios = measure(self, dtype)
+        # When it is needed: it runs the operations, which are made of this module.
+        module = importlib.import_module("gllm.kernels.native.measure")
+        ratios: Mapping[Operation, float] = module.measure(self, dtype)
         slow = [f"{name} ({ratio:.1f} x)" for name, ratio in ratios.items() if ratio > SLOWER]
         if slow:
             log.warning(
