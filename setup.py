@@ -9,9 +9,11 @@ ROOT = Path(__file__).parent
 NATIVE = Path("gllm/kernels/native")
 FLAVORS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    FLAVORS["avx2"] = ["-mavx2", "-mfma"]
-    FLAVORS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
-    FLAVORS["avx512"] += ["-mavx512vnni", "-mfma", "-mprefer-vector-width=512"]
+    # As in gllm/kernels/native/builds.py, which knows what processors run each.
+    FLAVORS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    FLAVORS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
+    FLAVORS["avx512"] += ["-mprefer-vector-width=512"]
+    FLAVORS["avx512_bf16"] = [*FLAVORS["avx512"], "-mavx512bf16", "-mavx512vnni"]
 
 
 RANGES = {"aiohttp": "~=3.14.5"}
@@ -34,7 +36,7 @@ def native(flavor: str, flags: list[str]) -> Extension:
         # Units and their parts share memory; vectors are passed between inlined functions only.
         extra_compile_args=[
             *("-std=c++17", "-O3", "-fopenmp", "-fno-strict-aliasing", "-ffp-contract=fast"),
-            *("-fno-math-errno", "-Wno-psabi", *flags),
+            *("-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi", *flags),
         ],
         extra_link_args=["-fopenmp"],
         optional=True,

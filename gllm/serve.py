@@ -47,9 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         values.api_key = [*(values.api_key or ()), *keys_of_environment(os.environ)]
         engine_config = from_flags(EngineConfig, values)
         server_config = from_flags(ServerConfig, values)
+        workers = Workers(engine_config.pipeline_parallel_size)
     except ValueError as error:
         return _refuse(error, 2, logs)
-    workers = Workers(engine_config.pipeline_parallel_size)
     try:
         return _serve(engine_config, server_config, workers, logs)
     finally:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.native.library import ACTIVATIONS as COMPILED
-from gllm.kernels.native.library import GateArguments, native, pointer
+from gllm.kernels.native.library import DTYPES, GateArguments, native, pointer
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -40,11 +40,11 @@ def gate(kind: str, gate_up: Tensor) -> Tensor:
         from gllm.kernels.triton import activation as gpu
 
         return gpu.gate(kind, gate_up)
-    library = native(gate_up)
+    library = native(gate_up, "gate")
     if library is not None and kind in COMPILED and gate_up.is_contiguous():
         tokens, size = len(gate_up), gate_up.shape[1] // 2
         output = library.empty((tokens, size), gate_up.dtype)
-        flags = (COMPILED[kind], gate_up.dtype == torch.bfloat16, torch.get_num_threads())
+        flags = (COMPILED[kind], DTYPES[gate_up.dtype], torch.get_num_threads())
         library(GateArguments(pointer(gate_up), pointer(output), tokens, size, *flags))
         return output
     gate, up = gate_up.chunk(2, dim=-1)

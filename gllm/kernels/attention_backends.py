@@ -1,7 +1,8 @@
 """Ways to compute paged attention, by name: what each reads, and which one a stage takes.
 
 Owns the table. A backend is a module with `paged_attention`, as the operation in attention.py, and
-where it cannot compute everything `refusal`: why not what a stage wants, and what to do about it. A
+where it cannot compute everything `refusal`: why not what a stage wants, and what to do about it.
+`auto_refusal`, where there is one, says why another backend is the better choice. A
 new one is one file and one line here (and its name among the choices of gllm/config.py). Modules
 are imported when first asked for. Does not know what they compute.
 """
@@ -97,7 +98,7 @@ def choose(requested: str, wanted: Wanted) -> Choice:
         return Choice(requested, "as asked for")
     refused: list[str] = []
     for name in AUTO[wanted.device]:
-        why = refusal(name, wanted)
+        why = refusal(name, wanted) or auto_refusal(name, wanted)
         if why is None:
             return Choice(name, f"not {'; '.join(refused)}" if refused else "fits and is preferred")
         refused.append(f"{name}: {why}")
@@ -114,6 +115,12 @@ def refusal(name: str, wanted: Wanted) -> str | None:
     return None if found is None else found(wanted)
 
 
+def auto_refusal(name: str, wanted: Wanted) -> str | None:
+    """Why auto goes on to the next backend, although this one can do what is wanted."""
+    found = getattr(implementation(name), "auto_refusal", None)
+    return None if found is None else found(wanted)
+
+
 @cache
 def implementation(name: str) -> ModuleType:
     """A backend's module."""
@@ -125,4 +132,5 @@ def usual_backend(dtype: torch.dtype, device: torch.device) -> str:
     has chosen."""
     if device.type != "cpu":
         return "triton"
-    return "torch" if native(torch.empty(0, dtype=dtype)) is None else "native"
+    library = native(torch.empty(0, dtype=dtype), "attention")
+    return "torch" if library is None else "native"

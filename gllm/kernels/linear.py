@@ -15,6 +15,7 @@ from torch.nn import functional
 from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, linear_fp8, stack_fp8
 from gllm.kernels.linear_int8 import Int8Matrix, linear_int8, prepare_int8
 from gllm.kernels.native.library import (
+    DTYPES,
     LinearArguments,
     PackArguments,
     UnpackArguments,
@@ -93,18 +94,18 @@ def packed_in_turns(gates: Tensor, others: Tensor) -> PlainMatrix | None:
 def _panels(like: Tensor, outputs: int) -> Tensor | None:
     """Memory for so many outputs in panels."""
     # Two neighbouring bfloat16 are multiplied at once.
-    if native(like) is None or like.shape[1] % 2:
+    if native(like, "linear") is None or like.shape[1] % 2:
         return None
     return torch.empty(-(-outputs // PANEL) * PANEL, like.shape[1], dtype=like.dtype)
 
 
 def _pack(weight: Tensor, to: Tensor, step: int = 1) -> None:
     """Put the weight into every panel, or every second one."""
-    library = native(weight)
+    library = native(weight, "linear")
     assert library is not None, "there are panels"
     outputs, inputs = weight.shape
     weight = weight.contiguous()
-    flags = (step, weight.dtype == torch.bfloat16, torch.get_num_threads())
+    flags = (step, DTYPES[weight.dtype], torch.get_num_threads())
     library(PackArguments(pointer(to), pointer(weight), inputs, outputs, *flags))
 
 
@@ -128,7 +129,7 @@ def multiply_packed(
 ) -> Tensor:
     """`linear` by a packed matrix. gate: the activation (library.py) of gates, where it has some;
     bias then [2 * outputs]."""
-    library = native(x)
+    library = native(x, "linear")
     assert library is not None, "packed by compiled kernels"
     assert matrix.is_gated == bool(gate), "gates and their activation come together"
     if x.stride(1) != 1:
@@ -140,7 +141,7 @@ def multiply_packed(
             *(pointer(tensor) for tensor in (out, x, matrix.weight, bias)),
             *(len(x), x.shape[1], matrix.outputs, x.stride(0), gate),
             out.dtype == torch.float32,
-            x.dtype == torch.bfloat16,
+            DTYPES[x.dtype],
             torch.get_num_threads(),
         )
     )
@@ -151,7 +152,7 @@ def rows_of(matrix: PlainMatrix, chosen: Tensor) -> Tensor:
     """Rows of the weight by index [n] int64: [n, inputs]."""
     if not matrix.is_packed:
         return functional.embedding(chosen, matrix.weight)
-    library, inputs = native(matrix.weight), matrix.weight.shape[1]
+    library, inputs = native(matrix.weight, "linear"), matrix.weight.shape[1]
     assert library is not None, "packed by compiled kernels"
     if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < matrix.outputs:
         raise IndexError(f"a row beyond the weight's {matrix.outputs}")
@@ -159,7 +160,7 @@ def rows_of(matrix: PlainMatrix, chosen: Tensor) -> Tensor:
     library(
         UnpackArguments(
             *(pointer(tensor) for tensor in (result, matrix.weight, chosen)),
-            *(len(chosen), inputs, result.dtype == torch.bfloat16, torch.get_num_threads()),
+            *(len(chosen), inputs, DTYPES[result.dtype], torch.get_num_threads()),
         )
     )
     return result

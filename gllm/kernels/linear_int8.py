@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.native.library import Int8Arguments, QuantizeArguments, native, pointer
+from gllm.kernels.native.library import DTYPES, Int8Arguments, QuantizeArguments, native, pointer
 
 LARGEST = 127
 """Code of a row's largest number, without ZERO."""
@@ -66,10 +66,10 @@ def quantize_rows(x: Tensor) -> Rows:
     rows, size = x.shape
     codes = x.new_empty(rows, -(-size // GROUP) * GROUP, dtype=torch.uint8)
     made = Rows(codes, x.new_empty(rows, dtype=torch.float32))
-    library = native(x)
+    library = native(x, "linear_int8")
     if library is not None:
         pointers = (x.data_ptr(), codes.data_ptr(), made.scales.data_ptr())
-        flags = (x.dtype == torch.bfloat16, torch.get_num_threads())
+        flags = (DTYPES[x.dtype], torch.get_num_threads())
         library(QuantizeArguments(*pointers, rows, size, *flags))
         return made
     numbers = x.to(torch.float32)
@@ -118,12 +118,8 @@ def linear_int8(
 
     out [tokens, outputs]: where it goes instead, of x's type or float32, contiguous.
     """
-    if x.dtype == torch.float16:
-        wide = None if bias is None else bias.to(torch.float32)
-        result = linear_int8(x.to(torch.float32), matrix, wide)
-        return result.to(x.dtype) if out is None else out.copy_(result)
     x = x.contiguous()
-    library, shape = native(x), (len(x), matrix.outputs)
+    library, shape = native(x, "linear_int8"), (len(x), matrix.outputs)
     if library is None:
         result = x.new_empty(shape) if out is None else out
         return _product(quantize_rows(x), matrix, bias, result)
@@ -133,7 +129,7 @@ def linear_int8(
             *(x.data_ptr(), matrix.codes.data_ptr(), matrix.scales.data_ptr()),
             *(matrix.offsets.data_ptr(), pointer(bias), result.data_ptr()),
             *(*x.shape, matrix.outputs),
-            *(x.dtype == torch.bfloat16, result.dtype == torch.float32, torch.get_num_threads()),
+            *(DTYPES[x.dtype], result.dtype == torch.float32, torch.get_num_threads()),
         )
     )
     return result

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention import store_kv
-from gllm.kernels.native.library import RotaryArguments, native, pointer
+from gllm.kernels.native.library import DTYPES, RotaryArguments, native, pointer
 from gllm.kernels.rms_norm import rms_norm
 from gllm.kernels.rotary import Angles, apply_rotary
 
@@ -40,7 +40,7 @@ def rotate_and_store(
         from gllm.kernels.triton import qkv as gpu
 
         return gpu.rotate_and_store(fused, how, angles, cache, slots)
-    library = native(fused)
+    library = native(fused, "rotate")
     if library is not None and fused.is_contiguous() and cache[0].dtype == fused.dtype:
         library(_arguments(fused, how, angles, cache, slots))
         return fused[:, : how.heads]
@@ -66,6 +66,6 @@ def _arguments(
         how.eps,
         how.interleaved,
         norm is not None and norm.dtype == torch.float32,
-        fused.dtype == torch.bfloat16,
+        DTYPES[fused.dtype],
         torch.get_num_threads(),
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.native.library import Library, NormArguments, native, pointer
+from gllm.kernels.native.library import DTYPES, Library, NormArguments, native, pointer
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from gllm.kernels.triton import rms_norm as gpu
 
         return gpu.rms_norm(x, weight, eps)
-    library = native(x)
+    library = native(x, "norm")
     if library is not None and x.is_contiguous():
         return _native(library, x, None, weight, eps)
     return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
@@ -32,7 +32,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> T
         from gllm.kernels.triton import rms_norm as gpu
 
         return gpu.add_rms_norm(hidden, delta, weight, eps)
-    library = native(hidden)
+    library = native(hidden, "norm")
     if library is not None and hidden.is_contiguous() and delta.is_contiguous():
         return _native(library, hidden, delta, weight, eps)
     return rms_norm(hidden.add_(delta), weight, eps)
@@ -46,7 +46,7 @@ def _native(
     arguments = NormArguments(
         *(pointer(hidden), pointer(delta), pointer(weight), pointer(output)),
         *(hidden.numel() // size, size, eps),
-        *(weight.dtype == torch.float32, hidden.dtype == torch.bfloat16, torch.get_num_threads()),
+        *(weight.dtype == torch.float32, DTYPES[hidden.dtype], torch.get_num_threads()),
     )
     library(arguments)
     return output

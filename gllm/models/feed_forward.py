@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gllm.kernels.activation import activate
 from gllm.kernels.experts import (
@@ -20,7 +19,7 @@ from gllm.kernels.experts import (
     stack,
 )
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
-from gllm.kernels.linear import Matrix, prepare
+from gllm.kernels.linear import Matrix, linear, packed, plain, prepare
 from gllm.models import spec
 from gllm.models.errors import ModelError
 from gllm.models.loader import Weights
@@ -86,9 +85,9 @@ class Experts:
 
     def __init__(self, described: spec.Experts, weights: Weights, hidden: int) -> None:
         self.spec = described
-        self.router = weights.read_exact(
-            f"{described.router.names[0]}.weight", described.count, hidden
-        )
+        router = weights.read_exact(f"{described.router.names[0]}.weight", described.count, hidden)
+        # Not a BLAS's product: which experts a token takes must not depend on its batch.
+        self.router = packed([router]) or plain(router)
         self.correction: Tensor | None = None
         if described.correction is not None:
             self.correction = weights.read_exact(described.correction, described.count)
@@ -104,7 +103,7 @@ class Experts:
         numbered = [expert_of(described.expert, expert) for expert in range(described.count)]
         self.experts: StackedExperts | SingleExperts
         # Kernels for GPUs read stacks; those for CPUs lay out each weight by itself.
-        if self.router.is_cuda and weights.quantization == "none" and not described.expert.up.bias:
+        if router.is_cuda and weights.quantization == "none" and not described.expert.up.bias:
             self.experts = stacked(numbered, weights, hidden)
         else:
             self.experts = single(numbered, weights, hidden)
@@ -117,7 +116,7 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden]; the result is alike."""
-        logits = functional.linear(x.to(torch.float32), self.router)
+        logits = linear(x.to(torch.float32), self.router, None)
         experts, shares = route(logits, self.routing, self.correction)
         if isinstance(self.experts, StackedExperts):
             result = run_stacked(x, experts, shares, self.experts)

@@ -71,7 +71,7 @@ class Layers:
         """A program for steps of up to so many tokens; None where layers compute anything but
         compiled kernels."""
         self._stream = torch.empty(tokens, self._hidden, dtype=dtype)
-        library = native(self._stream)
+        library = native(self._stream, "norm")
         if library is None:
             return None
         memory = torch.empty(ROOM * self._stream.nbytes, dtype=torch.uint8)

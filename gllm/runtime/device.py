@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gllm.config import FieldError
+from gllm.kernels.native.builds import BFLOAT16, OFF, VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +148,10 @@ def gpus(requested: str) -> int:
 
 
 def native_bfloat16(proc: Path = PROC) -> bool:
-    """Whether the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX)."""
+    """Whether the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX), and no build of compiled
+    kernels is named that does without."""
+    if os.environ.get(VARIABLE, BFLOAT16) not in (BFLOAT16, OFF):
+        return False
     try:
         text = (proc / "cpuinfo").read_text()
     except OSError:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gllm.config import EngineConfig, FieldError, check_quantization
 from gllm.kernels.attention_backends import Wanted, choose
+from gllm.kernels.native.library import log_kernels
 from gllm.messages import Register, RowLogprobs, Sampling
 from gllm.models.attention import head_shape
 from gllm.models.config import ModelConfig
@@ -75,6 +76,8 @@ class StageExecutor:
         self.cache_dtype = cache_dtype(engine_config.kv_cache_dtype, self.dtype, gpu)
         block_size = engine_config.scheduler.block_size
         self.block_bytes = block_bytes(self._described, block_size, self.cache_dtype)
+        if self.is_first and device.type == "cpu":
+            log_kernels()
         self.backend = self._attention_backend(engine_config, gpu)
         self.weight_bytes = 0
         self._mirror = Mirror()

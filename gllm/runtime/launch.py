@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from gllm.config import EngineConfig
+from gllm.kernels.native.builds import select
 from gllm.logs import LogConfig
 from gllm.runtime.spec import WorkerSpec
 
@@ -47,6 +48,8 @@ class Workers:
     `tell` says what they are to be."""
 
     def __init__(self, stages: int) -> None:
+        """Raises ValueError where GLLM_CPU_KERNELS names a build that cannot be used."""
+        select()
         self._sockets = Path(tempfile.mkdtemp(prefix="gllm-"))
         self.frontend = f"ipc://{self._sockets}/frontend"
         self.inboxes = [f"ipc://{self._sockets}/stage-{i}" for i in range(stages)]
@@ -54,6 +57,7 @@ class Workers:
         self._watched: dict[int, int] = {}
         # Of stage i: edges i and i + 1. Nothing comes in at the beginning or goes out at the end.
         edges = [Edge(f"gllm-edge-{i}") for i in range(stages - 1)]
+        self._kernel_ratios = os.memfd_create("gllm-kernel-ratios")
         self._edges = [[], *(edge.descriptors for edge in edges), []]
         try:
             for stage in range(stages):
@@ -64,6 +68,7 @@ class Workers:
         finally:
             for edge in edges:
                 edge.close()
+            os.close(self._kernel_ratios)
 
     def tell(
         self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
@@ -82,6 +87,7 @@ class Workers:
                 incoming=self._edges[stage],
                 outgoing=self._edges[stage + 1],
                 logs=logs,
+                kernel_ratios=self._kernel_ratios,
             )
             pipe = self.processes[stage].stdin
             assert pipe is not None
@@ -128,7 +134,7 @@ class Workers:
 
     def _spawn(self, stage: int) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "gllm.runtime", str(stage), str(os.getpid())]
-        inherited = [*self._edges[stage], *self._edges[stage + 1]]
+        inherited = [*self._edges[stage], *self._edges[stage + 1], self._kernel_ratios]
         return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
 
     def _unwatch(self, stage: int) -> None:

@@ -31,5 +31,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     outgoing: list[int]
     """Descriptors of the edge to the next stage; none on the last."""
     logs: LogConfig
+    kernel_ratios: int | None = None
+    """Descriptor of the file in which stages share measurements of compiled kernels."""
     transport: str = "shared-memory"
     """How activations travel; a name of gllm.transport.registry."""

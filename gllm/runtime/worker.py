@@ -20,6 +20,7 @@ import uvloop
 import zmq
 
 from gllm.config import FieldError
+from gllm.kernels.native.library import share_measurements
 from gllm.logs import configure
 from gllm.messages import (
     Abort,
@@ -119,6 +120,7 @@ class Worker:
             self._gpu = OnGpu(model, spec.config, *part, count)
             executor = self._gpu.executor
         else:
+            share_measurements(spec.kernel_ratios)
             executor = StageExecutor(model, spec.config, *part)
         executor.load(Path(spec.folder), self._report_progress)
         room = None if self._gpu is None else self._gpu.room()

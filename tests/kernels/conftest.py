@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from gllm.kernels.native import library
+from gllm.kernels.native.builds import FLAVORS, OFF, VARIABLE, select
 from gllm.runtime.device import set_threads
 
 
@@ -13,14 +14,15 @@ def one_thread() -> None:
     set_threads(1)
 
 
-@pytest.fixture(scope="module", params=["torch", *library.FLAVORS])
+@pytest.fixture(scope="module", params=["torch", *FLAVORS])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Operations by torch, or by a build of the compiled kernels."""
     name = request.param
-    builds = library.builds()
-    if name != "torch" and name not in builds:
-        pytest.skip("not compiled, or not for this processor")
-    chosen = None if name == "torch" else library.Library(builds[name])
+    try:
+        build = select({VARIABLE: OFF if name == "torch" else name})
+    except ValueError as error:
+        pytest.skip(str(error))
+    chosen = None if build.path is None else library.Library(build.path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "library", lambda: chosen)
         yield name

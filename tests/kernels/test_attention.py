@@ -12,6 +12,7 @@ from torch import Tensor
 from gllm.kernels import attention_plan
 from gllm.kernels.attention import Scores, paged_attention, store_kv
 from gllm.kernels.attention_plan import PagedRows, plan_attention
+from gllm.kernels.native.library import DTYPES
 
 PLAIN = Scores(0.25)
 
@@ -98,7 +99,7 @@ chunk_rows = st.lists(st.tuples(st.integers(0, 30), st.integers(2, 25)), max_siz
     st.integers(0, 2**31),
     kinds,
     st.none() | st.integers(1, 50),
-    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([*DTYPES]),
 )
 def test_matches_dense_attention(
     way: str,
@@ -130,6 +131,40 @@ def test_a_one_token_chunk_behind_a_longer_one(way: str) -> None:
     check([(4, 1), (0, 5), (7, 1), (0, 1)], 4, (1, 2, 8), seed=2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70, 200])
+def test_a_token_does_not_depend_on_its_chunk(
+    way: str, dtype: torch.dtype, window: int | None
+) -> None:
+    if way == "torch":
+        pytest.skip("torch rounds differently for other numbers of rows")
+    tokens, heads, kv_heads, dim, block_size = 300, 4, 2, 24, 16
+    generator = torch.Generator().manual_seed(5)
+    query, key, value = (
+        torch.randn(tokens, count, dim, generator=generator).to(dtype)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    table = np.arange(-(-tokens // block_size))[None]
+    caches = [torch.zeros(table.size + 1, block_size, kv_heads, dim, dtype=dtype) for _ in "kv"]
+
+    def run(*chunks: int) -> Tensor:
+        results, begin = [], 0
+        for chunk in chunks:
+            end = begin + chunk
+            starts, seen = np.array([0, chunk]), np.array([end])
+            rows = PagedRows(table, starts, seen, int(chunk == 1), block_size, table.size)
+            plan = plan_attention(rows, dtype, window)
+            part = slice(begin, end)
+            store_kv(key[part], value[part], *caches, plan.slots)
+            results.append(paged_attention(query[part].contiguous(), *caches, plan, PLAIN))
+            begin = end
+        return torch.cat(results)
+
+    whole = run(tokens)
+    assert torch.equal(run(1, 39, 1, 129, 130), whole)
+    assert torch.equal(run(*[1] * 5, 290, *[1] * 5), whole)
+
+
 def test_decodes_are_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_plan, "GATHERED_TOKENS", 64)
     lengths = [3, 70, 1, 30, 31, 29, 2, 24, 70]
@@ -138,7 +173,7 @@ def test_decodes_are_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     check([(length - 1, 1) for length in lengths], 4, (2, 3, 8), seed=3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cached", [torch.float8_e4m3fn, torch.float16, torch.bfloat16])
 def test_caches_of_another_type(cached: torch.dtype, dtype: torch.dtype) -> None:
     rows = [(30, 1), (2, 1), (0, 1), (9, 7), (0, 5)]

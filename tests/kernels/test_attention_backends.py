@@ -16,13 +16,22 @@ from gllm.kernels.attention_backends import (
     choose,
     implementation,
 )
-from gllm.kernels.native import library
+from gllm.kernels.native import attention
+from gllm.kernels.native.builds import OFF, Selection
+from gllm.kernels.native.library import Library
 from tests.kernels import fake_flash_attention
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LATENT = HeadShape(576, 512, shared=True)
 ON_CPU = Wanted("cpu", (0, 0), torch.float32, torch.float32, 16, frozenset({HeadShape(64, 64)}))
 ON_GPU = Wanted("cuda", (9, 0), BF16, BF16, 256, frozenset({HeadShape(128, 128)}))
+
+
+class _Everything(Library):
+    """A build that is not there."""
+
+    def __init__(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -48,11 +57,11 @@ def test_each_is_a_module_with_the_operation(name: str) -> None:
 
 
 def test_a_cpu_takes_compiled_kernels_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "library", lambda: object())
+    monkeypatch.setattr(attention, "library", lambda: _Everything())
     assert choose("auto", ON_CPU).name == choose("native", ON_CPU).name == "native"
     for misfit, reason in (
         (replace(ON_CPU, cached=FP8), "KV cache of the arithmetic's type"),
-        (replace(ON_CPU, dtype=torch.float16), "float32 and bfloat16"),
+        (replace(ON_CPU, dtype=torch.float16), "KV cache of the arithmetic's type"),
     ):
         choice = choose("auto", misfit)
         assert choice.name == "torch"
@@ -60,9 +69,13 @@ def test_a_cpu_takes_compiled_kernels_where_they_fit(monkeypatch: pytest.MonkeyP
         with pytest.raises(ValueError, match=f"--attention-backend native: .*{reason}"):
             choose("native", misfit)
     assert choose("torch", ON_CPU).name == "torch"
-    monkeypatch.setattr(library, "library", lambda: None)
+    half = replace(ON_CPU, dtype=torch.float16, cached=torch.float16)
+    assert choose("auto", half).name == "native"
+    none = Selection(OFF, None, "none was compiled; install a compiler", False)
+    monkeypatch.setattr(attention, "library", lambda: None)
+    monkeypatch.setattr(attention, "select", lambda: none)
     assert choose("auto", ON_CPU).name == "torch"
-    with pytest.raises(ValueError, match="was not compiled; install"):
+    with pytest.raises(ValueError, match="none was compiled; install"):
         choose("native", ON_CPU)
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gllm.kernels.activation import ACTIVATIONS
 from gllm.kernels.gated_linear import gated_linear, prepare_gated
+from gllm.kernels.native.library import DTYPES
 
 SHAPES = [
     (1, 2, 1),
@@ -27,7 +28,7 @@ def operands(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> tuple[
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_equals_float64(
@@ -44,7 +45,7 @@ def test_equals_float64(
     torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_others(way: str, dtype: torch.dtype) -> None:
     if way == "torch":
         pytest.skip("torch rounds differently for other numbers of rows")

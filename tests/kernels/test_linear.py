@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.linear import linear, prepare, rows_of
+from gllm.kernels.native.library import DTYPES
 
 SHAPES = [
     (1, 2, 1),
@@ -25,7 +26,7 @@ def operands(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> tuple[
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in made)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_equals_float64(
@@ -36,11 +37,11 @@ def test_equals_float64(
     result = linear(x, prepare(weight), bias if biased else None)
     assert result.dtype == dtype
     # Sums are taken in float32; what is left is the rounding of the result.
-    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance * 10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_writes_where_it_is_told(way: str, dtype: torch.dtype) -> None:
     x, weight, _ = operands(70, 64, 5, dtype)
     out = torch.full((7, 70), 5.0)
@@ -57,7 +58,7 @@ def test_rows_may_be_apart(way: str) -> None:
     assert torch.equal(linear(x.t().contiguous().t(), matrix, None), linear(x, matrix, None))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_others(way: str, dtype: torch.dtype) -> None:
     if way == "torch":
         pytest.skip("torch rounds differently for other numbers of rows")
@@ -76,7 +77,7 @@ def test_not_a_number_stays_in_its_row(way: str) -> None:
     assert failed.sum() == 70
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chosen", [[], [0], [69, 3, 3, 16, 15], [*range(70)]])
 def test_rows_come_back(way: str, dtype: torch.dtype, chosen: list[int]) -> None:
     _, weight, _ = operands(70, 62, 1, dtype)

@@ -14,8 +14,9 @@ from gllm.kernels.linear_int8 import (
     prepare_int8,
     quantize_rows,
 )
+from gllm.kernels.native.library import DTYPES
 
-TYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+TYPES = st.sampled_from([*DTYPES])
 SIZES = st.one_of(st.integers(1, 20), st.integers(60, 70), st.integers(120, 300))
 
 
@@ -81,7 +82,7 @@ def test_the_largest_sums_are_exact(way: str, inputs: int) -> None:
     same_bits(linear_int8(x, prepare_int8(weight), None), wanted(x, weight, None))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_its_batch(way: str, dtype: torch.dtype) -> None:
     x, matrix = random(0, dtype, 64, 72), prepare_int8(random(1, dtype, 200, 72))
     whole = linear_int8(x, matrix, None)
@@ -100,7 +101,7 @@ def test_many_rows_and_threads(way: str) -> None:
     same_bits(actual, wanted(x, weight, None))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_in_its_row(way: str, dtype: torch.dtype, bad: float) -> None:
     x, weight = random(0, dtype, 8, 70), random(1, dtype, 70, 70)

@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.activation import gate
-from gllm.kernels.native import library
+from gllm.kernels.linear import linear, prepare
+from gllm.kernels.native.builds import compiled
+from gllm.kernels.native.library import DTYPES
 from gllm.kernels.qkv import Heads, rotate_and_store
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.kernels.rotary import apply_rotary
 
-TYPES = st.sampled_from([torch.float32, torch.bfloat16])
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+TYPES = st.sampled_from([*DTYPES])
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 def close(actual: Tensor, wanted: Tensor) -> None:
@@ -32,7 +34,7 @@ def random(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
 def test_this_machine_has_builds() -> None:
     """Where there is a compiler there is at least one; CI has one."""
     if platform.machine() == "x86_64":
-        assert "portable" in library.builds()
+        assert "portable" in compiled()
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,8 +118,28 @@ def test_from_projections_to_the_cache(
     assert not cache[0].flatten(0, 1)[others].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_that_are_none_stay_so(way: str, dtype: torch.dtype) -> None:
     bad = torch.full((1, 32), torch.nan, dtype=dtype)
     assert rms_norm(bad, torch.ones(32, dtype=dtype), 1e-5).isnan().all()
     assert gate("silu", bad).isnan().all()
+
+
+def test_every_float16_is_read_as_it_is(way: str) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    weight = torch.stack((every, torch.zeros_like(every)), dim=1)
+    x = torch.tensor([[1.0, 0.0]], dtype=torch.float16)
+    read = linear(x, prepare(weight), None)[0]
+    torch.testing.assert_close(read, every, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sums_are_rounded_to_the_nearest_float16(way: str) -> None:
+    """Ties to even; subnormal numbers and those beyond the largest too."""
+    sizes = 2.0 ** torch.arange(-25, 17).repeat_interleave(200)
+    generator = torch.Generator().manual_seed(3)
+    first = (torch.randn(len(sizes), generator=generator) * sizes).to(torch.float16)
+    second = (torch.randn(len(sizes), generator=generator) * sizes / 2048).to(torch.float16)
+    weight = torch.stack((first, second), dim=1)
+    result = linear(torch.ones(1, 2, dtype=torch.float16), prepare(weight), None)[0]
+    wanted = (first.to(torch.float32) + second.to(torch.float32)).to(torch.float16)
+    assert torch.equal(result, wanted)

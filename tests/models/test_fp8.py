@@ -185,7 +185,7 @@ def test_experts_that_stay_in_8_bits(family: str, style: str, tmp_path: Path) ->
     assert isinstance(eights.down, Fp8Stack)
     assert isinstance(floats.up, Tensor)
     assert eights.up.codes.nbytes * 4 == floats.up.nbytes
-    x = torch.randn(9, blocks[0].router.shape[1], generator=torch.Generator().manual_seed(0))
+    x = torch.randn(9, blocks[0].router.weight.shape[1], generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(blocks[0](x), blocks[1](x), rtol=1e-4, atol=1e-5)
 
 

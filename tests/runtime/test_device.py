@@ -103,9 +103,14 @@ def test_bfloat16_needs_both_the_checkpoint_and_the_cpu(
     machine: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proc, _ = machine
+    monkeypatch.delenv("GLLM_CPU_KERNELS", raising=False)
     assert not device.native_bfloat16(proc)
     write(proc / "cpuinfo", "flags\t: fpu avx512_bf16 avx2\n")
     assert device.native_bfloat16(proc)
+    for build, wanted in (("avx2", False), ("avx512_bf16", True), ("off", True)):
+        monkeypatch.setenv("GLLM_CPU_KERNELS", build)
+        assert device.native_bfloat16(proc) == wanted
+    monkeypatch.delenv("GLLM_CPU_KERNELS")
     for native, wanted in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(device, "native_bfloat16", lambda native=native: native)
         assert device.compute_dtype("auto", "bfloat16") == wanted

@@ -78,7 +78,7 @@ def test_what_is_quantized(tmp_path: Path) -> None:
     matrices = [linear.matrix for linear in maps] + [up.both for up in gated] + downs
     assert all(isinstance(matrix, Int8Matrix) for matrix in matrices)
     assert isinstance(first.mlp.shared_gate.matrix, PlainMatrix)
-    assert first.mlp.router.dtype == torch.float32
+    assert first.mlp.router.weight.dtype == torch.float32
     latent = stages["deepseek-v2"].layers.each[0].attention
     assert isinstance(latent, LatentAttention)
     assert isinstance(latent.kv_down.matrix, Int8Matrix)

@@ -32,6 +32,15 @@ async def test_a_worker_without_its_line_ends() -> None:
     workers.kill()
 
 
+def test_a_build_of_kernels_that_is_none_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLLM_CPU_KERNELS", "sse9")
+    monkeypatch.setattr(Workers, "_spawn", lambda *_: pytest.fail("a worker was started"))
+    with pytest.raises(ValueError, match="GLLM_CPU_KERNELS is 'sse9', but has to be one of"):
+        Workers(1)
+
+
 async def test_what_fails_in_its_own_thread_is_raised() -> None:
     def fail() -> None:
         raise LookupError("no such tensor")

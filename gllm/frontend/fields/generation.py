@@ -40,9 +40,13 @@ class Sampling(Body):
     min_p: Annotated[
         float | None, about("[0, 1]: no token below this share of the likeliest one's")
     ] = None
-    seed: Annotated[Int | None, about("same seed, same output, whatever else is in the batch")] = (
-        None
-    )
+    seed: Annotated[
+        Int | None,
+        about(
+            "same seed, same output; by compiled kernels on a CPU whatever else is in the batch, "
+            "elsewhere as far as other rows leave the last bits of logits alone"
+        ),
+    ] = None
     stop_token_ids: Annotated[list[Int32] | None, about("token ids that end the output")] = None
     min_tokens: Annotated[Int | None, about("0..max_tokens: nothing ends the output before")] = None
     ignore_eos: Annotated[bool | None, about("go on behind the model's own end")] = None

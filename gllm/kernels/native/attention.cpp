@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "multiply.h"
+#include "scratch.h"
 
 namespace gllm {
 
@@ -30,7 +31,7 @@ struct AttentionArguments {
     int64_t query_row, key_row, value_row;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
-    int32_t is_bfloat16, threads;
+    int32_t dtype, threads;
 };
 
 namespace {
@@ -47,9 +48,9 @@ struct Block {
 template <class Unit>
 struct Scratch {
     Block block, coming;
-    std::vector<Unit> queries, keys, values, weights;
-    std::vector<float> scores, sums, most;
-    std::vector<Vector> total;
+    Memory<Unit> queries, keys, values, weights;
+    Memory<float> scores, sums, most;
+    Memory<Vector> total;
 };
 
 struct Tile {
@@ -112,7 +113,9 @@ class Attention {
     Tile tile_of(int64_t row, int64_t head, int64_t first, int64_t tokens) const {
         const int64_t row_tokens = a.query_start[row + 1] - a.query_start[row];
         const int64_t position = a.context_len[row] - row_tokens + first;
-        const int64_t begin = a.window ? std::max<int64_t>(position - a.window + 1, 0) : 0;
+        // Blocks begin at multiples of KEYS, so that a query's sums do not depend on its tile.
+        const int64_t oldest = a.window ? std::max<int64_t>(position - a.window + 1, 0) : 0;
+        const int64_t begin = oldest / KEYS * KEYS;
         return {row, head, first, tokens, position, begin, position + tokens};
     }
 
@@ -276,8 +279,7 @@ class Attention {
             int64_t d = 0;
             if (i + PER <= count)
                 for (; d + LANES <= a.value_dim; d += LANES) {
-                    const Vector both = PER == 1 ? load_units(rows[i] + d)
-                                                 : interleaved(rows[i] + d, rows[i + PER - 1] + d);
+                    const Vector both = neighbours(rows[i] + d, rows[i + PER - 1] + d);
                     std::memcpy(packed + d, &both, sizeof(both));
                 }
             for (; d < a.value_dim; ++d)
@@ -286,12 +288,11 @@ class Attention {
         }
     }
 
-    // LANES units from memory.
-    static Vector load_units(const T* from) {
+    static Vector neighbours(const T* first, const T* second) {
         if constexpr (PER == 1)
-            return load(from);
+            return load(first);
         else
-            return load(reinterpret_cast<const float*>(from));
+            return interleaved(first, second);
     }
 
     void write(const Tile& tile, const Scratch<Unit>& s) const {
@@ -312,9 +313,6 @@ class Attention {
 }  // namespace
 }  // namespace gllm
 
-extern "C" void gllm_attention(const gllm::AttentionArguments* arguments) {
-    if (arguments->is_bfloat16)
-        gllm::Attention<gllm::bfloat16>(*arguments).run();
-    else
-        gllm::Attention<float>(*arguments).run();
+extern "C" __attribute__((visibility("default"))) void gllm_attention(const gllm::AttentionArguments* a) {
+    gllm::with_dtype(a->dtype, [&](auto type) { gllm::Attention<decltype(type)>(*a).run(); });
 }

@@ -20,7 +20,7 @@ struct NormArguments {
     void* output;        // [rows, size]
     int64_t rows, size;
     float eps;
-    int32_t float_weight, is_bfloat16, threads;
+    int32_t float_weight, dtype, threads;
 };
 
 struct RotaryArguments {
@@ -34,14 +34,14 @@ struct RotaryArguments {
     const int64_t* slots;  // [tokens]
     int64_t tokens, heads, kv_heads, head_dim, dim;
     float eps;
-    int32_t interleaved, float_weight, is_bfloat16, threads;
+    int32_t interleaved, float_weight, dtype, threads;
 };
 
 struct GateArguments {
     const void* gate_up;  // [rows, 2 size]
     void* output;         // [rows, size]
     int64_t rows, size;
-    int32_t activation, is_bfloat16, threads;
+    int32_t activation, dtype, threads;
 };
 
 namespace {
@@ -153,28 +153,24 @@ void gate(const GateArguments& a) {
 }  // namespace gllm
 
 extern "C" {
+#pragma GCC visibility push(default)
 
 void gllm_add_rms_norm(const gllm::NormArguments* a) {
-    using gllm::bfloat16;
-    if (!a->is_bfloat16)
-        gllm::add_rms_norm<float, float>(*a);
-    else if (a->float_weight)
-        gllm::add_rms_norm<bfloat16, float>(*a);
-    else
-        gllm::add_rms_norm<bfloat16, bfloat16>(*a);
+    gllm::with_dtype(a->dtype, [&](auto type) {
+        using T = decltype(type);
+        a->float_weight ? gllm::add_rms_norm<T, float>(*a) : gllm::add_rms_norm<T, T>(*a);
+    });
 }
 
 void gllm_rotate_and_store(const gllm::RotaryArguments* a) {
-    using gllm::bfloat16;
-    if (!a->is_bfloat16)
-        gllm::rotate_and_store<float, float>(*a);
-    else if (a->float_weight)
-        gllm::rotate_and_store<bfloat16, float>(*a);
-    else
-        gllm::rotate_and_store<bfloat16, bfloat16>(*a);
+    gllm::with_dtype(a->dtype, [&](auto type) {
+        using T = decltype(type);
+        a->float_weight ? gllm::rotate_and_store<T, float>(*a) : gllm::rotate_and_store<T, T>(*a);
+    });
 }
 
 void gllm_gate(const gllm::GateArguments* a) {
-    a->is_bfloat16 ? gllm::gate<gllm::bfloat16>(*a) : gllm::gate<float>(*a);
+    gllm::with_dtype(a->dtype, [&](auto type) { gllm::gate<decltype(type)>(*a); });
 }
+#pragma GCC visibility pop
 }

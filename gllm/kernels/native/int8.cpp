@@ -32,7 +32,7 @@ struct QuantizeArguments {
     uint8_t* codes;  // [rows, size rounded up to GROUP]
     float* scales;   // [rows]
     int64_t rows, size;
-    int32_t is_bfloat16, threads;
+    int32_t dtype, threads;
 };
 
 struct Int8Arguments {
@@ -43,7 +43,7 @@ struct Int8Arguments {
     const void* bias;        // [outputs], or null
     void* output;            // [rows, outputs]
     int64_t rows, inputs, outputs;
-    int32_t is_bfloat16, float_output, threads;
+    int32_t dtype, float_output, threads;
 };
 
 namespace {
@@ -225,7 +225,7 @@ void linear(const Int8Arguments& a) {
     const Product product(a, codes.get(), scales.get());
 #pragma omp parallel num_threads(a.threads)
     {
-        quantize<T>({a.x, codes.get(), scales.get(), a.rows, a.inputs, a.is_bfloat16, a.threads});
+        quantize<T>({a.x, codes.get(), scales.get(), a.rows, a.inputs, a.dtype, a.threads});
         product.run<T, Out>();
     }
 }
@@ -234,19 +234,18 @@ void linear(const Int8Arguments& a) {
 }  // namespace gllm
 
 extern "C" {
+#pragma GCC visibility push(default)
 
 void gllm_quantize_rows(const gllm::QuantizeArguments* a) {
 #pragma omp parallel num_threads(a->threads) if (a->rows * a->size >= gllm::QUANTIZED_ALONE)
-    a->is_bfloat16 ? gllm::quantize<gllm::bfloat16>(*a) : gllm::quantize<float>(*a);
+    gllm::with_dtype(a->dtype, [&](auto type) { gllm::quantize<decltype(type)>(*a); });
 }
 
 void gllm_linear_int8(const gllm::Int8Arguments* a) {
-    using gllm::bfloat16;
-    if (!a->is_bfloat16)
-        gllm::linear<float, float>(*a);
-    else if (a->float_output)
-        gllm::linear<bfloat16, float>(*a);
-    else
-        gllm::linear<bfloat16, bfloat16>(*a);
+    gllm::with_dtype(a->dtype, [&](auto type) {
+        using T = decltype(type);
+        a->float_output ? gllm::linear<T, float>(*a) : gllm::linear<T, T>(*a);
+    });
 }
+#pragma GCC visibility pop
 }

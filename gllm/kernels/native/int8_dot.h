@@ -1,12 +1,9 @@
-// Products of 8-bit numbers, summed over four neighbouring inputs for 16 outputs at once.
+// Products of 8-bit numbers, summed over four neighbouring inputs for LANES outputs at once.
 //
 // Owns what depends on the instruction set. Every way gives the same sums: none saturates.
 #pragma once
 
 #include "simd.h"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 namespace gllm {
 
@@ -14,15 +11,36 @@ constexpr int64_t GROUP = 4;   // inputs that are multiplied and summed at once
 constexpr int64_t PANEL = 64;  // outputs whose weights lie together, group by group
 constexpr int32_t ZERO = 128;  // the code of an activation of 0
 
-typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1)));
+
+#if defined(__SSE2__) && !defined(__AVX512F__)
+inline Bytes first_bytes(__m128i all) {
+    Bytes bytes;
+    std::memcpy(&bytes, &all, sizeof(bytes));
+    return bytes;
+}
+#endif
 
 // The lowest byte of each word.
 inline Bytes low_bytes(Words words) {
-#ifdef __AVX512F__
-    return (Bytes)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)words);
+#if defined(__AVX512F__)
+    return (Bytes)_mm512_cvtepi32_epi8((__m512i)words);
+#elif defined(__SSE2__)
+    const auto halves = narrowed(words & 0xff);
+    __m128i wide{};
+    std::memcpy(&wide, &halves, sizeof(halves));
+    wide = _mm_packus_epi16(wide, wide);
+    return first_bytes(wide);
 #else
-    return __builtin_convertvector(__builtin_convertvector(words, Halves), Bytes);
+    return __builtin_convertvector(words, Bytes);
 #endif
+}
+
+// The codes of a group.
+inline int32_t word_of(const uint8_t* from) {
+    int32_t word;
+    std::memcpy(&word, from, sizeof(word));
+    return word;
 }
 
 // SUMS_BIASED: codes are multiplied as they are, ZERO included.
@@ -36,12 +54,7 @@ using Weights = __m512i;
 
 struct Codes {
     __m512i codes;
-    explicit Codes(const uint8_t* from) : codes(_mm512_set1_epi32(as_word(from))) {}
-    static int32_t as_word(const uint8_t* from) {
-        int32_t word;
-        std::memcpy(&word, from, sizeof(word));
-        return word;
-    }
+    explicit Codes(const uint8_t* from) : codes(_mm512_set1_epi32(word_of(from))) {}
 };
 
 inline Sums load_sums(const int32_t* from) { return _mm512_loadu_si512(from); }
@@ -56,51 +69,112 @@ inline Sums dot(Sums sums, const Codes& x, Weights weights) {
     return _mm512_dpbusd_epi32(sums, x.codes, weights);
 }
 
+#elif defined(__AVX512BW__)
+
+constexpr bool SUMS_BIASED = false;
+constexpr int ROWS = 5, VECTORS = 4;
+using Sums = __m512i;
+using Weights = __m512i;
+
+struct Codes {
+    __m512i size;
+    __mmask64 negative;
+    explicit Codes(const uint8_t* from) {
+        const auto number =
+            _mm512_xor_si512(_mm512_set1_epi32(word_of(from)), _mm512_set1_epi8(-ZERO));
+        negative = _mm512_movepi8_mask(number);
+        size = _mm512_abs_epi8(number);
+    }
+};
+
+inline Sums load_sums(const int32_t* from) { return _mm512_loadu_si512(from); }
+inline void store(int32_t* to, Sums sums) { _mm512_storeu_si512(to, sums); }
+inline Weights load_weights(const int8_t* from) { return _mm512_loadu_si512(from); }
+// |x| * (w with the sign of x): at most 2 * 127^2 for a pair, which 16 bits hold.
+inline Sums dot(Sums sums, const Codes& x, Weights weights) {
+    const auto turned =
+        _mm512_mask_sub_epi8(weights, x.negative, _mm512_setzero_si512(), weights);
+    const auto pairs = _mm512_maddubs_epi16(x.size, turned);
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+
 #elif defined(__AVX2__)
 
 constexpr bool SUMS_BIASED = false;
-constexpr int ROWS = 2, VECTORS = 2;
-
-struct Sums {
-    __m256i low, high;
-};
-using Weights = Sums;
+constexpr int ROWS = 4, VECTORS = 2;
+using Sums = __m256i;
+using Weights = __m256i;
 
 struct Codes {
     __m256i number, size;
     explicit Codes(const uint8_t* from) {
-        int32_t word;
-        std::memcpy(&word, from, sizeof(word));
-        number = _mm256_xor_si256(_mm256_set1_epi32(word), _mm256_set1_epi8(-ZERO));
+        number = _mm256_xor_si256(_mm256_set1_epi32(word_of(from)), _mm256_set1_epi8(-ZERO));
         size = _mm256_abs_epi8(number);
     }
 };
 
 inline Sums load_sums(const int32_t* from) {
-    const auto* half = reinterpret_cast<const __m256i*>(from);
-    return {_mm256_loadu_si256(half), _mm256_loadu_si256(half + 1)};
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 inline void store(int32_t* to, Sums sums) {
-    auto* half = reinterpret_cast<__m256i*>(to);
-    _mm256_storeu_si256(half, sums.low);
-    _mm256_storeu_si256(half + 1, sums.high);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), sums);
 }
 inline Weights load_weights(const int8_t* from) {
-    return load_sums(reinterpret_cast<const int32_t*>(from));
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
-// |x| * (w with the sign of x): at most 2 * 127^2 for a pair, which 16 bits hold.
-inline __m256i dot(__m256i sums, const Codes& x, __m256i weights) {
-    const __m256i pairs = _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(weights, x.number));
+// As above.
+inline Sums dot(Sums sums, const Codes& x, Weights weights) {
+    const auto pairs = _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(weights, x.number));
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-inline Sums dot(Sums sums, const Codes& x, Weights weights) {
-    return {dot(sums.low, x, weights.low), dot(sums.high, x, weights.high)};
+
+#elif defined(__SSE2__)
+
+constexpr bool SUMS_BIASED = false;
+constexpr int ROWS = 4, VECTORS = 1;
+
+// Of the first two inputs, and of the other two, in turns.
+struct Sums {
+    __m128i low, high;
+};
+struct Weights {
+    __m128i low, high;
+};
+
+struct Codes {
+    __m128i numbers;
+    explicit Codes(const uint8_t* from) {
+        const __m128i codes = _mm_unpacklo_epi8(_mm_set1_epi32(word_of(from)), _mm_setzero_si128());
+        numbers = _mm_sub_epi16(codes, _mm_set1_epi16(ZERO));
+    }
+};
+
+// Sums come apart no more once they are whole: they begin in the even places.
+inline Sums load_sums(const int32_t* from) {
+    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    const __m128i none = _mm_setzero_si128();
+    return {_mm_unpacklo_epi32(all, none), _mm_unpackhi_epi32(all, none)};
+}
+inline void store(int32_t* to, const Sums& sums) {
+    const __m128 low = _mm_castsi128_ps(sums.low), high = _mm_castsi128_ps(sums.high);
+    const __m128i even = _mm_castps_si128(_mm_shuffle_ps(low, high, _MM_SHUFFLE(2, 0, 2, 0)));
+    const __m128i odd = _mm_castps_si128(_mm_shuffle_ps(low, high, _MM_SHUFFLE(3, 1, 3, 1)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_add_epi32(even, odd));
+}
+inline Weights load_weights(const int8_t* from) {
+    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    const __m128i sign = _mm_cmpgt_epi8(_mm_setzero_si128(), all);
+    return {_mm_unpacklo_epi8(all, sign), _mm_unpackhi_epi8(all, sign)};
+}
+inline Sums dot(const Sums& sums, const Codes& x, const Weights& weights) {
+    return {_mm_add_epi32(sums.low, _mm_madd_epi16(x.numbers, weights.low)),
+            _mm_add_epi32(sums.high, _mm_madd_epi16(x.numbers, weights.high))};
 }
 
 #else
 
 constexpr bool SUMS_BIASED = false;
-constexpr int ROWS = 2, VECTORS = 1;
+constexpr int ROWS = 4, VECTORS = 2;
 
 struct Sums {
     int32_t lanes[LANES];

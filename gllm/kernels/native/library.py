@@ -1,33 +1,40 @@
-"""The kernels that are compiled, for CPUs: which build of them this processor runs.
+"""The kernels that are compiled, for CPUs, as a library that Python calls.
 
-Owns loading, and the arguments as C sees them. Knows nothing of what is computed; the operations'
-own files (gllm/kernels) decide when to call, and go without where nothing was compiled.
+Owns loading, the arguments as C sees them, and which operations the library computes rather than
+torch. Knows nothing of what is computed; the operations' own files (gllm/kernels) decide when to
+call, and go without where nothing was compiled.
 
 The library is called on raw pointers and does not link against torch. It shares torch's pool of
 threads, for torch has loaded the same OpenMP library before.
 """
 
 import ctypes
-from collections.abc import Sequence
+import fcntl
+import importlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-FLAVORS = MappingProxyType(
-    {
-        "avx512": {
-            *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"),
-        },
-        "avx2": {"avx2", "fma"},
-        "portable": set[str](),
-    }
-)
-"""Builds and the features of a processor that each needs, best first."""
+from gllm.kernels.native.builds import VARIABLE, select
+
+log = logging.getLogger(__name__)
+
+Operation = Literal["linear", "linear_int8", "attention", "norm", "gate", "rotate"]
+SLOWER = 1.25
+"""Times as long as torch from which on torch computes an operation: a short measurement is not
+exact, and compiled kernels sum in an order that does not depend on the batch."""
+DTYPES = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
+"""Types that kernels compute on, as simd.h numbers them."""
 
 Pointer, Long, Int, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -45,7 +52,7 @@ class AttentionArguments(ctypes.Structure):
         ("rows table_row block_size heads kv_heads key_dim value_dim", Long),
         ("query_row key_row value_row window", Long),
         ("scale softcap", Float),
-        ("is_bfloat16 threads", Int),
+        ("dtype threads", Int),
     )
 
 
@@ -56,7 +63,7 @@ class NormArguments(ctypes.Structure):
         ("hidden delta weight output", Pointer),
         ("rows size", Long),
         ("eps", Float),
-        ("float_weight is_bfloat16 threads", Int),
+        ("float_weight dtype threads", Int),
     )
 
 
@@ -67,7 +74,7 @@ class RotaryArguments(ctypes.Structure):
         ("qkv cosine sine query_norm key_norm keys values slots", Pointer),
         ("tokens heads kv_heads head_dim dim", Long),
         ("eps", Float),
-        ("interleaved float_weight is_bfloat16 threads", Int),
+        ("interleaved float_weight dtype threads", Int),
     )
 
 
@@ -75,7 +82,7 @@ class GateArguments(ctypes.Structure):
     """As in elementwise.cpp."""
 
     _fields_ = _fields(
-        ("gate_up output", Pointer), ("rows size", Long), ("activation is_bfloat16 threads", Int)
+        ("gate_up output", Pointer), ("rows size", Long), ("activation dtype threads", Int)
     )
 
 
@@ -85,7 +92,7 @@ class LinearArguments(ctypes.Structure):
     _fields_ = _fields(
         ("output input weight bias", Pointer),
         ("rows inputs outputs input_row", Long),
-        ("gate float_output is_bfloat16 threads", Int),
+        ("gate float_output dtype threads", Int),
     )
 
 
@@ -93,7 +100,7 @@ class PackArguments(ctypes.Structure):
     """As in linear.cpp."""
 
     _fields_ = _fields(
-        ("packed weight", Pointer), ("inputs outputs", Long), ("step is_bfloat16 threads", Int)
+        ("packed weight", Pointer), ("inputs outputs", Long), ("step dtype threads", Int)
     )
 
 
@@ -101,16 +108,14 @@ class UnpackArguments(ctypes.Structure):
     """As in linear.cpp."""
 
     _fields_ = _fields(
-        ("output packed chosen", Pointer), ("rows inputs", Long), ("is_bfloat16 threads", Int)
+        ("output packed chosen", Pointer), ("rows inputs", Long), ("dtype threads", Int)
     )
 
 
 class QuantizeArguments(ctypes.Structure):
     """As in int8.cpp."""
 
-    _fields_ = _fields(
-        ("x codes scales", Pointer), ("rows size", Long), ("is_bfloat16 threads", Int)
-    )
+    _fields_ = _fields(("x codes scales", Pointer), ("rows size", Long), ("dtype threads", Int))
 
 
 class Int8Arguments(ctypes.Structure):
@@ -119,7 +124,7 @@ class Int8Arguments(ctypes.Structure):
     _fields_ = _fields(
         ("x weights scales offsets bias output", Pointer),
         ("rows inputs outputs", Long),
-        ("is_bfloat16 float_output threads", Int),
+        ("dtype float_output threads", Int),
     )
 
 
@@ -161,6 +166,10 @@ class Library:
         """Memory for a result."""
         return torch.empty(shape, dtype=dtype)
 
+    def serves(self, operation: Operation, dtype: torch.dtype) -> bool:
+        """Return whether it computes the operation on a type of DTYPES."""
+        return True
+
     def function(self, arguments: ctypes.Structure) -> Any:
         """The one that takes the arguments."""
         return self._functions[type(arguments)]
@@ -170,42 +179,106 @@ class Library:
         self.function(arguments)(arguments)
 
 
-def builds() -> dict[str, Path]:
-    """The compiled libraries that this processor can run, best first."""
-    features = _features()
-    found = {}
-    for flavor, needed in FLAVORS.items():
-        paths = sorted(Path(__file__).parent.glob(f"_{flavor}.*"))
-        if paths and needed <= features:
-            found[flavor] = paths[0]
-    return found
+class MeasuredLibrary(Library):
+    """The best build: it computes what it does not compute slower than torch on this machine.
+
+    An operation is measured once for each type (measure.py), by the first process of a pipeline
+    that needs it: its stages share a file, so that all of them compute alike.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        super().__init__(path)
+        self._name = name
+        self._ratios: dict[torch.dtype, Mapping[Operation, float]] = {}
+        self._lock = threading.Lock()
+        self._file: int | None = None
+
+    def share(self, descriptor: int) -> None:
+        """Read and write measurements in a file that the pipeline's processes share."""
+        self._file = descriptor
+
+    def serves(self, operation: Operation, dtype: torch.dtype) -> bool:
+        ratios = self._ratios.get(dtype)
+        if ratios is None:
+            with self._lock:
+                ratios = self._ratios.get(dtype) or self._measured(dtype)
+                self._ratios[dtype] = ratios
+        return ratios.get(operation, 0.0) <= SLOWER
+
+    def _measured(self, dtype: torch.dtype) -> Mapping[Operation, float]:
+        """By this process, unless another has measured already."""
+        if self._file is None:
+            return self._measure(dtype)
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            text = os.pread(self._file, os.fstat(self._file).st_size, 0)
+            known = json.loads(text) if text else {}
+            if str(dtype) not in known:
+                known[str(dtype)] = self._measure(dtype)
+                os.pwrite(self._file, json.dumps(known).encode(), 0)
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        ratios: Mapping[Operation, float] = known[str(dtype)]
+        return ratios
+
+    def _measure(self, dtype: torch.dtype) -> Mapping[Operation, float]:
+        # When it is needed: it runs the operations, which are made of this module.
+        module = importlib.import_module("gllm.kernels.native.measure")
+        ratios: Mapping[Operation, float] = module.measure(self, dtype)
+        slow = [f"{name} ({ratio:.1f} x)" for name, ratio in ratios.items() if ratio > SLOWER]
+        if slow:
+            log.warning(
+                "torch computes %s in %s: the kernels' build %s takes longer here; "
+                "%s=%s uses it nevertheless",
+                *(", ".join(slow), dtype, self._name, VARIABLE, self._name),
+            )
+        return ratios
 
 
 @cache
 def library() -> Library | None:
-    """The best build; None where nothing was compiled."""
-    return next((Library(path) for path in builds().values()), None)
+    """The selected build; None where there is none.
+
+    One that GLLM_CPU_KERNELS names computes all operations, and is not measured. Raises ValueError
+    for a name that cannot be (builds.py).
+    """
+    build = select()
+    if build.path is None:
+        return None
+    return Library(build.path) if build.is_named else MeasuredLibrary(build.path, build.name)
 
 
-def native(tensor: Tensor) -> Library | None:
-    """The library, where it computes on tensors like this one."""
-    if tensor.is_cpu and tensor.dtype in (torch.float32, torch.bfloat16):
-        return recorder.get() or library()
-    return None
+def log_kernels() -> None:
+    """Say which build is used, or that there is none and why."""
+    build = select()
+    is_missing = build.path is None and not build.is_named
+    name = "none, torch computes" if build.path is None else f"build {build.name}"
+    log.log(
+        logging.WARNING if is_missing else logging.INFO,
+        "compiled kernels: %s (%s)",
+        *(name, build.reason),
+    )
 
 
-recorder: ContextVar[Library | None] = ContextVar("recorder", default=None)
-"""What notes calls instead of running them, while a program is recorded (program.py)."""
+def share_measurements(descriptor: int | None) -> None:
+    """Share measurements with the pipeline's other processes, by a file that all have opened."""
+    found = library()
+    if isinstance(found, MeasuredLibrary) and descriptor is not None:
+        found.share(descriptor)
+
+
+def native(tensor: Tensor, operation: Operation) -> Library | None:
+    """The library, where it computes this operation on tensors like this one."""
+    if not tensor.is_cpu or tensor.dtype not in DTYPES:
+        return None
+    found = override.get() or library()
+    return found if found is not None and found.serves(operation, tensor.dtype) else None
+
+
+override: ContextVar[Library | None] = ContextVar("override", default=None)
+"""Takes the place of the library: notes calls while a program is recorded (program.py)."""
 
 
 def pointer(tensor: Tensor | None) -> int | None:
     """Where a tensor begins."""
     return None if tensor is None else tensor.data_ptr()
-
-
-def _features() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split()) for line in lines if line.startswith("flags")), set())

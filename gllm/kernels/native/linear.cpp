@@ -4,30 +4,37 @@
 // panels of PANEL outputs; a panel is [units, PANEL]. For few rows the weights are read from memory
 // once, one panel after the other; for many rows blocks of inputs and of panels stay in the second
 // cache. Panels of gates and of what they gate take turns, so that both sums are at hand at once.
+// Every output is summed over its inputs in their order, whatever the number of rows.
 // Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4.
 
 #include <algorithm>
-#include <vector>
 
 #include "activation.h"
-#include "multiply.h"
+#include "panels.h"
+#include "scratch.h"
 
 namespace gllm {
 
-constexpr int64_t PANEL = LANES;
-constexpr int64_t ROWS = 140;    // of inputs, and
-constexpr int64_t DEPTH = 896;   // units of two panels: so many stay in the second cache
-constexpr int64_t AHEAD = 256;   // vectors of weights fetched before they are needed
+constexpr int64_t AHEAD = 256;   // units of weights fetched before they are needed
 constexpr int TURNED_ROWS = 14;  // from which on addresses of rows do not fit into the registers
 
-// Rows of a tile so that its sums fit into the registers, beside one panel and beside two.
+// ALONE: rows of a tile beside one panel. IN_BLOCKS: rows of a tile beside SIDE panels. Their sums
+// fit into the registers.
+// ROWS: of inputs, and DEPTH: units of SIDE panels; so many stay in the caches.
 #if defined(__AVX512F__)
-constexpr int ALONE = 28, IN_PAIRS = 14;
-#elif defined(__AVX__)
-constexpr int ALONE = 6, IN_PAIRS = 3;
+constexpr int ALONE = 28, IN_BLOCKS = 14, SIDE = 2;
+constexpr int64_t ROWS = 140, DEPTH = 512;
+#elif defined(__AVX2__)
+constexpr int ALONE = 6, IN_BLOCKS = 6, SIDE = 1;
+constexpr int64_t ROWS = 96, DEPTH = 256;
+#elif defined(__aarch64__)
+constexpr int ALONE = 6, IN_BLOCKS = 6, SIDE = 1;
+constexpr int64_t ROWS = 96, DEPTH = 256;
 #else
-constexpr int ALONE = 2, IN_PAIRS = 1;
+constexpr int ALONE = 3, IN_BLOCKS = 3, SIDE = 1;
+constexpr int64_t ROWS = 96, DEPTH = 256;
 #endif
+constexpr int64_t MOST_PANELS = 16;  // of a block
 
 struct LinearArguments {
     void* output;        // [rows, outputs], floats where float_output, else as input
@@ -36,153 +43,142 @@ struct LinearArguments {
     const void* bias;    // [outputs] as input, or null; twice as many where gated: gates first
     int64_t rows, inputs, outputs, input_row;
     int32_t gate;  // Activation: NONE where nothing is gated
-    int32_t float_output, is_bfloat16, threads;
-};
-
-struct PackArguments {
-    void* packed;        // whole panels
-    const void* weight;  // [outputs, inputs]
-    int64_t inputs, outputs;
-    int32_t step, is_bfloat16, threads;  // step: 2 where every second panel is another weight's
-};
-
-struct UnpackArguments {
-    void* output;  // [rows, inputs]
-    const void* packed;
-    const int64_t* chosen;  // [rows]: outputs
-    int64_t rows, inputs;
-    int32_t is_bfloat16, threads;
+    int32_t float_output, dtype, threads;
 };
 
 namespace {
 
-int64_t blocks_of(int64_t size, int64_t block) { return (size + block - 1) / block; }
-
-// What one step along the inputs takes: as in multiply.h, but weights stay as small as they are.
-template <class T>
-struct Step {
-    using Unit = T;
-    static constexpr int64_t PER = 1;
-};
-#ifdef __AVX512BF16__
-template <>
-struct Step<bfloat16> {
-    using Unit = Packing<bfloat16>::Unit;
-    static constexpr int64_t PER = Packing<bfloat16>::PER_UNIT;
-};
-#endif
-
-// x [R, depth] times P panels, each [depth, PANEL] and panel_size units apart; sums [R, P, PANEL] are
-// added to. Weights that STREAM by are fetched ahead, over the end of the panel; many rows beside
-// them are turned, [depth, R].
-template <int R, int P, bool STREAM, class Unit>
-void multiply_tile(const Unit* x, int64_t x_row, const Unit* panel, int64_t panel_size,
-                   int64_t depth, float* sums) {
-    constexpr bool TURNED = STREAM && R >= TURNED_ROWS;
-    Vector kept[R][P];
+// x [R, depth], or where it is TURNED [depth, R], times P panels, each [depth, PANEL] and panel_size
+// units apart; sums [R, P, PANEL] are added to, rows of them sums_row apart. Of `ahead` a cache line
+// is fetched in every step, where it is not null.
+template <int R, int P, bool TURNED, class Unit, class Weight>
+void multiply_tile(const Unit* x, int64_t x_row, const Weight* panel, int64_t panel_size,
+                   int64_t depth, float* sums, int64_t sums_row, const char* ahead) {
+    constexpr int VECTORS = P * PANEL_VECTORS;
+    Vector kept[R][VECTORS];
 #pragma GCC unroll 32
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int p = 0; p < P; ++p) kept[r][p] = load(sums + (r * P + p) * PANEL);
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) kept[r][v] = load(sums + r * sums_row + v * LANES);
     for (int64_t k = 0; k < depth; ++k, x += TURNED ? R : 1, panel += PANEL) {
-        if (STREAM) __builtin_prefetch(panel + AHEAD * PANEL, 0, 2);
+        if (ahead) __builtin_prefetch(ahead, 0, 2), ahead += PANEL * sizeof(Weight);
+        decltype(load_operand(panel)) operands[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v)
+            operands[v] = load_operand(panel + v / PANEL_VECTORS * panel_size +
+                                       v % PANEL_VECTORS * LANES);
 #pragma GCC unroll 32
         for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-            for (int p = 0; p < P; ++p)
-                kept[r][p] =
-                    multiply_add(kept[r][p], x[TURNED ? r : r * x_row], panel + p * panel_size);
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; ++v)
+                kept[r][v] = multiply_add(kept[r][v], x[TURNED ? r : r * x_row], operands[v]);
     }
 #pragma GCC unroll 32
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int p = 0; p < P; ++p) store(sums + (r * P + p) * PANEL, kept[r][p]);
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) store(sums + r * sums_row + v * LANES, kept[r][v]);
 }
 
-template <class Unit>
-using Multiply = void (*)(const Unit*, int64_t, const Unit*, int64_t, int64_t, float*);
+template <class Unit, class Weight>
+using Multiply = void (*)(const Unit*, int64_t, const Weight*, int64_t, int64_t, float*, int64_t,
+                          const char*);
 
 // By rows of the tile.
-template <int P, bool STREAM, class Unit, int... R>
-Multiply<Unit> multiply_of(int64_t rows, std::integer_sequence<int, R...>) {
-    constexpr Multiply<Unit> all[] = {multiply_tile<R + 1, P, STREAM, Unit>...};
+template <int P, bool ALL_TURNED, class Unit, class Weight, int... R>
+Multiply<Unit, Weight> multiply_of(int64_t rows, std::integer_sequence<int, R...>) {
+    constexpr Multiply<Unit, Weight> all[] = {
+        multiply_tile<R + 1, P, ALL_TURNED || R + 1 >= TURNED_ROWS, Unit, Weight>...};
     return all[rows - 1];
 }
 
-// x [rows, depth] to [depth, rows]; rows of `to` are written in order, each up to a vector beyond it.
+// Memory of a thread.
 template <class Unit>
-void turn(const Unit* x, int64_t x_row, int64_t rows, int64_t depth, Unit* to) {
-    static_assert(sizeof(Unit) == sizeof(float));
-    Vector blocks[2][LANES] = {};
-    for (int64_t k = 0; k < depth; k += LANES) {
-        const int64_t some = std::min<int64_t>(depth - k, LANES);
-        for (int64_t r = 0; r < rows; ++r)
-            std::memcpy(&blocks[r / LANES][r % LANES], x + r * x_row + k, some * sizeof(Unit));
-        for (int64_t first = 0; first < rows; first += LANES) transpose(blocks[first / LANES]);
-        for (int64_t i = 0; i < some; ++i, to += rows)
-            for (int64_t first = 0; first < rows; first += LANES)
-                std::memcpy(to + first, &blocks[first / LANES][i], sizeof(Vector));
-    }
-}
+struct Scratch {
+    Memory<Unit> inputs, weights;
+    Memory<float> sums;
+};
 
 template <class T>
 class Linear {
     using Unit = typename Step<T>::Unit;
+    using Weight = typename Step<T>::Weight;
     static constexpr int64_t PER = Step<T>::PER;
+    static constexpr bool WIDENED = Step<T>::WIDENED;
 
   public:
     explicit Linear(const LinearArguments& given)
-        : a(given), weight(static_cast<const Unit*>(given.weight)), units(a.inputs / PER),
+        : a(given), weight(static_cast<const Weight*>(given.weight)), units(a.inputs / PER),
           panels(blocks_of(a.outputs, PANEL) * (a.gate ? 2 : 1)), few(a.rows <= ALONE) {}
 
     void run() const {
         if (a.rows == 0) return;
         const int64_t row_blocks = few ? 1 : blocks_of(a.rows, ROWS);
-        const int64_t fair = blocks_of(panels * row_blocks, 4 * a.threads);
-        const int64_t most = few ? panels : 8, step = few && !a.gate ? 1 : 2;
+        // Some tasks for each thread, as others may be busy; inputs are turned anew for each.
+        const int64_t tasks = a.threads == 1 ? 1 : (few ? 4 : 2) * a.threads;
+        const int64_t fair = blocks_of(panels * row_blocks, tasks);
+        const int64_t most = few ? panels : MOST_PANELS, step = few && !a.gate ? 1 : 2;
         const int64_t group = blocks_of(std::min(fair, most), step) * step;
         const int64_t groups = blocks_of(panels, group);
 #pragma omp parallel num_threads(a.threads)
         {
-            std::vector<Unit> turned;
-            if constexpr (ALONE >= TURNED_ROWS)
-                if (few && a.rows >= TURNED_ROWS) {
-                    turned.resize(a.rows * units + LANES);
-                    turn(row_at(0, 0), a.input_row / PER, a.rows, units, turned.data());
-                }
-            std::vector<float> sums(std::min(a.rows, ROWS) * PANEL * (few ? step : group));
+            Scratch<Unit> s;
+            const Unit* inputs = few ? all_inputs(s) : nullptr;
+            s.sums.resize(std::min(a.rows, ROWS) * PANEL * (few ? step : group));
 #pragma omp for schedule(dynamic, 1)
             for (int64_t task = 0; task < row_blocks * groups; ++task) {
                 const int64_t row = task / groups * ROWS, panel = task % groups * group;
                 const int64_t end = std::min(panel + group, panels);
                 if (few)
-                    stream(turned.empty() ? row_at(0, 0) : turned.data(), panel, end, sums.data());
+                    stream(inputs, panel, end, s.sums.data());
                 else
-                    block(row, std::min(ROWS, a.rows - row), panel, end, sums.data());
+                    block(row, std::min(ROWS, a.rows - row), panel, end, s);
             }
         }
     }
 
   private:
     const LinearArguments& a;
-    const Unit* weight;
+    const Weight* weight;
     const int64_t units, panels;
     const bool few;
 
-    const Unit* row_at(int64_t row, int64_t unit) const {
-        return reinterpret_cast<const Unit*>(static_cast<const T*>(a.input) + row * a.input_row) + unit;
+    const T* row_at(int64_t row, int64_t unit) const {
+        return static_cast<const T*>(a.input) + row * a.input_row + unit * PER;
     }
 
-    // All rows at once, so that weights pass by once.
+    // The few rows as `stream` takes them.
+    const Unit* all_inputs(Scratch<Unit>& s) const {
+        if (a.rows >= TURNED_ROWS) {
+            s.inputs.resize(a.rows * units + LANES);
+            turn(row_at(0, 0), a.input_row, a.rows, units, s.inputs.data());
+        } else if constexpr (WIDENED) {
+            const int64_t wide = inputs_row();
+            s.inputs.resize(a.rows * wide);
+            for (int64_t r = 0; r < a.rows; ++r)
+                for (int64_t k = 0; k < units; k += LANES)
+                    store(&s.inputs[r * wide + k], load_units(row_at(r, k), units - k));
+        } else {
+            return reinterpret_cast<const Unit*>(row_at(0, 0));
+        }
+        return s.inputs.data();
+    }
+
+    // Units between rows that are not turned.
+    int64_t inputs_row() const {
+        return WIDENED ? blocks_of(units, LANES) * LANES : a.input_row / PER;
+    }
+
+    // All rows at once, so that weights pass by once; they are fetched over the end of the panel.
     void stream(const Unit* x, int64_t panel, int64_t end, float* sums) const {
         constexpr std::make_integer_sequence<int, ALONE> heights{};
-        const auto multiply = multiply_of<1, true, Unit>(a.rows, heights);
+        const auto multiply = multiply_of<1, false, Unit, Weight>(a.rows, heights);
         for (; panel < end; ++panel) {
-            const Unit* now = weight + panel * units * PANEL;
+            const Weight* now = weight + panel * units * PANEL;
             const bool is_gated = a.gate && panel % 2;
             float* to = sums + (is_gated ? a.rows * PANEL : 0);
             std::fill(to, to + a.rows * PANEL, 0.0f);
-            multiply(x, a.input_row / PER, now, 0, units, to);
+            multiply(x, inputs_row(), now, 0, units, to, PANEL,
+                     reinterpret_cast<const char*>(now + AHEAD * PANEL));
             if (is_gated)
                 write_gated(0, a.rows, panel - 1, sums, to, PANEL);
             else if (!a.gate)
@@ -190,13 +186,19 @@ class Linear {
         }
     }
 
-    void block(int64_t row, int64_t rows, int64_t panel, int64_t end, float* sums) const {
+    void block(int64_t row, int64_t rows, int64_t panel, int64_t end, Scratch<Unit>& s) const {
+        float* sums = s.sums.data();
         std::fill(sums, sums + rows * PANEL * 2 * blocks_of(end - panel, 2), 0.0f);
-        const int64_t tiles = blocks_of(rows, IN_PAIRS);
         const int64_t deep = blocks_of(units, blocks_of(units, DEPTH));
-        for (int64_t begin = 0; begin < units; begin += deep)
-            for (int64_t p = panel; p < end; p += 2)
-                tiles_of(row, rows, tiles, begin, deep, p, sums + (p - panel) * rows * PANEL);
+        s.inputs.resize(rows * deep + LANES);
+        if (WIDENED) s.weights.resize(SIDE * deep * PANEL);
+        for (int64_t begin = 0; begin < units; begin += deep) {
+            const int64_t depth = std::min(deep, units - begin);
+            turn_tiles(row, rows, begin, depth, s.inputs.data());
+            for (int64_t p = panel; p < end; p += SIDE)
+                tiles_of(rows, begin, depth, p, p + SIDE < end, s,
+                         sums + (p - panel) / 2 * 2 * rows * PANEL + (p - panel) % 2 * PANEL);
+        }
         for (int64_t p = panel; p < end; p += 2) {
             const float* both = sums + (p - panel) * rows * PANEL;
             if (a.gate)
@@ -206,18 +208,42 @@ class Linear {
         }
     }
 
-    // All rows by two panels, or the one left.
-    void tiles_of(int64_t row, int64_t rows, int64_t tiles, int64_t begin, int64_t deep, int64_t panel,
-                  float* sums) const {
-        const int64_t depth = std::min(deep, units - begin), size = units * PANEL;
-        const Unit* now = weight + panel * size + begin * PANEL;
-        // Behind the last panel there is nothing to read: the other half of the sums is not used.
-        const int64_t apart = panel + 1 < panels ? size : 0;
+    // Tiles of inputs, each [depth, its rows].
+    void turn_tiles(int64_t row, int64_t rows, int64_t begin, int64_t depth, Unit* to) const {
+        const int64_t tiles = blocks_of(rows, IN_BLOCKS);
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
-            multiply_of<2, false, Unit>(last - first, std::make_integer_sequence<int, IN_PAIRS>())(
-                row_at(row + first, begin), a.input_row / PER, now, apart, depth,
-                sums + first * 2 * PANEL);
+            turn(row_at(row + first, begin), a.input_row, last - first, depth, to + first * depth);
+        }
+    }
+
+    // All rows by SIDE panels, or the one left; meanwhile those behind are fetched, if there are more.
+    void tiles_of(int64_t rows, int64_t begin, int64_t depth, int64_t panel, bool more,
+                  Scratch<Unit>& s, float* sums) const {
+        constexpr std::make_integer_sequence<int, IN_BLOCKS> heights{};
+        const int64_t size = units * PANEL, tiles = blocks_of(rows, IN_BLOCKS);
+        const Weight* now = weight + panel * size + begin * PANEL;
+        const char* ahead = more ? reinterpret_cast<const char*>(now + SIDE * size) : nullptr;
+        const Unit* panels_now;
+        // Behind the last panel there is nothing to read: the other half of the sums is not used.
+        int64_t apart = panel + 1 < panels ? size : 0;
+        if constexpr (WIDENED) {
+            for (int64_t i = 0; i < depth * PANEL; i += LANES) store(&s.weights[i], load(now + i));
+            static_assert(SIDE == 1 || PANEL == LANES);
+            if (SIDE == 2)
+                for (int64_t i = 0; i < depth * PANEL; i += LANES)
+                    store(&s.weights[depth * PANEL + i], load(now + apart + i));
+            panels_now = s.weights.data();
+            apart = depth * PANEL;
+        } else {
+            panels_now = now;
+        }
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
+            multiply_of<SIDE, true, Unit, Unit>(last - first, heights)(
+                s.inputs.data() + first * depth, 0, panels_now, apart, depth,
+                sums + first * 2 * PANEL, 2 * PANEL, tile < SIDE ? ahead : nullptr);
+            if (ahead) ahead += size * sizeof(Weight);
         }
     }
 
@@ -245,14 +271,16 @@ class Linear {
                 numbers[i] = to_float(bias[i]);
                 numbers[PANEL + i] = to_float(bias[a.outputs + i]);
             }
-        const Vector first = load(numbers), second = load(numbers + PANEL);
         for (int64_t r = 0; r < rows; ++r, gates += apart, others += apart) {
             T* to = static_cast<T*>(a.output) + (row + r) * a.outputs + column;
-            const Vector made = activated(load(gates) + first, a.gate) * (load(others) + second);
-            if (width == PANEL)
-                store(to, made);
-            else
-                for (int64_t i = 0; i < width; ++i) assign(to[i], made[i]);
+            for (int64_t i = 0; i < width; i += LANES) {
+                const Vector gate = activated(load(gates + i) + load(numbers + i), a.gate);
+                const Vector product = gate * (load(others + i) + load(numbers + PANEL + i));
+                if (i + LANES <= width)
+                    store(to + i, product);
+                else
+                    for (int64_t j = i; j < width; ++j) assign(to[j], product[j - i]);
+            }
         }
     }
 
@@ -267,56 +295,9 @@ class Linear {
     }
 };
 
-template <class T>
-void pack(const PackArguments& a) {
-    using Unit = typename Step<T>::Unit;
-    constexpr int64_t PER = Step<T>::PER, RUN = 64;
-    const int64_t panels = blocks_of(a.outputs, PANEL), row = a.inputs / PER * PER;
-#pragma omp parallel for num_threads(a.threads)
-    for (int64_t panel = 0; panel < panels; ++panel) {
-        T* to = static_cast<T*>(a.packed) + panel * a.step * PANEL * row;
-        const int64_t count = std::min(PANEL, a.outputs - panel * PANEL);
-        const T* weight = static_cast<const T*>(a.weight) + panel * PANEL * row;
-        if constexpr (sizeof(Unit) == sizeof(float))
-            if (count == PANEL) {
-                turn(reinterpret_cast<const Unit*>(weight), row / PER, PANEL, row / PER,
-                     reinterpret_cast<Unit*>(to));
-                continue;
-            }
-        if (count < PANEL) std::fill(to, to + PANEL * row, T{});
-        for (int64_t k = 0; k < row; k += RUN)
-            for (int64_t column = 0; column < count; ++column) {
-                const T* from = weight + column * row;
-                for (int64_t i = k; i < std::min(k + RUN, row); ++i)
-                    to[(i / PER * PANEL + column) * PER + i % PER] = from[i];
-            }
-    }
-}
-
-template <class T>
-void unpack(const UnpackArguments& a) {
-    constexpr int64_t PER = Step<T>::PER;
-#pragma omp parallel for num_threads(a.threads) if (a.rows > 64)
-    for (int64_t r = 0; r < a.rows; ++r) {
-        const int64_t panel = a.chosen[r] / PANEL, column = a.chosen[r] % PANEL;
-        const T* from = static_cast<const T*>(a.packed) + panel * PANEL * a.inputs + column * PER;
-        T* to = static_cast<T*>(a.output) + r * a.inputs;
-        for (int64_t i = 0; i < a.inputs; ++i) to[i] = from[i / PER * PANEL * PER + i % PER];
-    }
-}
-
 }  // namespace
 }  // namespace gllm
 
-extern "C" {
-
-void gllm_linear(const gllm::LinearArguments* a) {
-    a->is_bfloat16 ? gllm::Linear<gllm::bfloat16>(*a).run() : gllm::Linear<float>(*a).run();
-}
-void gllm_pack(const gllm::PackArguments* a) {
-    a->is_bfloat16 ? gllm::pack<gllm::bfloat16>(*a) : gllm::pack<float>(*a);
-}
-void gllm_unpack(const gllm::UnpackArguments* a) {
-    a->is_bfloat16 ? gllm::unpack<gllm::bfloat16>(*a) : gllm::unpack<float>(*a);
-}
+extern "C" __attribute__((visibility("default"))) void gllm_linear(const gllm::LinearArguments* a) {
+    gllm::with_dtype(a->dtype, [&](auto type) { gllm::Linear<decltype(type)>(*a).run(); });
 }

@@ -13,22 +13,26 @@ namespace gllm {
 // Rows and vectors of a tile, so that its sums fit into the registers; few rows take more vectors.
 #if defined(__AVX512F__)
 constexpr int TALL = 14, TALL_VECTORS = 2, FLAT = 6, FLAT_VECTORS = 4;
-#elif defined(__AVX__)
-constexpr int TALL = 6, TALL_VECTORS = 1, FLAT = 2, FLAT_VECTORS = 2;
+#elif defined(__AVX2__)
+constexpr int TALL = 6, TALL_VECTORS = 2, FLAT = 3, FLAT_VECTORS = 4;
+#elif defined(__aarch64__)
+constexpr int TALL = 6, TALL_VECTORS = 4, FLAT = 3, FLAT_VECTORS = 8;
 #else
-constexpr int TALL = 2, TALL_VECTORS = 1, FLAT = 1, FLAT_VECTORS = 1;
+constexpr int TALL = 3, TALL_VECTORS = 4, FLAT = 1, FLAT_VECTORS = 8;
 #endif
 
+// Numbers of 16 bits are floats in units, unless the processor multiplies them itself.
 template <class T>
 struct Packing {
     using Unit = float;
     static constexpr int PER_UNIT = 1;
 };
 
-inline Vector multiply_add(Vector sum, float a, const float* b) { return sum + a * load(b); }
-inline Vector multiply_add(Vector sum, bfloat16 a, const bfloat16* b) {
-    return sum + to_float(a) * load(b);
-}
+// LANES units of B, as they are multiplied: one register.
+inline Vector load_operand(const float* b) { return load(b); }
+inline Vector load_operand(const bfloat16* b) { return load(b); }
+inline Vector load_operand(const float16* b) { return load(b); }
+inline Vector multiply_add(Vector sum, float a, Vector b) { return sum + a * b; }
 
 #ifdef __AVX512BF16__
 template <>
@@ -37,12 +41,21 @@ struct Packing<bfloat16> {
     static constexpr int PER_UNIT = 2;
 };
 
-inline Vector multiply_add(Vector sum, uint32_t a, const uint32_t* b) {
+inline __m512i load_operand(const uint32_t* b) { return _mm512_loadu_si512(b); }
+inline Vector multiply_add(Vector sum, uint32_t a, __m512i b) {
     const auto left = (__m512bh)_mm512_set1_epi32(static_cast<int>(a));
-    const auto right = (__m512bh)_mm512_loadu_si512(b);
-    return (Vector)_mm512_dpbf16_ps((__m512)sum, left, right);
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, left, (__m512bh)b);
 }
 #endif
+
+// LANES units from numbers as they are in memory.
+template <class T>
+inline Vector load_units(const T* from) {
+    if constexpr (Packing<T>::PER_UNIT == 1)
+        return load(from);
+    else
+        return load(reinterpret_cast<const float*>(from));
+}
 
 // What will be needed soon, asked for row by row while something else is computed: many requests at
 // once would hold up the loads behind them.
@@ -70,20 +83,23 @@ inline void multiply_tile(const Unit* a, int64_t a_row, const Unit* b, int64_t b
     Vector sums[ROWS][VECTORS];
 #pragma GCC unroll 32
     for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < VECTORS; ++v)
             sums[r][v] = add ? load(c + r * c_row + v * LANES) : Vector{};
     for (int64_t k = 0; k < inner; ++k) {
         wanted.step();
+        decltype(load_operand(b)) operands[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) operands[v] = load_operand(b + k * b_row + v * LANES);
 #pragma GCC unroll 32
         for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < VECTORS; ++v)
-                sums[r][v] = multiply_add(sums[r][v], a[r * a_row + k], b + k * b_row + v * LANES);
+                sums[r][v] = multiply_add(sums[r][v], a[r * a_row + k], operands[v]);
     }
 #pragma GCC unroll 32
     for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < VECTORS; ++v) store(c + r * c_row + v * LANES, sums[r][v]);
 }
 

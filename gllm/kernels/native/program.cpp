@@ -13,6 +13,6 @@ struct Call {
 
 }  // namespace gllm
 
-extern "C" void gllm_run(const gllm::Call* calls, int64_t count) {
+extern "C" __attribute__((visibility("default"))) void gllm_run(const gllm::Call* calls, int64_t count) {
     for (int64_t i = 0; i < count; ++i) calls[i].function(calls[i].arguments);
 }

@@ -22,9 +22,10 @@ from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.native.library import (
     AttentionArguments,
     Library,
+    Operation,
     RotaryArguments,
+    override,
     pointer,
-    recorder,
 )
 from gllm.kernels.rotary import Angles
 
@@ -73,6 +74,9 @@ class Recorder(Library):
     def __call__(self, arguments: ctypes.Structure) -> None:
         self.calls.append(arguments)
 
+    def serves(self, operation: Operation, dtype: torch.dtype) -> bool:
+        return self.library.serves(operation, dtype)
+
     def address(self, arguments: ctypes.Structure) -> int | None:
         """Of the function that takes the arguments."""
         return ctypes.cast(self.library.function(arguments), ctypes.c_void_p).value
@@ -97,12 +101,12 @@ class Recorder(Library):
 def recording(library: Library, tokens: int, memory: Tensor) -> Iterator[Recorder]:
     """Calls of this thread are noted within. Raises NotRecorded."""
     made = Recorder(library, tokens, memory)
-    token = recorder.set(made)
+    token = override.set(made)
     try:
         with _OnlyViews():
             yield made
     finally:
-        recorder.reset(token)
+        override.reset(token)
 
 
 class Program:

@@ -1,0 +1,168 @@
+"""Linear layers by every build of the compiled kernels, against torch limited to what it uses.
+
+Owns the shapes, the limits and the page. Each build runs in a process of its own: torch and its
+libraries read their limits once, when they start. Within it both take turns, so that a busy machine
+slows both. Run as `python -m benchmarks.cpu.builds`; it takes about a minute.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from benchmarks.cpu.limits import measured
+from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.workplace import ROOT
+from gllm.kernels.native.builds import FLAVORS, VARIABLE, compiled, processor_features
+from gllm.runtime.device import cores, set_threads
+from gllm.sim.report import show, text_table
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _limit(aten: str, onednn: str, mkl: str, openblas: str) -> dict[str, str]:
+    return {
+        "ATEN_CPU_CAPABILITY": aten,
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "MKL_ENABLE_INSTRUCTIONS": mkl,
+        "OPENBLAS_CORETYPE": openblas,
+    }
+
+
+LIMITS = MappingProxyType(
+    {
+        "avx512_bf16": dict[str, str](),
+        "avx512": _limit("avx512", "AVX512_CORE", "AVX512", "SkylakeX"),
+        "avx2": _limit("avx2", "AVX2", "AVX2", "Haswell"),
+        "portable": _limit("default", "SSE41", "SSE4_2", "Nehalem"),
+    }
+)
+"""Environment in which torch uses no more than a build does."""
+SIZE = 2048
+"""Inputs and outputs."""
+ROWS = (1, 8, 64, 256)
+DTYPES = ("float32", "bfloat16", "float16")
+LEAST = 5
+"""Runs of a cell, however long they take."""
+PAGE = Path("docs/benchmarks/builds.md")
+
+
+class Cell(NamedTuple):
+    """Median times of one product."""
+
+    build: str
+    dtype: str
+    rows: int
+    kernels_seconds: float
+    torch_seconds: float
+
+
+def measure(build: str, threads: int, seconds: float) -> list[Cell]:
+    """All products by this process's build, for so many seconds each."""
+    import torch
+
+    set_threads(threads)
+    return [
+        Cell(build, name, rows, *_medians(getattr(torch, name), rows, seconds))
+        for name in DTYPES
+        for rows in ROWS
+    ]
+
+
+def _medians(dtype: "torch.dtype", rows: int, seconds: float) -> tuple[float, float]:
+    """Seconds of one product by the compiled kernels and by torch, which take turns."""
+    import torch
+    from torch.nn import functional
+
+    from gllm.kernels.linear import linear, prepare
+
+    weight, x = torch.randn(SIZE, SIZE).to(dtype), torch.randn(rows, SIZE).to(dtype)
+    matrix = prepare(weight)
+    ways = (lambda: linear(x, matrix, None), lambda: functional.linear(x, weight))
+    times: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + seconds
+    while len(times[0]) < LEAST or time.perf_counter() < end:
+        for way, taken in zip(ways, times, strict=True):
+            begin = time.perf_counter()
+            way()
+            taken.append(time.perf_counter() - begin)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def measured_by(build: str, threads: int, seconds: float) -> list[Cell]:
+    """The cells of a build, from a process of its own."""
+    arguments = ["--build", build, "--threads", str(threads), "--seconds", str(seconds)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cpu.builds", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **LIMITS[build], VARIABLE: build},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [Cell(*cell) for cell in json.loads(done.stdout)]
+
+
+def table(cells: list[Cell]) -> str:
+    """A line for each build and number of rows."""
+    header = ["build", "rows", *(f"{dtype}, ms | torch, ms | ratio" for dtype in DTYPES)]
+    found = {(cell.build, cell.rows, cell.dtype): cell for cell in cells}
+    rows = []
+    for build in dict.fromkeys(cell.build for cell in cells):
+        for count in ROWS:
+            each = [found[build, count, dtype] for dtype in DTYPES]
+            rows.append(
+                [
+                    build,
+                    str(count),
+                    *(
+                        f"{show(cell.kernels_seconds, 1e3)} | {show(cell.torch_seconds, 1e3)} | "
+                        f"{cell.kernels_seconds / cell.torch_seconds:.2f}"
+                        for cell in each
+                    ),
+                ]
+            )
+    lines = [" | ".join(line) for line in (header, ["---"] * (2 + 3 * len(DTYPES)), *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def main() -> None:
+    """Measure every build that this processor runs, and write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--seconds", type=float, default=0.6, help="for each product")
+    parser.add_argument("--output", type=Path, default=PAGE)
+    parser.add_argument("--build", choices=FLAVORS, help="measure one, print JSON")
+    options = parser.parse_args()
+    if options.build:
+        print(json.dumps(measure(options.build, options.threads, options.seconds)))
+        return
+    features, foreign = processor_features(), ForeignCpu()
+    builds = [name for name in compiled() if features >= FLAVORS[name]]
+    limits = measured(options.threads)
+    cells = [
+        cell for build in builds for cell in measured_by(build, options.threads, options.seconds)
+    ]
+    rates = [show(limits.bytes_per_second, 1e-9), show(limits.flops_per_second, 1e-9)]
+    figures = "\n\n".join(
+        [
+            f"{origin('benchmarks.cpu.builds')} {options.threads} threads; others kept "
+            f"{show(foreign.cores())} cores busy.",
+            table(cells),
+            "Limits of the machine, measured in the same run:",
+            text_table(["GB/s read", "bf16 GFLOP/s"], [rates]),
+        ]
+    )
+    results = {"threads": options.threads, "limits": limits, "cells": cells}
+    write_results(options.output, "Builds of the compiled kernels", figures, results)
+
+
+if __name__ == "__main__":
+    main()

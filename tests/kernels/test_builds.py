@@ -1,0 +1,190 @@
+"""Builds of the compiled kernels: which one a process uses, and what torch computes instead."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from gllm.kernels.attention_backends import HeadShape, Wanted, choose
+from gllm.kernels.linear import PlainMatrix, linear, prepare
+from gllm.kernels.native import library
+from gllm.kernels.native.builds import FLAVORS, OFF, VARIABLE, Selection, select
+from gllm.kernels.native.library import LinearArguments, MeasuredLibrary, native
+
+EVERY = frozenset().union(*FLAVORS.values())
+ONLY_AVX2 = FLAVORS["avx2"]
+
+
+def folder_of(path: Path, *names: str) -> Path:
+    for name in names:
+        (path / f"_{name}.so").touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("features", "wanted"),
+    [
+        (EVERY, "avx512_bf16"),
+        (FLAVORS["avx512"] | ONLY_AVX2, "avx512"),
+        (ONLY_AVX2, "avx2"),
+        (frozenset({"sse2"}), "portable"),
+    ],
+)
+def test_the_best_build_that_the_processor_runs(
+    tmp_path: Path, features: frozenset[str], wanted: str
+) -> None:
+    build = select({}, features, folder_of(tmp_path, *FLAVORS))
+    assert (build.name, build.path) == (wanted, tmp_path / f"_{wanted}.so")
+    assert not build.is_named
+
+
+@pytest.mark.parametrize("name", FLAVORS)
+def test_the_variable_names_a_build(tmp_path: Path, name: str) -> None:
+    build = select({VARIABLE: name}, EVERY, folder_of(tmp_path, *FLAVORS))
+    assert (build.name, build.path) == (name, tmp_path / f"_{name}.so")
+    assert build.is_named
+
+
+def test_off_is_torch_alone(tmp_path: Path) -> None:
+    build = select({VARIABLE: OFF}, EVERY, folder_of(tmp_path, *FLAVORS))
+    assert (build.name, build.path) == (OFF, None)
+
+
+def test_without_builds_the_reason_is_told(tmp_path: Path) -> None:
+    assert "none was compiled" in select({}, EVERY, tmp_path).reason
+    build = select({}, frozenset(), folder_of(tmp_path, "avx2"))
+    assert build.path is None
+    assert "runs none of those compiled (avx2)" in build.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "compiled", "reason"),
+    [
+        ("sse9", EVERY, FLAVORS, r"'sse9', but has to be one of avx512_bf16, .*portable, off"),
+        ("AVX2", EVERY, FLAVORS, r"'AVX2', but has to be one of"),
+        ("avx512", ONLY_AVX2, FLAVORS, r"lacks avx512bw, .*: choose one of avx2, portable, off"),
+        ("avx2", EVERY, ("portable",), r"not compiled: choose one of portable, off, or install"),
+    ],
+)
+def test_a_build_that_cannot_be_used_is_refused(
+    tmp_path: Path, name: str, features: frozenset[str], compiled: tuple[str, ...], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{VARIABLE} is .*{reason}"):
+        select({VARIABLE: name}, features, folder_of(tmp_path, *compiled))
+
+
+@pytest.mark.parametrize(
+    ("build", "level", "text"),
+    [
+        (Selection("avx2", Path("x"), "the best", False), "INFO", "build avx2 (the best)"),
+        (Selection(OFF, None, "none was compiled", False), "WARNING", "none, torch computes (none"),
+        (Selection(OFF, None, "it is off", True), "INFO", "none, torch computes (it is off)"),
+    ],
+)
+def test_the_log_tells_the_build(
+    build: Selection,
+    level: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(library, "select", lambda: build)
+    with caplog.at_level(logging.INFO):
+        library.log_kernels()
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert text in record.getMessage()
+
+
+class SlowLinear(MeasuredLibrary):
+    """A build whose products take twenty times as long."""
+
+    def __call__(self, arguments: object) -> None:
+        for _ in range(20 if isinstance(arguments, LinearArguments) else 1):
+            super().__call__(arguments)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Selection:
+    """The best build of this machine."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    found = select()
+    if found.path is None:
+        pytest.skip(found.reason)
+    return found
+
+
+def use(kernels: MeasuredLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "library", lambda: kernels)
+
+
+def test_torch_computes_what_a_build_computes_slower(
+    build: Selection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert build.path is not None
+    kernels = SlowLinear(build.path, build.name)
+    use(kernels, monkeypatch)
+    x, weight = torch.randn(5, 32), torch.randn(48, 32)
+    threads = torch.get_num_threads()
+    matrix = prepare(weight)
+    assert isinstance(matrix, PlainMatrix)
+    assert not matrix.is_packed
+    assert torch.get_num_threads() == threads
+    torch.testing.assert_close(linear(x, matrix, None), functional.linear(x, weight))
+    assert native(x, "linear") is None
+    # 8-bit products are in no way slower than the reference, which is all that torch has.
+    assert native(x, "linear_int8") is kernels
+    (record,) = caplog.records
+    assert "torch computes linear" in record.getMessage()
+
+
+def test_what_is_fast_enough_is_computed_by_the_build(
+    build: Selection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build.path is not None
+    kernels = MeasuredLibrary(build.path, build.name)
+    monkeypatch.setattr(
+        "gllm.kernels.native.measure.measure", lambda library, dtype: {"linear": 1.2, "norm": 1.3}
+    )
+    use(kernels, monkeypatch)
+    assert native(torch.empty(1), "linear") is kernels
+    assert native(torch.empty(1), "norm") is None
+
+
+def test_stages_share_what_one_of_them_measured(
+    build: Selection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build.path is not None
+    ratios = iter([{"linear": 9.0}, {"linear": 0.5}, {"linear": 0.1}])
+    monkeypatch.setattr("gllm.kernels.native.measure.measure", lambda library, dtype: next(ratios))
+    file = os.memfd_create("ratios")
+    try:
+        first, second = (MeasuredLibrary(build.path, build.name) for _ in range(2))
+        for each in (first, second):
+            each.share(file)
+        assert not first.serves("linear", torch.float32)
+        assert not second.serves("linear", torch.float32)
+        assert second.serves("linear", torch.bfloat16)
+        assert first.serves("linear", torch.bfloat16)
+        written = json.loads(os.pread(file, 1000, 0))
+    finally:
+        os.close(file)
+    assert written == {"torch.float32": {"linear": 9.0}, "torch.bfloat16": {"linear": 0.5}}
+
+
+def test_auto_leaves_attention_to_torch_where_that_is_faster(
+    build: Selection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build.path is not None
+    kernels = MeasuredLibrary(build.path, build.name)
+    monkeypatch.setattr(kernels, "_ratios", {torch.float32: {"attention": 5.0}})
+    monkeypatch.setattr("gllm.kernels.native.attention.library", lambda: kernels)
+    wanted = Wanted("cpu", (0, 0), torch.float32, torch.float32, 16, frozenset({HeadShape(64, 64)}))
+    choice = choose("auto", wanted)
+    assert choice.name == "torch"
+    assert "native: takes more than" in choice.reason
+    assert choose("native", wanted).name == "native"
