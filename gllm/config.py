@@ -1,18 +1,19 @@
 """What a user can set: the engine's configuration, a request's sampling, the server's address.
 
-Owns defaults, ranges and the command-line flags, which are derived from the fields. Knows nothing
+Owns defaults and ranges; `gllm.flags` derives the command-line flags from the fields. Knows nothing
 of models and devices: what depends on them is resolved where they are known.
 """
 
-import argparse
 import dataclasses
 import math
 import re
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.flags import add_flags as add_flags
+from gllm.flags import from_flags as from_flags
+from gllm.flags import parse_bytes, parse_layers
 from gllm.logs import FORMATS
 from gllm.scheduler.config import SchedulerConfig, option
 
@@ -37,21 +38,6 @@ class FieldError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from '512MiB', '2GiB', '1.5GB' or a plain number. Raises ValueError."""
-    units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "b": 1}
-    lowered = text.strip().lower()
-    for unit, factor in units.items():
-        if lowered.endswith(unit):
-            return int(float(lowered[: -len(unit)]) * factor)
-    return int(lowered)
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """Layers of each stage from '10,14'. Raises ValueError."""
-    return tuple(int(part) for part in text.split(","))
 
 
 @dataclass(frozen=True)
@@ -174,7 +160,14 @@ class ServerConfig:
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "origin whose pages may ask (CORS), any number of times, * for all; default: none",
+        "origin whose pages may use the server (CORS), any number of times, * for all; default: "
+        "only the server's own pages",
+        repeat=True,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "host name that requests may be sent to, any number of times, *.example.com for all below "
+        "it, * for all; default: localhost on a loopback --host, else all",
         repeat=True,
     )
     ssl_certfile: str | None = option(
@@ -214,6 +207,12 @@ class ServerConfig:
                 raise ValueError(
                     f"allowed_origins has {origin!r}, but has to have * or origins as "
                     "https://example.com, with a port where there is one, without a path"
+                )
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?", host):
+                raise ValueError(
+                    f"allowed_hosts has {host!r}, but has to have * or host names as example.com "
+                    "or *.example.com, without scheme, port and path"
                 )
         pair = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
         missing = [name for name, value in pair.items() if value is None]
@@ -343,47 +342,3 @@ def check_key(key: str, origin: str) -> None:
     """Raises ValueError for a key that no header can carry; it names the origin, not the key."""
     if not key or not all("!" <= char <= "~" for char in key):
         raise ValueError(f"{origin}: a key has to be printable ASCII without spaces, not empty")
-
-
-def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """One flag for each field of a configuration dataclass, nested ones included."""
-    hints = typing.get_type_hints(config)
-    for spec in dataclasses.fields(config):
-        if dataclasses.is_dataclass(hints[spec.name]):
-            add_flags(parser, typing.cast(type, hints[spec.name]))
-        elif "help" in spec.metadata:
-            flags = spec.metadata.get("flags", ("--" + spec.name.replace("_", "-"),))
-            parser.add_argument(*flags, dest=spec.name, **_flag_options(spec, hints[spec.name]))
-
-
-def from_flags(config: type, values: argparse.Namespace) -> Any:
-    """The configuration that parsed flags describe. Raises ValueError as its fields' checks do."""
-    hints = typing.get_type_hints(config)
-    given = {}
-    for spec in dataclasses.fields(config):
-        if dataclasses.is_dataclass(hints[spec.name]):
-            given[spec.name] = from_flags(typing.cast(type, hints[spec.name]), values)
-        elif "help" in spec.metadata:
-            value = getattr(values, spec.name)
-            given[spec.name] = tuple(value or ()) if "repeat" in spec.metadata else value
-    return config(**given)
-
-
-def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
-    """What argparse needs for one field: default, type, choices, help with the default."""
-    text = spec.metadata["help"]
-    if spec.default not in (None, ()) and "default" not in text:
-        text += f" (default {spec.default})"
-    options: dict[str, Any] = {"default": spec.default, "help": text.replace("%", "%%")}
-    if hint is bool:
-        return options | {"action": argparse.BooleanOptionalAction}
-    if "repeat" in spec.metadata:
-        # argparse appends to the default, which a tuple does not take.
-        options |= {"action": "append", "default": None}
-    plain = next((t for t in (int, float, str) if t in (hint, *typing.get_args(hint))), str)
-    options["type"] = spec.metadata.get("parse", plain)
-    if "choices" in spec.metadata:
-        options["choices"] = spec.metadata["choices"]
-    else:
-        options["metavar"] = spec.name.upper()
-    return options

@@ -20,7 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.metrics": set(),
     "gllm.logs": set(),
     "gllm.bubbles": {"gllm.scheduler"},
-    "gllm.config": {"gllm.logs", "gllm.scheduler"},
+    "gllm.config": {"gllm.flags", "gllm.logs", "gllm.scheduler"},
+    "gllm.flags": {"gllm.scheduler"},
     "gllm.messages": {"gllm.scheduler", "msgspec"},
     "gllm.step_log": {"gllm.scheduler", "msgspec"},
     "gllm.sim": {

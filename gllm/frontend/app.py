@@ -21,7 +21,7 @@ from gllm.frontend.fields.reading import continue_later
 from gllm.frontend.fields.responses import ResponseFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.metrics import Metrics
-from gllm.frontend.middleware import arrival, cors, draining, keys, observe, rate_limit
+from gllm.frontend.middleware import arrival, cors, draining, keys, observe, origin, rate_limit
 from gllm.frontend.routes import (
     chat,
     completions,
@@ -69,7 +69,7 @@ ENDPOINTS = (
     Endpoint("POST", "/stop_profile", control.stop_profile),
 )
 
-MIDDLEWARE = (arrival, observe, draining, cors, errors, keys, rate_limit)
+MIDDLEWARE = (arrival, observe, draining, errors, origin, cors, keys, rate_limit)
 """What every request passes, outermost first."""
 
 

@@ -19,7 +19,11 @@ from tests.frontend.sse import events_of
 from tests.text import tokenizers_for_tests as some
 
 CONFIG = ServerConfig(
-    max_choices=8, max_num_queued_requests=64, max_body_bytes=2**18, profile_dir="/profiles"
+    max_choices=8,
+    max_num_queued_requests=64,
+    max_body_bytes=2**18,
+    profile_dir="/profiles",
+    allowed_hosts=("x",),  # tests that write requests by hand send `Host: x`
 )
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "Hi"}
