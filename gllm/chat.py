@@ -15,6 +15,9 @@ import urllib.request
 from collections.abc import Generator
 from typing import Any
 
+from gllm.flags import number
+from gllm.scheduler.options import INT32_MAX
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = "/clear forgets the conversation, /quit leaves, Ctrl-C stops an answer"
 Message = dict[str, str]
@@ -131,15 +134,26 @@ def converse(client: Client, system: str | None) -> None:
                 print(f"error: {error}", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `gllm chat`; 1 where no server answers."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's flags."""
     parser = argparse.ArgumentParser(prog="gllm chat", description=HELP)
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default {DEFAULT_URL})")
     parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
     parser.add_argument("--system", help="a system message to begin with")
-    parser.add_argument("--temperature", type=float, help="default: the model's")
-    parser.add_argument("--max-tokens", type=int, help="of each answer; default: the context")
-    arguments = parser.parse_args(argv)
+    parser.add_argument(
+        "--temperature", type=number(float, ge=0, le=2), help="default: the model's"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=number(int, ge=1, le=INT32_MAX),
+        help="of each answer; default: the context",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `gllm chat`; 1 where no server answers."""
+    arguments = make_parser().parse_args(argv)
     given = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     options = {name: value for name, value in given.items() if value is not None}
     api_key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]

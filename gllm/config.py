@@ -15,9 +15,10 @@ from gllm.flags import add_flags as add_flags
 from gllm.flags import from_flags as from_flags
 from gllm.flags import parse_bytes, parse_layers
 from gllm.logs import FORMATS
-from gllm.scheduler.config import SchedulerConfig, option
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.options import INT32_MAX, MAX_SECONDS, check_ranges, option
 
-INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
 MAX_LOGPROBS = 20
 """Most likeliest tokens that are told at one place of a text."""
 MAX_BAD_WORDS = 1024
@@ -50,10 +51,14 @@ class EngineConfig:
         flags=("--model", "--model-path"),
     )
     pipeline_parallel_size: int = option(
-        1, "pipeline stages", flags=("--pipeline-parallel-size", "--pp")
+        1, "pipeline stages", ge=1, le=1024, flags=("--pipeline-parallel-size", "--pp")
     )
     layers: tuple[int, ...] | None = option(
-        None, "layers of each stage, as 10,14; default: balanced by cost", parse=parse_layers
+        None,
+        "layers of each stage, as 10,14; default: balanced by cost",
+        ge=1,
+        le=INT32_MAX,
+        parse=parse_layers,
     )
     chat_template: str | None = option(
         None, "file with a chat template in Jinja; default: the model's own"
@@ -74,18 +79,30 @@ class EngineConfig:
         "auto", "where to compute; auto: on GPUs where there are some", choices=DEVICES
     )
     gpu_memory_utilization: float = option(
-        0.9, "on GPUs: share of each one's memory for weights, a step's work and KV cache"
+        0.9,
+        "on GPUs: share of each one's memory for weights, a step's work and KV cache",
+        gt=0,
+        le=1,
     )
-    max_model_len: int | None = option(None, "longest prompt + output; default: the model's")
+    max_model_len: int | None = option(
+        None, "longest prompt + output; default: the model's", ge=1, le=INT32_MAX
+    )
     kv_cache_memory: int | None = option(
         None,
         "bytes of KV cache over all stages, as 2GiB; default: a quarter of the memory left, on "
         "GPUs what --gpu-memory-utilization leaves",
+        ge=1,
+        le=INT64_MAX,
         parse=parse_bytes,
     )
-    threads: int | None = option(None, "compute threads of a stage; default: cores / stages")
+    threads: int | None = option(
+        None, "compute threads of a stage; default: cores / stages", ge=1, le=1024
+    )
     health_timeout: float = option(
-        30.0, "seconds without a finished step, work pending, until /health says 503"
+        30.0,
+        "seconds without a finished step, work pending, until /health says 503",
+        gt=0,
+        le=MAX_SECONDS,
     )
     step_log: str | None = option(
         None, "file that gets every plan, step time and result as JSON lines; default: none"
@@ -94,10 +111,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
+        check_ranges(self)
         stages = self.pipeline_parallel_size
-        if stages < 1:
-            raise ValueError(f"pipeline_parallel_size is {stages}, but has to be at least 1")
-        if self.layers is not None and (len(self.layers) != stages or min(self.layers) < 1):
+        if self.layers is not None and len(self.layers) != stages:
             raise ValueError(
                 f"layers {self.layers} has to give at least one layer to each of the "
                 f"{stages} stages (pipeline_parallel_size)"
@@ -110,15 +126,6 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 given = getattr(self, name)
                 raise ValueError(f"{name} is {given!r}, but has to be one of {', '.join(choices)}")
-        for name in ("max_model_len", "kv_cache_memory", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, but has to be at least 1")
-        share = self.gpu_memory_utilization
-        if not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization is {share}, but has to be in (0, 1]")
-        if not (self.health_timeout > 0 and math.isfinite(self.health_timeout)):
-            raise ValueError(f"health_timeout is {self.health_timeout}, but has to be above 0")
 
     @classmethod
     def of(cls, model: str, **options: Any) -> "EngineConfig":
@@ -133,15 +140,21 @@ class ServerConfig:
     """The HTTP server around an engine."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 picks a free one")
+    port: int = option(8000, "port to listen on; 0 picks a free one", ge=0, le=65535)
     served_model_name: str | None = option(None, "the name clients ask for; default: the model's")
-    shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
-    max_num_queued_requests: int = option(2048, "requests in the engine; more get 503")
+    shutdown_timeout: float = option(
+        30.0, "seconds that running requests get after SIGTERM", ge=0, le=MAX_SECONDS
+    )
+    max_num_queued_requests: int = option(
+        2048, "requests in the engine; more get 503", ge=1, le=INT32_MAX
+    )
     profile_dir: str | None = option(
         None, "folder of the profiles that /start_profile records; default: none are"
     )
-    max_choices: int = option(128, "largest n of a request")
-    max_body_bytes: int = option(8 * 2**20, "largest request body, as 8MiB", parse=parse_bytes)
+    max_choices: int = option(128, "largest n of a request", ge=1, le=INT32_MAX)
+    max_body_bytes: int = option(
+        8 * 2**20, "largest request body, as 8MiB", ge=1, le=INT64_MAX, parse=parse_bytes
+    )
     api_key: tuple[str, ...] = field(
         default=(),
         repr=False,
@@ -156,7 +169,10 @@ class ServerConfig:
         None, "file of such keys, one a line, with # before comments; default: none"
     )
     rate_limit: int | None = option(
-        None, "requests a minute for each key, or each address without keys; default: no limit"
+        None,
+        "requests a minute for each key, or each address without keys; default: no limit",
+        ge=1,
+        le=INT32_MAX,
     )
     allowed_origins: tuple[str, ...] = option(
         (),
@@ -177,8 +193,12 @@ class ServerConfig:
     ssl_ca_certs: str | None = option(
         None, "PEM file of those whose certificates clients have to show; default: none has to"
     )
-    read_timeout: float = option(60.0, "seconds in which a request's headers and body each come")
-    write_timeout: float = option(300.0, "seconds without reading after which a client is cut off")
+    read_timeout: float = option(
+        60.0, "seconds in which a request's headers and body each come", gt=0, le=MAX_SECONDS
+    )
+    write_timeout: float = option(
+        300.0, "seconds without reading after which a client is cut off", gt=0, le=MAX_SECONDS
+    )
     tool_call_parser: str = option(
         "auto",
         "how the model writes tool calls; auto: as its chat template shows; none: left in the text",
@@ -200,6 +220,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix, and no key."""
+        check_ranges(self)
         for number, key in enumerate(self.api_key, 1):
             check_key(key, f"api_key {number}")
         for origin in self.allowed_origins:
@@ -221,12 +242,6 @@ class ServerConfig:
             raise ValueError(f"{given} is given without {missing[0]}: https needs both")
         if missing and self.ssl_ca_certs is not None:
             raise ValueError("ssl_ca_certs is given without ssl_certfile and ssl_keyfile")
-        if self.rate_limit is not None and self.rate_limit < 1:
-            raise ValueError(f"rate_limit is {self.rate_limit}, but has to be at least 1")
-        for name in ("read_timeout", "write_timeout"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is {value}, but has to be above 0")
 
 
 @dataclass(frozen=True)

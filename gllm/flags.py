@@ -1,26 +1,75 @@
 """Command-line flags of configuration dataclasses.
 
-Owns the way from a dataclass field to a flag and from parsed flags to the dataclass.
+Owns the way from a dataclass field to a flag, from a flag's text to its value, and from parsed
+flags to the dataclass. A number out of its range is an error that names the flag and the range.
 """
 
 import argparse
 import dataclasses
+import math
 import typing
+from collections.abc import Callable
 from typing import Any
+
+from gllm.scheduler.options import Range, describe, number_kind
+
+
+class FlagType:
+    """The `type` of a flag: parses its text and checks the range of numbers.
+
+    kind: int or float for flags of numbers, which need a range; None for others.
+    parse: from text to the value; a ValueError becomes the flag's error.
+    """
+
+    def __init__(
+        self, parse: Callable[[str], Any], kind: type | None = None, allowed: Range | None = None
+    ) -> None:
+        self._parse = parse
+        self.kind = kind
+        self.range = allowed
+
+    def __call__(self, text: str) -> Any:
+        """Return the value. Raises ArgumentTypeError, before which argparse puts the flag."""
+        rule = "" if self.kind is None or self.range is None else describe(self.kind, self.range)
+        try:
+            value = self._parse(text)
+        except (ValueError, TypeError, ArithmeticError) as error:
+            why = f"has to be {rule}" if rule else f"cannot be read: {error}"
+            raise argparse.ArgumentTypeError(f"{text[:100]!r} {why}") from None
+        if self.range is not None:
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(number in self.range for number in numbers):
+                raise argparse.ArgumentTypeError(f"{text[:100]!r} has to be {rule}")
+        return value
+
+
+def number(
+    kind: type,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> FlagType:
+    """Return the type of a flag for one number in a range."""
+    return FlagType(kind, kind, Range(ge, gt, le, lt))
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from '512MiB', '2GiB', '1.5GB' or a plain number. Raises ValueError."""
+    """Return bytes from '512MiB', '2GiB', '1.5GB' or a plain number. Raises ValueError."""
     units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "b": 1}
     lowered = text.strip().lower()
     for unit, factor in units.items():
         if lowered.endswith(unit):
-            return int(float(lowered[: -len(unit)]) * factor)
+            number = float(lowered[: -len(unit)]) * factor
+            if not math.isfinite(number):
+                raise ValueError(f"{text!r} is no number of bytes")
+            return int(number)
     return int(lowered)
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
-    """Layers of each stage from '10,14'. Raises ValueError."""
+    """Return the layers of each stage from '10,14'. Raises ValueError."""
     return tuple(int(part) for part in text.split(","))
 
 
@@ -59,8 +108,9 @@ def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
     if "repeat" in spec.metadata:
         # argparse appends to the default, which a tuple does not take.
         options |= {"action": "append", "default": None}
-    plain = next((t for t in (int, float, str) if t in (hint, *typing.get_args(hint))), str)
-    options["type"] = spec.metadata.get("parse", plain)
+    kind = number_kind(hint)
+    parse = spec.metadata.get("parse", kind or str)
+    options["type"] = FlagType(parse, kind, spec.metadata.get("range"))
     if "choices" in spec.metadata:
         options["choices"] = spec.metadata["choices"]
     else:

@@ -13,7 +13,8 @@ from collections.abc import MutableMapping
 import setproctitle
 
 from gllm import __version__
-from gllm.config import EngineConfig, ServerConfig, add_flags, check_key, from_flags
+from gllm.config import EngineConfig, ServerConfig, check_key
+from gllm.flags import add_flags, from_flags
 from gllm.logs import LogConfig, configure
 from gllm.runtime.launch import Workers
 

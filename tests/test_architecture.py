@@ -25,8 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.messages": {"gllm.scheduler", "msgspec"},
     "gllm.step_log": {"gllm.scheduler", "msgspec"},
     "gllm.sim": {
-        *("gllm.bubbles", "gllm.config", "gllm.metrics", "gllm.scheduler", "gllm.sim"),
-        *("gllm.step_log", "matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
+        *("gllm.bubbles", "gllm.config", "gllm.flags", "gllm.metrics", "gllm.scheduler"),
+        *("gllm.sim", "gllm.step_log", "matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
     },
     "gllm.kernels": {"flash_attn", "gllm.kernels", "numpy", "torch", "triton"},
     "gllm.models": {
@@ -74,19 +74,34 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.config", "gllm.engine", "gllm.frontend", "gllm.logs", "gllm.runtime", "aiohttp"),
     },
     "gllm.serve": {
-        *("gllm", "gllm.config", "gllm.engine", "gllm.logs", "gllm.runtime", "gllm.server"),
+        *(
+            "gllm.flags",
+            "gllm",
+            "gllm.config",
+            "gllm.engine",
+            "gllm.logs",
+            "gllm.runtime",
+            "gllm.server",
+        ),
         *("setproctitle", "uvloop"),
     },
     "gllm.experiments": {
         *("gllm.config", "gllm.engine", "gllm.experiments", "gllm.models", "gllm.scheduler"),
-        *("gllm.sim", "gllm.step_log", "tqdm"),
+        *("gllm.flags", "gllm.sim", "gllm.step_log", "tqdm"),
     },
     "gllm.bench": {
-        *("gllm.bench", "gllm.config", "gllm.engine", "gllm.experiments", "gllm.metrics"),
+        *(
+            "gllm.flags",
+            "gllm.bench",
+            "gllm.config",
+            "gllm.engine",
+            "gllm.experiments",
+            "gllm.metrics",
+        ),
         *("gllm.scheduler", "gllm.sim", "aiohttp", "matplotlib", "msgspec", "tqdm", "uvloop"),
     },
-    "gllm.chat": set(),
-    "gllm.top": {"gllm.top", "prometheus_client"},
+    "gllm.chat": {"gllm.flags", "gllm.scheduler"},
+    "gllm.top": {"gllm.flags", "gllm.top", "prometheus_client"},
     "gllm.cli": {"gllm"},
 }
 """By room: what may be imported besides the standard library."""

@@ -23,7 +23,7 @@ from gllm.bench.options import ServeConfig, parse_slo
 from gllm.bench.report import details, failure_lines, report_lines, summarize
 from gllm.bench.runner import Measured, run_load
 from gllm.bench.server import ServerError, wait_until_ready
-from gllm.config import add_flags, from_flags
+from gllm.flags import FlagType, add_flags, from_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         *("--goodput", "--slo"),
         nargs="+",
-        type=parse_slo,
+        type=FlagType(parse_slo),
         default=[],
         metavar="LATENCY:MS",
         help="limits for goodput, as ttft:200 tpot:50 e2el:3000",

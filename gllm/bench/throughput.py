@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from gllm.bench.load import jobs_of
 from gllm.bench.options import LoadConfig
-from gllm.config import EngineConfig, add_flags, from_flags
+from gllm.config import EngineConfig
 from gllm.engine import Engine, EngineError
 from gllm.experiments.real import serve_jobs
+from gllm.flags import add_flags, from_flags
 from gllm.sim.workload import Job
 
 

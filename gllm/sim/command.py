@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gllm.config import add_flags, from_flags
+from gllm.flags import add_flags, from_flags
 from gllm.sim.compare import compare, comparison_table
 from gllm.sim.deployment import simulate
 from gllm.sim.options import SimulationConfig, deployment_of, jobs_of

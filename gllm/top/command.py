@@ -6,7 +6,6 @@ Owns asking, waiting and the terminal. Knows of the server only its URL.
 import argparse
 import http.client
 import io
-import math
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ import urllib.request
 from types import FrameType
 from typing import NoReturn
 
+from gllm.flags import number
 from gllm.top.draw import draw, fit, headline
 from gllm.top.figures import Figures, History
 from gllm.top.scrape import Scrape, parse
@@ -114,7 +114,7 @@ def follow(view: View, interval: float) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     """Run `gllm top`; 1 where `--once` finds no server."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
     view = View(arguments.url, arguments.interval, key)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -140,28 +140,20 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gllm top", description="Watch a running server. Ctrl-C leaves."
     )
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default {DEFAULT_URL})")
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, help="seconds between looks (default 1)"
+        "--interval",
+        type=number(float, ge=0.1, le=3600),
+        default=1.0,
+        help="seconds between looks (default 1)",
     )
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
     return parser
-
-
-def _interval(text: str) -> float:
-    """Raises ArgumentTypeError."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} has to be seconds in 0.1..3600")
-    return seconds
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
