@@ -13,10 +13,12 @@ from typing import Any
 
 from gllm.flags import add_flags as add_flags
 from gllm.flags import from_flags as from_flags
-from gllm.flags import parse_bytes, parse_layers
+from gllm.flags import parse_bytes as parse_bytes
+from gllm.flags import parse_layers
 from gllm.logs import FORMATS
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.options import INT32_MAX, MAX_SECONDS, check_ranges, option
+from gllm.scheduler.options import INT32_MAX as INT32_MAX
+from gllm.scheduler.options import MAX_SECONDS, check_ranges, option
 
 INT64_MAX = 2**63 - 1
 MAX_LOGPROBS = 20

@@ -29,10 +29,7 @@ from gllm.engine_api import (
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
 from gllm.logs import QUIET, LogConfig
 from gllm.messages import Bubbles, Sampling, StageLoad
-from gllm.models.config import read_config
-from gllm.models.hub import resolve
-from gllm.models.spec import Model
-from gllm.models.split import split_layers
+from gllm.preflight import plan_model
 from gllm.request import Request
 from gllm.runtime.client import Stream
 from gllm.runtime.launch import Workers
@@ -60,15 +57,13 @@ class Engine:
         progress: bool = False,
         workers: Workers | None = None,
     ) -> None:
-        self._folder = resolve(config.model)
-        read = read_config(self._folder)
-        self.config = replace(config, max_model_len=_context(config, read.model))
-        layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
+        plan = plan_model(config)
+        self._folder, read = plan.folder, plan.config
+        self.config = replace(config, max_model_len=plan.max_model_len)
         self.tokenizer = Tokenizer.load(self._folder, config.chat_template)
-        assert self.config.max_model_len is not None
         self.model = ModelInfo(
             name=served_model_name or config.model,
-            max_model_len=self.config.max_model_len,
+            max_model_len=plan.max_model_len,
             vocab_size=read.model.vocab_size,
             eos_ids=read.eos_ids,
             defaults=read.sampling,
@@ -77,7 +72,7 @@ class Engine:
         self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
         self._compiling: dict[asyncio.Future[str], str] = {}
         """Grammars that requests wait for, by whose id; an abort takes them out."""
-        self._pipeline = Pipeline(self.config, layers, self._show_progress)
+        self._pipeline = Pipeline(self.config, plan.layers, self._show_progress)
         self._client = self._pipeline.client
         self._logs = logs
         self._given = workers
@@ -351,16 +346,6 @@ class Engine:
     def _show_progress(self, done: int, total: int) -> None:
         self._bar.total = total
         self._bar.update(done - self._bar.n)
-
-
-def _context(config: EngineConfig, model: Model) -> int:
-    """Tokens of the longest sequence. Raises ValueError beyond the model's context."""
-    length = config.max_model_len or model.context_length
-    if length > model.context_length:
-        raise ValueError(
-            f"max_model_len is {length}, but the model's context is {model.context_length} tokens"
-        )
-    return length
 
 
 def _sampling(

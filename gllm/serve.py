@@ -16,6 +16,7 @@ from gllm import __version__
 from gllm.config import EngineConfig, ServerConfig, check_key
 from gllm.flags import add_flags, from_flags
 from gllm.logs import LogConfig, configure
+from gllm.preflight import plan_model
 from gllm.runtime.launch import Workers
 
 log = logging.getLogger("gllm")
@@ -48,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         values.api_key = [*(values.api_key or ()), *keys_of_environment(os.environ)]
         engine_config = from_flags(EngineConfig, values)
         server_config = from_flags(ServerConfig, values)
-    except ValueError as error:
+        # Before the workers, which take seconds and memory to start.
+        plan_model(engine_config)
+    except (ValueError, OSError) as error:
         return _refuse(error, 2, logs)
     workers = Workers(engine_config.pipeline_parallel_size)
     try:

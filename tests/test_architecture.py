@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.grammar", "llguidance"),
         *("gllm.logs", "msgspec", "numpy", "setproctitle", "torch", "uvloop", "zmq"),
     },
+    "gllm.preflight": {"gllm.config", "gllm.models"},
     "gllm.request": {
         *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.runtime", "gllm.scheduler"),
         "gllm.text",
@@ -55,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.engine": {
         *("gllm.config", "gllm.engine_api", "gllm.grammar", "gllm.logs", "gllm.messages"),
         *(
-            "gllm.models",
+            "gllm.preflight",
             "gllm.request",
             "gllm.runtime",
             "gllm.scheduler",
@@ -76,6 +77,7 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.serve": {
         *(
             "gllm.flags",
+            "gllm.preflight",
             "gllm",
             "gllm.config",
             "gllm.engine",

@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 import typing
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,8 +121,9 @@ def number_kind(hint: Any) -> type | None:
 
 
 @functools.cache
-def _numbers(config: type) -> list[tuple[str, type, Range]]:
-    """Name, type and range of each field with a range."""
+def _numbers(config: Hashable) -> list[tuple[str, type, Range]]:
+    """Return name, type and range of each field of a class with a range."""
+    assert isinstance(config, type)
     hints = typing.get_type_hints(config)
     return [
         (spec.name, number_kind(hints[spec.name]) or float, spec.metadata["range"])
