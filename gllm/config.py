@@ -13,8 +13,8 @@ from typing import Any
 
 from gllm.flags import add_flags as add_flags
 from gllm.flags import from_flags as from_flags
+from gllm.flags import input_file, output_file, output_folder, parse_layers, parse_url
 from gllm.flags import parse_bytes as parse_bytes
-from gllm.flags import parse_layers
 from gllm.logs import FORMATS
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.options import INT32_MAX as INT32_MAX
@@ -63,7 +63,7 @@ class EngineConfig:
         parse=parse_layers,
     )
     chat_template: str | None = option(
-        None, "file with a chat template in Jinja; default: the model's own"
+        None, "file with a chat template in Jinja; default: the model's own", parse=input_file
     )
     dtype: str = option("auto", "arithmetic", choices=DTYPES)
     kv_cache_dtype: str = option(
@@ -107,7 +107,9 @@ class EngineConfig:
         le=MAX_SECONDS,
     )
     step_log: str | None = option(
-        None, "file that gets every plan, step time and result as JSON lines; default: none"
+        None,
+        "file that gets every plan, step time and result as JSON lines; default: none",
+        parse=output_file,
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -151,7 +153,9 @@ class ServerConfig:
         2048, "requests in the engine; more get 503", ge=1, le=INT32_MAX
     )
     profile_dir: str | None = option(
-        None, "folder of the profiles that /start_profile records; default: none are"
+        None,
+        "folder of the profiles that /start_profile records; default: none are",
+        parse=output_folder,
     )
     max_choices: int = option(128, "largest n of a request", ge=1, le=INT32_MAX)
     max_body_bytes: int = option(
@@ -218,6 +222,7 @@ class ServerConfig:
         None,
         "URL that gets a span of each request by OTLP over HTTP, as "
         "http://localhost:4318/v1/traces; default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none",
+        parse=parse_url,
     )
 
     def __post_init__(self) -> None:

@@ -76,7 +76,9 @@ class Engine:
         self._client = self._pipeline.client
         self._logs = logs
         self._given = workers
-        self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=not progress)
+        self._progress = progress
+        self._bar: tqdm | None = None
+        """Of the weights, from their first bytes on: an error before shows no empty bar."""
 
     async def __aenter__(self) -> "Engine":
         await self.start()
@@ -150,7 +152,8 @@ class Engine:
         try:
             await self._pipeline.start(self._folder, workers, self._logs)
         finally:
-            self._bar.close()
+            if self._bar is not None:
+                self._bar.close()
 
     async def drain(self, seconds: float) -> None:
         """Take no new requests and give running ones this long to end."""
@@ -344,6 +347,9 @@ class Engine:
         )
 
     def _show_progress(self, done: int, total: int) -> None:
+        if self._bar is None:
+            hidden = not self._progress
+            self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=hidden)
         self._bar.total = total
         self._bar.update(done - self._bar.n)
 

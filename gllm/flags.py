@@ -6,12 +6,41 @@ flags to the dataclass. A number out of its range is an error that names the fla
 
 import argparse
 import dataclasses
+import difflib
 import math
+import os
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from gllm.scheduler.options import Range, describe, number_kind
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, which names the flag and suggests one for an unknown."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Exit with status 2 and the message, without the usage that would bury it."""
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As of ArgumentParser."""
+        values, extra = self.parse_known_args(args, namespace)
+        if extra:
+            hints = "".join(
+                f"; {word.partition('=')[0]}: did you mean {match}?"
+                for word in extra
+                if word.startswith("--") and (match := self.closest(word.partition("=")[0]))
+            )
+            self.error(f"unrecognized arguments: {' '.join(extra)}{hints}")
+        return values
+
+    def closest(self, flag: str) -> str | None:
+        """Return the flag that is spelled most alike, None where none is."""
+        known = [name for action in self._actions for name in action.option_strings]
+        return next(iter(difflib.get_close_matches(flag, known, 1)), None)
 
 
 class FlagType:
@@ -34,7 +63,7 @@ class FlagType:
         try:
             value = self._parse(text)
         except (ValueError, TypeError, ArithmeticError) as error:
-            why = f"has to be {rule}" if rule else f"cannot be read: {error}"
+            why = f"has to be {rule}" if rule else f"cannot be used: {error}"
             raise argparse.ArgumentTypeError(f"{text[:100]!r} {why}") from None
         if self.range is not None:
             numbers = value if isinstance(value, tuple) else (value,)
@@ -71,6 +100,54 @@ def parse_bytes(text: str) -> int:
 def parse_layers(text: str) -> tuple[int, ...]:
     """Return the layers of each stage from '10,14'. Raises ValueError."""
     return tuple(int(part) for part in text.split(","))
+
+
+def parse_url(text: str) -> str:
+    """Return the URL of a server. Raises ValueError unless it has http or https and a host."""
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or any(not "!" <= char <= "~" for char in text):
+        raise ValueError("it is not a URL as http://127.0.0.1:8000")
+    return text
+
+
+def input_file(text: str) -> str:
+    """Return the path of a file to read. Raises ValueError that says why it cannot be read."""
+    try:
+        with open(text, "rb"):
+            return text
+    except OSError as error:
+        raise ValueError(str(error.strerror)) from None
+
+
+def output_file(text: str) -> str:
+    """Return the path of a file to write. Raises ValueError that says why it cannot be written.
+
+    The folder has to exist. Nothing is written.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise ValueError("it is a folder, but a file is needed")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError("it cannot be written: permission denied")
+    return text
+
+
+def output_folder(text: str) -> str:
+    """Return the path of a folder to write to, which may be made later. Raises ValueError."""
+    path = Path(text).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder")
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"{path} cannot be written: permission denied")
+    return text
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gllm.config import EngineConfig
+from gllm.flags import output_file
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.hub import resolve
 from gllm.models.split import split_layers
@@ -34,6 +35,11 @@ def plan_model(config: EngineConfig) -> ModelPlan:
     Raises ModelError for a model that cannot be served, and ValueError for a configuration that the
     model cannot have; both say what to change.
     """
+    if config.step_log is not None:
+        try:
+            output_file(config.step_log)
+        except ValueError as error:
+            raise ValueError(f"step_log {config.step_log}: {error}") from None
     folder = resolve(config.model)
     read = read_config(folder)
     layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)

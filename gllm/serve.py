@@ -14,7 +14,7 @@ import setproctitle
 
 from gllm import __version__
 from gllm.config import EngineConfig, ServerConfig, check_key
-from gllm.flags import add_flags, from_flags
+from gllm.flags import FlagParser, add_flags, from_flags
 from gllm.logs import LogConfig, configure
 from gllm.preflight import plan_model
 from gllm.runtime.launch import Workers
@@ -27,9 +27,7 @@ TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 def parser() -> argparse.ArgumentParser:
     """The command line: the model, and a flag for each field of the configurations."""
-    made = argparse.ArgumentParser(
-        prog="gllm.serve", description="Serve a model over HTTP in OpenAI's API."
-    )
+    made = FlagParser(prog="gllm.serve", description="Serve a model over HTTP in OpenAI's API.")
     made.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model")
     made.add_argument("--version", action="version", version=__version__)
     add_flags(made, EngineConfig)

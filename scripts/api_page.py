@@ -17,7 +17,7 @@ Written by `python -m scripts.api_page` from the code; `GET /openapi.json` says 
 Every error of every endpoint is `{"error": {"message", "type", "param", "code"}}`; a field that is
 not as it has to be is 400 with its name in `param`. Null means unset. A field that is not known is
 ignored, with one warning in the log; one that is known and not done here is refused by name, but
-for the values its row shows, which ask for nothing.
+for the values its row shows, which ask for nothing. Paths that answer GET answer HEAD too.
 
 | status | when |
 | --- | --- |

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.grammar", "llguidance"),
         *("gllm.logs", "msgspec", "numpy", "setproctitle", "torch", "uvloop", "zmq"),
     },
-    "gllm.preflight": {"gllm.config", "gllm.models"},
+    "gllm.preflight": {"gllm.config", "gllm.flags", "gllm.models"},
     "gllm.request": {
         *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.runtime", "gllm.scheduler"),
         "gllm.text",
@@ -102,8 +102,8 @@ ALLOWED: dict[str, set[str]] = {
         ),
         *("gllm.scheduler", "gllm.sim", "aiohttp", "matplotlib", "msgspec", "tqdm", "uvloop"),
     },
-    "gllm.chat": {"gllm.flags", "gllm.scheduler"},
-    "gllm.top": {"gllm.flags", "gllm.top", "prometheus_client"},
+    "gllm.chat": {"gllm.config", "gllm.flags", "gllm.scheduler"},
+    "gllm.top": {"gllm.config", "gllm.flags", "gllm.top", "prometheus_client"},
     "gllm.cli": {"gllm"},
 }
 """By room: what may be imported besides the standard library."""

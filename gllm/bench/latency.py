@@ -17,7 +17,7 @@ from tqdm import tqdm
 from gllm.config import EngineConfig
 from gllm.engine import Engine, EngineError
 from gllm.experiments.real import serve_jobs
-from gllm.flags import add_flags, from_flags
+from gllm.flags import FlagParser, add_flags, from_flags, output_file
 from gllm.metrics import percentile
 from gllm.scheduler.options import INT32_MAX, check_ranges, option
 from gllm.sim.workload import Job
@@ -34,7 +34,7 @@ class LatencyConfig:
     batch_size: int = option(8, "requests in the batch", ge=1, le=INT32_MAX)
     num_iters_warmup: int = option(10, "batches before the measurement", ge=0, le=INT32_MAX)
     num_iters: int = option(30, "batches measured", ge=1, le=INT32_MAX)
-    output_json: str | None = option(None, "file for the result")
+    output_json: str | None = option(None, "file for the result", parse=output_file)
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
@@ -43,9 +43,7 @@ class LatencyConfig:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's flags: those of the engine and of the batch."""
-    parser = argparse.ArgumentParser(
-        prog="gllm bench latency", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = FlagParser(prog="gllm bench latency", description=(__doc__ or "").splitlines()[0])
     add_flags(parser, EngineConfig)
     add_flags(parser, LatencyConfig)
     return parser

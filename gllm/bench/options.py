@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.flags import output_file, output_folder, parse_url
 from gllm.scheduler.options import INT32_MAX, MAX_SECONDS, check_ranges, option
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
@@ -83,7 +84,7 @@ class LoadConfig:
 class ServeConfig:
     """A server, the load on it, and what is told of it."""
 
-    base_url: str = option("http://127.0.0.1:8000", "the server")
+    base_url: str = option("http://127.0.0.1:8000", "the server", parse=parse_url)
     endpoint: str = option("/v1/completions", "what is asked of it", choices=ENDPOINTS)
     model: str | None = option(None, "the model's name; default: asked of /v1/models")
     api_key: str | None = option(None, "sent as a bearer token; default: $OPENAI_API_KEY")
@@ -138,10 +139,12 @@ class ServeConfig:
         le=100,
         parse=parse_percentiles,
     )
-    save_result: str | None = option(None, "JSON file for the result")
-    result_dir: str | None = option(None, "folder for the result, under a name made of the load")
+    save_result: str | None = option(None, "JSON file for the result", parse=output_file)
+    result_dir: str | None = option(
+        None, "folder for the result, under a name made of the load", parse=output_folder
+    )
     save_detailed: bool = option(False, "every request's figures in the JSON, too")
-    plot: str | None = option(None, "folder for plots")
+    plot: str | None = option(None, "folder for plots", parse=output_folder)
     progress: bool = option(True, "show a bar while it runs")
 
     def __post_init__(self) -> None:

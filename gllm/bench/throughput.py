@@ -18,18 +18,18 @@ from gllm.bench.options import LoadConfig
 from gllm.config import EngineConfig
 from gllm.engine import Engine, EngineError
 from gllm.experiments.real import serve_jobs
-from gllm.flags import add_flags, from_flags
+from gllm.flags import FlagParser, FlagType, add_flags, from_flags, output_file
 from gllm.sim.workload import Job
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags: those of the engine and of the load."""
-    parser = argparse.ArgumentParser(
-        prog="gllm bench throughput", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = FlagParser(prog="gllm bench throughput", description=(__doc__ or "").splitlines()[0])
     add_flags(parser, EngineConfig)
     add_flags(parser, LoadConfig)
-    parser.add_argument("--output-json", metavar="FILE", help="file for the result")
+    parser.add_argument(
+        "--output-json", metavar="FILE", type=FlagType(output_file), help="file for the result"
+    )
     return parser
 
 

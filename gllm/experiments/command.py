@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gllm.engine import EngineError
 from gllm.experiments.base import Options, Result, claims_table, write_result
-from gllm.flags import number
+from gllm.flags import FlagParser, FlagType, number, output_folder
 from gllm.scheduler.options import INT32_MAX
 
 EXPERIMENTS = {
@@ -35,13 +35,18 @@ REAL = {"ablation": "real_ablation"}
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
     names = "\n".join(f"  {name:16}{text}" for name, (_, text) in EXPERIMENTS.items())
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="gllm experiment",
         epilog=f"experiments:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=tuple(EXPERIMENTS), metavar="NAME")
-    parser.add_argument("--output", default="docs/experiments", help="folder of page and plots")
+    parser.add_argument(
+        "--output",
+        default="docs/experiments",
+        type=FlagType(output_folder),
+        help="folder of page and plots",
+    )
     parser.add_argument(
         "--requests",
         type=number(int, ge=8, le=INT32_MAX),

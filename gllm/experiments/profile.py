@@ -22,7 +22,7 @@ from tqdm import tqdm
 from gllm.config import EngineConfig
 from gllm.engine import Engine, EngineError
 from gllm.experiments.real import Turns, logged_run, serve_jobs
-from gllm.flags import add_flags, from_flags
+from gllm.flags import FlagParser, FlagType, add_flags, from_flags, output_file
 from gllm.models.errors import ModelError
 from gllm.sim.profile import Profile, profile_of, write_profile
 from gllm.sim.run import run_of
@@ -139,11 +139,14 @@ def _processor() -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's flags: those of the engine, and the file to write."""
-    parser = argparse.ArgumentParser(
-        prog="gllm profile", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = FlagParser(prog="gllm profile", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="as --model")
-    parser.add_argument("--output", default="profile.json", help="file to write (profile.json)")
+    parser.add_argument(
+        "--output",
+        default="profile.json",
+        type=FlagType(output_file),
+        help="file to write (profile.json)",
+    )
     add_flags(parser, EngineConfig)
     return parser
 

@@ -42,9 +42,7 @@ from gllm.frontend.routes.openapi import ALL
 
 ENDPOINTS = (
     Endpoint("GET", "/", page.index, content="text/html", is_open=True),
-    Endpoint("HEAD", "/", page.index, content="text/html", is_open=True),
     Endpoint("GET", "/page/{name}", page.file, content="*/*", is_open=True),
-    Endpoint("HEAD", "/page/{name}", page.file, content="*/*", is_open=True),
     Endpoint("POST", "/v1/chat/completions", chat.create, ChatFields),
     Endpoint("POST", "/v1/completions", completions.create, CompletionFields),
     Endpoint("POST", "/v1/responses", responses.create, ResponseFields),
@@ -56,7 +54,6 @@ ENDPOINTS = (
     Endpoint("GET", "/health", health.health, is_open=True),
     Endpoint("GET", "/ready", health.ready, is_open=True),
     Endpoint("GET", "/metrics", metrics.metrics, content="text/plain", is_open=True),
-    Endpoint("HEAD", "/metrics", metrics.metrics, content="text/plain", is_open=True),
     Endpoint("GET", "/version", version.version),
     Endpoint("GET", "/openapi.json", openapi.document),
     Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeFields),
@@ -87,10 +84,11 @@ def make_app(engine: EngineLike, config: ServerConfig) -> web.Application:
     for endpoint in ENDPOINTS:
         # Names of models may have slashes.
         path = endpoint.path.replace("{model}", "{model:.+}")
-        route = app.router.add_route(
-            endpoint.method, path, endpoint.handler, expect_handler=continue_later
-        )
-        routed[route] = endpoint
+        for method in endpoint.methods:
+            route = app.router.add_route(
+                method, path, endpoint.handler, expect_handler=continue_later
+            )
+            routed[route] = endpoint
     app[ROUTED] = routed
     return app
 

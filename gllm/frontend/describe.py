@@ -46,7 +46,8 @@ def openapi(endpoints: Sequence[Endpoint]) -> Json:
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     paths: dict[str, Json] = {}
     for endpoint in endpoints:
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
+        for method in endpoint.methods:
+            paths.setdefault(endpoint.path, {})[method.lower()] = _operation(endpoint, method)
     return {
         "openapi": "3.1.0",
         "info": {"title": "gllm", "version": __version__},
@@ -56,8 +57,8 @@ def openapi(endpoints: Sequence[Endpoint]) -> Json:
     }
 
 
-def _operation(endpoint: Endpoint) -> Json:
-    content: Json = {endpoint.content: {}}
+def _operation(endpoint: Endpoint, method: str) -> Json:
+    content: Json = {} if method == "HEAD" else {endpoint.content: {}}
     if endpoint.streams:
         content["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

@@ -29,6 +29,11 @@ class Endpoint:
     """Whether it steers the server, which no rate limit may be in the way of."""
 
     @property
+    def methods(self) -> tuple[str, ...]:
+        """Methods of its routes: HEAD beside GET, which probes and caches use."""
+        return (self.method, "HEAD") if self.method == "GET" else (self.method,)
+
+    @property
     def is_limited(self) -> bool:
         """Whether the rate limit counts its requests: those that compute."""
         return self.body is not None and not self.is_control

@@ -17,7 +17,10 @@ from tests.frontend.examples import EXAMPLES
 
 EVIL = "https://evil.example"
 FOREIGN = [EVIL, "http://127.0.0.1:1", "http://localhost.evil.example", "null", "", "file://"]
-ROUTES = [(one.method, one.path) for one in ENDPOINTS] + [("GET", "/nowhere"), ("PUT", "/abort")]
+ROUTES = [(method, one.path) for one in ENDPOINTS for method in one.methods] + [
+    ("GET", "/nowhere"),
+    ("PUT", "/abort"),
+]
 
 
 def origin_of(server, host="127.0.0.1"):

@@ -54,7 +54,9 @@ async def _read(request: web.Request) -> bytes:
     except TimeoutError:
         raise too_slow(config.read_timeout) from None
     except web.RequestPayloadError as error:
-        raise ApiError(400, f"the body cannot be read: {error}") from error
+        # aiohttp's message is a status line before the reason.
+        why = str(error).rstrip().rpartition("\n")[2].strip()
+        raise ApiError(400, f"the body cannot be read: {why}", code="invalid_body") from error
 
 
 def convert(values: dict[str, Any], schema: type[Fields]) -> Fields:
