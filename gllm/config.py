@@ -100,6 +100,13 @@ class EngineConfig:
     threads: int | None = option(
         None, "compute threads of a stage; default: cores / stages", ge=1, le=1024
     )
+    seed: int | None = option(
+        None,
+        "makes requests without a seed of their own repeatable: they get seeds in the order of "
+        "arrival from this one; default: random",
+        ge=0,
+        le=INT64_MAX,
+    )
     health_timeout: float = option(
         30.0,
         "seconds without a finished step, work pending, until /health says 503",

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import msgspec
@@ -76,6 +77,8 @@ class Engine:
         self._client = self._pipeline.client
         self._logs = logs
         self._given = workers
+        self._seeds = secrets.SystemRandom() if config.seed is None else Random(config.seed)
+        """Gives seeds to requests that have none."""
         self._progress = progress
         self._bar: tqdm | None = None
         """Of the weights, from their first bytes on: an error before shows no empty bar."""
@@ -337,7 +340,7 @@ class Engine:
         stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
         return self._client.submit(
             prompt,
-            _sampling(params, stop_ids, bad_words, grammar),
+            _sampling(params, stop_ids, bad_words, grammar, self._seeds),
             min(params.max_tokens or room, room),
             sorted(stop_ids),
             params.n,
@@ -355,7 +358,7 @@ class Engine:
 
 
 def _sampling(
-    params: SamplingParams, stop_ids: set[int], bad_words: Words, grammar: str
+    params: SamplingParams, stop_ids: set[int], bad_words: Words, grammar: str, seeds: Random
 ) -> Sampling:
     """What the last stage has to know; a request without a seed gets one."""
     return Sampling(
@@ -363,7 +366,7 @@ def _sampling(
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
         min_p=params.min_p,
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        seed=seeds.getrandbits(63) if params.seed is None else params.seed,
         min_tokens=params.min_tokens,
         banned=tuple(sorted(stop_ids)) if params.min_tokens else (),
         repetition_penalty=params.repetition_penalty,

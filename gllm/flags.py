@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import os
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +22,29 @@ from gllm.scheduler.options import Range, describe, number_kind
 class FlagParser(argparse.ArgumentParser):
     """A parser whose errors are one line, which names the flag and suggests one for an unknown."""
 
+    _config_action: argparse.Action | None = None
+    _source = ""
+    """The file whose flags are being parsed."""
+
+    def add_config_flag(self) -> None:
+        """Add `--config FILE`: flags as YAML, which those of the command line override."""
+        self._config_action = self.add_argument(
+            "--config",
+            metavar="FILE",
+            help="YAML file of flags, as `max-model-len: 4096`; flags of the command line win",
+        )
+
     def error(self, message: str) -> typing.NoReturn:
         """Exit with status 2 and the message, without the usage that would bury it."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
+        source = f"--config {self._source}: " if self._source else ""
+        self.exit(2, f"{self.prog}: error: {source}{message} (--help lists all flags)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As of ArgumentParser."""
-        values, extra = self.parse_known_args(args, namespace)
+        """As of ArgumentParser; the command line overrides flags of the `--config` file."""
+        given = sys.argv[1:] if args is None else list(args)
+        if self._config_action is not None:
+            given = [*self._flags_of_file(given), *given]
+        values, extra = self.parse_known_args(given, namespace)
         if extra:
             hints = "".join(
                 f"; {word.partition('=')[0]}: did you mean {match}?"
@@ -37,10 +54,92 @@ class FlagParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(extra)}{hints}")
         return values
 
+    def _flags_of_file(self, given: list[str]) -> list[str]:
+        """Return the flags of the `--config` file as arguments, without those that are given."""
+        named = self._parse_given(given)
+        path = getattr(named, "config", None)
+        if path is None:
+            return []
+        arguments: list[str] = []
+        try:
+            for key, value in read_flags(path).items():
+                action = self._action_of(key)
+                if getattr(named, action.dest) is None:
+                    flag = action.option_strings[0]
+                    arguments += flag_arguments(flag, action, value, key)
+            self._source = path
+            self.parse_known_args(arguments, argparse.Namespace())
+        except ValueError as error:
+            self.error(f"--config {path}: {error}")
+        finally:
+            self._source = ""
+        return arguments
+
+    def _parse_given(self, given: list[str]) -> argparse.Namespace:
+        """Return what a command line sets, None for the rest."""
+        blank = argparse.Namespace(**{action.dest: None for action in self._actions})
+        return self.parse_known_args(given, blank)[0]
+
+    def _action_of(self, key: str) -> argparse.Action:
+        """Return the flag that a key of a file names. Raises ValueError for none."""
+        flag = "--" + key.lstrip("-").replace("_", "-")
+        action = self._option_string_actions.get(flag)
+        if action is None or flag.startswith("--no-") or action.dest in ("help", "version"):
+            match = self.closest(flag.replace("--no-", "--", 1))
+            hint = f": did you mean {match.removeprefix('--')}?" if match else ""
+            raise ValueError(f"there is no flag {key!r}{hint}")
+        if action is self._config_action:
+            raise ValueError("a file of flags cannot name another one")
+        return action
+
     def closest(self, flag: str) -> str | None:
         """Return the flag that is spelled most alike, None where none is."""
         known = [name for action in self._actions for name in action.option_strings]
         return next(iter(difflib.get_close_matches(flag, known, 1)), None)
+
+
+def read_flags(path: str) -> dict[str, Any]:
+    """Return the keys and values of a YAML file. Raises ValueError that says what is wrong."""
+    # Only for those who have such a file.
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"cannot be read: {why}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from None
+    values = {} if values is None else values
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError("has to be a mapping of flags to values, as `max-model-len: 4096`")
+    return values
+
+
+def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) -> list[str]:
+    """Return a value of a YAML file as arguments of a command line, none for null.
+
+    Lists repeat a flag that may be repeated, and are joined by commas for others. Raises ValueError
+    for a value of another shape than the flag's.
+    """
+    if value is None:
+        return []
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} is {value!r:.100}, but has to be true or false")
+        return [flag if value else "--no-" + flag.removeprefix("--")]
+    parts = value if isinstance(value, list) else [value]
+    if not all(type(part) in (int, float, str) for part in parts):
+        raise ValueError(
+            f"{key} is {value!r:.100}, but has to be a number, text or a list of these (quotes "
+            "make text of words as yes, no, on and off)"
+        )
+    texts = [str(part) for part in parts]
+    if action.nargs == "+":
+        return [flag, *texts]
+    if type(action).__name__ != "_AppendAction":
+        texts = [",".join(texts)]
+    return [f"{flag}={text}" for text in texts]
 
 
 class FlagType:

@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     made = FlagParser(prog="gllm.serve", description="Serve a model over HTTP in OpenAI's API.")
     made.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model")
     made.add_argument("--version", action="version", version=__version__)
+    made.add_config_flag()
     add_flags(made, EngineConfig)
     add_flags(made, ServerConfig)
     return made

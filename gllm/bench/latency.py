@@ -44,6 +44,7 @@ class LatencyConfig:
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's flags: those of the engine and of the batch."""
     parser = FlagParser(prog="gllm bench latency", description=(__doc__ or "").splitlines()[0])
+    parser.add_config_flag()
     add_flags(parser, EngineConfig)
     add_flags(parser, LatencyConfig)
     return parser

@@ -29,6 +29,7 @@ from gllm.flags import FlagParser, FlagType, add_flags, from_flags
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags: those of ServeConfig, and the limits of goodput."""
     parser = FlagParser(prog="gllm bench serve", description=(__doc__ or "").splitlines()[0])
+    parser.add_config_flag()
     add_flags(parser, ServeConfig)
     parser.add_argument(
         *("--goodput", "--slo"),

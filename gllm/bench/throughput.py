@@ -24,8 +24,14 @@ from gllm.sim.workload import Job
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags: those of the engine and of the load."""
-    parser = FlagParser(prog="gllm bench throughput", description=(__doc__ or "").splitlines()[0])
+    parser = FlagParser(
+        prog="gllm bench throughput",
+        description=(__doc__ or "").splitlines()[0],
+        conflict_handler="resolve",
+    )
+    parser.add_config_flag()
     add_flags(parser, EngineConfig)
+    # Both have --seed: one flag for the load and for sampling.
     add_flags(parser, LoadConfig)
     parser.add_argument(
         "--output-json", metavar="FILE", type=FlagType(output_file), help="file for the result"

@@ -147,6 +147,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=FlagType(output_file),
         help="file to write (profile.json)",
     )
+    parser.add_config_flag()
     add_flags(parser, EngineConfig)
     return parser
 

@@ -23,6 +23,7 @@ from gllm.step_log import Event, StepLog
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags: those of SimulationConfig, and where output goes."""
     parser = FlagParser(prog="gllm simulate", description=__doc__.splitlines()[0])
+    parser.add_config_flag()
     add_flags(parser, SimulationConfig)
     parser.add_argument("--compare", metavar="LOG", help="step log of a real run to predict")
     parser.add_argument(
