@@ -36,6 +36,7 @@ from gllm.frontend.routes import (
     responses,
     server_info,
     tokens,
+    unsupported,
     version,
 )
 from gllm.frontend.routes.openapi import ALL
@@ -64,6 +65,7 @@ ENDPOINTS = (
     Endpoint("POST", "/reset_prefix_cache", control.reset_prefix_cache),
     Endpoint("POST", "/start_profile", control.start_profile),
     Endpoint("POST", "/stop_profile", control.stop_profile),
+    *unsupported.endpoints(),
 )
 
 MIDDLEWARE = (arrival, observe, draining, errors, origin, cors, keys, rate_limit)

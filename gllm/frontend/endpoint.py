@@ -28,6 +28,9 @@ class Endpoint:
     is_control: bool = False
     """Whether it steers the server, which no rate limit may be in the way of."""
 
+    reason: str = ""
+    """Why it is not implemented; empty for one that is."""
+
     @property
     def methods(self) -> tuple[str, ...]:
         """Methods of its routes: HEAD beside GET, which probes and caches use."""
@@ -46,6 +49,8 @@ class Endpoint:
     @property
     def summary(self) -> str:
         """What it is for, in a sentence."""
+        if self.reason:
+            return f"Not implemented (501): {self.reason}."
         text = self.handler.__doc__ or ""
         return " ".join(text.partition("\n\n")[0].split())
 

@@ -86,7 +86,7 @@ def check_ranges(config: Any) -> None:
 
     Raises ValueError that names the field and the range, also for a value that is no number.
     """
-    for name, kind, allowed in _numbers(type(config)):
+    for name, kind, allowed in _numbers(typing.cast(Hashable, type(config))):
         value = getattr(config, name)
         if value is None:
             continue

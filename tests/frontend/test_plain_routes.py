@@ -95,7 +95,9 @@ async def test_two_servers_share_no_metrics(server, engine):
     assert b'gllm:prompt_tokens_total{model_name="fake/model"} 0.0' in Metrics(engine).text()
 
 
-@pytest.mark.parametrize("path", [one.path for one in ENDPOINTS if one.method == "GET"])
+@pytest.mark.parametrize(
+    "path", [one.path for one in ENDPOINTS if one.method == "GET" and not one.reason]
+)
 async def test_head_answers_as_get_without_a_body(server, path):
     url = path.format(name="app.js", model="fake/model")
     async with server.client.get(url) as response:

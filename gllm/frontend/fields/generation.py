@@ -18,7 +18,20 @@ Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
 NO_BEAMS = "asks for beam search, which is not done here: n draws several choices"
 NOT_DONE = "is not supported by this server with this value"
 CHAT_ALONE = "is a field of chat completions"
+NO_SEARCH = "asks for a search, which is not done here: only the client runs tools"
 OLDER = "is an older name: use structured_outputs"
+
+
+UNSUPPORTED: Mapping[str, Refused] = {
+    "modalities": Refused("asks for an output that is not text", (["text"], [])),
+    "audio": Refused("asks for speech, but the output is text only"),
+    "prediction": Refused("gives a predicted output, which is not used here"),
+    "web_search_options": Refused(NO_SEARCH),
+    "documents": Refused("is not given to chat templates here: put texts into messages", ([],)),
+    "grammar_lazy": Refused("is not done here: a grammar holds from the first token", (False,)),
+    "grammar_triggers": Refused("is not done here: a grammar holds from the first token", ([],)),
+}
+"""Fields of OpenAI, vLLM and llama.cpp that no endpoint honours."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -85,6 +98,7 @@ class Generation(Sampling):
         "parallel_tool_calls": "several tool calls in one answer are always possible",
     }
     refused: ClassVar[Mapping[str, Refused]] = {
+        **UNSUPPORTED,
         "suffix": Refused(NOT_DONE, ("",)),
         "guided_json": Refused(OLDER),
         "guided_regex": Refused(OLDER),
@@ -118,6 +132,9 @@ class Generation(Sampling):
         about("include_usage: usage at the end; continuous_usage_stats: usage in every event"),
     ] = None
     return_token_ids: Annotated[bool | None, about("token_ids in every choice")] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, about("in log-probabilities of the output, tokens are written as token_id:ID")
+    ] = None
     prompt_logprobs: Annotated[
         Int | None, about("0..20 likeliest tokens for each token of the prompt; not with stream")
     ] = None
@@ -128,6 +145,12 @@ class Generation(Sampling):
     structured_outputs: Annotated[
         StructuredOutputs | None,
         about("exactly one of json, regex, choice and grammar (docs/structured-output.md)"),
+    ] = None
+    grammar: Annotated[
+        str | None, about("llama.cpp's field: the same as structured_outputs.grammar")
+    ] = None
+    json_schema: Annotated[
+        dict[str, Any] | None, about("llama.cpp's field: the same as structured_outputs.json")
     ] = None
 
     def check(self) -> None:
@@ -162,7 +185,9 @@ def sampling_params(
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         allowed_token_ids=_tuple(fields.allowed_token_ids),
         bad_words=tuple(fields.bad_words or ()),
-        structured=structured_output(fields.response_format, fields.structured_outputs),
+        structured=structured_output(
+            fields.response_format, fields.structured_outputs, fields.grammar, fields.json_schema
+        ),
         **given,
     )
 

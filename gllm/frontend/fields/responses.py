@@ -10,7 +10,7 @@ import msgspec
 
 from gllm.config import FieldError
 from gllm.frontend.fields.body import Count, Int, Refused, about
-from gllm.frontend.fields.generation import Sampling
+from gllm.frontend.fields.generation import UNSUPPORTED, Sampling
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
 
 Json = dict[str, Any]
@@ -62,6 +62,7 @@ class ResponseFields(Sampling):
         "access_programs": "of OpenAI's models",
     }
     refused: ClassVar[Mapping[str, Refused]] = {
+        **UNSUPPORTED,
         "previous_response_id": Refused(NOT_KEPT),
         "conversation": Refused(NOT_KEPT),
         "background": Refused("asks for an answer to be kept, which is not done here", (False,)),
