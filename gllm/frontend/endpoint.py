@@ -6,6 +6,7 @@ Owns the registry's type. Knows nothing of any one endpoint.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
 from gllm.frontend.errors import Handler
@@ -28,6 +29,10 @@ class Endpoint:
     is_control: bool = False
     """Whether it steers the server, which no rate limit may be in the way of."""
 
+    answer: type[msgspec.Struct] | None = None
+    """The schema of its answer, for one of JSON."""
+    event: type[msgspec.Struct] | None = None
+    """The schema of a streamed event."""
     reason: str = ""
     """Why it is not implemented; empty for one that is."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from gllm.config import FieldError, SamplingParams
+from gllm.config import INT32_MAX, MAX_LOGPROBS, FieldError, SamplingParams
 from gllm.frontend.fields.body import Body, Count, Int, Int32, Refused, about
 from gllm.frontend.fields.structured import ResponseFormat, StructuredOutputs, structured_output
 
@@ -46,32 +46,60 @@ class Sampling(Body):
 
     model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     temperature: Annotated[
-        float | None, about("0..2; 0 takes the likeliest token; default: the model's, else 1")
+        float | None,
+        about(
+            "0..2; 0 takes the likeliest token; default: the model's, else 1", minimum=0, maximum=2
+        ),
     ] = None
-    top_p: Annotated[float | None, about("(0, 1]: the likeliest tokens of this share")] = None
-    top_k: Annotated[Int | None, about("so many likeliest tokens; -1 or 0: all")] = None
+    top_p: Annotated[
+        float | None,
+        about("(0, 1]: the likeliest tokens of this share", exclusiveMinimum=0, maximum=1),
+    ] = None
+    top_k: Annotated[
+        Int | None, about("so many likeliest tokens; -1 or 0: all", minimum=-1, maximum=INT32_MAX)
+    ] = None
     min_p: Annotated[
-        float | None, about("[0, 1]: no token below this share of the likeliest one's")
+        float | None,
+        about("[0, 1]: no token below this share of the likeliest one's", minimum=0, maximum=1),
     ] = None
     seed: Annotated[Int | None, about("same seed, same output, whatever else is in the batch")] = (
         None
     )
     stop_token_ids: Annotated[list[Int32] | None, about("token ids that end the output")] = None
-    min_tokens: Annotated[Int | None, about("0..max_tokens: nothing ends the output before")] = None
+    min_tokens: Annotated[
+        Int | None,
+        about("0..max_tokens: nothing ends the output before", minimum=0, maximum=INT32_MAX),
+    ] = None
     ignore_eos: Annotated[bool | None, about("go on behind the model's own end")] = None
     stream: Annotated[bool | None, about("answer with server-sent events")] = None
-    repetition_penalty: Annotated[float | None, about("> 0, over prompt and output; 1: none")] = (
+    repetition_penalty: Annotated[
+        float | None, about("> 0, over prompt and output; 1: none", exclusiveMinimum=0)
+    ] = None
+    presence_penalty: Annotated[
+        float | None, about("[-2, 2], over the output", minimum=-2, maximum=2)
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, about("[-2, 2], over the output", minimum=-2, maximum=2)
+    ] = None
+    logit_bias: Annotated[
+        dict[Int32, float] | None,
+        about(
+            "by token id, [-100, 100], added to logits",
+            additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+        ),
+    ] = None
+    allowed_token_ids: Annotated[list[Int32] | None, about("the only tokens drawn", minItems=1)] = (
         None
     )
-    presence_penalty: Annotated[float | None, about("[-2, 2], over the output")] = None
-    frequency_penalty: Annotated[float | None, about("[-2, 2], over the output")] = None
-    logit_bias: Annotated[
-        dict[Int32, float] | None, about("by token id, [-100, 100], added to logits")
-    ] = None
-    allowed_token_ids: Annotated[list[Int32] | None, about("the only tokens drawn")] = None
     bad_words: Annotated[list[str] | None, about("up to 1024 strings that never come out")] = None
     truncate_prompt_tokens: Annotated[
-        Int | None, about("keep the prompt's last so many tokens; -1: as many as fit")
+        Int | None,
+        about(
+            "keep the prompt's last so many tokens; -1: as many as fit",
+            minimum=-1,
+            maximum=INT32_MAX,
+            **{"not": {"const": 0}},
+        ),
     ] = None
     skip_special_tokens: Annotated[
         bool | None, about("leave special tokens out of the text; default true")
@@ -126,7 +154,9 @@ class Generation(Sampling):
         Count | None, about("most tokens of a choice; default: the rest of the context")
     ] = None
     max_completion_tokens: Annotated[Count | None, about("the newer name of max_tokens")] = None
-    n: Annotated[Int | None, about("choices, at most --max-choices")] = None
+    n: Annotated[
+        Int | None, about("choices, at most --max-choices", minimum=1, maximum=INT32_MAX)
+    ] = None
     stream_options: Annotated[
         StreamOptions | None,
         about("include_usage: usage at the end; continuous_usage_stats: usage in every event"),
@@ -136,7 +166,12 @@ class Generation(Sampling):
         bool | None, about("in log-probabilities of the output, tokens are written as token_id:ID")
     ] = None
     prompt_logprobs: Annotated[
-        Int | None, about("0..20 likeliest tokens for each token of the prompt; not with stream")
+        Int | None,
+        about(
+            "0..20 likeliest tokens for each token of the prompt; not with stream",
+            minimum=0,
+            maximum=MAX_LOGPROBS,
+        ),
     ] = None
     response_format: Annotated[
         ResponseFormat | None,

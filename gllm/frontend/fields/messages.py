@@ -94,6 +94,7 @@ Output = Annotated[OutputConfig | None, about("effort; format: a json_schema of 
 class MessageFields(Sampling):
     """POST /v1/messages."""
 
+    required: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")
     inert: ClassVar[Mapping[str, str]] = INERT
     refused: ClassVar[Mapping[str, Refused]] = REFUSED
 
@@ -117,6 +118,7 @@ class MessageFields(Sampling):
 class CountFields(Body):
     """POST /v1/messages/count_tokens."""
 
+    required: ClassVar[tuple[str, ...]] = ("messages",)
     inert: ClassVar[Mapping[str, str]] = INERT
     refused: ClassVar[Mapping[str, Refused]] = REFUSED
 
