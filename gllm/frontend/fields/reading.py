@@ -71,7 +71,7 @@ def convert(values: dict[str, Any], schema: type[Fields]) -> Fields:
     unknown = sorted(values.keys() - known)
     if unknown:
         told = "request %s: fields without meaning here were ignored: %.500r"
-        log.warning(told, current_id(), unknown)
+        log.warning(told, current_id(), unknown, extra={"about": unknown})
     return fields
 
 
