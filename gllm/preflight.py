@@ -17,6 +17,15 @@ ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
 """Bytes of a cached number by `kv_cache_dtype`; `auto` and the others: at least 2."""
 
 
+BACKEND_DEVICES = {
+    "flash-attn": ("cuda",),
+    "native": ("cpu",),
+    "torch": ("cpu", "cuda"),
+    "triton": ("cuda",),
+}
+"""Devices that each attention backend computes on."""
+
+
 @dataclass(frozen=True)
 class ModelPlan:
     """A model and how a configuration serves it."""
@@ -40,6 +49,7 @@ def plan_model(config: EngineConfig) -> ModelPlan:
             output_file(config.step_log)
         except ValueError as error:
             raise ValueError(f"step_log {config.step_log}: {error}") from None
+    _check_backend(config)
     folder = resolve(config.model)
     read = read_config(folder)
     layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
@@ -51,6 +61,18 @@ def plan_model(config: EngineConfig) -> ModelPlan:
         )
     _check_kv_cache(config, read, length)
     return ModelPlan(folder, read, layers, length)
+
+
+def _check_backend(config: EngineConfig) -> None:
+    """Raises ValueError for an attention backend that the requested device does not have."""
+    name, device = config.attention_backend, config.device
+    if "auto" in (name, device) or device in BACKEND_DEVICES[name]:
+        return
+    usable = (other for other, devices in BACKEND_DEVICES.items() if device in devices)
+    raise ValueError(
+        f"attention_backend {name} does not compute on device {device}: choose auto or one of "
+        f"{', '.join(usable)}"
+    )
 
 
 def _check_kv_cache(config: EngineConfig, read: ModelConfig, length: int) -> None:

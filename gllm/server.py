@@ -56,8 +56,8 @@ class Server:
             await web.TCPSite(runner, host, port, ssl_context=tls).start()
         except OSError as error:
             await runner.cleanup()
-            number = error.errno or 0
-            why = os.strerror(number) if number > 0 else error.strerror
+            code = error.errno or 0
+            why = os.strerror(code) if code > 0 else error.strerror
             raise ValueError(
                 f"--host {host} --port {port}: cannot listen there: {why}; choose an address of "
                 "this machine and a free port"

@@ -9,7 +9,7 @@ import pytest
 
 from gllm import serve
 from gllm.config import EngineConfig
-from gllm.preflight import plan_model
+from gllm.preflight import BACKEND_DEVICES, plan_model
 
 
 class Started(AssertionError):
@@ -33,6 +33,11 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--pp", "3", "--layers", "1,2"], "layers (1, 2) has to"),
         (["--max-model-len", "99999999"], "max_model_len is 99999999"),
         (["--kv-cache-memory", "4KiB"], "kv_cache_memory is 4096 bytes, but one sequence"),
+        (
+            ["--device", "cpu", "--attention-backend", "triton"],
+            "attention_backend triton does not compute on device cpu: choose auto or one of native",
+        ),
+        (["--device", "cuda", "--attention-backend", "native"], "choose auto or one of flash-attn"),
         (["--model", "/nowhere"], "there is no folder '/nowhere'"),
     ],
 )
@@ -75,3 +80,9 @@ def test_it_loads_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_backends_are_those_of_the_kernels() -> None:
+    from gllm.kernels.attention_backends import BACKENDS
+
+    assert BACKEND_DEVICES == {name: backend.devices for name, backend in BACKENDS.items()}
