@@ -18,7 +18,7 @@ from gllm.flags import parse_bytes as parse_bytes
 from gllm.logs import FORMATS
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.options import INT32_MAX as INT32_MAX
-from gllm.scheduler.options import MAX_SECONDS, check_ranges, option
+from gllm.scheduler.options import MAX_SECONDS, check_values, option
 
 INT64_MAX = 2**63 - 1
 MAX_LOGPROBS = 20
@@ -122,7 +122,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        check_ranges(self)
+        check_values(self)
         stages = self.pipeline_parallel_size
         if self.layers is not None and len(self.layers) != stages:
             raise ValueError(
@@ -234,7 +234,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix, and no key."""
-        check_ranges(self)
+        check_values(self)
         for number, key in enumerate(self.api_key, 1):
             check_key(key, f"api_key {number}")
         for origin in self.allowed_origins:

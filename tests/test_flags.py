@@ -150,6 +150,12 @@ def test_values_from_python_are_checked_alike(config: type, options: dict[str, A
         config(**options)
 
 
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_switches_are_true_or_false(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"prefix_cache is .* has to be a bool"):
+        EngineConfig.of("demo", prefix_cache=value)
+
+
 def test_other_types_of_numbers_are_converted() -> None:
     np = pytest.importorskip("numpy")
     config = EngineConfig(threads=np.int32(2), health_timeout=5)

@@ -85,4 +85,4 @@ def test_it_loads_no_torch() -> None:
 def test_the_backends_are_those_of_the_kernels() -> None:
     from gllm.kernels.attention_backends import BACKENDS
 
-    assert BACKEND_DEVICES == {name: backend.devices for name, backend in BACKENDS.items()}
+    assert {name: backend.devices for name, backend in BACKENDS.items()} == BACKEND_DEVICES

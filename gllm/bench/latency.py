@@ -19,7 +19,7 @@ from gllm.engine import Engine, EngineError
 from gllm.experiments.real import serve_jobs
 from gllm.flags import FlagParser, add_flags, from_flags, output_file
 from gllm.metrics import percentile
-from gllm.scheduler.options import INT32_MAX, check_ranges, option
+from gllm.scheduler.options import INT32_MAX, check_values, option
 from gllm.sim.workload import Job
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
@@ -38,7 +38,7 @@ class LatencyConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        check_ranges(self)
+        check_values(self)
 
 
 def make_parser() -> argparse.ArgumentParser:

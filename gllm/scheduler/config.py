@@ -9,7 +9,7 @@ Serving with Token Throttling" (SC'25, arXiv 2504.14775), section on token throt
 
 from dataclasses import dataclass, field, replace
 
-from gllm.scheduler.options import INT32_MAX, check_ranges, option
+from gllm.scheduler.options import INT32_MAX, check_values, option
 
 POLICY_NAMES = (
     *("auto", "throttle", "throttle-paper", "throttle-no-wt", "throttle-no-ut"),
@@ -72,7 +72,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        check_ranges(self)
+        check_values(self)
         if self.min_prefill_tokens > self.max_prefill_tokens:
             raise ValueError(
                 f"min_prefill_tokens ({self.min_prefill_tokens}) is above "

@@ -81,11 +81,14 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def check_ranges(config: Any) -> None:
-    """Check the numbers of a configuration, and convert those of other number types.
+def check_values(config: Any) -> None:
+    """Check the numbers and switches of a configuration, and convert those of other number types.
 
-    Raises ValueError that names the field and the range, also for a value that is no number.
+    Raises ValueError that names the field and what it has to be, also for a value of another type.
     """
+    for name in _switches(typing.cast(Hashable, type(config))):
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name} is {getattr(config, name)!r:.100}, but has to be a bool")
     for name, kind, allowed in _numbers(typing.cast(Hashable, type(config))):
         value = getattr(config, name)
         if value is None:
@@ -130,6 +133,14 @@ def _numbers(config: Hashable) -> list[tuple[str, type, Range]]:
         for spec in dataclasses.fields(config)
         if "range" in spec.metadata
     ]
+
+
+@functools.cache
+def _switches(config: Hashable) -> list[str]:
+    """Return the fields of a class that are true or false."""
+    assert isinstance(config, type)
+    hints = typing.get_type_hints(config)
+    return [spec.name for spec in dataclasses.fields(config) if hints[spec.name] is bool]
 
 
 def _short(bound: float) -> str:
