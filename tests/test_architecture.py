@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.logs": set(),
     "gllm.bubbles": {"gllm.scheduler"},
     "gllm.config": {"gllm.flags", "gllm.logs", "gllm.scheduler"},
-    "gllm.flags": {"gllm.scheduler"},
+    "gllm.flags": {"gllm.scheduler", "yaml"},
     "gllm.messages": {"gllm.scheduler", "msgspec"},
     "gllm.step_log": {"gllm.scheduler", "msgspec"},
     "gllm.sim": {
