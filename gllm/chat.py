@@ -15,6 +15,10 @@ import urllib.request
 from collections.abc import Generator
 from typing import Any
 
+from gllm.config import check_key
+from gllm.flags import FlagParser, FlagType, number, parse_url
+from gllm.scheduler.options import INT32_MAX
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = "/clear forgets the conversation, /quit leaves, Ctrl-C stops an answer"
 Message = dict[str, str]
@@ -62,8 +66,8 @@ class Client:
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self._key}
-        request = urllib.request.Request(self._url + path, data, headers)
         try:
+            request = urllib.request.Request(self._url + path, data, headers)
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
             with error:
@@ -95,6 +99,8 @@ def answer(client: Client, history: list[Message]) -> str:
                 print(thought + piece, end="", flush=True)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ServerError(f"the answer is not of OpenAI's API: {error!r}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ServerError(f"the answer broke off: {error}") from error
     finally:
@@ -131,24 +137,42 @@ def converse(client: Client, system: str | None) -> None:
                 print(f"error: {error}", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `gllm chat`; 1 where no server answers."""
-    parser = argparse.ArgumentParser(prog="gllm chat", description=HELP)
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default {DEFAULT_URL})")
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's flags."""
+    parser = FlagParser(prog="gllm chat", description=HELP)
+    parser.add_argument(
+        "--url",
+        default=DEFAULT_URL,
+        type=FlagType(parse_url),
+        help=f"the server (default {DEFAULT_URL})",
+    )
     parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
     parser.add_argument("--system", help="a system message to begin with")
-    parser.add_argument("--temperature", type=float, help="default: the model's")
-    parser.add_argument("--max-tokens", type=int, help="of each answer; default: the context")
-    arguments = parser.parse_args(argv)
+    parser.add_argument(
+        "--temperature", type=number(float, ge=0, le=2), help="default: the model's"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=number(int, ge=1, le=INT32_MAX),
+        help="of each answer; default: the context",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `gllm chat`; 1 where no server answers."""
+    arguments = make_parser().parse_args(argv)
     given = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     options = {name: value for name, value in given.items() if value is not None}
     api_key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
     client = Client(arguments.url, options, api_key)
     try:
+        if api_key:
+            check_key(api_key, "--api-key or $GLLM_API_KEY")
         print(f"{client.model()} at {arguments.url}. {HELP}.")
-    except ServerError as error:
+    except (ServerError, ValueError) as error:
         print(f"gllm chat: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, ServerError) else 2
     _edit_lines()
     converse(client, arguments.system)
     return 0

@@ -4,6 +4,7 @@ Owns the table of commands. Knows nothing of what they do: each is imported when
 """
 
 import importlib
+import os
 import sys
 
 from gllm import __version__
@@ -40,4 +41,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     module, function = COMMANDS[name][0].split(":")
     command = importlib.import_module(module).__dict__[function]
-    return int(command(arguments[1:]))
+    try:
+        return int(command(arguments[1:]))
+    except KeyboardInterrupt:
+        print(f"gllm {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has enough; nothing is left to be flushed at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,24 +1,28 @@
 """What a user can set: the engine's configuration, a request's sampling, the server's address.
 
-Owns defaults, ranges and the command-line flags, which are derived from the fields. Knows nothing
+Owns defaults and ranges; `gllm.flags` derives the command-line flags from the fields. Knows nothing
 of models and devices: what depends on them is resolved where they are known.
 """
 
-import argparse
 import dataclasses
 import math
 import re
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gllm.field_types import FieldError as FieldError
 from gllm.field_types import convert_fields, convert_values, shortened
+from gllm.flags import add_flags as add_flags
+from gllm.flags import from_flags as from_flags
+from gllm.flags import input_file, output_file, output_folder, parse_layers, parse_url
+from gllm.flags import parse_bytes as parse_bytes
 from gllm.logs import FORMATS
-from gllm.scheduler.config import SchedulerConfig, option
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.options import INT32_MAX as INT32_MAX
+from gllm.scheduler.options import MAX_SECONDS, check_values, option
 
-INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
 MAX_LOGPROBS = 20
 """Most likeliest tokens that are told at one place of a text."""
 MAX_BAD_WORDS = 1024
@@ -45,21 +49,6 @@ def check_quantization(quantization: str, device: str) -> None:
         )
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes from '512MiB', '2GiB', '1.5GB' or a plain number. Raises ValueError."""
-    units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "b": 1}
-    lowered = text.strip().lower()
-    for unit, factor in units.items():
-        if lowered.endswith(unit):
-            return int(float(lowered[: -len(unit)]) * factor)
-    return int(lowered)
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """Layers of each stage from '10,14'. Raises ValueError."""
-    return tuple(int(part) for part in text.split(","))
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """One pipeline: model, cut, memory, scheduler."""
@@ -70,13 +59,17 @@ class EngineConfig:
         flags=("--model", "--model-path"),
     )
     pipeline_parallel_size: int = option(
-        1, "pipeline stages", flags=("--pipeline-parallel-size", "--pp")
+        1, "pipeline stages", ge=1, le=1024, flags=("--pipeline-parallel-size", "--pp")
     )
     layers: tuple[int, ...] | None = option(
-        None, "layers of each stage, as 10,14; default: balanced by cost", parse=parse_layers
+        None,
+        "layers of each stage, as 10,14; default: balanced by cost",
+        ge=1,
+        le=INT32_MAX,
+        parse=parse_layers,
     )
     chat_template: str | None = option(
-        None, "file with a chat template in Jinja; default: the model's own"
+        None, "file with a chat template in Jinja; default: the model's own", parse=input_file
     )
     dtype: str = option("auto", "arithmetic", choices=DTYPES)
     kv_cache_dtype: str = option(
@@ -94,31 +87,51 @@ class EngineConfig:
         "auto", "where to compute; auto: on GPUs where there are some", choices=DEVICES
     )
     gpu_memory_utilization: float = option(
-        0.9, "on GPUs: share of each one's memory for weights, a step's work and KV cache"
+        0.9,
+        "on GPUs: share of each one's memory for weights, a step's work and KV cache",
+        gt=0,
+        le=1,
     )
-    max_model_len: int | None = option(None, "longest prompt + output; default: the model's")
+    max_model_len: int | None = option(
+        None, "longest prompt + output; default: the model's", ge=1, le=INT32_MAX
+    )
     kv_cache_memory: int | None = option(
         None,
         "bytes of KV cache over all stages, as 2GiB; default: a quarter of the memory left, on "
         "GPUs what --gpu-memory-utilization leaves",
+        ge=1,
+        le=INT64_MAX,
         parse=parse_bytes,
     )
-    threads: int | None = option(None, "compute threads of a stage; default: cores / stages")
+    threads: int | None = option(
+        None, "compute threads of a stage; default: cores / stages", ge=1, le=1024
+    )
+    seed: int | None = option(
+        None,
+        "makes requests without a seed of their own repeatable: they get seeds in the order of "
+        "arrival from this one; default: random",
+        ge=0,
+        le=INT64_MAX,
+    )
     health_timeout: float = option(
-        30.0, "seconds without a finished step, work pending, until /health says 503"
+        30.0,
+        "seconds without a finished step, work pending, until /health says 503",
+        gt=0,
+        le=MAX_SECONDS,
     )
     step_log: str | None = option(
-        None, "file that gets every plan, step time and result as JSON lines; default: none"
+        None,
+        "file that gets every plan, step time and result as JSON lines; default: none",
+        parse=output_file,
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
         convert_fields(self)
+        check_values(self)
         stages = self.pipeline_parallel_size
-        if stages < 1:
-            raise ValueError(f"pipeline_parallel_size is {stages}, but has to be at least 1")
-        if self.layers is not None and (len(self.layers) != stages or min(self.layers) < 1):
+        if self.layers is not None and len(self.layers) != stages:
             raise ValueError(
                 f"layers {self.layers} has to give at least one layer to each of the "
                 f"{stages} stages (pipeline_parallel_size)"
@@ -133,15 +146,6 @@ class EngineConfig:
                 raise ValueError(f"{name} is {given!r}, but has to be one of {', '.join(choices)}")
         # For auto, whoever finds a GPU checks it.
         check_quantization(self.quantization, self.device)
-        for name in ("max_model_len", "kv_cache_memory", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, but has to be at least 1")
-        share = self.gpu_memory_utilization
-        if not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization is {share}, but has to be in (0, 1]")
-        if not (self.health_timeout > 0 and math.isfinite(self.health_timeout)):
-            raise ValueError(f"health_timeout is {self.health_timeout}, but has to be above 0")
 
     @classmethod
     def of(cls, model: str, **options: Any) -> "EngineConfig":
@@ -157,15 +161,23 @@ class ServerConfig:
     """The HTTP server around an engine."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 picks a free one")
+    port: int = option(8000, "port to listen on; 0 picks a free one", ge=0, le=65535)
     served_model_name: str | None = option(None, "the name clients ask for; default: the model's")
-    shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
-    max_num_queued_requests: int = option(2048, "requests in the engine; more get 503")
-    profile_dir: str | None = option(
-        None, "folder of the profiles that /start_profile records; default: none are"
+    shutdown_timeout: float = option(
+        30.0, "seconds that running requests get after SIGTERM", ge=0, le=MAX_SECONDS
     )
-    max_choices: int = option(128, "largest n of a request")
-    max_body_bytes: int = option(8 * 2**20, "largest request body, as 8MiB", parse=parse_bytes)
+    max_num_queued_requests: int = option(
+        2048, "requests in the engine; more get 503", ge=1, le=INT32_MAX
+    )
+    profile_dir: str | None = option(
+        None,
+        "folder of the profiles that /start_profile records; default: none are",
+        parse=output_folder,
+    )
+    max_choices: int = option(128, "largest n of a request", ge=1, le=INT32_MAX)
+    max_body_bytes: int = option(
+        8 * 2**20, "largest request body, as 8MiB", ge=1, le=INT64_MAX, parse=parse_bytes
+    )
     api_key: tuple[str, ...] = field(
         default=(),
         repr=False,
@@ -180,11 +192,21 @@ class ServerConfig:
         None, "file of such keys, one a line, with # before comments; default: none"
     )
     rate_limit: int | None = option(
-        None, "requests a minute for each key, or each address without keys; default: no limit"
+        None,
+        "requests a minute for each key, or each address without keys; default: no limit",
+        ge=1,
+        le=INT32_MAX,
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "origin whose pages may ask (CORS), any number of times, * for all; default: none",
+        "origin whose pages may use the server (CORS), any number of times, * for all; default: "
+        "only the server's own pages",
+        repeat=True,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "host name that requests may be sent to, any number of times, *.example.com for all below "
+        "it, * for all; default: localhost on a loopback --host, else all",
         repeat=True,
     )
     ssl_certfile: str | None = option(
@@ -194,8 +216,12 @@ class ServerConfig:
     ssl_ca_certs: str | None = option(
         None, "PEM file of those whose certificates clients have to show; default: none has to"
     )
-    read_timeout: float = option(60.0, "seconds in which a request's headers and body each come")
-    write_timeout: float = option(300.0, "seconds without reading after which a client is cut off")
+    read_timeout: float = option(
+        60.0, "seconds in which a request's headers and body each come", gt=0, le=MAX_SECONDS
+    )
+    write_timeout: float = option(
+        300.0, "seconds without reading after which a client is cut off", gt=0, le=MAX_SECONDS
+    )
     tool_call_parser: str = option(
         "auto",
         "how the model writes tool calls; auto: as its chat template shows; none: left in the text",
@@ -213,10 +239,12 @@ class ServerConfig:
         None,
         "URL that gets a span of each request by OTLP over HTTP, as "
         "http://localhost:4318/v1/traces; default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none",
+        parse=parse_url,
     )
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix, and no key."""
+        check_values(self)
         for number, key in enumerate(self.api_key, 1):
             check_key(key, f"api_key {number}")
         for origin in self.allowed_origins:
@@ -225,6 +253,12 @@ class ServerConfig:
                     f"allowed_origins has {origin!r}, but has to have * or origins as "
                     "https://example.com, with a port where there is one, without a path"
                 )
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?", host):
+                raise ValueError(
+                    f"allowed_hosts has {host!r}, but has to have * or host names as example.com "
+                    "or *.example.com, without scheme, port and path"
+                )
         pair = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
         missing = [name for name, value in pair.items() if value is None]
         if len(missing) == 1:
@@ -232,12 +266,6 @@ class ServerConfig:
             raise ValueError(f"{given} is given without {missing[0]}: https needs both")
         if missing and self.ssl_ca_certs is not None:
             raise ValueError("ssl_ca_certs is given without ssl_certfile and ssl_keyfile")
-        if self.rate_limit is not None and self.rate_limit < 1:
-            raise ValueError(f"rate_limit is {self.rate_limit}, but has to be at least 1")
-        for name in ("read_timeout", "write_timeout"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is {value}, but has to be above 0")
 
 
 @dataclass(frozen=True)
@@ -359,47 +387,3 @@ def check_key(key: str, origin: str) -> None:
     """Raises ValueError for a key that no header can carry; it names the origin, not the key."""
     if not key or not all("!" <= char <= "~" for char in key):
         raise ValueError(f"{origin}: a key has to be printable ASCII without spaces, not empty")
-
-
-def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """One flag for each field of a configuration dataclass, nested ones included."""
-    hints = typing.get_type_hints(config)
-    for spec in dataclasses.fields(config):
-        if dataclasses.is_dataclass(hints[spec.name]):
-            add_flags(parser, typing.cast(type, hints[spec.name]))
-        elif "help" in spec.metadata:
-            flags = spec.metadata.get("flags", ("--" + spec.name.replace("_", "-"),))
-            parser.add_argument(*flags, dest=spec.name, **_flag_options(spec, hints[spec.name]))
-
-
-def from_flags(config: type, values: argparse.Namespace) -> Any:
-    """The configuration that parsed flags describe. Raises ValueError as its fields' checks do."""
-    hints = typing.get_type_hints(config)
-    given = {}
-    for spec in dataclasses.fields(config):
-        if dataclasses.is_dataclass(hints[spec.name]):
-            given[spec.name] = from_flags(typing.cast(type, hints[spec.name]), values)
-        elif "help" in spec.metadata:
-            value = getattr(values, spec.name)
-            given[spec.name] = tuple(value or ()) if "repeat" in spec.metadata else value
-    return config(**given)
-
-
-def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
-    """What argparse needs for one field: default, type, choices, help with the default."""
-    text = spec.metadata["help"]
-    if spec.default not in (None, ()) and "default" not in text:
-        text += f" (default {spec.default})"
-    options: dict[str, Any] = {"default": spec.default, "help": text.replace("%", "%%")}
-    if hint is bool:
-        return options | {"action": argparse.BooleanOptionalAction}
-    if "repeat" in spec.metadata:
-        # argparse appends to the default, which a tuple does not take.
-        options |= {"action": "append", "default": None}
-    plain = next((t for t in (int, float, str) if t in (hint, *typing.get_args(hint))), str)
-    options["type"] = spec.metadata.get("parse", plain)
-    if "choices" in spec.metadata:
-        options["choices"] = spec.metadata["choices"]
-    else:
-        options["metavar"] = spec.name.upper()
-    return options

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import msgspec
@@ -31,10 +32,7 @@ from gllm.field_types import to_str, to_token_ids
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
 from gllm.logs import QUIET, LogConfig
 from gllm.messages import Bubbles, Sampling, StageLoad
-from gllm.models.config import read_config
-from gllm.models.hub import resolve
-from gllm.models.spec import Model
-from gllm.models.split import split_layers
+from gllm.preflight import plan_model
 from gllm.request import Request
 from gllm.runtime.client import Stream
 from gllm.runtime.launch import Workers
@@ -62,15 +60,13 @@ class Engine:
         progress: bool = False,
         workers: Workers | None = None,
     ) -> None:
-        self._folder = resolve(config.model)
-        read = read_config(self._folder)
-        self.config = replace(config, max_model_len=_context(config, read.model))
-        layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
+        plan = plan_model(config)
+        self._folder, read = plan.folder, plan.config
+        self.config = replace(config, max_model_len=plan.max_model_len)
         self.tokenizer = Tokenizer.load(self._folder, config.chat_template)
-        assert self.config.max_model_len is not None
         self.model = ModelInfo(
             name=served_model_name or config.model,
-            max_model_len=self.config.max_model_len,
+            max_model_len=plan.max_model_len,
             vocab_size=read.model.vocab_size,
             eos_ids=read.eos_ids,
             defaults=read.sampling,
@@ -79,11 +75,15 @@ class Engine:
         self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
         self._compiling: dict[asyncio.Future[str], str] = {}
         """Grammars that requests wait for, by whose id; an abort takes them out."""
-        self._pipeline = Pipeline(self.config, layers, self._show_progress)
+        self._pipeline = Pipeline(self.config, plan.layers, self._show_progress)
         self._client = self._pipeline.client
         self._logs = logs
         self._given = workers
-        self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=not progress)
+        self._seeds = secrets.SystemRandom() if config.seed is None else Random(config.seed)
+        """Gives seeds to requests that have none."""
+        self._progress = progress
+        self._bar: tqdm | None = None
+        """Of the weights, from their first bytes on: an error before shows no empty bar."""
 
     async def __aenter__(self) -> "Engine":
         await self.start()
@@ -157,7 +157,8 @@ class Engine:
         try:
             await self._pipeline.start(self._folder, workers, self._logs)
         finally:
-            self._bar.close()
+            if self._bar is not None:
+                self._bar.close()
 
     async def drain(self, seconds: float) -> None:
         """Take no new requests and give running ones this long to end."""
@@ -352,7 +353,7 @@ class Engine:
         stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
         return self._client.submit(
             prompt,
-            _sampling(params, stop_ids, bad_words, grammar),
+            _sampling(params, stop_ids, bad_words, grammar, self._seeds),
             min(params.max_tokens or room, room),
             sorted(stop_ids),
             params.n,
@@ -362,22 +363,15 @@ class Engine:
         )
 
     def _show_progress(self, done: int, total: int) -> None:
+        if self._bar is None:
+            hidden = not self._progress
+            self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=hidden)
         self._bar.total = total
         self._bar.update(done - self._bar.n)
 
 
-def _context(config: EngineConfig, model: Model) -> int:
-    """Tokens of the longest sequence. Raises ValueError beyond the model's context."""
-    length = config.max_model_len or model.context_length
-    if length > model.context_length:
-        raise ValueError(
-            f"max_model_len is {length}, but the model's context is {model.context_length} tokens"
-        )
-    return length
-
-
 def _sampling(
-    params: SamplingParams, stop_ids: set[int], bad_words: Words, grammar: str
+    params: SamplingParams, stop_ids: set[int], bad_words: Words, grammar: str, seeds: Random
 ) -> Sampling:
     """What the last stage has to know; a request without a seed gets one."""
     return Sampling(
@@ -385,7 +379,7 @@ def _sampling(
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
         min_p=params.min_p,
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        seed=seeds.getrandbits(63) if params.seed is None else params.seed,
         min_tokens=params.min_tokens,
         banned=tuple(sorted(stop_ids)) if params.min_tokens else (),
         repetition_penalty=params.repetition_penalty,

@@ -13,8 +13,10 @@ from collections.abc import MutableMapping
 import setproctitle
 
 from gllm import __version__
-from gllm.config import EngineConfig, ServerConfig, add_flags, check_key, from_flags
+from gllm.config import EngineConfig, ServerConfig, check_key
+from gllm.flags import FlagParser, add_flags, from_flags
 from gllm.logs import LogConfig, configure
+from gllm.preflight import plan_model
 from gllm.runtime.launch import Workers
 
 log = logging.getLogger("gllm")
@@ -25,11 +27,10 @@ TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 def parser() -> argparse.ArgumentParser:
     """The command line: the model, and a flag for each field of the configurations."""
-    made = argparse.ArgumentParser(
-        prog="gllm.serve", description="Serve a model over HTTP in OpenAI's API."
-    )
+    made = FlagParser(prog="gllm.serve", description="Serve a model over HTTP in OpenAI's API.")
     made.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model")
     made.add_argument("--version", action="version", version=__version__)
+    made.add_config_flag()
     add_flags(made, EngineConfig)
     add_flags(made, ServerConfig)
     return made
@@ -47,8 +48,10 @@ def main(argv: list[str] | None = None) -> int:
         values.api_key = [*(values.api_key or ()), *keys_of_environment(os.environ)]
         engine_config = from_flags(EngineConfig, values)
         server_config = from_flags(ServerConfig, values)
+        # Before the workers, which take seconds and memory to start.
+        plan_model(engine_config)
         workers = Workers(engine_config.pipeline_parallel_size)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return _refuse(error, 2, logs)
     try:
         return _serve(engine_config, server_config, workers, logs)

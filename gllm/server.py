@@ -51,8 +51,17 @@ class Server:
         tls = tls_context(self._config)
         runner = make_runner(make_app(self._engine, self._config), self._config)
         await runner.setup()
-        site = web.TCPSite(runner, self._config.host, self._config.port, ssl_context=tls)
-        await site.start()
+        host, port = self._config.host, self._config.port
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        except OSError as error:
+            await runner.cleanup()
+            code = error.errno or 0
+            why = os.strerror(code) if code > 0 else error.strerror
+            raise ValueError(
+                f"--host {host} --port {port}: cannot listen there: {why}; choose an address of "
+                "this machine and a free port"
+            ) from error
         try:
             return await self._serve(runner)
         finally:

@@ -17,12 +17,13 @@ Written by `python -m scripts.api_page` from the code; `GET /openapi.json` says 
 Every error of every endpoint is `{"error": {"message", "type", "param", "code"}}`; a field that is
 not as it has to be is 400 with its name in `param`. Null means unset. A field that is not known is
 ignored, with one warning in the log; one that is known and not done here is refused by name, but
-for the values its row shows, which ask for nothing.
+for the values its row shows, which ask for nothing. Paths that answer GET answer HEAD too.
 
 | status | when |
 | --- | --- |
 | 400 | a field or the body is not as it has to be |
 | 401 | a key is missing or wrong |
+| 403 | a page of another origin asks, or `Host` is not a name of this server |
 | 404, 405 | no such path, model or method |
 | 408 | headers or body take longer than `--read-timeout` |
 | 413 | the body is above `--max-body-bytes` |
@@ -55,9 +56,28 @@ that reads nothing for `--write-timeout` seconds is cut off.
 After SIGTERM new requests get 503, every answer says `Connection: close`, running requests get
 `--shutdown-timeout` seconds; a second signal ends at once.
 
-`--allowed-origins` lets pages of an origin ask (CORS); cookies and client certificates of a browser
-are never allowed to them, so a page sends its key itself. `--ssl-certfile` and `--ssl-keyfile`
-switch to https, and with `--ssl-ca-certs` clients have to show a certificate, probes too.
+`--ssl-certfile` and `--ssl-keyfile` switch to https, and with `--ssl-ca-certs` clients have to show
+a certificate, probes too.
+
+## Browsers
+
+Any web page that a user visits can send requests to a server on the user's machine or network. Two
+checks on every path keep such pages out:
+
+- A request with an `Origin` that is not the server's own is 403 (`origin_not_allowed`), with a
+  valid key too. `--allowed-origins https://app.example.com` accepts the pages of that origin and
+  answers their preflights (CORS); `*` accepts all origins, also `null`. Cookies and client
+  certificates of a browser are never allowed to other origins, so a page sends its key itself. The
+  chat page is of the server's own origin: `Sec-Fetch-Site` says `same-origin`, or where a browser
+  does not send it, `Origin` has the host and port of `Host`.
+- A server bound to a loopback address accepts only loopback names in `Host` (`localhost`,
+  `127.0.0.1`, `[::1]`, any port); other names are 403 (`host_not_allowed`). That is the protection
+  against DNS rebinding, where another site's name resolves to the server's address. Behind a proxy
+  that passes `Host` on, name it: `--allowed-hosts llm.example.com`. A server bound to another
+  address accepts every name unless `--allowed-hosts` is given, then only those, loopback names and
+  IP addresses, which cannot be rebound and which probes use.
+
+Clients that are no browsers send no `Origin` and are not affected by the first check.
 
 ## Endpoints
 

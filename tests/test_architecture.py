@@ -21,12 +21,13 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.logs": set(),
     "gllm.bubbles": {"gllm.scheduler"},
     "gllm.field_types": set(),
-    "gllm.config": {"gllm.field_types", "gllm.logs", "gllm.scheduler"},
+    "gllm.config": {"gllm.field_types", "gllm.flags", "gllm.logs", "gllm.scheduler"},
+    "gllm.flags": {"gllm.scheduler", "yaml"},
     "gllm.messages": {"gllm.scheduler", "msgspec"},
     "gllm.step_log": {"gllm.scheduler", "msgspec"},
     "gllm.sim": {
-        *("gllm.bubbles", "gllm.config", "gllm.metrics", "gllm.scheduler", "gllm.sim"),
-        *("gllm.step_log", "matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
+        *("gllm.bubbles", "gllm.config", "gllm.flags", "gllm.metrics", "gllm.scheduler"),
+        *("gllm.sim", "gllm.step_log", "matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
     },
     "gllm.kernels": {"flash_attn", "gllm.kernels", "numpy", "torch", "triton"},
     "gllm.models": {
@@ -52,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.grammar", "llguidance"),
         *("gllm.logs", "msgspec", "numpy", "setproctitle", "torch", "uvloop", "zmq"),
     },
+    "gllm.preflight": {"gllm.config", "gllm.flags", "gllm.models"},
     "gllm.request": {
         *("gllm.config", "gllm.engine_api", "gllm.messages", "gllm.runtime", "gllm.scheduler"),
         "gllm.text",
@@ -60,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.config", "gllm.engine_api", "gllm.grammar", "gllm.logs", "gllm.messages"),
         "gllm.field_types",
         *(
-            "gllm.models",
+            "gllm.preflight",
             "gllm.request",
             "gllm.runtime",
             "gllm.scheduler",
@@ -82,19 +84,35 @@ ALLOWED: dict[str, set[str]] = {
         *("gllm.config", "gllm.engine", "gllm.frontend", "gllm.logs", "gllm.runtime", "aiohttp"),
     },
     "gllm.serve": {
-        *("gllm", "gllm.config", "gllm.engine", "gllm.logs", "gllm.runtime", "gllm.server"),
+        *(
+            "gllm.flags",
+            "gllm.preflight",
+            "gllm",
+            "gllm.config",
+            "gllm.engine",
+            "gllm.logs",
+            "gllm.runtime",
+            "gllm.server",
+        ),
         *("setproctitle", "uvloop"),
     },
     "gllm.experiments": {
         *("gllm.config", "gllm.engine", "gllm.experiments", "gllm.models", "gllm.scheduler"),
-        *("gllm.sim", "gllm.step_log", "tqdm"),
+        *("gllm.flags", "gllm.sim", "gllm.step_log", "tqdm"),
     },
     "gllm.bench": {
-        *("gllm.bench", "gllm.config", "gllm.engine", "gllm.experiments", "gllm.metrics"),
+        *(
+            "gllm.flags",
+            "gllm.bench",
+            "gllm.config",
+            "gllm.engine",
+            "gllm.experiments",
+            "gllm.metrics",
+        ),
         *("gllm.scheduler", "gllm.sim", "aiohttp", "matplotlib", "msgspec", "tqdm", "uvloop"),
     },
-    "gllm.chat": set(),
-    "gllm.top": {"gllm.top", "prometheus_client"},
+    "gllm.chat": {"gllm.config", "gllm.flags", "gllm.scheduler"},
+    "gllm.top": {"gllm.config", "gllm.flags", "gllm.top", "prometheus_client"},
     "gllm.cli": {"gllm"},
 }
 """By room: what may be imported besides the standard library."""

@@ -1,5 +1,6 @@
 """Log lines: their shape, and that nothing of a process comes out otherwise."""
 
+import io
 import json
 import logging
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from gllm.logs import REQUEST_ID, JsonLines, TextLines
+from gllm.logs import MAX_WINDOWS, REQUEST_ID, JsonLines, RepeatHandler, TextLines
 
 
 def record(**more: object) -> logging.LogRecord:
@@ -79,3 +80,71 @@ def test_all_that_a_process_says(shape: str) -> None:
     assert "beware" in lines[1]["message"]
     assert "ZeroDivisionError" in lines[2]["exception"]
     assert "SystemError: the end" in lines[3]["exception"]
+
+
+class Repeated:
+    """A log with a clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now, self.stream = 0.0, io.StringIO()
+        self._handler = RepeatHandler(self.stream, lambda: self.now)
+        self._handler.setFormatter(TextLines("%(message)s"))
+
+    def tell(self, message: str, *args: object, level: int = logging.WARNING, **more: object):
+        made = logging.LogRecord("gllm.x", level, "", 0, message, args, None)
+        made.__dict__.update(more)
+        self._handler.handle(made)
+
+    @property
+    def lines(self) -> list[str]:
+        """What was written since the last look."""
+        text = self.stream.getvalue()
+        self.stream.seek(0)
+        self.stream.truncate()
+        return text.splitlines()
+
+
+def test_a_warning_that_repeats_is_written_once_a_minute_with_a_count() -> None:
+    log = Repeated()
+    for number in range(100):
+        log.tell("request %d is odd", number)
+        log.now += 0.5
+    assert log.lines == ["request 0 is odd"]
+    log.now = 60.0
+    for number in range(100, 130):
+        log.tell("request %d is odd", number)
+    assert log.lines == ["request 100 is odd (99 more in 60 s)"]
+    # The rest is counted with whatever comes after the minute.
+    log.now = 200.0
+    log.tell("another line", level=logging.INFO)
+    assert log.lines == ["request 129 is odd (29 more in 140 s)", "another line"]
+    log.now = 300.0
+    log.tell("request %d is odd", 7)
+    assert log.lines == ["request 7 is odd"]
+
+
+def test_what_is_not_alike_is_not_counted_together() -> None:
+    log = Repeated()
+    for _ in range(2):
+        log.tell("fields %s", "a", about=["a"])
+        log.tell("fields %s", "b", about=["b"])
+        log.tell("something else")
+        log.tell("a failure", level=logging.ERROR)
+        log.tell("a note", level=logging.INFO)
+        log.tell("of a library", name="aiohttp")
+    lines = log.lines
+    assert [lines.count(f"fields {name}") for name in "ab"] == [1, 1]
+    assert lines.count("something else") == 1
+    assert [lines.count(line) for line in ("a failure", "a note", "of a library")] == [2, 2, 2]
+
+
+def test_names_that_a_client_makes_up_do_not_flood_the_log() -> None:
+    log = Repeated()
+    for number in range(10 * MAX_WINDOWS):
+        log.tell("fields %s", number, about=number)
+    assert len(log.lines) <= MAX_WINDOWS + 1
+    log.now = 61.0
+    log.tell("fields %s", "x", about="x")
+    assert sum(int(line.split("(")[1].split()[0]) for line in log.lines if "more in" in line) == (
+        9 * MAX_WINDOWS - 1
+    )

@@ -7,8 +7,8 @@ are measured.
 import math
 from dataclasses import dataclass
 
-from gllm.config import parse_bytes
-from gllm.scheduler.config import option
+from gllm.flags import parse_bytes
+from gllm.scheduler.options import option
 
 MODES = ("server", "poisson", "in-process", "docs")
 

@@ -14,11 +14,12 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
-from gllm.config import EngineConfig, add_flags, from_flags
+from gllm.config import EngineConfig
 from gllm.engine import Engine, EngineError
 from gllm.experiments.real import serve_jobs
+from gllm.flags import FlagParser, add_flags, from_flags, output_file
 from gllm.metrics import percentile
-from gllm.scheduler.config import option
+from gllm.scheduler.options import INT32_MAX, check_values, option
 from gllm.sim.workload import Job
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
@@ -28,30 +29,30 @@ PERCENTS = (10, 25, 50, 75, 90, 99)
 class LatencyConfig:
     """The batch, and how often."""
 
-    input_len: int = option(32, "prompt tokens of each request")
-    output_len: int = option(128, "output tokens of each request")
-    batch_size: int = option(8, "requests in the batch")
-    num_iters_warmup: int = option(10, "batches before the measurement")
-    num_iters: int = option(30, "batches measured")
-    output_json: str | None = option(None, "file for the result")
+    input_len: int = option(32, "prompt tokens of each request", ge=1, le=INT32_MAX)
+    output_len: int = option(128, "output tokens of each request", ge=1, le=INT32_MAX)
+    batch_size: int = option(8, "requests in the batch", ge=1, le=INT32_MAX)
+    num_iters_warmup: int = option(10, "batches before the measurement", ge=0, le=INT32_MAX)
+    num_iters: int = option(30, "batches measured", ge=1, le=INT32_MAX)
+    output_json: str | None = option(None, "file for the result", parse=output_file)
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        for name in ("input_len", "output_len", "batch_size", "num_iters"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but has to be at least 1")
-        if self.num_iters_warmup < 0:
-            raise ValueError(f"num_iters_warmup is {self.num_iters_warmup}, but has to be >= 0")
+        check_values(self)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's flags: those of the engine and of the batch."""
+    parser = FlagParser(prog="gllm bench latency", description=(__doc__ or "").splitlines()[0])
+    parser.add_config_flag()
+    add_flags(parser, EngineConfig)
+    add_flags(parser, LatencyConfig)
+    return parser
 
 
 def main(argv: list[str]) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="gllm bench latency", description=(__doc__ or "").splitlines()[0]
-    )
-    add_flags(parser, EngineConfig)
-    add_flags(parser, LatencyConfig)
-    values = parser.parse_args(argv)
+    values = make_parser().parse_args(argv)
     try:
         engine, batch = from_flags(EngineConfig, values), from_flags(LatencyConfig, values)
         seconds = uvloop.run(_measure(engine, batch))

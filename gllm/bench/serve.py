@@ -23,19 +23,18 @@ from gllm.bench.options import ServeConfig, parse_slo
 from gllm.bench.report import details, failure_lines, report_lines, summarize
 from gllm.bench.runner import Measured, run_load
 from gllm.bench.server import ServerError, wait_until_ready
-from gllm.config import add_flags, from_flags
+from gllm.flags import FlagParser, FlagType, add_flags, from_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags: those of ServeConfig, and the limits of goodput."""
-    parser = argparse.ArgumentParser(
-        prog="gllm bench serve", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = FlagParser(prog="gllm bench serve", description=(__doc__ or "").splitlines()[0])
+    parser.add_config_flag()
     add_flags(parser, ServeConfig)
     parser.add_argument(
         *("--goodput", "--slo"),
         nargs="+",
-        type=parse_slo,
+        type=FlagType(parse_slo),
         default=[],
         metavar="LATENCY:MS",
         help="limits for goodput, as ttft:200 tpot:50 e2el:3000",

@@ -15,20 +15,27 @@ from tqdm import tqdm
 
 from gllm.bench.load import jobs_of
 from gllm.bench.options import LoadConfig
-from gllm.config import EngineConfig, add_flags, from_flags
+from gllm.config import EngineConfig
 from gllm.engine import Engine, EngineError
 from gllm.experiments.real import serve_jobs
+from gllm.flags import FlagParser, FlagType, add_flags, from_flags, output_file
 from gllm.sim.workload import Job
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags: those of the engine and of the load."""
-    parser = argparse.ArgumentParser(
-        prog="gllm bench throughput", description=(__doc__ or "").splitlines()[0]
+    parser = FlagParser(
+        prog="gllm bench throughput",
+        description=(__doc__ or "").splitlines()[0],
+        conflict_handler="resolve",
     )
+    parser.add_config_flag()
     add_flags(parser, EngineConfig)
+    # Both have --seed: one flag for the load and for sampling.
     add_flags(parser, LoadConfig)
-    parser.add_argument("--output-json", metavar="FILE", help="file for the result")
+    parser.add_argument(
+        "--output-json", metavar="FILE", type=FlagType(output_file), help="file for the result"
+    )
     return parser
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from gllm.engine import EngineError
 from gllm.experiments.base import Options, Result, claims_table, write_result
+from gllm.flags import FlagParser, FlagType, number, output_folder
+from gllm.scheduler.options import INT32_MAX
 
 EXPERIMENTS = {
     "latency-vs-rate": ("latency_vs_rate", "TTFT, TPOT, E2EL, throughput against request rate"),
@@ -33,14 +35,24 @@ REAL = {"ablation": "real_ablation"}
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
     names = "\n".join(f"  {name:16}{text}" for name, (_, text) in EXPERIMENTS.items())
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="gllm experiment",
         epilog=f"experiments:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=tuple(EXPERIMENTS), metavar="NAME")
-    parser.add_argument("--output", default="docs/experiments", help="folder of page and plots")
-    parser.add_argument("--requests", type=int, default=Options.requests, help="of each simulation")
+    parser.add_argument(
+        "--output",
+        default="docs/experiments",
+        type=FlagType(output_folder),
+        help="folder of page and plots",
+    )
+    parser.add_argument(
+        "--requests",
+        type=number(int, ge=8, le=INT32_MAX),
+        default=Options.requests,
+        help="of each simulation",
+    )
     parser.add_argument("--quick", action="store_true", help="few points, to see that it works")
     parser.add_argument("--real", action="store_true", help="on this machine's engine")
     return parser
@@ -49,9 +61,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """The command."""
     values = make_parser().parse_args(argv)
-    if values.requests < 8:
-        print(f"gllm experiment: --requests is {values.requests}, but 8 are needed at least")
-        return 2
     if values.real and values.name not in REAL:
         print(f"gllm experiment: --real is for {', '.join(REAL)}, not for {values.name}")
         return 2

@@ -19,9 +19,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gllm.config import EngineConfig, add_flags, from_flags
+from gllm.config import EngineConfig
 from gllm.engine import Engine, EngineError
 from gllm.experiments.real import Turns, logged_run, serve_jobs
+from gllm.flags import FlagParser, FlagType, add_flags, from_flags, output_file
 from gllm.models.errors import ModelError
 from gllm.sim.profile import Profile, profile_of, write_profile
 from gllm.sim.run import run_of
@@ -136,13 +137,24 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's flags: those of the engine, and the file to write."""
+    parser = FlagParser(prog="gllm profile", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="as --model")
+    parser.add_argument(
+        "--output",
+        default="profile.json",
+        type=FlagType(output_file),
+        help="file to write (profile.json)",
+    )
+    parser.add_config_flag()
+    add_flags(parser, EngineConfig)
+    return parser
+
+
 def main(argv: list[str]) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="gllm profile", description=__doc__.splitlines()[0])
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="as --model")
-    parser.add_argument("--output", default="profile.json", help="file to write (profile.json)")
-    add_flags(parser, EngineConfig)
-    values = parser.parse_args(argv)
+    values = make_parser().parse_args(argv)
     values.model = values.model_name or values.model
     try:
         write_profile(asyncio.run(measure(from_flags(EngineConfig, values))), values.output)

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from gllm.config import ServerConfig
 from gllm.engine_api import EngineLike
+from gllm.frontend import answer_schemas as schemas
 from gllm.frontend import errors
 from gllm.frontend.connection import Runner
 from gllm.frontend.context import CONTEXT, Context
@@ -21,7 +22,7 @@ from gllm.frontend.fields.reading import continue_later
 from gllm.frontend.fields.responses import ResponseFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.metrics import Metrics
-from gllm.frontend.middleware import arrival, cors, draining, keys, observe, rate_limit
+from gllm.frontend.middleware import arrival, cors, draining, keys, observe, origin, rate_limit
 from gllm.frontend.routes import (
     chat,
     completions,
@@ -36,40 +37,73 @@ from gllm.frontend.routes import (
     responses,
     server_info,
     tokens,
+    unsupported,
     version,
 )
 from gllm.frontend.routes.openapi import ALL
 
 ENDPOINTS = (
     Endpoint("GET", "/", page.index, content="text/html", is_open=True),
-    Endpoint("HEAD", "/", page.index, content="text/html", is_open=True),
     Endpoint("GET", "/page/{name}", page.file, content="*/*", is_open=True),
-    Endpoint("HEAD", "/page/{name}", page.file, content="*/*", is_open=True),
-    Endpoint("POST", "/v1/chat/completions", chat.create, ChatFields),
-    Endpoint("POST", "/v1/completions", completions.create, CompletionFields),
-    Endpoint("POST", "/v1/responses", responses.create, ResponseFields),
-    Endpoint("POST", "/v1/messages", messages.create, MessageFields),
-    Endpoint("POST", "/v1/messages/count_tokens", messages.count, CountFields),
-    Endpoint("POST", "/v1/embeddings", embeddings.create, EmbeddingFields),
-    Endpoint("GET", "/v1/models", models.listing),
-    Endpoint("GET", "/v1/models/{model}", models.one),
-    Endpoint("GET", "/health", health.health, is_open=True),
-    Endpoint("GET", "/ready", health.ready, is_open=True),
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        chat.create,
+        ChatFields,
+        answer=schemas.ChatCompletion,
+        event=schemas.ChatCompletionChunk,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        completions.create,
+        CompletionFields,
+        answer=schemas.TextCompletion,
+        event=schemas.TextCompletion,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses",
+        responses.create,
+        ResponseFields,
+        answer=schemas.ResponseObject,
+        event=schemas.ResponseEvent,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages",
+        messages.create,
+        MessageFields,
+        answer=schemas.MessageAnswer,
+        event=schemas.MessageEvent,
+    ),
+    Endpoint(
+        "POST", "/v1/messages/count_tokens", messages.count, CountFields, answer=schemas.TokenCount
+    ),
+    Endpoint(
+        "POST", "/v1/embeddings", embeddings.create, EmbeddingFields, answer=schemas.EmbeddingList
+    ),
+    Endpoint("GET", "/v1/models", models.listing, answer=schemas.ModelList),
+    Endpoint("GET", "/v1/models/{model}", models.one, answer=schemas.ModelCard),
+    Endpoint("GET", "/health", health.health, is_open=True, answer=schemas.Status),
+    Endpoint("GET", "/ready", health.ready, is_open=True, answer=schemas.Status),
     Endpoint("GET", "/metrics", metrics.metrics, content="text/plain", is_open=True),
-    Endpoint("HEAD", "/metrics", metrics.metrics, content="text/plain", is_open=True),
-    Endpoint("GET", "/version", version.version),
+    Endpoint("GET", "/version", version.version, answer=schemas.VersionAnswer),
     Endpoint("GET", "/openapi.json", openapi.document),
-    Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeFields),
-    Endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeFields),
-    Endpoint("GET", "/server_info", server_info.server_info),
-    Endpoint("GET", "/load", server_info.load),
-    Endpoint("POST", "/abort", control.abort, AbortFields, is_control=True),
-    Endpoint("POST", "/reset_prefix_cache", control.reset_prefix_cache),
-    Endpoint("POST", "/start_profile", control.start_profile),
-    Endpoint("POST", "/stop_profile", control.stop_profile),
+    Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeFields, answer=schemas.TokenizeAnswer),
+    Endpoint(
+        "POST", "/detokenize", tokens.detokenize, DetokenizeFields, answer=schemas.DetokenizeAnswer
+    ),
+    Endpoint("GET", "/server_info", server_info.server_info, answer=schemas.ServerInfo),
+    Endpoint("GET", "/load", server_info.load, answer=schemas.LoadAnswer),
+    Endpoint("POST", "/abort", control.abort, AbortFields, is_control=True, answer=schemas.Aborted),
+    Endpoint("POST", "/reset_prefix_cache", control.reset_prefix_cache, answer=schemas.Status),
+    Endpoint("POST", "/start_profile", control.start_profile, answer=schemas.ProfileStatus),
+    Endpoint("POST", "/stop_profile", control.stop_profile, answer=schemas.ProfileStatus),
+    *unsupported.endpoints(),
 )
 
-MIDDLEWARE = (arrival, observe, draining, cors, errors, keys, rate_limit)
+MIDDLEWARE = (arrival, observe, draining, errors, origin, cors, keys, rate_limit)
 """What every request passes, outermost first."""
 
 
@@ -87,10 +121,11 @@ def make_app(engine: EngineLike, config: ServerConfig) -> web.Application:
     for endpoint in ENDPOINTS:
         # Names of models may have slashes.
         path = endpoint.path.replace("{model}", "{model:.+}")
-        route = app.router.add_route(
-            endpoint.method, path, endpoint.handler, expect_handler=continue_later
-        )
-        routed[route] = endpoint
+        for method in endpoint.methods:
+            route = app.router.add_route(
+                method, path, endpoint.handler, expect_handler=continue_later
+            )
+            routed[route] = endpoint
     app[ROUTED] = routed
     return app
 

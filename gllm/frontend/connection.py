@@ -75,12 +75,19 @@ class Connection(web.RequestHandler):
         """Write an answer; a client that does not read it loses it."""
         if isinstance(resp, web.HTTPException):  # raised before any middleware
             resp = _answer(to_api_error(resp))
+        is_broken = request.content.exception() is not None
+        if is_broken:
+            resp.force_close()
         try:
             async with asyncio.timeout(self._config.write_timeout):
                 return await super().finish_response(request, resp, start_time)
         except TimeoutError:
             abort_unread(request)
             return resp, True
+        finally:
+            if is_broken:
+                # aiohttp would go on reading the body, and log what is wrong with it.
+                self.force_close()
 
     def handle_error(
         self,

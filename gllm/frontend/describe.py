@@ -19,7 +19,9 @@ Json = dict[str, Any]
 ERROR = {
     "type": "object",
     "required": ["error"],
+    "additionalProperties": False,
     "properties": {
+        "type": {"const": "error", "description": "of /v1/messages alone"},
         "error": {
             "type": "object",
             "required": ["message", "type", "param", "code"],
@@ -29,7 +31,7 @@ ERROR = {
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
             },
-        }
+        },
     },
 }
 
@@ -42,11 +44,16 @@ KEYS = {
 
 def openapi(endpoints: Sequence[Endpoint]) -> Json:
     """The OpenAPI 3.1 document of endpoints."""
-    bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
-    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    bodies = {endpoint.body for endpoint in endpoints if endpoint.body is not None}
+    answers = {kind for one in endpoints for kind in (one.answer, one.event) if kind is not None}
+    types = sorted({*bodies, *answers}, key=lambda kind: kind.__name__)
+    _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    for body in bodies:
+        _complete(schemas[body.__name__], body)
     paths: dict[str, Json] = {}
     for endpoint in endpoints:
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
+        for method in endpoint.methods:
+            paths.setdefault(endpoint.path, {})[method.lower()] = _operation(endpoint, method)
     return {
         "openapi": "3.1.0",
         "info": {"title": "gllm", "version": __version__},
@@ -56,19 +63,52 @@ def openapi(endpoints: Sequence[Endpoint]) -> Json:
     }
 
 
-def _operation(endpoint: Endpoint) -> Json:
-    content: Json = {endpoint.content: {}}
+def _complete(schema: Json, body: type[Body]) -> None:
+    """Add to the schema of a body what the types of its fields do not say."""
+    properties = schema["properties"]
+    for each in properties.values():
+        # A field's own range is narrower than that of its type.
+        for bound in ("minimum", "maximum"):
+            if bound in each or f"exclusive{bound.capitalize()}" in each:
+                for kind in each.get("anyOf", []):
+                    kind.pop(bound, None)
+    for name in body.required:
+        kinds = properties[name].get("anyOf", [])
+        properties[name].pop("default", None)
+        if {"type": "null"} in kinds:
+            kinds.remove({"type": "null"})
+            if len(kinds) == 1:
+                properties[name] |= properties[name].pop("anyOf")[0]
+    if body.required:
+        schema["required"] = list(body.required)
+    if body.required_one_of:
+        schema["anyOf"] = [{"required": [name]} for name in body.required_one_of]
+    for name, purpose in body.inert.items():
+        properties.setdefault(name, {"description": f"no effect: {purpose}"})
+    for name, refused in body.refused.items():
+        values = [None, *refused.off]
+        properties.setdefault(name, {"enum": values, "description": f"refused: {refused.why}"})
+
+
+def _reference(kind: type[msgspec.Struct] | None) -> Json:
+    return {} if kind is None else {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
+
+
+def _operation(endpoint: Endpoint, method: str) -> Json:
+    content: Json = {} if method == "HEAD" else {endpoint.content: _reference(endpoint.answer)}
     if endpoint.streams:
-        content["text/event-stream"] = {}
+        content["text/event-stream"] = _reference(endpoint.event)
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     described: Json = {
         "summary": endpoint.summary,
         "responses": {
-            "200": {"description": "what was asked for", "content": content},
+            "200": {"description": endpoint.summary, "content": content},
             "4XX": {"description": "the request is at fault", "content": error},
             "5XX": {"description": "the server is at fault, or busy", "content": error},
         },
     }
+    if endpoint.reason:
+        described["responses"] = {"501": {"description": endpoint.reason, "content": error}}
     if endpoint.is_open:
         described["security"] = []
     if names := re.findall(r"{(\w+)}", endpoint.path):
@@ -78,7 +118,8 @@ def _operation(endpoint: Endpoint) -> Json:
         ]
     if endpoint.body is not None:
         schema = {"$ref": f"#/components/schemas/{endpoint.body.__name__}"}
-        described["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+        content = {"application/json": {"schema": schema}}
+        described["requestBody"] = {"required": True, "content": content}
     return described
 
 

@@ -6,6 +6,7 @@ Owns the registry's type. Knows nothing of any one endpoint.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
 from gllm.frontend.errors import Handler
@@ -28,6 +29,18 @@ class Endpoint:
     is_control: bool = False
     """Whether it steers the server, which no rate limit may be in the way of."""
 
+    answer: type[msgspec.Struct] | None = None
+    """The schema of its answer, for one of JSON."""
+    event: type[msgspec.Struct] | None = None
+    """The schema of a streamed event."""
+    reason: str = ""
+    """Why it is not implemented; empty for one that is."""
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Methods of its routes: HEAD beside GET, which probes and caches use."""
+        return (self.method, "HEAD") if self.method == "GET" else (self.method,)
+
     @property
     def is_limited(self) -> bool:
         """Whether the rate limit counts its requests: those that compute."""
@@ -41,6 +54,8 @@ class Endpoint:
     @property
     def summary(self) -> str:
         """What it is for, in a sentence."""
+        if self.reason:
+            return f"Not implemented (501): {self.reason}."
         text = self.handler.__doc__ or ""
         return " ".join(text.partition("\n\n")[0].split())
 

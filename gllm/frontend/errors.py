@@ -24,6 +24,7 @@ MAX_MESSAGE = 1000
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "method_not_allowed",
     408: "request_timeout",

@@ -24,12 +24,23 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int) -> Json:
-    """`logprobs` of a message or its increment, with the `top` likeliest tokens each."""
+def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
+    """Return the text of a token in log-probabilities, or `token_id:ID`, as vLLM writes it."""
+    return f"token_id:{token_id}" if as_id else token_text(tokenizer, token_id)
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, as_ids: bool = False
+) -> Json:
+    """Return `logprobs` of a message or its increment, with the `top` likeliest tokens each.
+
+    as_ids: write tokens as `token_id:ID`.
+    """
 
     def one(token_id: int, logprob: float) -> Json:
         raw = list(tokenizer.token_bytes(token_id))
-        return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": raw}
+        name = token_name(tokenizer, token_id, as_ids)
+        return {"token": name, "logprob": logprob, "bytes": raw}
 
     content = []
     for entry in entries:
@@ -59,12 +70,18 @@ def prompt_logprobs(
 class CompletionLogprobs:
     """`logprobs` of one completion, part by part.
 
-    start: characters of the text before its first token.
+    start: characters of the text before its first token. as_ids: write tokens as `token_id:ID`.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, top: int, skip_special_tokens: bool, start: int = 0
+        self,
+        tokenizer: Tokenizer,
+        top: int,
+        skip_special_tokens: bool,
+        start: int = 0,
+        as_ids: bool = False,
     ) -> None:
+        self._as_ids = as_ids
         self._tokenizer = tokenizer
         self._top = top
         self._decoder = TextStream(tokenizer, (), skip_special_tokens)
@@ -77,7 +94,7 @@ class CompletionLogprobs:
             offsets.append(self._length)
             self._length += len(self._decoder.push([token_id])[0])
         return {
-            "tokens": [token_text(self._tokenizer, token_id) for token_id in token_ids],
+            "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [
                 None if entry is None else self._likeliest(entry) for entry in entries
@@ -89,7 +106,10 @@ class CompletionLogprobs:
         """The likeliest tokens, and the one that is there."""
         ids = [*entry.top_ids[: self._top], entry.token]
         logprobs = [*entry.top_logprobs[: self._top], entry.logprob]
-        return {token_text(self._tokenizer, i): p for i, p in zip(ids, logprobs, strict=True)}
+        return {self._name(i): p for i, p in zip(ids, logprobs, strict=True)}
+
+    def _name(self, token_id: int) -> str:
+        return token_name(self._tokenizer, token_id, self._as_ids)
 
 
 def joined(parts: Sequence[Json]) -> Json:

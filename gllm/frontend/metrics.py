@@ -24,6 +24,9 @@ from gllm.metrics import Timeline
 PREFIX = "gllm:"
 FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
 SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+STEP_TOKENS = tuple(2**exponent for exponent in range(15))
+"""Bounds of the histogram of micro-batch sizes, 1..16384 tokens."""
+FINISH_REASONS = ("stop", "length", "abort", "error")
 LABELS = ("model_name",)
 DROPPED = ("queue_full", "export_failed")
 
@@ -81,16 +84,19 @@ class EngineCollector(Collector):
         yield from self._stages(model)
 
     def _step_sizes(self, model: list[str]) -> Metric:
-        """Tokens per micro-batch as a histogram over powers of two."""
+        """Return tokens per micro-batch as a histogram, every bucket from the start: a series that
+        appears later is read as an increase from nothing."""
         text = "Tokens of a micro-batch, prefill and decode together"
         histogram = HistogramMetricFamily(PREFIX + "iteration_tokens_total", text, labels=LABELS)
-        buckets, count = [], 0
-        for bound, steps in sorted(self._engine.step_sizes.items()):
-            count += steps
-            buckets.append((str(float(bound)), float(count)))
+        sizes = self._engine.step_sizes
+        buckets = [
+            (str(float(bound)), float(sum(n for size, n in sizes.items() if size <= bound)))
+            for bound in STEP_TOKENS
+        ]
+        count = float(sum(sizes.values()))
         stats = self._engine.stats
         total = stats.prefill_tokens + stats.decode_tokens
-        histogram.add_metric(model, [*buckets, ("+Inf", float(count))], total)
+        histogram.add_metric(model, [*buckets, ("+Inf", count)], total)
         return histogram
 
     def _stages(self, model: list[str]) -> Iterator[Metric]:
@@ -172,6 +178,8 @@ class Metrics:
             registry=self.registry,
         )
         self._model = model
+        for reason in FINISH_REASONS:
+            self._success.labels(model, reason)
         self._dropped = Counter(
             PREFIX + "trace_spans_dropped",
             "Spans of requests that no collector got, by reason",

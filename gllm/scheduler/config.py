@@ -8,17 +8,13 @@ Serving with Token Throttling" (SC'25, arXiv 2504.14775), section on token throt
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+from gllm.scheduler.options import INT32_MAX, check_values, option
 
 POLICY_NAMES = (
     *("auto", "throttle", "throttle-paper", "throttle-no-wt", "throttle-no-ut"),
     *("balance", "sarathi", "prefill-first"),
 )
-
-
-def option(default: Any, text: str, **more: Any) -> Any:
-    """A dataclass field with what its flag shows: help `text`; `choices`, `flags`, `parse`."""
-    return field(default=default, metadata={"help": text, **more})
 
 
 @dataclass(frozen=True)
@@ -30,23 +26,42 @@ class SchedulerConfig:
         "how a micro-batch is filled; auto: sarathi at one stage, throttle at more",
         choices=POLICY_NAMES,
     )
-    max_prefill_tokens: int = option(2048, "#MaxP: most prefill tokens in a micro-batch")
-    min_prefill_tokens: int = option(32, "#MinP: least prefill tokens in a micro-batch")
-    prefill_iterations: int = option(8, "#T: micro-batches over which waiting prefill is spread")
+    max_prefill_tokens: int = option(
+        2048, "#MaxP: most prefill tokens in a micro-batch", ge=1, le=INT32_MAX
+    )
+    min_prefill_tokens: int = option(
+        32, "#MinP: least prefill tokens in a micro-batch", ge=1, le=INT32_MAX
+    )
+    prefill_iterations: int = option(
+        8, "#T: micro-batches over which waiting prefill is spread", ge=1, le=INT32_MAX
+    )
     ridge_tokens: int = option(
-        150, "tokens of a micro-batch whose arithmetic takes as long as reading the weights"
+        150,
+        "tokens of a micro-batch whose arithmetic takes as long as reading the weights",
+        ge=1,
+        le=INT32_MAX,
     )
-    kv_threshold: float = option(0.05, "KV_thresh: prefill pauses at this free share of the cache")
+    kv_threshold: float = option(
+        0.05, "KV_thresh: prefill pauses at this free share of the cache", ge=0, lt=1
+    )
     max_num_batched_tokens: int | None = option(
-        None, "most tokens in a micro-batch; default 2048 under sarathi, else #MaxP + 512"
+        None,
+        "most tokens in a micro-batch; default 2048 under sarathi, else #MaxP + 512",
+        ge=1,
+        le=INT32_MAX,
     )
-    max_num_seqs: int = option(256, "most sequences holding KV blocks, over the whole pipeline")
+    max_num_seqs: int = option(
+        256, "most sequences holding KV blocks, over the whole pipeline", ge=1, le=INT32_MAX
+    )
     max_in_flight: int | None = option(
-        None, "most micro-batches in flight; default: stages, and 2 at one stage with lookahead"
+        None,
+        "most micro-batches in flight; default: stages, and 2 at one stage with lookahead",
+        ge=1,
+        le=INT32_MAX,
     )
     phase_pure: bool = option(False, "never mix prefill and decode in one micro-batch")
     lookahead: bool = option(True, "at one stage, plan a decode before its input token is known")
-    block_size: int = option(16, "tokens in a KV block")
+    block_size: int = option(16, "tokens in a KV block", ge=1, le=65536)
     prefix_cache: bool = option(True, "keep computed blocks for prompts that begin alike")
     stages: int = field(default=1, metadata={"derived": True})
     """Pipeline stages: #PP_depth."""
@@ -57,15 +72,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        positive = ["max_prefill_tokens", "min_prefill_tokens", "prefill_iterations"]
-        positive += ["ridge_tokens"]
-        positive += ["max_num_batched_tokens", "max_num_seqs", "max_in_flight", "block_size"]
-        for name in positive:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, but has to be at least 1")
-        if not 0 <= self.kv_threshold < 1:
-            raise ValueError(f"kv_threshold is {self.kv_threshold}, but has to be in [0, 1)")
+        check_values(self)
         if self.min_prefill_tokens > self.max_prefill_tokens:
             raise ValueError(
                 f"min_prefill_tokens ({self.min_prefill_tokens}) is above "

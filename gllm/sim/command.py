@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gllm.config import add_flags, from_flags
+from gllm.flags import FlagParser, FlagType, add_flags, from_flags, output_file, output_folder
 from gllm.sim.compare import compare, comparison_table
 from gllm.sim.deployment import simulate
 from gllm.sim.options import SimulationConfig, deployment_of, jobs_of
@@ -22,11 +22,19 @@ from gllm.step_log import Event, StepLog
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags: those of SimulationConfig, and where output goes."""
-    parser = argparse.ArgumentParser(prog="gllm simulate", description=__doc__.splitlines()[0])
+    parser = FlagParser(prog="gllm simulate", description=__doc__.splitlines()[0])
+    parser.add_config_flag()
     add_flags(parser, SimulationConfig)
     parser.add_argument("--compare", metavar="LOG", help="step log of a real run to predict")
-    parser.add_argument("--output", metavar="FOLDER", help="folder for JSON and plots")
-    parser.add_argument("--step-log", metavar="FILE", help="file for the run as a step log")
+    parser.add_argument(
+        "--output", metavar="FOLDER", type=FlagType(output_folder), help="folder for JSON and plots"
+    )
+    parser.add_argument(
+        "--step-log",
+        metavar="FILE",
+        type=FlagType(output_file),
+        help="file for the run as a step log",
+    )
     return parser
 
 

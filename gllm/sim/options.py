@@ -5,7 +5,8 @@ Owns the way from options to a deployment and its jobs. Knows nothing of output.
 
 from dataclasses import dataclass, field
 
-from gllm.scheduler.config import SchedulerConfig, option
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.options import INT32_MAX, MAX_SECONDS, check_values, option
 from gllm.sim.costs.fitted import FittedCost
 from gllm.sim.deployment import Deployment, roofline
 from gllm.sim.profile import read_profile
@@ -31,11 +32,16 @@ class SimulationConfig:
     pipeline_parallel_size: int | None = option(
         None,
         "pipeline stages; default 4, or the profile's",
+        ge=1,
+        le=1024,
         flags=("--pipeline-parallel-size", "--pp"),
     )
     link: str = option("pcie", "between neighbouring stages", choices=tuple(LINKS))
     max_model_len: int | None = option(
-        None, "longest prompt + output; default: the workload's longest, or the profile's"
+        None,
+        "longest prompt + output; default: the workload's longest, or the profile's",
+        ge=1,
+        le=INT32_MAX,
     )
     workload: str = option(
         "azure-conv",
@@ -43,23 +49,21 @@ class SimulationConfig:
         "length, then the output's: fixed:512,128, uniform:LOW,HIGH,LOW,HIGH, "
         "lognormal:MEDIAN,P90,MOST,MEDIAN,P90,MOST, zipf:EXPONENT,MOST,EXPONENT,MOST",
     )
-    requests: int = option(1000, "how many")
-    rate: float = option(4.0, "requests a second")
+    requests: int = option(1000, "how many", ge=1, le=INT32_MAX)
+    rate: float = option(4.0, "requests a second", gt=0, le=1e9)
     arrivals: str = option(
         "poisson", "poisson, gamma:CV, burst:SIZE, static, or replay of a trace's own times"
     )
-    time_scale: float = option(1.0, "stretches the times of a replay")
-    length_scale: float = option(1.0, "multiplies prompt and output lengths")
-    seed: int = option(0, "of lengths and arrivals")
-    slo_ttft: float | None = option(None, "TTFT limit for the SLO, seconds")
-    slo_tpot: float | None = option(None, "TPOT limit for the SLO, seconds")
+    time_scale: float = option(1.0, "stretches the times of a replay", gt=0, le=1e9)
+    length_scale: float = option(1.0, "multiplies prompt and output lengths", gt=0, le=1e6)
+    seed: int = option(0, "of lengths and arrivals", ge=0, le=2**63 - 1)
+    slo_ttft: float | None = option(None, "TTFT limit for the SLO, seconds", gt=0, le=MAX_SECONDS)
+    slo_tpot: float | None = option(None, "TPOT limit for the SLO, seconds", gt=0, le=MAX_SECONDS)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        for name in ("requests", "rate", "time_scale", "length_scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, but has to be above 0")
+        check_values(self)
 
 
 def jobs_of(config: SimulationConfig) -> list[Job]:

@@ -6,17 +6,21 @@ Owns asking, waiting and the terminal. Knows of the server only its URL.
 import argparse
 import http.client
 import io
-import math
 import os
+import select
 import shutil
 import signal
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import NoReturn
 
+from gllm.config import check_key
+from gllm.flags import FlagParser, FlagType, number, parse_url
 from gllm.top.draw import draw, fit, headline
 from gllm.top.figures import Figures, History
 from gllm.top.scrape import Scrape, parse
@@ -64,8 +68,8 @@ class View:
         return fit([*known, "", age], width, height)
 
     def _scrape(self) -> Scrape:
-        request = urllib.request.Request(f"{self._url}/metrics", headers=self._headers)
         try:
+            request = urllib.request.Request(f"{self._url}/metrics", headers=self._headers)
             with urllib.request.urlopen(request, timeout=self._timeout) as answer:
                 return parse(answer.read().decode(), time.monotonic())
         except urllib.error.HTTPError as error:
@@ -89,8 +93,9 @@ def once(view: View, interval: float) -> int:
     return 0
 
 
-def follow(view: View, interval: float) -> NoReturn:
-    """Show the server until interrupted: in place on a terminal, one table after another else."""
+def follow(view: View, interval: float) -> None:
+    """Show the server until `q` or an interrupt: in place on a terminal, one table after another
+    else."""
     terminal = sys.stdout.isatty()
     due = time.monotonic()
     while True:
@@ -109,13 +114,59 @@ def follow(view: View, interval: float) -> NoReturn:
             sys.stdout.write("\n".join([*view.lines(size.columns, None, trouble), "", ""]))
         sys.stdout.flush()
         due = max(due + interval, time.monotonic())
-        time.sleep(max(due - time.monotonic(), 0.0))
+        if _wait_for_quit(due):
+            return
+
+
+def _wait_for_quit(deadline: float) -> bool:
+    """Wait until a time of the monotonic clock; return True as soon as `q` is pressed.
+
+    Other keys are ignored, and so is everything where standard input is no terminal.
+    """
+    keys = sys.stdin.fileno() if _has_keyboard() else None
+    while (left := deadline - time.monotonic()) > 0:
+        if keys is None:
+            time.sleep(left)
+        elif select.select([keys], [], [], left)[0]:
+            pressed = os.read(keys, 1024)
+            if b"q" in pressed.lower():
+                return True
+            if not pressed:  # the terminal hung up
+                return True
+    return False
+
+
+def _has_keyboard() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+@contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """Have keys read when they are pressed, without a line's end and without showing them."""
+    if not _has_keyboard():
+        yield
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `gllm top`; 1 where `--once` finds no server."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
+    try:
+        if key:
+            check_key(key, "--api-key or $GLLM_API_KEY")
+    except ValueError as error:
+        print(f"gllm top: {error}", file=sys.stderr)
+        return 2
     view = View(arguments.url, arguments.interval, key)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that knows no bars shows question marks.
@@ -127,7 +178,9 @@ def main(argv: list[str] | None = None) -> int:
             return once(view, arguments.interval)
         if terminal:
             sys.stdout.write(ENTER)
-        follow(view, arguments.interval)
+        with _keys_at_once() if terminal else nullcontext():
+            follow(view, arguments.interval)
+        return 0
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:
@@ -140,28 +193,23 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gllm top", description="Watch a running server. Ctrl-C leaves."
-    )
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default {DEFAULT_URL})")
+def make_parser() -> argparse.ArgumentParser:
+    parser = FlagParser(prog="gllm top", description="Watch a running server. q or Ctrl-C leaves.")
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, help="seconds between looks (default 1)"
+        "--url",
+        default=DEFAULT_URL,
+        type=FlagType(parse_url),
+        help=f"the server (default {DEFAULT_URL})",
+    )
+    parser.add_argument(
+        "--interval",
+        type=number(float, ge=0.1, le=3600),
+        default=1.0,
+        help="seconds between looks (default 1)",
     )
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
     return parser
-
-
-def _interval(text: str) -> float:
-    """Raises ArgumentTypeError."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} has to be seconds in 0.1..3600")
-    return seconds
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -94,7 +94,9 @@ def test_kept_connections_while_draining(tiny_model: Path) -> None:
 
 def test_a_client_that_never_reads_holds_up_no_end(tiny_model: Path) -> None:
     body = json.dumps({**LONG, "n": 4, "logprobs": 20, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     with serving(tiny_model, "--shutdown-timeout", "2") as server, socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(("127.0.0.1", server.port))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,11 +15,16 @@ from gllm.frontend.connection import Connection, Runner
 from gllm.text.chat_template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.fake_engine import FakeEngine
+from tests.frontend.schema_check import SchemaCheck
 from tests.frontend.sse import events_of
 from tests.text import tokenizers_for_tests as some
 
 CONFIG = ServerConfig(
-    max_choices=8, max_num_queued_requests=64, max_body_bytes=2**18, profile_dir="/profiles"
+    max_choices=8,
+    max_num_queued_requests=64,
+    max_body_bytes=2**18,
+    profile_dir="/profiles",
+    allowed_hosts=("x",),  # tests that write requests by hand send `Host: x`
 )
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "Hi"}
@@ -45,6 +50,7 @@ class Server:
 
     engine: FakeEngine
     client: TestClient
+    schemas: SchemaCheck = field(default_factory=SchemaCheck)
 
     async def post(self, path: str, body: object, **more: Any) -> Answer:
         """Post JSON values, or bytes as they are."""
@@ -75,7 +81,9 @@ class Server:
         async with self.client.post(path, json={**first, "stream": True, **fields}) as response:
             assert response.status == 200, await response.text()
             assert response.headers["Content-Type"] == "text/event-stream"
-            return events_of(await response.read())
+            events = events_of(await response.read())
+            self.schemas.events(path, events)
+            return events
 
 
 class RealServer(TestServer):
@@ -83,6 +91,8 @@ class RealServer(TestServer):
 
     def __init__(self, engine: FakeEngine, config: ServerConfig) -> None:
         super().__init__(make_app(engine, config))
+        self.schemas = SchemaCheck()
+        self.schemas.install(self.app)
         self._config = config
 
     async def _make_runner(self, **_: Any) -> Runner:
@@ -91,9 +101,12 @@ class RealServer(TestServer):
 
 @asynccontextmanager
 async def serving(engine: FakeEngine, **options: Any) -> AsyncIterator[Server]:
-    """A server with other options than the usual ones."""
-    async with TestClient(RealServer(engine, replace(CONFIG, **options))) as client:
-        yield Server(engine, client)
+    """A server with other options than the usual ones; requests and answers have to fit the
+    OpenAPI document."""
+    real = RealServer(engine, replace(CONFIG, **options))
+    async with TestClient(real) as client:
+        yield Server(engine, client, real.schemas)
+    assert real.schemas.complaints == []
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,13 @@
 """The endpoints that are not about generating."""
 
+import io
+import logging
+
 import pytest
 
 from gllm import __version__
+from gllm.frontend.app import ENDPOINTS
+from gllm.logs import RepeatHandler
 
 
 async def get(server, path):
@@ -93,3 +98,38 @@ async def test_two_servers_share_no_metrics(server, engine):
     await server.chat()
     assert b"gllm:prompt_tokens_total" in Metrics(engine).text()
     assert b'gllm:prompt_tokens_total{model_name="fake/model"} 0.0' in Metrics(engine).text()
+
+
+@pytest.mark.parametrize(
+    "path", [one.path for one in ENDPOINTS if one.method == "GET" and not one.reason]
+)
+async def test_head_answers_as_get_without_a_body(server, path):
+    url = path.format(name="app.js", model="fake/model")
+    async with server.client.get(url) as response:
+        expected, kind = response.status, response.content_type
+        await response.read()
+    async with server.client.head(url) as response:
+        assert (response.status, response.content_type) == (expected, kind) == (200, kind)
+        assert int(response.headers["Content-Length"]) > 0
+        assert await response.read() == b""
+
+
+async def test_head_of_health_says_what_get_says(server):
+    server.engine.state = "dead"
+    async with server.client.head("/health") as response:
+        assert response.status == 503
+
+
+async def test_fields_without_meaning_do_not_flood_the_log(server):
+    stream = io.StringIO()
+    handler, log = RepeatHandler(stream), logging.getLogger("gllm")
+    log.addHandler(handler)
+    try:
+        for _ in range(20):
+            assert (await server.chat(mirostat=1)).status == 200
+            assert (await server.chat(typical_p=0.5, mirostat=1)).status == 200
+    finally:
+        log.removeHandler(handler)
+    told = [line for line in stream.getvalue().splitlines() if "without meaning" in line]
+    assert len(told) == 2
+    assert ["typical_p" in line for line in told] == [False, True]

@@ -6,10 +6,12 @@ import pty
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -133,6 +135,7 @@ class Terminal:
 
     def __init__(self, arguments: list[str]) -> None:
         self._master, end = pty.openpty()
+        self.before = termios.tcgetattr(self._master)
         self.process = subprocess.Popen(arguments, stdout=end, stderr=end, stdin=end)
         os.close(end)
         self.text = ""
@@ -144,6 +147,15 @@ class Terminal:
         while not condition(self.text):
             assert time.monotonic() < deadline, self.text[-2000:]
             time.sleep(0.01)
+
+    def type(self, keys: bytes) -> None:
+        """Press keys."""
+        os.write(self._master, keys)
+
+    @property
+    def modes(self) -> list[Any]:
+        """How the terminal treats what is typed."""
+        return termios.tcgetattr(self._master)
 
     def _read(self) -> None:
         try:
@@ -167,3 +179,41 @@ def test_in_a_terminal(server: Fake, number: signal.Signals) -> None:
     assert terminal.process.wait(SECONDS) == 0
     terminal.wait(lambda text: text.endswith("\x1b[?25h\x1b[?1049l"))
     assert "Traceback" not in terminal.text
+
+
+@pytest.mark.parametrize("key", [b"q", b"Q", b"\x1b[Axq"])
+def test_q_leaves_at_once(server: Fake, key: bytes) -> None:
+    terminal = Terminal(command("--interval", "3600", "--url", server.url))
+    terminal.wait(lambda text: "7 running" in text)
+    terminal.wait(lambda text: terminal.modes != terminal.before)
+    terminal.type(b"xyz")  # other keys do nothing
+    assert terminal.process.poll() is None
+    terminal.type(key)
+    assert terminal.process.wait(SECONDS) == 0
+    terminal.wait(lambda text: text.endswith("\x1b[?25h\x1b[?1049l"))
+    assert "Traceback" not in terminal.text
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://[::1", "file:///etc/passwd", "http://", ""])
+def test_urls_that_cannot_be(url: str) -> None:
+    run = subprocess.run(
+        command("--once", "--url", url),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+    assert "--url" in run.stderr
+    assert "http://127.0.0.1:8000" in run.stderr
+
+
+def test_a_key_that_no_header_holds(server: Fake) -> None:
+    run = subprocess.run(
+        command("--once", "--url", server.url, "--api-key", "schl\u00fcssel"),
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert "--api-key" in run.stderr
+    assert "Traceback" not in run.stderr

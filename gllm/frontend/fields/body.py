@@ -17,9 +17,13 @@ Count = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 CountOrZero = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 
 
-def about(text: str) -> Meta:
-    """What a field does, for those who read the API's pages."""
-    return Meta(description=text)
+def about(text: str, **schema: object) -> Meta:
+    """Return what a field does, for those who read the API's pages.
+
+    schema: what its JSON Schema says beyond the type, as `minimum=0`. It is not checked here: the
+    code that uses the field checks it, with an error of its own.
+    """
+    return Meta(description=text, extra_json_schema=schema or None)
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -39,6 +43,10 @@ class Body(msgspec.Struct):
 
     inert: ClassVar[Mapping[str, str]] = {}
     """Fields that are accepted without effect, whatever they hold, and what they are for."""
+    required: ClassVar[tuple[str, ...]] = ()
+    """Fields that have to be given."""
+    required_one_of: ClassVar[tuple[str, ...]] = ()
+    """Fields of which one has to be given."""
     refused: ClassVar[Mapping[str, Refused]] = {}
     """Those that a schema has itself are not refused by it."""
 

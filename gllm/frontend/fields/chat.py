@@ -3,7 +3,7 @@
 Owns the schema and what needs no engine to be checked. Knows nothing of the answer.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -22,6 +22,12 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     reasoning_effort: Effort | None = None
 
 
+TOOLS: dict[str, Any] = {
+    "anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}],
+}
+TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
+"""JSON Schemas of what `gllm.text.tools` reads."""
+
 PROMPT_FIELDS = (
     *("messages", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"),
     *("reasoning_effort", "chat_template_kwargs"),
@@ -32,8 +38,16 @@ PROMPT_FIELDS = (
 class ChatFields(Generation):
     """POST /v1/chat/completions."""
 
+    required: ClassVar[tuple[str, ...]] = ("messages",)
+
     messages: Annotated[
-        Any, about("the chat so far: role and content each; content is text or parts of text")
+        Any,
+        about(
+            "the chat so far: role and content each; content is text or parts of text",
+            type="array",
+            minItems=1,
+            items={"type": "object", "required": ["role"]},
+        ),
     ] = None
     """Checked by the chat template."""
     add_generation_prompt: Annotated[
@@ -43,13 +57,18 @@ class ChatFields(Generation):
         bool | None, about("go on with the last message, which is the assistant's")
     ] = None
     tools: Annotated[
-        Any, about("up to 128 functions the model may call: name, description, parameters")
+        Any,
+        about(
+            "up to 128 functions the model may call: name, description, parameters",
+            **TOOLS,
+        ),
     ] = None
     tool_choice: Annotated[
         Any,
         about(
             "`none`: as if there were no tools; `auto` (default with tools): the model decides; "
-            "`required`, or a function by name: it has to call"
+            "`required`, or a function by name: it has to call",
+            **TOOL_CHOICE,
         ),
     ] = None
     reasoning_effort: Annotated[
@@ -64,7 +83,12 @@ class ChatFields(Generation):
     ] = None
     logprobs: Annotated[bool | None, about("log-probabilities of the output's tokens")] = None
     top_logprobs: Annotated[
-        Int | None, about("0..20 likeliest tokens at each place; only with logprobs")
+        Int | None,
+        about(
+            "0..20 likeliest tokens at each place; only with logprobs",
+            minimum=0,
+            maximum=MAX_LOGPROBS,
+        ),
     ] = None
 
     @property

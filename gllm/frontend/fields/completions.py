@@ -3,11 +3,11 @@
 Owns the schema and the forms a prompt may have. Knows nothing of the answer.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from gllm.config import FieldError
+from gllm.config import MAX_LOGPROBS, FieldError
 from gllm.frontend.fields.body import CountOrZero, Int, Int32, about
 from gllm.frontend.fields.generation import Generation
 
@@ -17,17 +17,37 @@ COMPLETION_TOKENS = 16
 """max_tokens of a completions request that names none."""
 
 
+IDS = {"type": "array", "minItems": 1, "items": {"type": "integer"}}
+PROMPTS: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        IDS,
+        {"type": "array", "minItems": 1, "items": IDS},
+    ]
+}
+"""The JSON Schema of what `parse_prompts` reads."""
+
+
 class CompletionFields(Generation):
     """POST /v1/completions."""
 
+    required: ClassVar[tuple[str, ...]] = ("prompt",)
+
     prompt: Annotated[
-        Any, about("a string, a list of strings, token ids, or a list of token ids' lists")
+        Any,
+        about("a string, a list of strings, token ids, or a list of token ids' lists", **PROMPTS),
     ] = None
     max_tokens: Annotated[
         CountOrZero | None, about("most tokens of a choice; default 16; 0 only with echo")
     ] = None
     logprobs: Annotated[
-        Int | None, about("0..20 likeliest tokens at each place; with echo of the prompt too")
+        Int | None,
+        about(
+            "0..20 likeliest tokens at each place; with echo of the prompt too",
+            minimum=0,
+            maximum=MAX_LOGPROBS,
+        ),
     ] = None
     echo: Annotated[bool | None, about("put the prompt before the text")] = None
 

@@ -3,7 +3,7 @@
 Owns the schemas. Knows nothing of what they cause.
 """
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from gllm.config import FieldError
 from gllm.frontend.fields.body import Body, about
@@ -12,6 +12,8 @@ from gllm.frontend.fields.generation import Id
 
 class AbortFields(Body):
     """POST /abort."""
+
+    required_one_of: ClassVar[tuple[str, ...]] = ("request_id", "abort_all")
 
     request_id: Annotated[
         Id | None, about("of the request: its request_id, else its X-Request-Id")

@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from gllm.frontend.fields.body import Body, Count, Int32, about
+from gllm.frontend.fields.completions import PROMPTS
 from gllm.frontend.fields.generation import Salt
 
 
 class EmbeddingFields(Body):
     """POST /v1/embeddings."""
 
+    required: ClassVar[tuple[str, ...]] = ("input",)
     inert: ClassVar[Mapping[str, str]] = {"user": "who asks"}
 
     model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     input: Annotated[
-        Any, about("a string, a list of strings, token ids, or a list of token ids' lists")
+        Any,
+        about("a string, a list of strings, token ids, or a list of token ids' lists", **PROMPTS),
     ] = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None, about("numbers, or float32 as base64; default float")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from gllm.config import FieldError, SamplingParams
+from gllm.config import INT32_MAX, MAX_LOGPROBS, FieldError, SamplingParams
 from gllm.frontend.fields.body import Body, Count, Int, Int32, Refused, about
 from gllm.frontend.fields.structured import ResponseFormat, StructuredOutputs, structured_output
 
@@ -18,7 +18,20 @@ Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
 NO_BEAMS = "asks for beam search, which is not done here: n draws several choices"
 NOT_DONE = "is not supported by this server with this value"
 CHAT_ALONE = "is a field of chat completions"
+NO_SEARCH = "asks for a search, which is not done here: only the client runs tools"
 OLDER = "is an older name: use structured_outputs"
+
+
+UNSUPPORTED: Mapping[str, Refused] = {
+    "modalities": Refused("asks for an output that is not text", (["text"], [])),
+    "audio": Refused("asks for speech, but the output is text only"),
+    "prediction": Refused("gives a predicted output, which is not used here"),
+    "web_search_options": Refused(NO_SEARCH),
+    "documents": Refused("is not given to chat templates here: put texts into messages", ([],)),
+    "grammar_lazy": Refused("is not done here: a grammar holds from the first token", (False,)),
+    "grammar_triggers": Refused("is not done here: a grammar holds from the first token", ([],)),
+}
+"""Fields of OpenAI, vLLM and llama.cpp that no endpoint honours."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -33,12 +46,21 @@ class Sampling(Body):
 
     model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     temperature: Annotated[
-        float | None, about("0..2; 0 takes the likeliest token; default: the model's, else 1")
+        float | None,
+        about(
+            "0..2; 0 takes the likeliest token; default: the model's, else 1", minimum=0, maximum=2
+        ),
     ] = None
-    top_p: Annotated[float | None, about("(0, 1]: the likeliest tokens of this share")] = None
-    top_k: Annotated[Int | None, about("so many likeliest tokens; -1 or 0: all")] = None
+    top_p: Annotated[
+        float | None,
+        about("(0, 1]: the likeliest tokens of this share", exclusiveMinimum=0, maximum=1),
+    ] = None
+    top_k: Annotated[
+        Int | None, about("so many likeliest tokens; -1 or 0: all", minimum=-1, maximum=INT32_MAX)
+    ] = None
     min_p: Annotated[
-        float | None, about("[0, 1]: no token below this share of the likeliest one's")
+        float | None,
+        about("[0, 1]: no token below this share of the likeliest one's", minimum=0, maximum=1),
     ] = None
     seed: Annotated[
         Int | None,
@@ -48,21 +70,40 @@ class Sampling(Body):
         ),
     ] = None
     stop_token_ids: Annotated[list[Int32] | None, about("token ids that end the output")] = None
-    min_tokens: Annotated[Int | None, about("0..max_tokens: nothing ends the output before")] = None
+    min_tokens: Annotated[
+        Int | None,
+        about("0..max_tokens: nothing ends the output before", minimum=0, maximum=INT32_MAX),
+    ] = None
     ignore_eos: Annotated[bool | None, about("go on behind the model's own end")] = None
     stream: Annotated[bool | None, about("answer with server-sent events")] = None
-    repetition_penalty: Annotated[float | None, about("> 0, over prompt and output; 1: none")] = (
+    repetition_penalty: Annotated[
+        float | None, about("> 0, over prompt and output; 1: none", exclusiveMinimum=0)
+    ] = None
+    presence_penalty: Annotated[
+        float | None, about("[-2, 2], over the output", minimum=-2, maximum=2)
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, about("[-2, 2], over the output", minimum=-2, maximum=2)
+    ] = None
+    logit_bias: Annotated[
+        dict[Int32, float] | None,
+        about(
+            "by token id, [-100, 100], added to logits",
+            additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+        ),
+    ] = None
+    allowed_token_ids: Annotated[list[Int32] | None, about("the only tokens drawn", minItems=1)] = (
         None
     )
-    presence_penalty: Annotated[float | None, about("[-2, 2], over the output")] = None
-    frequency_penalty: Annotated[float | None, about("[-2, 2], over the output")] = None
-    logit_bias: Annotated[
-        dict[Int32, float] | None, about("by token id, [-100, 100], added to logits")
-    ] = None
-    allowed_token_ids: Annotated[list[Int32] | None, about("the only tokens drawn")] = None
     bad_words: Annotated[list[str] | None, about("up to 1024 strings that never come out")] = None
     truncate_prompt_tokens: Annotated[
-        Int | None, about("keep the prompt's last so many tokens; -1: as many as fit")
+        Int | None,
+        about(
+            "keep the prompt's last so many tokens; -1: as many as fit",
+            minimum=-1,
+            maximum=INT32_MAX,
+            **{"not": {"const": 0}},
+        ),
     ] = None
     skip_special_tokens: Annotated[
         bool | None, about("leave special tokens out of the text; default true")
@@ -89,6 +130,7 @@ class Generation(Sampling):
         "parallel_tool_calls": "several tool calls in one answer are always possible",
     }
     refused: ClassVar[Mapping[str, Refused]] = {
+        **UNSUPPORTED,
         "suffix": Refused(NOT_DONE, ("",)),
         "guided_json": Refused(OLDER),
         "guided_regex": Refused(OLDER),
@@ -116,14 +158,24 @@ class Generation(Sampling):
         Count | None, about("most tokens of a choice; default: the rest of the context")
     ] = None
     max_completion_tokens: Annotated[Count | None, about("the newer name of max_tokens")] = None
-    n: Annotated[Int | None, about("choices, at most --max-choices")] = None
+    n: Annotated[
+        Int | None, about("choices, at most --max-choices", minimum=1, maximum=INT32_MAX)
+    ] = None
     stream_options: Annotated[
         StreamOptions | None,
         about("include_usage: usage at the end; continuous_usage_stats: usage in every event"),
     ] = None
     return_token_ids: Annotated[bool | None, about("token_ids in every choice")] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, about("in log-probabilities of the output, tokens are written as token_id:ID")
+    ] = None
     prompt_logprobs: Annotated[
-        Int | None, about("0..20 likeliest tokens for each token of the prompt; not with stream")
+        Int | None,
+        about(
+            "0..20 likeliest tokens for each token of the prompt; not with stream",
+            minimum=0,
+            maximum=MAX_LOGPROBS,
+        ),
     ] = None
     response_format: Annotated[
         ResponseFormat | None,
@@ -132,6 +184,12 @@ class Generation(Sampling):
     structured_outputs: Annotated[
         StructuredOutputs | None,
         about("exactly one of json, regex, choice and grammar (docs/structured-output.md)"),
+    ] = None
+    grammar: Annotated[
+        str | None, about("llama.cpp's field: the same as structured_outputs.grammar")
+    ] = None
+    json_schema: Annotated[
+        dict[str, Any] | None, about("llama.cpp's field: the same as structured_outputs.json")
     ] = None
 
     def check(self) -> None:
@@ -166,7 +224,9 @@ def sampling_params(
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         allowed_token_ids=_tuple(fields.allowed_token_ids),
         bad_words=tuple(fields.bad_words or ()),
-        structured=structured_output(fields.response_format, fields.structured_outputs),
+        structured=structured_output(
+            fields.response_format, fields.structured_outputs, fields.grammar, fields.json_schema
+        ),
         **given,
     )
 

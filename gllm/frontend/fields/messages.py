@@ -12,7 +12,7 @@ import msgspec
 
 from gllm.config import FieldError
 from gllm.frontend.fields.body import Body, Count, Refused, about
-from gllm.frontend.fields.generation import Sampling
+from gllm.frontend.fields.generation import UNSUPPORTED, Sampling
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
 
 Json = dict[str, Any]
@@ -45,6 +45,7 @@ INERT = {
     "context_management": "what to take out of long contexts; nothing is",
 }
 REFUSED = {
+    **UNSUPPORTED,
     "container": Refused("is not done here"),
     "mcp_servers": Refused("is not done here: only the client runs tools", ([],)),
     "output_format": Refused("is the old name of output_config.format"),
@@ -93,6 +94,7 @@ Output = Annotated[OutputConfig | None, about("effort; format: a json_schema of 
 class MessageFields(Sampling):
     """POST /v1/messages."""
 
+    required: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")
     inert: ClassVar[Mapping[str, str]] = INERT
     refused: ClassVar[Mapping[str, Refused]] = REFUSED
 
@@ -116,6 +118,7 @@ class MessageFields(Sampling):
 class CountFields(Body):
     """POST /v1/messages/count_tokens."""
 
+    required: ClassVar[tuple[str, ...]] = ("messages",)
     inert: ClassVar[Mapping[str, str]] = INERT
     refused: ClassVar[Mapping[str, Refused]] = REFUSED
 

@@ -54,7 +54,9 @@ async def _read(request: web.Request) -> bytes:
     except TimeoutError:
         raise too_slow(config.read_timeout) from None
     except web.RequestPayloadError as error:
-        raise ApiError(400, f"the body cannot be read: {error}") from error
+        # aiohttp's message is a status line before the reason.
+        why = str(error).rstrip().rpartition("\n")[2].strip()
+        raise ApiError(400, f"the body cannot be read: {why}", code="invalid_body") from error
 
 
 def convert(values: dict[str, Any], schema: type[Fields]) -> Fields:
@@ -69,7 +71,7 @@ def convert(values: dict[str, Any], schema: type[Fields]) -> Fields:
     unknown = sorted(values.keys() - known)
     if unknown:
         told = "request %s: fields without meaning here were ignored: %.500r"
-        log.warning(told, current_id(), unknown)
+        log.warning(told, current_id(), unknown, extra={"about": unknown})
     return fields
 
 

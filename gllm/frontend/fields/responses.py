@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gllm.config import FieldError
+from gllm.config import MAX_LOGPROBS, FieldError
 from gllm.frontend.fields.body import Count, Int, Refused, about
-from gllm.frontend.fields.generation import Sampling
+from gllm.frontend.fields.generation import UNSUPPORTED, Sampling
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
 
 Json = dict[str, Any]
@@ -49,6 +49,7 @@ class CacheOptions(msgspec.Struct):
 class ResponseFields(Sampling):
     """POST /v1/responses."""
 
+    required: ClassVar[tuple[str, ...]] = ("input",)
     inert: ClassVar[Mapping[str, str]] = {
         "store": "whether to keep the answer; nothing is kept",
         "user": "who asks",
@@ -62,6 +63,7 @@ class ResponseFields(Sampling):
         "access_programs": "of OpenAI's models",
     }
     refused: ClassVar[Mapping[str, Refused]] = {
+        **UNSUPPORTED,
         "previous_response_id": Refused(NOT_KEPT),
         "conversation": Refused(NOT_KEPT),
         "background": Refused("asks for an answer to be kept, which is not done here", (False,)),
@@ -101,7 +103,12 @@ class ResponseFields(Sampling):
         about(f"{LOGPROBS}: log-probabilities; what else it may name is not there to be told"),
     ] = None
     top_logprobs: Annotated[
-        Int | None, about("0..20 likeliest tokens at each place, with log-probabilities")
+        Int | None,
+        about(
+            "0..20 likeliest tokens at each place, with log-probabilities",
+            minimum=0,
+            maximum=MAX_LOGPROBS,
+        ),
     ] = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None,

@@ -37,19 +37,32 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def structured_output(
-    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+    response_format: ResponseFormat | None,
+    structured_outputs: StructuredOutputs | None,
+    grammar: str | None = None,
+    json_schema: dict[str, Any] | None = None,
 ) -> StructuredOutput | None:
-    """What the output has to be, None for anything. Raises FieldError."""
-    asked = None if response_format is None else _of_format(response_format)
-    if structured_outputs is None:
-        return asked
-    if asked is not None:
-        raise FieldError(
-            "structured_outputs", "structured_outputs does not go with response_format"
+    """Return the form that the output must have, None for any.
+
+    `grammar` and `json_schema` are llama.cpp's fields. Raises FieldError where two fields ask for a
+    form.
+    """
+    required: list[StructuredOutput] = []
+    if response_format is not None and (of_format := _of_format(response_format)) is not None:
+        required.append(of_format)
+    if (own := structured_outputs) is not None:
+        choice = None if own.choice is None else tuple(own.choice)
+        required.append(
+            StructuredOutput(own.json, own.regex, choice, own.grammar, "structured_outputs")
         )
-    own = structured_outputs
-    choice = None if own.choice is None else tuple(own.choice)
-    return StructuredOutput(own.json, own.regex, choice, own.grammar, "structured_outputs")
+    if grammar:
+        required.append(StructuredOutput(grammar=grammar, param="grammar"))
+    if json_schema is not None:
+        required.append(StructuredOutput(json=json_schema, param="json_schema"))
+    if len(required) > 1:
+        first, second = (each.param for each in required[:2])
+        raise FieldError(second, f"{second} does not go with {first}")
+    return required[0] if required else None
 
 
 def _of_format(asked: ResponseFormat) -> StructuredOutput | None:

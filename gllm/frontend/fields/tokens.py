@@ -3,7 +3,7 @@
 Owns the schemas. Knows nothing of tokenizers.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from gllm.config import FieldError
 from gllm.frontend.fields.body import Body, Int32, about
@@ -12,6 +12,8 @@ from gllm.frontend.fields.chat import PROMPT_FIELDS, ChatFields, Effort, Templat
 
 class TokenizeFields(Body):
     """POST /tokenize."""
+
+    required_one_of: ClassVar[tuple[str, ...]] = ("prompt", "messages")
 
     model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     prompt: Annotated[str | None, about("a text; or else messages")] = None
@@ -43,6 +45,8 @@ class TokenizeFields(Body):
 
 class DetokenizeFields(Body):
     """POST /detokenize."""
+
+    required: ClassVar[tuple[str, ...]] = ("tokens",)
 
     model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     tokens: Annotated[list[Int32] | None, about("token ids")] = None

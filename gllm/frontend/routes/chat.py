@@ -42,6 +42,7 @@ class ChatShape:
         self._tokenizer = tokenizer
         self._outputs = Outputs(job.output)
         self._top = job.params.logprobs
+        self._as_ids = bool(job.fields.return_tokens_as_token_ids)
         self._prompt_top = job.params.prompt_logprobs
         """How many likeliest tokens are told with each token of the output and of the prompt, None
         for no log-probabilities."""
@@ -93,7 +94,7 @@ class ChatShape:
     def _logprobs(self, part: Delta | Choice) -> Json | None:
         if self._top is None or not part.logprobs:
             return None
-        return chat_logprobs(self._tokenizer, part.logprobs, self._top)
+        return chat_logprobs(self._tokenizer, part.logprobs, self._top, self._as_ids)
 
 
 def _piece(index: int, delta: Json, logprobs: Json | None) -> Json:

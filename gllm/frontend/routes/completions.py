@@ -176,7 +176,8 @@ class CompletionShape:
             return None
         ids = self._prompt(part.index).ids
         skips = self._params.skip_special_tokens
-        return CompletionLogprobs(self._tokenizer, top, skips).part(
+        as_ids = bool(self._fields.return_tokens_as_token_ids)
+        return CompletionLogprobs(self._tokenizer, top, skips, as_ids=as_ids).part(
             ids, [None, *part.prompt_logprobs]
         )
 
@@ -187,7 +188,8 @@ class CompletionShape:
         if part.index not in self._logprobs:
             begin = len(self._prompt(part.index).text)
             skips = self._params.skip_special_tokens
-            made = CompletionLogprobs(self._tokenizer, top, skips, begin)
+            as_ids = bool(self._fields.return_tokens_as_token_ids)
+            made = CompletionLogprobs(self._tokenizer, top, skips, begin, as_ids)
             self._logprobs[part.index] = made
         return self._logprobs[part.index].part(part.token_ids, part.logprobs)
 

@@ -1,4 +1,4 @@
-"""GET and HEAD /metrics.
+"""GET /metrics.
 
 Owns nothing but the content type. Knows nothing of what is measured.
 """

@@ -1,4 +1,4 @@
-"""GET and HEAD / and /page/{name}: the chat page and its files.
+"""GET / and /page/{name}: the chat page and its files.
 
 Owns their headers. Knows nothing of what the page does: it is one more client of the API.
 """

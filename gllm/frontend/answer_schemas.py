@@ -1,0 +1,395 @@
+"""Declare the shapes of answers: what /openapi.json says of each endpoint's 200.
+
+The routes write plain JSON; tests validate every answer of theirs against these types. A field that
+is not always present is `Unset`.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+Unset = UnsetType
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class Answer(msgspec.Struct, forbid_unknown_fields=True):
+    """A JSON object with these fields and no others."""
+
+
+class PromptTokensDetails(Answer):
+    """Tokens read from the prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Answer):
+    """Tokens of reasoning."""
+
+    reasoning_tokens: int
+
+
+class UsageCounts(Answer):
+    """Token counts of chat completions and completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | Unset = UNSET
+
+
+class TokenAlternative(Answer):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenScore(Answer):
+    """A token of a message, its log-probability, and the likeliest tokens at its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TokenAlternative]
+
+
+class ChatScores(Answer):
+    """Log-probabilities of a message."""
+
+    content: list[TokenScore]
+
+
+class PromptTokenScore(Answer):
+    """A token at a place of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptScores = list[dict[str, PromptTokenScore] | None]
+
+
+class FunctionCall(Answer):
+    """A function and its arguments, as JSON text; a stream sends the arguments in parts."""
+
+    arguments: str
+    name: str | Unset = UNSET
+
+
+class ToolCallJson(Answer):
+    """A call of a tool."""
+
+    function: FunctionCall
+    id: str | Unset = UNSET
+    type: Literal["function"] | Unset = UNSET
+    index: int | Unset = UNSET
+
+
+class AssistantMessage(Answer):
+    """The assistant's message; its content is null beside reasoning or calls alone."""
+
+    role: Literal["assistant"]
+    content: str | None
+    reasoning: str | Unset = UNSET
+    reasoning_content: str | Unset = UNSET
+    tool_calls: list[ToolCallJson] | Unset = UNSET
+
+
+class ChatChoice(Answer):
+    """One answer of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatScores | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | Unset = UNSET
+
+
+class ChatCompletion(Answer):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageCounts
+    prompt_logprobs: PromptScores | Unset = UNSET
+
+
+class MessageDelta(Answer):
+    """An increment of the assistant's message."""
+
+    role: Literal["assistant"] | Unset = UNSET
+    content: str | Unset = UNSET
+    reasoning: str | Unset = UNSET
+    reasoning_content: str | Unset = UNSET
+    tool_calls: list[ToolCallJson] | Unset = UNSET
+
+
+class ChunkChoice(Answer):
+    """An increment of one answer."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatScores | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | Unset | None = UNSET
+    token_ids: list[int] | Unset = UNSET
+
+
+class ChatCompletionChunk(Answer):
+    """An event of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: UsageCounts | Unset = UNSET
+
+
+class CompletionScores(Answer):
+    """Log-probabilities of a text: a list each, with an entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    """One text, or its increment."""
+
+    index: int
+    text: str
+    logprobs: CompletionScores | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    token_ids: list[int] | Unset = UNSET
+    prompt_logprobs: PromptScores | Unset = UNSET
+
+
+class TextCompletion(Answer):
+    """The answer of /v1/completions, and an event of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageCounts | Unset = UNSET
+
+
+class ResponseItem(Answer):
+    """An item of a response: a message, reasoning, or a function call."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: str
+    role: Literal["assistant"] | Unset = UNSET
+    content: list[dict[str, Any]] | Unset = UNSET
+    summary: list[Any] | Unset = UNSET
+    call_id: str | Unset = UNSET
+    name: str | Unset = UNSET
+    arguments: str | Unset = UNSET
+
+
+class ResponseUsage(Answer):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseObject(Answer):
+    """The answer of /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[ResponseItem]
+    usage: ResponseUsage | None
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    text: dict[str, Any]
+    reasoning: dict[str, Any]
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    truncation: str
+    metadata: dict[str, str]
+    previous_response_id: None
+    background: bool
+    store: bool
+    service_tier: str
+
+
+class ResponseEvent(msgspec.Struct):
+    """An event of a streamed response; the other fields depend on its type."""
+
+    type: str
+    sequence_number: int
+
+
+class ContentBlock(Answer):
+    """A block of a message: text, thinking, or the use of a tool."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | Unset = UNSET
+    thinking: str | Unset = UNSET
+    signature: str | Unset = UNSET
+    id: str | Unset = UNSET
+    name: str | Unset = UNSET
+    input: dict[str, Any] | Unset = UNSET
+
+
+class MessageUsage(Answer):
+    """Token counts of a message."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+    output_tokens_details: dict[str, int] | Unset = UNSET
+
+
+class MessageAnswer(Answer):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(msgspec.Struct):
+    """An event of a streamed message; the other fields depend on its type."""
+
+    type: str
+
+
+class TokenCount(Answer):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class Embedding(Answer):
+    """A vector: numbers, or their float32 bytes as base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Answer):
+    """Token counts of texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Answer):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class ModelCard(Answer):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    vocab_size: int
+
+
+class ModelList(Answer):
+    """The answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Status(Answer):
+    """A state in one word."""
+
+    status: str
+
+
+class ProfileStatus(Answer):
+    """A state, and where profiles are written."""
+
+    status: str
+    folder: str
+
+
+class VersionAnswer(Answer):
+    """The version of gllm."""
+
+    version: str
+
+
+class TokenizeAnswer(Answer):
+    """Token ids of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | Unset = UNSET
+
+
+class DetokenizeAnswer(Answer):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class ServerInfo(Answer):
+    """The configuration of server and engine."""
+
+    version: str
+    model: dict[str, Any]
+    engine: dict[str, Any]
+    server: dict[str, Any]
+
+
+class LoadAnswer(Answer):
+    """Requests in the engine, and the share of KV blocks in use."""
+
+    server_load: int
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+class Aborted(Answer):
+    """Requests that were ended."""
+
+    aborted: int

@@ -1,0 +1,87 @@
+"""Every request that is accepted and every answer, against what /openapi.json says of them."""
+
+import functools
+import json
+from typing import Any
+
+from aiohttp import web
+from jsonschema import Draft202012Validator
+
+from gllm.frontend.app import ENDPOINTS
+from gllm.frontend.describe import openapi
+from gllm.frontend.endpoint import Endpoint, endpoint_of
+from gllm.frontend.errors import Handler
+
+BY_PATH = {one.path: one for one in ENDPOINTS if one.method == "POST"}
+
+
+@functools.cache
+def document() -> dict[str, Any]:
+    return openapi(ENDPOINTS)
+
+
+@functools.cache
+def validator(name: str) -> Draft202012Validator:
+    """Of a component of the document."""
+    components = document()["components"]
+    return Draft202012Validator(
+        {"$ref": f"#/components/schemas/{name}", "components": {"schemas": components["schemas"]}}
+    )
+
+
+def complaint(name: str, value: object) -> str:
+    """Why a value does not fit a component; empty where it does."""
+    error = next(validator(name).iter_errors(value), None)
+    if error is None:
+        return ""
+    return f"{name}: {error.message[:300]} at {error.json_path} ({list(error.schema_path)})"
+
+
+class SchemaCheck:
+    """What was wrong with the requests and answers of a server."""
+
+    def __init__(self) -> None:
+        self.complaints: list[str] = []
+        self.requests = self.answers = 0
+
+    def install(self, app: web.Application) -> None:
+        """See what goes through all middleware."""
+
+        @web.middleware
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+            response = await handler(request)
+            endpoint = endpoint_of(request)
+            if isinstance(response, web.Response) and request.method != "HEAD":
+                self._answer(endpoint, response)
+            if endpoint is not None and endpoint.body is not None and response.status == 200:
+                self._request(endpoint, await request.read())
+            return response
+
+        app.middlewares.insert(0, check)
+
+    def events(self, path: str, events: list[Any]) -> None:
+        """Check the events of a stream."""
+        kind = BY_PATH[path].event
+        assert kind is not None
+        for event in events:
+            if "error" not in event:
+                self._note(kind.__name__, event)
+
+    def _answer(self, endpoint: Endpoint | None, response: web.Response) -> None:
+        if response.content_type != "application/json" or not isinstance(response.body, bytes):
+            return
+        value = json.loads(response.body)
+        if response.status >= 400:
+            self._note("Error", value)
+        elif endpoint is not None and endpoint.answer is not None:
+            self._note(endpoint.answer.__name__, value)
+            self.answers += 1
+
+    def _request(self, endpoint: Endpoint, body: bytes) -> None:
+        assert endpoint.body is not None
+        self._note(endpoint.body.__name__, json.loads(body))
+        self.requests += 1
+
+    def _note(self, name: str, value: object) -> None:
+        if why := complaint(name, value):
+            self.complaints.append(why)

@@ -1,0 +1,36 @@
+"""Every series of /metrics is there from the start, so that the first increase is seen as one."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from gllm.scheduler.plan import Stats
+
+
+async def series(server):
+    async with server.client.get("/metrics") as response:
+        text = await response.text()
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_all_buckets_of_all_histograms_are_there_before_the_first_step(server):
+    server.engine.step_sizes, server.engine.stats = {}, Stats()
+    fresh = await series(server)
+    assert {value for (name, *_), value in fresh.items() if name.endswith("_bucket")} == {0}
+    assert (await server.chat()).status == 200
+    await server.complete(n=3)
+    server.engine.step_sizes = {1: 4, 8: 2, 512: 1, 2**20: 5}
+    later = await series(server)
+    created = {key for key in later if key[0].endswith("_created")}
+    assert later.keys() - created == fresh.keys() - created
+    sizes = {
+        dict(labels)["le"]: value
+        for (name, *labels), value in later.items()
+        if name == "gllm:iteration_tokens_total_bucket"
+    }
+    assert [sizes[bound] for bound in ("1.0", "4.0", "8.0", "256.0", "512.0", "16384.0")] == [
+        *(4, 4, 6, 6, 7, 7)
+    ]
+    assert sizes["+Inf"] == 12
