@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.limits import MAX_LOGPROBS, check_sampling_sizes
+from gllm.limits import FieldError as FieldError
 from gllm.logs import FORMATS
 from gllm.scheduler.config import SchedulerConfig, option
 
 INT32_MAX = 2**31 - 1
-MAX_LOGPROBS = 20
-"""Most likeliest tokens that are told at one place of a text."""
-MAX_BAD_WORDS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
@@ -29,14 +28,6 @@ TOOL_CALL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "think", "mistral")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
-
-
-class FieldError(ValueError):
-    """A value that cannot be: names the field, so that who gave it can be told which."""
-
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 def parse_bytes(text: str) -> int:
@@ -297,6 +288,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises FieldError for a value out of its range."""
+        check_sampling_sizes(self)
         self._check("temperature", 0 <= self.temperature <= 2, "in [0, 2]")
         self._check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         self._check("top_k", self.top_k in (-1, 0) or 1 <= self.top_k <= INT32_MAX, "-1, 0 or >= 1")
@@ -310,7 +302,7 @@ class SamplingParams:
         self._check("min_tokens", 0 <= self.min_tokens <= top, "in 0..max_tokens")
         free = self.structured is None or not self.min_tokens
         self._check("min_tokens", free, "0 with structured output, which ends by its own rules")
-        self._check("stop", len(self.stop) <= 32 and all(self.stop), "up to 32 non-empty strings")
+        self._check("stop", all(self.stop), "non-empty strings")
         ids_fit = all(0 <= i <= INT32_MAX for i in self.stop_token_ids)
         self._check("stop_token_ids", ids_fit, "token ids")
         self._check_edits()
@@ -331,8 +323,7 @@ class SamplingParams:
         self._check("logit_bias", biases_fit, "token ids with values in [-100, 100]")
         allowed = self.allowed_token_ids
         self._check("allowed_token_ids", allowed is None or bool(allowed), "None or some token ids")
-        words_fit = len(self.bad_words) <= MAX_BAD_WORDS and all(self.bad_words)
-        self._check("bad_words", words_fit, f"up to {MAX_BAD_WORDS} non-empty strings")
+        self._check("bad_words", all(self.bad_words), "non-empty strings")
 
     def _check(self, name: str, good: bool, rule: str) -> None:
         if not good:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gllm.frontend.app import ENDPOINTS
 from gllm.frontend.describe import page
+from gllm.limits import limits_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 INTRODUCTION = """\
@@ -25,8 +26,9 @@ for the values its row shows, which ask for nothing.
 | 401 | a key is missing or wrong |
 | 404, 405 | no such path, model or method |
 | 408 | headers or body take longer than `--read-timeout` |
-| 413 | the body is above `--max-body-bytes` |
+| 413 | the body is above `--max-body-bytes`, once decompressed |
 | 414, 431 | the URL is above 8 KiB, a header above 16 KiB, all of them above 64 KiB or 100 |
+| 415 | the body has another Content-Encoding than gzip and deflate |
 | 429 | above `--rate-limit`; `Retry-After` says for how long |
 | 501 | known, not done or switched off |
 | 503 | loading, full, draining or dead; `Retry-After` says when to ask again |
@@ -59,9 +61,15 @@ After SIGTERM new requests get 503, every answer says `Connection: close`, runni
 are never allowed to them, so a page sends its key itself. `--ssl-certfile` and `--ssl-keyfile`
 switch to https, and with `--ssl-ca-certs` clients have to show a certificate, probes too.
 
-## Endpoints
+## Limits
+
+What is larger is 400 and names the field and the limit, before any work on it. Grammars have limits of
+their own ([structured-output.md](structured-output.md)); `--max-body-bytes` counts a body as it is
+after decompression (`Content-Encoding: gzip` or `deflate`), and `--max-choices` limits `n`. How long
+a request of each size keeps the server from others: [benchmarks/frontend-gaps.md](benchmarks/frontend-gaps.md).
 
 """
+ENDPOINTS_TITLE = "\n## Endpoints\n\n"
 TRANSLATIONS = """
 ## How other APIs are served
 
@@ -92,7 +100,7 @@ names the field as the client knows it. Where there is no counterpart:
 
 def text() -> str:
     """The whole page."""
-    return INTRODUCTION + page(ENDPOINTS) + TRANSLATIONS
+    return INTRODUCTION + limits_table() + ENDPOINTS_TITLE + page(ENDPOINTS) + TRANSLATIONS
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.metrics": set(),
     "gllm.logs": set(),
     "gllm.bubbles": {"gllm.scheduler"},
-    "gllm.config": {"gllm.logs", "gllm.scheduler"},
+    "gllm.limits": set(),
+    "gllm.config": {"gllm.limits", "gllm.logs", "gllm.scheduler"},
     "gllm.messages": {"gllm.scheduler", "msgspec"},
     "gllm.step_log": {"gllm.scheduler", "msgspec"},
     "gllm.sim": {
@@ -38,13 +39,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "gllm.streams": {"torch"},
     "gllm.transport": {"gllm.streams", "gllm.transport", "torch", "msgspec"},
-    "gllm.text": {"gllm.text", "gllm.config", "tokenizers", "jinja2"},
+    "gllm.text": {"gllm.text", "gllm.config", "gllm.limits", "jinja2", "msgspec", "tokenizers"},
     "gllm.grammar": {"gllm.config", "gllm.grammar", "llguidance", "setproctitle"},
     "gllm.engine_api": {"gllm.config", "gllm.messages", "gllm.scheduler", "gllm.text", "msgspec"},
     "gllm.runtime": {
         *("gllm.config", "gllm.messages", "gllm.scheduler", "gllm.kernels", "gllm.models"),
         *("gllm.transport", "gllm.runtime", "gllm.step_log", "gllm.streams", "gllm.bubbles"),
-        *("gllm.grammar", "llguidance"),
+        *("gllm.grammar", "gllm.limits", "llguidance"),
         *("gllm.logs", "msgspec", "numpy", "setproctitle", "torch", "uvloop", "zmq"),
     },
     "gllm.request": {
@@ -67,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.frontend": {
         *("gllm", "gllm.config", "gllm.engine_api", "gllm.frontend", "gllm.grammar", "gllm.logs"),
         *("gllm.messages", "gllm.metrics", "gllm.text", "aiohttp", "msgspec", "opentelemetry"),
-        "prometheus_client",
+        *("gllm.limits", "prometheus_client"),
     },
     "gllm.server": {
         *("gllm.config", "gllm.engine", "gllm.frontend", "gllm.logs", "gllm.runtime", "aiohttp"),

@@ -137,6 +137,8 @@ class Runner(web.AppRunner):
             max_field_size=MAX_FIELD_BYTES,
             max_headers=MAX_FIELDS,
             keepalive_timeout=KEEP_ALIVE_SECONDS,
+            # Bodies are decompressed in a thread, within a bound (fields/inflate.py).
+            auto_decompress=False,
         )
         self._config = config
 

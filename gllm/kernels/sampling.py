@@ -32,8 +32,8 @@ TOP_P_CANDIDATES = 1024
 SPAN = 512
 """Tokens summed at once on the way to the cumulative distribution of a whole vocabulary."""
 SMALLEST = np.finfo(np.float32).tiny
-"""The smallest normal float32. Smaller temperatures and top-p values are raised to it: they keep the
-same tokens, and arithmetic that flushes denormals does not turn them into 0."""
+"""The smallest normal float32. Smaller temperatures and top-p values are raised to it: they keep
+the same tokens, and arithmetic that flushes denormals does not turn them into 0."""
 
 
 @dataclass(frozen=True, slots=True)

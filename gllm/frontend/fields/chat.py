@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from gllm.config import MAX_LOGPROBS, FieldError
+from gllm.config import FieldError
 from gllm.frontend.fields.body import Int, about
 from gllm.frontend.fields.generation import Generation
+from gllm.limits import MAX_LOGPROBS
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 

@@ -11,8 +11,6 @@ from gllm.config import FieldError
 from gllm.frontend.fields.body import CountOrZero, Int, Int32, about
 from gllm.frontend.fields.generation import Generation
 
-MAX_PROMPTS = 1024
-"""Prompts of one completions request; also the least bound on all its choices."""
 COMPLETION_TOKENS = 16
 """max_tokens of a completions request that names none."""
 

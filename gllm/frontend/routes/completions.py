@@ -16,7 +16,6 @@ from gllm.frontend.collect import Choice
 from gllm.frontend.context import CONTEXT, Context
 from gllm.frontend.fields.completions import (
     COMPLETION_TOKENS,
-    MAX_PROMPTS,
     CompletionFields,
     parse_prompts,
 )
@@ -24,6 +23,7 @@ from gllm.frontend.fields.generation import sampling_params
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from gllm.frontend.run import Job
+from gllm.limits import MAX_PROMPTS
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 
@@ -97,7 +97,7 @@ def _prompts(
 
 
 def _text(tokenizer: Tokenizer, ids: list[int], params: SamplingParams) -> str:
-    stream = TextStream(tokenizer, (), params.skip_special_tokens)
+    stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
     return stream.push(ids)[0] + stream.finish()
 
 

@@ -16,9 +16,10 @@ from gllm.config import FieldError, SamplingParams
 from gllm.engine_api import EmbeddingError, EngineLike, check_request
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
-from gllm.frontend.fields.completions import MAX_PROMPTS, parse_prompts
+from gllm.frontend.fields.completions import parse_prompts
 from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.reading import read_fields
+from gllm.limits import MAX_PROMPTS
 
 
 async def create(request: web.Request) -> web.Response:
