@@ -24,6 +24,7 @@ from gllm.engine_api import (
     ModelInfo,
     ProfileError,
     check_request,
+    encode_prompt,
     truncated,
 )
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
@@ -182,7 +183,7 @@ class Engine:
         EngineUnavailable before the first delta.
         """
         if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
+            prompt = await asyncio.to_thread(self._encode, prompt, params)
         (request,) = await self.submit(
             [prompt], params, priority=priority, cache_salt=cache_salt, request_id=request_id
         )
@@ -233,9 +234,9 @@ class Engine:
 
         Raises FieldError, EngineUnavailable, and EmbeddingError where it cannot be computed.
         """
-        if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
         params = SamplingParams(max_tokens=1, temperature=0)
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(self._encode, prompt, params)
         check_request(prompt, params, self.model)
         self._check_ready()
         # The first token is drawn on the way, and not looked at.
@@ -314,6 +315,9 @@ class Engine:
         finally:
             self._compiling.pop(task, None)
             task.cancel()
+
+    def _encode(self, prompt: str, params: SamplingParams) -> list[int]:
+        return encode_prompt(prompt, params, self.model, self.tokenizer)
 
     def _token_sequences(self, words: tuple[str, ...]) -> Words:
         """What the model may write the words with: each alone and behind a space."""

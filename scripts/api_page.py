@@ -63,13 +63,25 @@ switch to https, and with `--ssl-ca-certs` clients have to show a certificate, p
 
 ## Limits
 
-What is larger is 400 and names the field and the limit, before any work on it. Grammars have limits of
-their own ([structured-output.md](structured-output.md)); `--max-body-bytes` counts a body as it is
-after decompression (`Content-Encoding: gzip` or `deflate`), and `--max-choices` limits `n`. How long
-a request of each size keeps the server from others: [benchmarks/frontend-gaps.md](benchmarks/frontend-gaps.md).
+What is larger is 400 and names the field and the limit, before any work on it. Grammars have limits
+of their own ([structured-output.md](structured-output.md)); `--max-body-bytes` counts a body as it
+is after decompression (`Content-Encoding: gzip` or `deflate`), and `--max-choices` limits `n`. How
+long a request of each size keeps the server from others:
+[benchmarks/frontend-gaps.md](benchmarks/frontend-gaps.md).
 
 """
-ENDPOINTS_TITLE = "\n## Endpoints\n\n"
+ENDPOINTS_TITLE = """
+## Special tokens in texts
+
+What messages, tool results, arguments and tools hold is text, special tokens that they spell
+included: `<|im_end|>` in a message ends no turn. Only the chat template writes control tokens.
+`parse_special: true`, llama.cpp's name for it, takes those in a request for control tokens too. The
+prompts of `/v1/completions` and of `/tokenize` are the whole text that a model gets, so there
+special tokens always are control tokens.
+
+## Endpoints
+
+"""
 TRANSLATIONS = """
 ## How other APIs are served
 

@@ -41,7 +41,9 @@ ALLOWED: dict[str, set[str]] = {
     "gllm.transport": {"gllm.streams", "gllm.transport", "torch", "msgspec"},
     "gllm.text": {"gllm.text", "gllm.config", "gllm.limits", "jinja2", "msgspec", "tokenizers"},
     "gllm.grammar": {"gllm.config", "gllm.grammar", "llguidance", "setproctitle"},
-    "gllm.engine_api": {"gllm.config", "gllm.messages", "gllm.scheduler", "gllm.text", "msgspec"},
+    "gllm.engine_api": {
+        *("gllm.config", "gllm.limits", "gllm.messages", "gllm.scheduler", "gllm.text", "msgspec"),
+    },
     "gllm.runtime": {
         *("gllm.config", "gllm.messages", "gllm.scheduler", "gllm.kernels", "gllm.models"),
         *("gllm.transport", "gllm.runtime", "gllm.step_log", "gllm.streams", "gllm.bubbles"),
@@ -64,7 +66,9 @@ ALLOWED: dict[str, set[str]] = {
             "tqdm",
         ),
     },
-    "gllm.llm": {"gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "tqdm"},
+    "gllm.llm": {
+        *("gllm.config", "gllm.engine", "gllm.engine_api", "gllm.messages", "gllm.text", "tqdm"),
+    },
     "gllm.frontend": {
         *("gllm", "gllm.config", "gllm.engine_api", "gllm.frontend", "gllm.grammar", "gllm.logs"),
         *("gllm.messages", "gllm.metrics", "gllm.text", "aiohttp", "msgspec", "opentelemetry"),

@@ -25,7 +25,7 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
 
 PROMPT_FIELDS = (
     *("messages", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"),
-    *("reasoning_effort", "chat_template_kwargs"),
+    *("reasoning_effort", "chat_template_kwargs", "parse_special"),
 )
 """Fields that say what the prompt is."""
 

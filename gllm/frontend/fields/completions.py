@@ -29,6 +29,13 @@ class CompletionFields(Generation):
     ] = None
     echo: Annotated[bool | None, about("put the prompt before the text")] = None
 
+    def check(self) -> None:
+        """Raises FieldError for fields that do not go together."""
+        super().check()
+        if self.parse_special is False:
+            why = "parse_special is false, but in a prompt special tokens always are control tokens"
+            raise FieldError("parse_special", f"{why}: use chat completions")
+
     @property
     def generates(self) -> bool:
         """Whether any output is asked for."""

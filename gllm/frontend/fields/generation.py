@@ -15,6 +15,13 @@ from gllm.frontend.fields.structured import ResponseFormat, StructuredOutputs, s
 
 Salt = Annotated[str, Meta(max_length=128)]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
+ParseSpecial = Annotated[
+    bool | None,
+    about(
+        "whether special tokens such as `<|im_end|>` in messages and tools are control tokens; "
+        "default false: they are text; in a prompt of completions they always are"
+    ),
+]
 NO_BEAMS = "asks for beam search, which is not done here: n draws several choices"
 NOT_DONE = "is not supported by this server with this value"
 CHAT_ALONE = "is a field of chat completions"
@@ -60,6 +67,7 @@ class Sampling(Body):
     truncate_prompt_tokens: Annotated[
         Int | None, about("keep the prompt's last so many tokens; -1: as many as fit")
     ] = None
+    parse_special: ParseSpecial = None
     skip_special_tokens: Annotated[
         bool | None, about("leave special tokens out of the text; default true")
     ] = None

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from gllm.config import FieldError, SamplingParams
-from gllm.engine_api import EmbeddingError, EngineLike, check_request
+from gllm.engine_api import EmbeddingError, EngineLike, check_request, encode_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.completions import parse_prompts
@@ -32,8 +32,6 @@ async def create(request: web.Request) -> web.Response:
     texts = parse_prompts(fields.input, most, param="input")
     with context.admit(len(texts)):
         prompts = await asyncio.to_thread(_ids, engine, texts)
-        for prompt in prompts:
-            check_request(prompt, SamplingParams(), engine.model, param="input")
         vectors = await _all(engine, prompts, fields, request[REQUEST_ID])
     data = [
         {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
@@ -46,7 +44,15 @@ async def create(request: web.Request) -> web.Response:
 
 
 def _ids(engine: EngineLike, texts: list[str] | list[list[int]]) -> list[list[int]]:
-    return [engine.tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
+    """Checked prompts as token ids. Raises FieldError."""
+    prompts, params = [], SamplingParams()
+    for text in texts:
+        ids = text
+        if isinstance(ids, str):
+            ids = encode_prompt(ids, params, engine.model, engine.tokenizer, "input")
+        check_request(ids, params, engine.model, param="input")
+        prompts.append(ids)
+    return prompts
 
 
 async def _all(
