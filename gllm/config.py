@@ -175,7 +175,13 @@ class ServerConfig:
     ssl_ca_certs: str | None = option(
         None, "PEM file of those whose certificates clients have to show; default: none has to"
     )
-    read_timeout: float = option(60.0, "seconds in which a request's headers and body each come")
+    header_timeout: float = option(
+        30.0, "seconds in which a request's headers come; a connection that says nothing is closed"
+    )
+    read_timeout: float = option(60.0, "seconds in which a request's body comes")
+    keep_alive_timeout: float = option(
+        75.0, "seconds for which a connection may be idle; more than a proxy keeps its own for"
+    )
     write_timeout: float = option(300.0, "seconds without reading after which a client is cut off")
     tool_call_parser: str = option(
         "auto",
@@ -215,7 +221,7 @@ class ServerConfig:
             raise ValueError("ssl_ca_certs is given without ssl_certfile and ssl_keyfile")
         if self.rate_limit is not None and self.rate_limit < 1:
             raise ValueError(f"rate_limit is {self.rate_limit}, but has to be at least 1")
-        for name in ("read_timeout", "write_timeout"):
+        for name in ("header_timeout", "read_timeout", "keep_alive_timeout", "write_timeout"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}, but has to be above 0")

@@ -16,6 +16,7 @@ from gllm.config import EngineConfig, ServerConfig
 from gllm.engine import Engine
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.connection import Runner
+from gllm.frontend.open_files import raise_open_files_limit
 from gllm.frontend.tls import tls_context
 from gllm.logs import LogConfig
 from gllm.runtime.launch import Workers
@@ -48,6 +49,7 @@ class Server:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        raise_open_files_limit()
         tls = tls_context(self._config)
         runner = make_runner(make_app(self._engine, self._config), self._config)
         await runner.setup()

@@ -25,7 +25,7 @@ for the values its row shows, which ask for nothing.
 | 400 | a field or the body is not as it has to be |
 | 401 | a key is missing or wrong |
 | 404, 405 | no such path, model or method |
-| 408 | headers or body take longer than `--read-timeout` |
+| 408 | headers take longer than `--header-timeout`, or the body than `--read-timeout` |
 | 413 | the body is above `--max-body-bytes`, once decompressed |
 | 414, 431 | the URL is above 8 KiB, a header above 16 KiB, all of them above 64 KiB or 100 |
 | 415 | the body has another Content-Encoding than gzip and deflate |
@@ -53,6 +53,11 @@ log's lines. A client that disconnects aborts its request. A stream that has not
 14 s opens, if it had not, and sends the comment `: keep-alive`; what fails after that is an `error`
 event, what fails before has its status. A client that reads slowly gets fewer, larger events; one
 that reads nothing for `--write-timeout` seconds is cut off.
+
+A connection on which no request comes is closed after `--header-timeout` seconds, one that is idle
+between requests after `--keep-alive-timeout`. Behind a proxy the latter has to be longer than the
+proxy keeps its connections: the default is enough for a minute, and load balancers that keep them
+for ten minutes need 650.
 
 After SIGTERM new requests get 503, every answer says `Connection: close`, running requests get
 `--shutdown-timeout` seconds; a second signal ends at once.
