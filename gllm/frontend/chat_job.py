@@ -45,9 +45,10 @@ async def chat_job(context: Context, fields: ChatFields) -> Job:
         made = await asyncio.to_thread(chat_prompt, tokenizer, fields, context.config, most)
     prompt = truncated(made.ids, params, model)
     check_request(prompt, params, model, param="messages")
-    structured, form = demand(
-        params.structured, made.tools, made.output, made.template, tokenizer.token_id
-    )
+    structured, form = params.structured, made.output
+    if made.tools.tools or structured is not None:
+        asked = (structured, made.tools, made.output, made.template, tokenizer.token_id)
+        structured, form = await asyncio.to_thread(demand, *asked)
     params = replace(params, shown_tokens=form.markers, structured=structured)
     return Job(fields, [prompt], params, output=form, reasoning=reasoning_counter(tokenizer, form))
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 from gllm.config import FieldError, SamplingParams
 from gllm.frontend.fields.body import Body, Count, Int, Int32, Refused, about
 from gllm.frontend.fields.structured import ResponseFormat, StructuredOutputs, structured_output
+from gllm.limits import MAX_LOGPROBS_PER_STEP
 
 Salt = Annotated[str, Meta(max_length=128)]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
@@ -163,7 +164,7 @@ def sampling_params(
     if n > max_choices:
         raise FieldError("n", f"n is {n}, but this server allows at most {max_choices}")
     plain = {name: getattr(fields, name) for name in PLAIN}
-    return SamplingParams(
+    params = SamplingParams(
         **{**defaults, **{name: value for name, value in plain.items() if value is not None}},
         n=n,
         stop=_stop_strings(fields.stop),
@@ -173,6 +174,19 @@ def sampling_params(
         structured=structured_output(fields.response_format, fields.structured_outputs),
         **given,
     )
+    _check_logprobs(n, params.logprobs)
+    return params
+
+
+def _check_logprobs(n: int, top: int | None) -> None:
+    """Raise FieldError if each step would return very many log-probabilities."""
+    count = 0 if top is None else n * (top + 1)
+    if count > MAX_LOGPROBS_PER_STEP:
+        raise FieldError(
+            "n",
+            f"n {n} with {top} likeliest tokens and the sampled one at each position are {count} "
+            f"log-probabilities per step, but at most {MAX_LOGPROBS_PER_STEP} are allowed",
+        )
 
 
 def _tuple(ids: list[int] | None) -> tuple[int, ...] | None:

@@ -9,12 +9,12 @@ import math
 from array import array
 from functools import partial
 
-import msgspec
 from aiohttp import web
 
 from gllm.config import FieldError, SamplingParams
 from gllm.engine_api import EmbeddingError, EngineLike, check_request, encode_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
+from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.completions import parse_prompts
 from gllm.frontend.fields.embeddings import EmbeddingFields
@@ -33,14 +33,21 @@ async def create(request: web.Request) -> web.Response:
     with context.admit(len(texts)):
         prompts = await asyncio.to_thread(_ids, engine, texts)
         vectors = await _all(engine, prompts, fields, request[REQUEST_ID])
+    body = await asyncio.to_thread(_body, vectors, prompts, fields, engine.model.name)
+    return web.Response(body=body, content_type="application/json")
+
+
+def _body(
+    vectors: list[list[float]], prompts: list[list[int]], fields: EmbeddingFields, model: str
+) -> bytes:
+    """The answer. Raises FieldError."""
     data = [
         {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
         for index, vector in enumerate(vectors)
     ]
     tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    body = {"object": "list", "data": data, "model": engine.model.name, "usage": usage}
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return encode_piecewise({"object": "list", "data": data, "model": model, "usage": usage})
 
 
 def _ids(engine: EngineLike, texts: list[str] | list[list[int]]) -> list[list[int]]:
@@ -73,7 +80,7 @@ async def _all(
         if isinstance(error, EmbeddingError):
             raise ApiError(500, str(error), code="embedding_failed") from error
         raise error from None
-    return [_scaled(task.result(), fields.dimensions) for task in tasks]
+    return [task.result() for task in tasks]
 
 
 def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
@@ -88,6 +95,7 @@ def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
 
 
 def _written(vector: list[float], fields: EmbeddingFields) -> list[float] | str:
+    vector = _scaled(vector, fields.dimensions)
     if fields.encoding_format == "base64":
         return base64.b64encode(array("f", vector).tobytes()).decode()
     return vector
