@@ -1,5 +1,9 @@
 """The tokenizer of a model folder."""
 
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +75,27 @@ def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch):
     with pytest.raises(TooManyTokens) as raised:
         tokenizer.encode("x" * (longest * 7 + 1), max_tokens=7)
     assert (raised.value.count, raised.value.is_exact) == (8, False)
+
+
+def test_others_run_while_a_long_text_is_tokenized():
+    """The longest time without a turn is a part of the whole, not all of it."""
+    tokenizer = Tokenizer(some.byte_level())
+    text = some.CORPUS[0] * 3000
+    times: list[float] = []
+
+    def encode() -> None:
+        times.append(time.perf_counter())
+        tokenizer.encode(text)
+        times.append(time.perf_counter())
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(encode)
+        turns = []
+        while not done.done():
+            turns.append(time.perf_counter())
+    begin, end = times
+    inside = [begin, *(turn for turn in turns if begin < turn < end), end]
+    assert max(b - a for a, b in itertools.pairwise(inside)) < 0.5 * (end - begin)
 
 
 def test_too_many_tokens():

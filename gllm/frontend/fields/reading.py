@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from gllm.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 Fields = TypeVar("Fields", bound=Body)
 
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
@@ -38,6 +40,15 @@ async def read_fields(request: web.Request, schema: type[Fields]) -> Fields:
     if len(body) > SMALL_BYTES:
         await asyncio.to_thread(check_json_size, body)
     return convert(parse_object(body), schema)
+
+
+async def off_loop(request: web.Request, function: Callable[..., Result], *args: Any) -> Result:
+    """Return what a function returns; it runs in a thread where the request's body is large, for
+    its work grows with the body."""
+    length = request.content_length
+    if length is None or length > SMALL_BYTES or "Content-Encoding" in request.headers:
+        return await asyncio.to_thread(function, *args)
+    return function(*args)
 
 
 async def continue_later(request: web.Request) -> None:
