@@ -24,7 +24,7 @@ from gllm.config import EngineConfig, ServerConfig
 from gllm.engine import Engine
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.sse import HEADERS
-from gllm.messages import Abort, Message, Submit, Tokens
+from gllm.messages import Abort, Message, RowLogprobs, Submit, Tokens
 from gllm.scheduler.plan import End, First, Outcome, Stats
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -84,7 +84,12 @@ class EndlessPipeline:
             if not self._left[seq]:
                 del self._left[seq]
                 ends.append(End(seq, "length"))
-        self._client.hear(Tokens(Outcome(seqs, tokens, firsts, ends, len(seqs)), Stats()))
+        outcome = Outcome(seqs, tokens, firsts, ends, len(seqs))
+        self._client.hear(Tokens(outcome, Stats(), self._rows(seqs, tokens)))
+
+    def _rows(self, seqs: list[int], tokens: list[int]) -> list[RowLogprobs]:
+        """What sequences tell besides their tokens."""
+        return []
 
 
 def bare_app(size: int, path: str, limit: str) -> web.Application:

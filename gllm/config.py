@@ -17,15 +17,14 @@ from gllm.flags import add_flags as add_flags
 from gllm.flags import from_flags as from_flags
 from gllm.flags import input_file, output_file, output_folder, parse_layers, parse_url
 from gllm.flags import parse_bytes as parse_bytes
+from gllm.limits import MAX_LOGPROBS as MAX_LOGPROBS
+from gllm.limits import check_sampling_sizes
 from gllm.logs import FORMATS
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.options import INT32_MAX as INT32_MAX
 from gllm.scheduler.options import MAX_SECONDS, check_values, option
 
 INT64_MAX = 2**63 - 1
-MAX_LOGPROBS = 20
-"""Most likeliest tokens that are told at one place of a text."""
-MAX_BAD_WORDS = 1024
 MAX_N = 16384
 """Most choices of one request; a server allows fewer (`--max-choices`)."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -216,8 +215,20 @@ class ServerConfig:
     ssl_ca_certs: str | None = option(
         None, "PEM file of those whose certificates clients have to show; default: none has to"
     )
+    header_timeout: float = option(
+        30.0,
+        "seconds in which a request's headers come; a connection that says nothing is closed",
+        gt=0,
+        le=MAX_SECONDS,
+    )
     read_timeout: float = option(
-        60.0, "seconds in which a request's headers and body each come", gt=0, le=MAX_SECONDS
+        60.0, "seconds in which a request's body comes", gt=0, le=MAX_SECONDS
+    )
+    keep_alive_timeout: float = option(
+        75.0,
+        "seconds for which a connection may be idle; more than a proxy keeps its own for",
+        gt=0,
+        le=MAX_SECONDS,
     )
     write_timeout: float = option(
         300.0, "seconds without reading after which a client is cut off", gt=0, le=MAX_SECONDS
@@ -340,6 +351,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Raises FieldError for a value of another type or out of its range."""
         convert_fields(self)
+        check_sampling_sizes(self)
         self._check("temperature", 0 <= self.temperature <= 2, "in [0, 2]")
         self._check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         self._check("top_k", self.top_k in (-1, 0) or 1 <= self.top_k <= INT32_MAX, "-1, 0 or >= 1")
@@ -353,7 +365,7 @@ class SamplingParams:
         self._check("min_tokens", 0 <= self.min_tokens <= top, "in 0..max_tokens")
         free = self.structured is None or not self.min_tokens
         self._check("min_tokens", free, "0 with structured output, which ends by its own rules")
-        self._check("stop", len(self.stop) <= 32 and all(self.stop), "up to 32 non-empty strings")
+        self._check("stop", all(self.stop), "non-empty strings")
         ids_fit = all(0 <= i <= INT32_MAX for i in self.stop_token_ids)
         self._check("stop_token_ids", ids_fit, "token ids")
         self._check_edits()
@@ -374,8 +386,7 @@ class SamplingParams:
         self._check("logit_bias", biases_fit, "token ids with values in [-100, 100]")
         allowed = self.allowed_token_ids
         self._check("allowed_token_ids", allowed is None or bool(allowed), "None or some token ids")
-        words_fit = len(self.bad_words) <= MAX_BAD_WORDS and all(self.bad_words)
-        self._check("bad_words", words_fit, f"up to {MAX_BAD_WORDS} non-empty strings")
+        self._check("bad_words", all(self.bad_words), "non-empty strings")
 
     def _check(self, name: str, good: bool, rule: str) -> None:
         if not good:

@@ -26,6 +26,7 @@ from gllm.engine_api import (
     ProfileError,
     check_options,
     check_request,
+    encode_prompt,
     truncated,
 )
 from gllm.field_types import to_str, to_token_ids
@@ -185,7 +186,8 @@ class Engine:
         EngineUnavailable before the first delta.
         """
         if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self.tokenizer.encode, to_str("prompt", prompt))
+            text = to_str("prompt", prompt)
+            prompt = await asyncio.to_thread(self._encode, text, params)
         (request,) = await self.submit(
             [prompt], params, priority=priority, cache_salt=cache_salt, request_id=request_id
         )
@@ -245,10 +247,11 @@ class Engine:
 
         Raises FieldError, EngineUnavailable, and EmbeddingError where it cannot be computed.
         """
-        if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self.tokenizer.encode, to_str("prompt", prompt))
         params = SamplingParams(max_tokens=1, temperature=0)
         priority, cache_salt = check_options(params, priority, cache_salt, request_id)
+        if isinstance(prompt, str):
+            text = to_str("prompt", prompt)
+            prompt = await asyncio.to_thread(self._encode, text, params)
         prompt = to_token_ids("prompt", prompt)
         check_request(prompt, params, self.model)
         self._check_ready()
@@ -328,6 +331,9 @@ class Engine:
         finally:
             self._compiling.pop(task, None)
             task.cancel()
+
+    def _encode(self, prompt: str, params: SamplingParams) -> list[int]:
+        return encode_prompt(prompt, params, self.model, self.tokenizer)
 
     def _token_sequences(self, words: tuple[str, ...]) -> Words:
         """What the model may write the words with: each alone and behind a space."""

@@ -4,7 +4,8 @@ Owns the types both sides share and the checks that either may run first. Knows 
 of processes: a test's fake engine satisfies the protocol as the real one does.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,9 +13,10 @@ import msgspec
 
 from gllm.config import FieldError, SamplingParams
 from gllm.field_types import to_int, to_str
+from gllm.limits import MAX_PROMPT_LOGPROBS
 from gllm.messages import Bubbles, StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
-from gllm.text.tokenizer import Tokenizer
+from gllm.text.tokenizer import Tokenizer, TooManyTokens
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -200,6 +202,39 @@ def check_options(
     return converted, to_str("cache_salt", cache_salt)
 
 
+def encode_prompt(
+    text: str,
+    params: SamplingParams,
+    model: ModelInfo,
+    tokenizer: Tokenizer,
+    param: str = "prompt",
+) -> list[int]:
+    """Return a prompt's token ids, as `truncate_prompt_tokens` leaves them. For a thread.
+
+    Raises PromptTooLong, without tokenizing a text that cannot fit.
+    """
+    with prompt_limit(param, model):
+        most = None if params.truncate_prompt_tokens is not None else model.max_model_len - 1
+        return truncated(tokenizer.encode(text, max_tokens=most), params, model)
+
+
+@contextmanager
+def prompt_limit(param: str, model: ModelInfo) -> Iterator[None]:
+    """Raise PromptTooLong in place of TooManyTokens."""
+    try:
+        yield
+    except TooManyTokens as error:
+        raise _too_long(param, error.count, model, error.is_exact) from None
+
+
+def _too_long(param: str, count: int, model: ModelInfo, is_exact: bool = True) -> PromptTooLong:
+    return PromptTooLong(
+        param,
+        f"{param} has {'' if is_exact else 'at least '}{count} tokens, but this model's context is "
+        f"{model.max_model_len} tokens, of which at least one has to be left for the output",
+    )
+
+
 def check_request(
     prompt: Sequence[int], params: SamplingParams, model: ModelInfo, param: str = "prompt"
 ) -> None:
@@ -210,11 +245,15 @@ def check_request(
     if not prompt:
         raise FieldError(param, f"{param} is empty: at least one token is needed")
     if len(prompt) + 1 > model.max_model_len:
-        raise PromptTooLong(
-            param,
-            f"{param} has {len(prompt)} tokens, but this model's context is "
-            f"{model.max_model_len} tokens, of which at least one has to be left for the output",
-        )
+        raise _too_long(param, len(prompt), model)
+    if params.prompt_logprobs is not None:
+        scored = len(prompt) * (params.prompt_logprobs + 1)
+        if scored > MAX_PROMPT_LOGPROBS:
+            raise FieldError(
+                "prompt_logprobs",
+                f"{len(prompt)} prompt tokens with prompt_logprobs {params.prompt_logprobs} are "
+                f"{scored} log-probabilities, but at most {MAX_PROMPT_LOGPROBS} are allowed",
+            )
     named: tuple[tuple[str, Collection[int]], ...] = (
         (param, prompt),
         ("stop_token_ids", params.stop_token_ids),

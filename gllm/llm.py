@@ -17,6 +17,7 @@ from gllm.engine import Engine, EngineError
 from gllm.engine_api import check_options, check_request, truncated
 from gllm.field_types import to_str, to_token_ids
 from gllm.messages import TokenLogprobs
+from gllm.text.special_tokens import new_mark
 
 T = TypeVar("T")
 
@@ -96,12 +97,17 @@ class LLM:
     def chat(
         self, messages: list[dict[str, str]], sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
-        """The answer to a conversation of {"role": ..., "content": ...} messages."""
-        template = self._engine.tokenizer.chat_template
+        """The answer to a conversation of {"role": ..., "content": ...} messages.
+
+        Special tokens spelled in a content are ordinary text.
+        """
+        tokenizer = self._engine.tokenizer
+        template = tokenizer.chat_template
         if template is None:
             raise EngineError("this model has no chat template: use generate")
-        text = template.render(messages)
-        ids = self._engine.tokenizer.encode(text, add_special_tokens=False)
+        mark = new_mark()
+        text = template.render(tokenizer.special_tokens.mark_all(messages, mark))
+        ids = tokenizer.encode_chat(text, mark)
         return self.generate([ids], sampling_params)[0]
 
     def close(self) -> None:

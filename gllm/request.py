@@ -12,6 +12,7 @@ from gllm.messages import TokenLogprobs
 from gllm.runtime.client import EngineClient, Piece, Stream
 from gllm.scheduler.plan import First
 from gllm.text.detokenizer import TextStream
+from gllm.text.stops import StopStrings
 from gllm.text.tokenizer import Tokenizer
 
 NOT_FIRST = First(0, 0, 0.0)
@@ -27,7 +28,8 @@ class Request:
         self._client = client
         self._stream = stream
         self._params = params
-        self._texts = {choice: _text_stream(tokenizer, params) for choice in range(params.n)}
+        stops = StopStrings(params.stop)
+        self._texts = {i: _text_stream(tokenizer, params, stops) for i in range(params.n)}
         """Of the choices that have not ended."""
         self._prompt_logprobs: list[TokenLogprobs] = []
 
@@ -67,10 +69,10 @@ class Request:
         self._client.release(self._stream)
 
 
-def _text_stream(tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
+def _text_stream(tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings) -> TextStream:
     return TextStream(
         tokenizer,
-        params.stop,
+        stops,
         params.skip_special_tokens,
         params.include_stop_str_in_output,
         params.shown_tokens,

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 
 from aiohttp import web
@@ -16,6 +17,7 @@ from gllm.config import EngineConfig, ServerConfig
 from gllm.engine import Engine
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.connection import Runner
+from gllm.frontend.open_files import raise_open_files_limit
 from gllm.frontend.tls import tls_context
 from gllm.logs import LogConfig
 from gllm.runtime.launch import Workers
@@ -28,6 +30,11 @@ DEAD_SECONDS = 5.0
 
 LAST_SECONDS = 1.0
 """What clients get at least, when the drain is over, to read the end of their answers."""
+
+
+SWITCH_SECONDS = 0.001
+"""After which a thread that renders or tokenizes lets the event loop run; Python's own 5 ms would
+be added to every token of every stream meanwhile."""
 
 
 class Server:
@@ -48,6 +55,8 @@ class Server:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        raise_open_files_limit()
+        sys.setswitchinterval(SWITCH_SECONDS)
         tls = tls_context(self._config)
         runner = make_runner(make_app(self._engine, self._config), self._config)
         await runner.setup()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gllm.frontend.app import ENDPOINTS
 from gllm.frontend.describe import page
+from gllm.limits import limits_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 INTRODUCTION = """\
@@ -25,9 +26,10 @@ for the values its row shows, which ask for nothing. Paths that answer GET answe
 | 401 | a key is missing or wrong |
 | 403 | a page of another origin asks, or `Host` is not a name of this server |
 | 404, 405 | no such path, model or method |
-| 408 | headers or body take longer than `--read-timeout` |
-| 413 | the body is above `--max-body-bytes` |
+| 408 | headers take longer than `--header-timeout`, or the body than `--read-timeout` |
+| 413 | the body is above `--max-body-bytes`, once decompressed |
 | 414, 431 | the URL is above 8 KiB, a header above 16 KiB, all of them above 64 KiB or 100 |
+| 415 | the body has another Content-Encoding than gzip and deflate |
 | 429 | above `--rate-limit`; `Retry-After` says for how long |
 | 501 | known, not done or switched off |
 | 503 | loading, full, draining or dead; `Retry-After` says when to ask again |
@@ -52,6 +54,11 @@ log's lines. A client that disconnects aborts its request. A stream that has not
 14 s opens, if it had not, and sends the comment `: keep-alive`; what fails after that is an `error`
 event, what fails before has its status. A client that reads slowly gets fewer, larger events; one
 that reads nothing for `--write-timeout` seconds is cut off.
+
+A connection on which no request comes is closed after `--header-timeout` seconds, one that is idle
+between requests after `--keep-alive-timeout`. Behind a proxy the latter has to be longer than the
+proxy keeps its connections: the default is enough for a minute, and load balancers that keep them
+for ten minutes need 650.
 
 After SIGTERM new requests get 503, every answer says `Connection: close`, running requests get
 `--shutdown-timeout` seconds; a second signal ends at once.
@@ -78,6 +85,24 @@ checks on every path keep such pages out:
   IP addresses, which cannot be rebound and which probes use.
 
 Clients that are no browsers send no `Origin` and are not affected by the first check.
+
+## Limits
+
+What is larger is 400 and names the field and the limit, before any work on it. Grammars have limits
+of their own ([structured-output.md](structured-output.md)); `--max-body-bytes` counts a body as it
+is after decompression (`Content-Encoding: gzip` or `deflate`), and `--max-choices` limits `n`. How
+long a request of each size keeps the server from others:
+[benchmarks/frontend-gaps.md](benchmarks/frontend-gaps.md).
+
+"""
+ENDPOINTS_TITLE = """
+## Special tokens in texts
+
+What messages, tool results, arguments and tools hold is text, special tokens that they spell
+included: `<|im_end|>` in a message ends no turn. Only the chat template writes control tokens.
+`parse_special: true`, llama.cpp's name for it, takes those in a request for control tokens too. The
+prompts of `/v1/completions` and of `/tokenize` are the whole text that a model gets, so there
+special tokens always are control tokens.
 
 ## Endpoints
 
@@ -112,7 +137,7 @@ names the field as the client knows it. Where there is no counterpart:
 
 def text() -> str:
     """The whole page."""
-    return INTRODUCTION + page(ENDPOINTS) + TRANSLATIONS
+    return INTRODUCTION + limits_table() + ENDPOINTS_TITLE + page(ENDPOINTS) + TRANSLATIONS
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 Owns the order of events. Knows nothing of the endpoints' own shapes: they give a `Writer`.
 """
 
+import asyncio
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -13,12 +15,15 @@ from msgspec.structs import replace
 from gllm.engine_api import Delta
 from gllm.frontend.collect import Choice, Tally
 from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, Context
+from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.outcome import OUTCOME, Outcome
 from gllm.frontend.run import Job, Run
 from gllm.frontend.sse import Event, EventStream
 
 Json = dict[str, Any]
+MAX_SCORED = 2048
+"""Log-probabilities written at once on the event loop; more are written in a thread."""
 
 
 class Writer(Protocol):
@@ -53,8 +58,26 @@ async def answer(
             return await _stream(request, run, writer, tally)
         await run.start()
         choices = await _collect(run, job, tally)
-    body = msgspec.json.encode(writer.whole(choices, tally))
+        if num_scored(choices) > MAX_SCORED:
+            body = await asyncio.to_thread(_encode_whole, writer, choices, tally)
+        else:
+            body = msgspec.json.encode(writer.whole(choices, tally))
     return web.Response(body=body, content_type="application/json")
+
+
+def num_scored(parts: Sequence[Delta] | Sequence[Choice]) -> int:
+    """Count the log-probabilities that parts of an answer return."""
+    scored = [
+        len(entries) * (len(entries[0].top_ids) + 1)
+        for part in parts
+        for entries in (part.logprobs, part.prompt_logprobs)
+        if entries
+    ]
+    return sum(scored)
+
+
+def _encode_whole(writer: Writer, choices: list[Choice], tally: Tally) -> bytes:
+    return encode_piecewise(writer.whole(choices, tally))
 
 
 async def _collect(run: Run, job: Job, tally: Tally) -> list[Choice]:
@@ -95,24 +118,41 @@ async def _stream(
 
 async def _send_all(stream: EventStream, run: Run, writer: Writer, tally: Tally) -> None:
     events = writer.opening(tally)
+    large: list[Delta] = []
+
+    def write(deltas: list[Delta]) -> None:
+        for delta in deltas:
+            failed = delta.finish_reason == "error"
+            shown = replace(delta, finish_reason=None) if failed else delta
+            tally.add(shown)
+            events.extend(writer.delta(shown, tally))
+            if failed:
+                raise _failure(delta)
+
+    def put() -> None:
+        stream.put(events)
+        events.clear()
 
     def push() -> bool:
+        deltas = run.take()
+        if num_scored(deltas) > MAX_SCORED:
+            large.extend(deltas)
+            return False
         try:
-            for delta in run.take():
-                failed = delta.finish_reason == "error"
-                shown = replace(delta, finish_reason=None) if failed else delta
-                tally.add(shown)
-                events.extend(writer.delta(shown, tally))
-                if failed:
-                    raise _failure(delta)
+            write(deltas)
         finally:
             # What came before a choice failed is shown before its error.
-            stream.put(events)
-            events.clear()
+            put()
         return stream.is_fluent
 
     while not run.ended:
         await run.pour(push)
+        if large:
+            try:
+                await asyncio.to_thread(write, large)
+            finally:
+                put()
+                large.clear()
         await stream.flush()
     stream.put(writer.closing(tally))
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from gllm.config import FieldError, ServerConfig
-from gllm.engine_api import check_request, truncated
+from gllm.engine_api import check_request, prompt_limit, truncated
 from gllm.frontend.context import Context
 from gllm.frontend.demand import demand
 from gllm.frontend.fields.chat import ChatFields, TemplateOptions
@@ -24,6 +24,7 @@ from gllm.text.output.calls import ToolFamily
 from gllm.text.output.parser import OutputFormat
 from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.registry import reasoning_tags, tool_family
+from gllm.text.special_tokens import new_mark
 from gllm.text.tokenizer import Tokenizer
 from gllm.text.tools import ToolUse, tool_use
 
@@ -39,12 +40,15 @@ async def chat_job(context: Context, fields: ChatFields) -> Job:
         logprobs=fields.top,
         prompt_logprobs=fields.prompt_logprobs,
     )
-    made = await asyncio.to_thread(chat_prompt, tokenizer, fields, context.config)
+    with prompt_limit("messages", model):
+        most = None if params.truncate_prompt_tokens is not None else model.max_model_len - 1
+        made = await asyncio.to_thread(chat_prompt, tokenizer, fields, context.config, most)
     prompt = truncated(made.ids, params, model)
     check_request(prompt, params, model, param="messages")
-    structured, form = demand(
-        params.structured, made.tools, made.output, made.template, tokenizer.token_id
-    )
+    structured, form = params.structured, made.output
+    if made.tools.tools or structured is not None:
+        asked = (structured, made.tools, made.output, made.template, tokenizer.token_id)
+        structured, form = await asyncio.to_thread(demand, *asked)
     params = replace(params, shown_tokens=form.markers, structured=structured)
     return Job(fields, [prompt], params, output=form, reasoning=reasoning_counter(tokenizer, form))
 
@@ -61,25 +65,38 @@ class ChatPrompt:
     """The source of the model's template."""
 
 
-def chat_prompt(tokenizer: Tokenizer, fields: ChatFields, config: ServerConfig) -> ChatPrompt:
-    """The prompt of the messages. Raises FieldError."""
+def chat_prompt(
+    tokenizer: Tokenizer, fields: ChatFields, config: ServerConfig, max_tokens: int | None = None
+) -> ChatPrompt:
+    """The prompt of the messages. Raises FieldError, TooManyTokens."""
     template = tokenizer.chat_template
     if template is None:
         raise FieldError("messages", "this model has no chat template: use /v1/completions")
     use = tool_use(fields.tools, fields.tool_choice)
     family = _family(template, use, config)
+    mark = "" if fields.parse_special else new_mark()
     text = template.render(
-        fields.messages,
+        _marked(tokenizer, fields.messages, mark),
         add_generation_prompt=not fields.continues and fields.add_generation_prompt is not False,
         options=template_variables(template, fields),
-        tools=use.tools,
+        tools=_marked(tokenizer, list(use.tools), mark),
         continue_final=fields.continues,
     )
     tags = reasoning_tags(config.reasoning_parser, template.source)
-    within = tags is not None and _within(tags, text, fields)
+    within = tags is not None and _within(tags, text.replace(mark, "") if mark else text, fields)
     form = OutputFormat(tags, within, family, use.schemas)
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode_chat(text, mark, max_tokens)
     return ChatPrompt(ids, use, form, template.source)
+
+
+def _marked(tokenizer: Tokenizer, values: Any, mark: str) -> Any:
+    """Values of a request with a mark in each special token, which are plain text then."""
+    if not mark:
+        return values
+    try:
+        return tokenizer.special_tokens.mark_all(values, mark)
+    except RecursionError:
+        raise FieldError("messages", "messages are nested too deep") from None
 
 
 def _within(tags: ReasoningTags, prompt: str, fields: ChatFields) -> bool:

@@ -28,10 +28,6 @@ MAX_FIELDS = 100
 MAX_HEAD_BYTES = 65536
 """Of the request line and all headers; one read from the socket may be above it."""
 
-KEEP_ALIVE_SECONDS = 650.0
-"""For which a connection may be idle: longer than proxies keep theirs, for one that is ended while
-a request is under way fails it."""
-
 
 class Connection(web.RequestHandler):
     """One connection of a client."""
@@ -45,6 +41,11 @@ class Connection(web.RequestHandler):
         """Of a request whose headers have not all come."""
         self._head_timer: asyncio.TimerHandle | None = None
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Expect a request at once: who connects and says nothing takes a place from others."""
+        super().connection_made(transport)
+        self._start_head_timer()
+
     def data_received(self, data: bytes) -> None:
         """Watch how much and for how long a request's head comes in."""
         super().data_received(data)
@@ -55,8 +56,7 @@ class Connection(web.RequestHandler):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._end(_too_large(f"The headers have more than {MAX_HEAD_BYTES} bytes."))
             elif self._head_timer is None:
-                seconds = self._config.read_timeout
-                self._head_timer = self._loop.call_later(seconds, self._end, too_slow(seconds))
+                self._start_head_timer()
 
     @property
     def _waits_for_head(self) -> bool:
@@ -109,6 +109,18 @@ class Connection(web.RequestHandler):
         response.force_close()
         return response
 
+    def _start_head_timer(self) -> None:
+        seconds = self._config.header_timeout
+        self._head_timer = self._loop.call_later(seconds, self._on_late_head, seconds)
+
+    def _on_late_head(self, seconds: float) -> None:
+        """Headers are not there in time: answer, unless nothing was said at all."""
+        if self._head_bytes:
+            self._end(too_slow(seconds))
+        else:
+            self._forget_head()
+            self.force_close()
+
     def _end(self, error: ApiError) -> None:
         """Answer to headers that are not all there, and close."""
         self._forget_head()
@@ -143,7 +155,9 @@ class Runner(web.AppRunner):
             max_line_size=MAX_URL_BYTES,
             max_field_size=MAX_FIELD_BYTES,
             max_headers=MAX_FIELDS,
-            keepalive_timeout=KEEP_ALIVE_SECONDS,
+            keepalive_timeout=config.keep_alive_timeout,
+            # Bodies are decompressed in a thread, within a bound (fields/inflate.py).
+            auto_decompress=False,
         )
         self._config = config
 

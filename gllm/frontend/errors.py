@@ -31,6 +31,7 @@ TYPES = {
     409: "conflict_error",
     413: "request_too_large",
     414: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     431: "request_too_large",
     500: "internal_error",

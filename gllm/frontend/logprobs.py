@@ -84,7 +84,7 @@ class CompletionLogprobs:
         self._as_ids = as_ids
         self._tokenizer = tokenizer
         self._top = top
-        self._decoder = TextStream(tokenizer, (), skip_special_tokens)
+        self._decoder = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
         self._length = start
 
     def part(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> Json:

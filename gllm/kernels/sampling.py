@@ -31,6 +31,9 @@ TOP_P_CANDIDATES = 1024
 """Sorted first for a row with top-p alone; they nearly always hold its whole nucleus."""
 SPAN = 512
 """Tokens summed at once on the way to the cumulative distribution of a whole vocabulary."""
+SMALLEST = np.finfo(np.float32).tiny
+"""The smallest normal float32. Smaller temperatures and top-p values are raised to it: they keep
+the same tokens, and arithmetic that flushes denormals does not turn them into 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +89,12 @@ def plan_sampling(
 ) -> SamplingPlan:
     """Sort rows by the way they are drawn; all arguments [rows].
 
-    temperature 0 is greedy whatever the rest, top_k 0 and top_p 1 are off; seed, choice (of its
-    request) and index (of the token in the output) are the counters of the random number.
+    temperature 0 is greedy whatever the rest, top_k 0 and top_p 1 are off; a top_p that rounds to 0
+    keeps the best token. seed, choice (of its request) and index (of the token in the output) are
+    the counters of the random number.
     """
+    top_p = np.maximum(top_p, SMALLEST)
+    temperature = np.where(temperature > 0, np.maximum(temperature, SMALLEST), temperature)
     # Powers of two, so that few groups arise, and so that a row's group is its own affair.
     by_k = 2 ** np.ceil(np.log2(np.maximum(top_k, 1))).astype(np.int64)
     candidates = np.where(top_k > 0, by_k, np.where(top_p < 1, NUCLEUS, WHOLE))

@@ -7,11 +7,9 @@ import json
 from typing import Any, NoReturn
 
 from gllm.config import FieldError
+from gllm.limits import MAX_CALLS, MAX_MESSAGES
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_MESSAGES = 4096
-MAX_CALLS = 128
-"""Tool calls of one message."""
 
 Message = dict[str, Any]
 

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from gllm.text.stops import StopMatcher
+from gllm.text.stops import StopMatcher, StopStrings
 from gllm.text.tokenizer import BYTE_TOKEN, Tokenizer
 
 
@@ -72,6 +72,9 @@ class _WindowDecoder:
         return self._tokenizer.decode(self._window, False)[len(self._shown) :]
 
 
+NO_STOPS = StopStrings()
+
+
 class TextStream:
     """Tokens in, text out, up to the first stop string, with it where `include_stop`.
 
@@ -81,7 +84,7 @@ class TextStream:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
+        stop: StopStrings = NO_STOPS,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         shown: Sequence[str] = (),

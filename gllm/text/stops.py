@@ -4,59 +4,76 @@ Owns which text is safe to show: what may be the start of a stop string is held 
 nothing of one leaks. Knows nothing of tokens.
 """
 
+import re
 from collections.abc import Sequence
 
 
-class _Needle:
-    """One stop string and how much of it the text's end matches (Knuth, Morris and Pratt)."""
+class StopStrings:
+    """The stop strings of one request, prepared once for the matchers of all its choices."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0
-        self._borders = [0] * len(text)
-        for i in range(1, len(text)):
-            self._borders[i] = self._step(self._borders[i - 1], text[i])
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = tuple(dict.fromkeys(stops))
+        by_first: dict[str, list[str]] = {}
+        for stop in self._stops:
+            by_first.setdefault(stop[0], []).append(stop)
+        self._by_first = {char: tuple(stops) for char, stops in by_first.items()}
+        # Scans for the first characters in C; a lookahead that always fails where there are none.
+        self._first = re.compile("|".join(map(re.escape, by_first)) or "(?!)")
 
-    def _step(self, matched: int, char: str) -> int:
-        """Characters of the needle matched after one more character."""
-        while matched and self.text[matched] != char:
-            matched = self._borders[matched - 1]
-        return matched + (self.text[matched] == char)
+    def __bool__(self) -> bool:
+        return bool(self._stops)
 
-    def feed(self, text: str) -> int | None:
-        """Characters of `text` up to the end of the first match, None without one."""
-        if not self.matched and self.text[0] not in text:
-            return None
-        for i, char in enumerate(text):
-            self.matched = self._step(self.matched, char)
-            if self.matched == len(self.text):
-                return i + 1
-        return None
+    def find(self, text: str, num_searched: int) -> tuple[int, str] | None:
+        """Return the stop string that is complete first and where it begins, None without one.
+
+        If several end at the same character, the longest counts. num_searched: characters at the
+        beginning of `text` in which no stop string ends.
+        """
+        hits = []
+        for stop in self._stops:
+            begin = text.find(stop, max(0, num_searched + 1 - len(stop)))
+            if begin >= 0:
+                hits.append((begin + len(stop), begin, stop))
+        return None if not hits else min(hits)[1:]
+
+    def held_from(self, text: str) -> int:
+        """Return where the longest end of `text` begins that may be the start of a stop string.
+
+        `text` holds no complete stop string. The length of `text` stands for no such end.
+        """
+        begin = 0
+        while (found := self._first.search(text, begin)) is not None:
+            begin = found.start()
+            tail = text[begin:]
+            if any(stop.startswith(tail) for stop in self._by_first[text[begin]]):
+                return begin
+            begin += 1
+        return len(text)
 
 
 class StopMatcher:
     """Cuts a stream at the first stop string that is complete; at a tie the longest counts.
 
-    What comes out does not depend on how the stream is cut into pieces.
+    What comes out does not depend on how the stream is cut into pieces. The beginning of what is
+    held back only moves forward, so a stream takes one comparison per character and stop string at
+    most, made by `str.startswith`.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._needles = [_Needle(stop) for stop in stops]
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Text that may be shown, and the stop string that is complete now, which ends it."""
-        held = self._held + text
-        hits = [(needle.feed(text), needle.text) for needle in self._needles]
-        ends = [(end, -len(stop), stop) for end, stop in hits if end is not None]
-        if ends:
-            end, _, stop = min(ends)
+        window = self._held + text
+        hit = self._stops.find(window, len(self._held))
+        if hit is not None:
+            begin, stop = hit
             self._held = ""
-            return held[: len(held) - len(text) + end - len(stop)], stop
-        hold = max((needle.matched for needle in self._needles), default=0)
-        cut = len(held) - hold
-        self._held = held[cut:]
-        return held[:cut], None
+            return window[:begin], stop
+        cut = self._stops.held_from(window)
+        self._held = window[cut:]
+        return window[:cut], None
 
     def finish(self) -> str:
         """What was held back, when no more text comes."""

@@ -12,9 +12,20 @@ from typing import Any
 import tokenizers
 
 from gllm.text.chat_template import ChatTemplate, load_chat_template
+from gllm.text.special_tokens import SpecialTokens
+from gllm.text.token_length import longest_token
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """How vocabularies of text write a single byte."""
+
+
+class TooManyTokens(ValueError):
+    """A text has more tokens than are allowed: at least `count` if that is not exact."""
+
+    def __init__(self, count: int, is_exact: bool = True) -> None:
+        super().__init__(count, is_exact)
+        self.count = count
+        self.is_exact = is_exact
 
 
 class Tokenizer:
@@ -33,6 +44,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._longest = longest_token(backend)
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | None = None) -> "Tokenizer":
@@ -51,15 +63,56 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{file} is no tokenizer: {error}") from error
-        return cls(backend, load_chat_template(Path(folder), template))
+        tokenizer = cls(backend, load_chat_template(Path(folder), template))
+        if tokenizer.chat_template is not None:
+            # Made now, for it takes as long as reading the file.
+            _ = tokenizer.special_tokens
+        return tokenizer
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; the tokenizer's post-processor adds its special tokens unless told not to."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids; the tokenizer's post-processor adds its special tokens unless told not to.
+
+        In a thread it lets others run: the calls for batches hold no lock of Python's. Raises
+        TooManyTokens if there are more than `max_tokens`, before tokenizing where the text's length
+        shows it.
+        """
+        self._check_length(text, max_tokens)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokens(len(encoding))
+        return encoding.ids
+
+    def encode_chat(self, text: str, mark: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a rendered chat; special tokens with a mark inside are ordinary text.
+
+        Raises TooManyTokens.
+        """
+        if not mark or not (mark in text or self.special_tokens.are_normalized):
+            return self.encode(text, False, max_tokens)
+        self._check_length(text.replace(mark, ""), max_tokens)
+        ids = self.special_tokens.encode(text, mark)
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise TooManyTokens(len(ids))
+        return ids
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        """Raise TooManyTokens if no text of this length has so few tokens."""
+        if max_tokens is not None and self._longest is not None:
+            fewest = -(-len(text) // self._longest)
+            if fewest > max_tokens:
+                raise TooManyTokens(fewest, is_exact=False)
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """The special tokens as text may spell them."""
+        return SpecialTokens(self._backend)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids that are none are skipped."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's entry for an id, None where there is none."""

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gllm.config import FieldError
+import msgspec
 
-MAX_TOOLS = 128
-MAX_DEPTH = 64
-"""Of values nested in a schema."""
+from gllm.config import FieldError
+from gllm.limits import MAX_TOOL_BYTES, MAX_TOOL_DEPTH, MAX_TOOLS, check_size
+
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CHOICES = ("none", "auto", "required")
 
@@ -75,8 +75,10 @@ def _checked_tools(tools: object) -> tuple[Tool, ...]:
     """Copies of tools with what models are trained on, in the order they are trained on."""
     if tools is None:
         return ()
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+    if not isinstance(tools, list):
         raise FieldError("tools", f"tools has to be a list of up to {MAX_TOOLS}")
+    check_size("tools", tools, MAX_TOOLS, "tools")
+    check_size("tools", msgspec.json.encode(tools), MAX_TOOL_BYTES, "bytes of JSON")
     made = tuple(_checked(f"tools[{i}]", tool) for i, tool in enumerate(tools))
     names = [tool["function"]["name"] for tool in made]
     for name in names:
@@ -120,9 +122,9 @@ def _is_object_schema(schema: object) -> bool:
 
 
 def _is_deep(value: object) -> bool:
-    """Whether values are nested deeper than `MAX_DEPTH`."""
+    """Whether values are nested deeper than `MAX_TOOL_DEPTH`."""
     inside = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_TOOL_DEPTH):
         lists = [one for one in inside if isinstance(one, list)]
         objects = [one.values() for one in inside if isinstance(one, dict)]
         inside = [nested for several in (*lists, *objects) for nested in several]

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import urllib.error
@@ -72,6 +73,9 @@ def test_doors_that_cannot_be(tiny_model: Path, flags: list[str], reason: str) -
 
 def test_kept_connections_while_draining(tiny_model: Path) -> None:
     with serving(tiny_model) as server:
+        # As many open files as the system allows, for every connection is one.
+        soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        assert soft == hard
         request = Streaming(server)
         kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE)
         kept.request("GET", "/v1/models")

@@ -16,6 +16,7 @@ from gllm.grammar.source import source_of
 from gllm.messages import Bubbles, StageLoad, TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.detokenizer import TextStream
+from gllm.text.stops import StopStrings
 from gllm.text.tokenizer import Tokenizer
 
 
@@ -208,7 +209,11 @@ class FakeEngine:
         """The choices' tokens in turn, as a pipeline would bring them."""
         ids = self.tokenizer.encode(self.reply)
         limit = min(params.max_tokens or self.max_model_len, len(ids))
-        shown = (params.stop, params.skip_special_tokens, params.include_stop_str_in_output)
+        shown: tuple[Any, ...] = (
+            StopStrings(params.stop),
+            params.skip_special_tokens,
+            params.include_stop_str_in_output,
+        )
         shown += (params.shown_tokens,)
         streams = {i: TextStream(self.tokenizer, *shown) for i in range(params.n)}
         before = [entry for token in prompt[1:] for entry in scored(token, params.prompt_logprobs)]

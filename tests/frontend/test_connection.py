@@ -3,13 +3,18 @@
 import asyncio
 import gzip
 import json
+import resource
+import subprocess
+import sys
+from contextlib import AsyncExitStack
 
 import pytest
 import uvloop
 
 from gllm.frontend.connection import MAX_FIELD_BYTES, MAX_FIELDS, MAX_HEAD_BYTES, MAX_URL_BYTES
+from gllm.frontend.open_files import raise_open_files_limit
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH, serving
-from tests.frontend.raw import connected, post
+from tests.frontend.raw import SECONDS, connected, post
 from tests.frontend.test_stream import BulkyTokenizer, until
 
 MANY = "".join(f"x-{i}: y\r\n" for i in range(MAX_FIELDS + 1))
@@ -99,7 +104,7 @@ def test_a_request_that_does_not_come(engine, cut, run):
     # Servers run on uvloop, where the first bytes come earlier than elsewhere.
     async def ask():
         async with (
-            serving(engine, read_timeout=0.2) as server,
+            serving(engine, read_timeout=0.2, header_timeout=0.2) as server,
             connected(server.client) as raw,
         ):
             await raw.send(post(CHAT_PATH, CHAT)[:cut])
@@ -113,11 +118,55 @@ def test_a_request_that_does_not_come(engine, cut, run):
 
 async def test_only_what_comes_slowly_is_too_slow(engine):
     engine.delay = 0.05
-    async with serving(engine, read_timeout=0.2) as server, connected(server.client) as raw:
+    limits = {"read_timeout": 0.2, "header_timeout": 0.2}
+    async with serving(engine, **limits) as server, connected(server.client) as raw:
         for _ in range(2):  # an answer that takes longer, and a silence between two requests
             await raw.send(post(CHAT_PATH, CHAT))
             assert (await raw.answer())[0] == 200
             await asyncio.sleep(0.5)
+
+
+async def test_two_thousand_silent_sockets_and_one_user(engine):
+    """The user is served while all of them are there."""
+    raise_open_files_limit()
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 4200:
+        pytest.skip("server and clients are one process here, which may not have 4200 files open")
+    async with serving(engine, max_num_queued_requests=8) as server:
+        async with AsyncExitStack() as stack:
+            for _ in range(2000):
+                await stack.enter_async_context(connected(server.client))
+            await until(lambda: len(server.connections) == 2000, SECONDS)
+            assert (await server.chat()).status == 200
+            assert len(server.connections) == 2001
+        await until(lambda: len(server.connections) == 1, SECONDS)
+
+
+async def test_silent_sockets_are_closed_without_a_word(engine, caplog):
+    async with serving(engine, header_timeout=0.2) as server, AsyncExitStack() as stack:
+        silent = [await stack.enter_async_context(connected(server.client)) for _ in range(20)]
+        assert [await raw.rest() for raw in silent] == [b""] * 20
+        assert (await server.chat()).status == 200
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
+
+
+async def test_idle_connections_are_closed(engine):
+    async with serving(engine, keep_alive_timeout=0.2) as server, connected(server.client) as raw:
+        await raw.send(post(CHAT_PATH, CHAT))
+        assert (await raw.answer())[0] == 200
+        assert await raw.rest() == b""
+
+
+def test_the_limit_on_open_files_is_raised():
+    """In a process of its own, as a shell that allows few starts it."""
+    lines = (
+        "import resource",
+        "from gllm.frontend.open_files import raise_open_files_limit",
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))",
+        "raise_open_files_limit()",
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -202,3 +202,36 @@ def test_rows_with_anything_that_is_not_finite() -> None:
     for row, bad in enumerate((math.nan, math.inf, -math.inf)):
         logits[row, 300 + row] = bad
     assert sampling.all_finite(logits) == [False, False, False, True, True]
+
+
+TINY: list[dict[str, Any]] = [
+    *({"top_p": p} for p in (5e-324, 1e-46, 1e-45, 1e-40, 1.2e-38)),
+    *({"top_p": 1e-46, **more} for more in ({"top_k": 3}, {"min_p": 0.5}, {"temperature": 1e-30})),
+    *({"min_p": p} for p in (1 - 1e-9, 1.0)),
+    *({"temperature": t} for t in (1e-46, 1e-45, 1e-39, 1e-30)),
+    *({"temperature": 1e-40, **more} for more in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 1.0})),
+    *({"top_k": 1, **more} for more in ({}, {"top_p": 0.5}, {"temperature": 2.0})),
+    *({"top_k": 2**31 - 1, **more} for more in ({"top_p": 1e-46}, {"min_p": 1.0})),
+]
+"""Settings that keep the best token alone; float32 has no number for some of them."""
+
+
+@pytest.mark.parametrize("flush", [False, True], ids=["denormal", "flushed"])
+@pytest.mark.parametrize("row", TINY, ids=str)
+def test_tiny_settings_keep_the_best_token(row: dict[str, Any], flush: bool) -> None:
+    """Wherever it is and whatever a grammar forbids; also where arithmetic flushes denormals."""
+    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(8))
+    # As a grammar forbids tokens, the first one among them.
+    logits[3:, ::2] = -math.inf
+    wanted = logits.argmax(dim=-1).tolist()
+    torch.set_flush_denormal(flush)
+    try:
+        assert drawn(logits, [row | {"seed": seed} for seed in range(6)]) == wanted
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_huge_top_k_keeps_all() -> None:
+    logits = torch.randn(40, 600, generator=torch.Generator().manual_seed(9))
+    seeds = [{"seed": seed, "top_p": 0.9} for seed in range(40)]
+    assert drawn(logits, [row | {"top_k": 2**31 - 1} for row in seeds]) == drawn(logits, seeds)

@@ -6,7 +6,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from gllm.config import FieldError
-from gllm.text import chat_messages, chat_template
+from gllm.limits import MAX_MESSAGES
+from gllm.text import chat_template
 from gllm.text.chat_template import ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
@@ -138,7 +139,7 @@ BAD_MESSAGES = [
     [{"role": "user", "content": [{"type": "text"}]}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
-    [{"role": "user", "content": "x"}] * (chat_messages.MAX_MESSAGES + 1),
+    [{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1),
 ]
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.text.detokenizer import TextStream
+from gllm.text.stops import StopStrings
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
 
@@ -77,7 +78,7 @@ def test_cost_of_a_token_does_not_grow(kind):
 def test_stop_string_says_which_token_completed_it():
     tokenizer = KINDS["byte-level"]
     ids = tokenizer.encode("Hello world, how are you today?")
-    stream = TextStream(tokenizer, ["how are"])
+    stream = TextStream(tokenizer, StopStrings(["how are"]))
     text, used, stop = stream.push(ids)
     assert (text, stop) == ("Hello world, ", "how are")
     assert "how are" in tokenizer.decode(ids[:used])
@@ -86,7 +87,7 @@ def test_stop_string_says_which_token_completed_it():
 
 def test_unfinished_stop_string_is_shown_at_the_end():
     tokenizer = KINDS["byte-level"]
-    stream = TextStream(tokenizer, ["you!"])
+    stream = TextStream(tokenizer, StopStrings(["you!"]))
     shown, used, stop = stream.push(tokenizer.encode("thank you"))
     assert (shown, stop) == ("thank ", None)
     assert used == len(tokenizer.encode("thank you"))
@@ -108,8 +109,8 @@ def test_special_tokens_are_shown_where_asked(kind, data):
 def test_stop_strings_are_shown_where_asked(stop):
     tokenizer = KINDS["byte-level"]
     ids = tokenizer.encode("Hello world, you")
-    cut = TextStream(tokenizer, [stop]).push(ids)
-    kept = TextStream(tokenizer, [stop], include_stop=True).push(ids)
+    cut = TextStream(tokenizer, StopStrings([stop])).push(ids)
+    kept = TextStream(tokenizer, StopStrings([stop]), include_stop=True).push(ids)
     assert cut[1:] == kept[1:] == (kept[1], stop)
     assert kept[0] == cut[0] + stop
     assert "Hello world, you".startswith(kept[0])
@@ -119,7 +120,7 @@ def test_a_stop_string_at_the_very_end_is_shown_where_asked():
     tokenizer = KINDS["llama"]
     ids = tokenizer.encode("Hello \u00e9")
     for include, wanted in ((False, "Hello "), (True, "Hello \u00e9")):
-        stream = TextStream(tokenizer, ["\u00e9"], include_stop=include)
+        stream = TextStream(tokenizer, StopStrings(["\u00e9"]), include_stop=include)
         assert stream.push(ids)[0] + stream.finish() == wanted
 
 

@@ -1,8 +1,16 @@
 """The tokenizer of a model folder."""
 
-import pytest
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 
-from gllm.text.tokenizer import Tokenizer
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+
+from gllm.text.token_length import longest_token
+from gllm.text.tokenizer import Tokenizer, TooManyTokens
 from tests.text import tokenizers_for_tests as some
 
 
@@ -57,3 +65,63 @@ def test_broken_template_is_told(tmp_path):
     some.save(tmp_path, some.byte_level(), chat_template="{% for %}")
     with pytest.raises(ValueError, match="chat template is broken"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch):
+    """By its characters, whatever it says: no token of this vocabulary is as long."""
+    tokenizer = Tokenizer(some.byte_level())
+    longest = max(map(len, some.byte_level().get_vocab()))
+    monkeypatch.setattr(tokenizer, "_backend", None)
+    with pytest.raises(TooManyTokens) as raised:
+        tokenizer.encode("x" * (longest * 7 + 1), max_tokens=7)
+    assert (raised.value.count, raised.value.is_exact) == (8, False)
+
+
+def test_others_run_while_a_long_text_is_tokenized():
+    """The longest time without a turn is a part of the whole, not all of it."""
+    tokenizer = Tokenizer(some.byte_level())
+    text = some.CORPUS[0] * 3000
+    times: list[float] = []
+
+    def encode() -> None:
+        times.append(time.perf_counter())
+        tokenizer.encode(text)
+        times.append(time.perf_counter())
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(encode)
+        turns = []
+        while not done.done():
+            turns.append(time.perf_counter())
+    begin, end = times
+    inside = [begin, *(turn for turn in turns if begin < turn < end), end]
+    assert max(b - a for a, b in itertools.pairwise(inside)) < 0.5 * (end - begin)
+
+
+def test_too_many_tokens():
+    tokenizer = Tokenizer(some.byte_level())
+    count = len(tokenizer.encode("Hello world"))
+    assert len(tokenizer.encode("Hello world", max_tokens=count)) == count
+    with pytest.raises(TooManyTokens) as raised:
+        tokenizer.encode("Hello world", max_tokens=count - 1)
+    assert (raised.value.count, raised.value.is_exact) == (count, True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.sampled_from("aHelo world\n\t 你e\u0301🎉\u1f82\u1100\u1161\u11a8"), max_size=60))
+def test_no_text_has_fewer_tokens_than_its_length_tells(text):
+    composing = some.byte_level()
+    composing.normalizer = normalizers.NFC()
+    for backend in (some.byte_level(), composing, some.sentencepiece(), some.metaspace()):
+        longest = longest_token(backend)
+        assert longest is not None
+        assert len(text) <= longest * len(backend.encode(text, add_special_tokens=False))
+
+
+def test_tokenizers_that_may_drop_text_have_no_longest_token():
+    dropping, swallowing, lossy = some.byte_level(), some.byte_level(), some.byte_level()
+    dropping.pre_tokenizer = pre_tokenizers.Whitespace()
+    swallowing.add_special_tokens([AddedToken("<pad>", lstrip=True)])
+    lossy.normalizer = normalizers.Strip()
+    for backend in (some.word_piece(), dropping, swallowing, lossy):
+        assert longest_token(backend) is None

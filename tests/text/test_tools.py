@@ -3,7 +3,8 @@
 import pytest
 
 from gllm.config import FieldError
-from gllm.text.tools import MAX_DEPTH, MAX_TOOLS, ToolUse, tool_use
+from gllm.limits import MAX_TOOL_DEPTH, MAX_TOOLS
+from gllm.text.tools import ToolUse, tool_use
 
 
 def tool(name="f", **more):
@@ -70,7 +71,7 @@ def nested(levels):
 
 
 def test_depth():
-    assert tool_use([tool(parameters=nested(MAX_DEPTH - 3))], None).choice == "auto"
+    assert tool_use([tool(parameters=nested(MAX_TOOL_DEPTH - 3))], None).choice == "auto"
 
 
 BAD_TOOLS = [
@@ -81,7 +82,7 @@ BAD_TOOLS = [
     *([tool(parameters={"type": "string"})], [tool(parameters={"properties": []})]),
     *([tool(parameters={"properties": {"a": 7}})], [tool("f"), tool("f")]),
     *([tool(parameters={"required": True})], [tool(parameters={"required": [7]})]),
-    *([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], [tool(parameters=nested(MAX_DEPTH + 1))]),
+    *([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], [tool(parameters=nested(MAX_TOOL_DEPTH + 1))]),
 ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gllm.kernels.random_numbers import uniform
 from gllm.kernels.sampling import sample as reference
 from gllm.kernels.triton.sampling import sample
-from tests.kernels.test_sampling import plan_of
+from tests.kernels.test_sampling import TINY, plan_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 """Numbers of the interpreter are numpy's; distances may be infinite, integers wrap."""
@@ -114,3 +114,10 @@ def test_a_row_of_a_wider_tensor_and_no_row() -> None:
     wanted = reference(logits[::2, :77].clone(), plan_of(rows)).tolist()
     assert sample(logits[::2, :77], plan_of(rows), TILE).tolist() == wanted
     assert sample(logits[:0], plan_of([]), TILE).tolist() == []
+
+
+def test_tiny_settings_keep_the_best_token() -> None:
+    logits = torch.randn(len(TINY), 150, generator=torch.Generator().manual_seed(8))
+    # As a grammar forbids tokens, the first one among them.
+    logits[:, ::2] = -math.inf
+    assert check(logits, TINY) == logits.argmax(dim=-1).tolist()

@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gllm.config import MAX_LOGPROBS, FieldError
+from gllm.config import FieldError
 from gllm.frontend.fields.body import Int, about
 from gllm.frontend.fields.generation import Generation
+from gllm.limits import MAX_LOGPROBS
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -30,7 +31,7 @@ TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "object"},
 
 PROMPT_FIELDS = (
     *("messages", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"),
-    *("reasoning_effort", "chat_template_kwargs"),
+    *("reasoning_effort", "chat_template_kwargs", "parse_special"),
 )
 """Fields that say what the prompt is."""
 

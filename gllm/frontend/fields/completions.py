@@ -11,8 +11,6 @@ from gllm.config import MAX_LOGPROBS, FieldError
 from gllm.frontend.fields.body import CountOrZero, Int, Int32, about
 from gllm.frontend.fields.generation import Generation
 
-MAX_PROMPTS = 1024
-"""Prompts of one completions request; also the least bound on all its choices."""
 COMPLETION_TOKENS = 16
 """max_tokens of a completions request that names none."""
 
@@ -50,6 +48,13 @@ class CompletionFields(Generation):
         ),
     ] = None
     echo: Annotated[bool | None, about("put the prompt before the text")] = None
+
+    def check(self) -> None:
+        """Raises FieldError for fields that do not go together."""
+        super().check()
+        if self.parse_special is False:
+            why = "parse_special is false, but in a prompt special tokens always are control tokens"
+            raise FieldError("parse_special", f"{why}: use chat completions")
 
     @property
     def generates(self) -> bool:

@@ -12,9 +12,17 @@ from msgspec import Meta
 from gllm.config import INT32_MAX, MAX_LOGPROBS, FieldError, SamplingParams
 from gllm.frontend.fields.body import Body, Count, Int, Int32, Refused, about
 from gllm.frontend.fields.structured import ResponseFormat, StructuredOutputs, structured_output
+from gllm.limits import MAX_LOGPROBS_PER_STEP
 
 Salt = Annotated[str, Meta(max_length=128)]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
+ParseSpecial = Annotated[
+    bool | None,
+    about(
+        "whether special tokens such as `<|im_end|>` in messages and tools are control tokens; "
+        "default false: they are text; in a prompt of completions they always are"
+    ),
+]
 NO_BEAMS = "asks for beam search, which is not done here: n draws several choices"
 NOT_DONE = "is not supported by this server with this value"
 CHAT_ALONE = "is a field of chat completions"
@@ -105,6 +113,7 @@ class Sampling(Body):
             **{"not": {"const": 0}},
         ),
     ] = None
+    parse_special: ParseSpecial = None
     skip_special_tokens: Annotated[
         bool | None, about("leave special tokens out of the text; default true")
     ] = None
@@ -217,7 +226,7 @@ def sampling_params(
     if n > max_choices:
         raise FieldError("n", f"n is {n}, but this server allows at most {max_choices}")
     plain = {name: getattr(fields, name) for name in PLAIN}
-    return SamplingParams(
+    params = SamplingParams(
         **{**defaults, **{name: value for name, value in plain.items() if value is not None}},
         n=n,
         stop=_stop_strings(fields.stop),
@@ -229,6 +238,19 @@ def sampling_params(
         ),
         **given,
     )
+    _check_logprobs(n, params.logprobs)
+    return params
+
+
+def _check_logprobs(n: int, top: int | None) -> None:
+    """Raise FieldError if each step would return very many log-probabilities."""
+    count = 0 if top is None else n * (top + 1)
+    if count > MAX_LOGPROBS_PER_STEP:
+        raise FieldError(
+            "n",
+            f"n {n} with {top} likeliest tokens and the sampled one at each position are {count} "
+            f"log-probabilities per step, but at most {MAX_LOGPROBS_PER_STEP} are allowed",
+        )
 
 
 def _tuple(ids: list[int] | None) -> tuple[int, ...] | None:

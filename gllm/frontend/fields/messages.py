@@ -12,7 +12,7 @@ import msgspec
 
 from gllm.config import FieldError
 from gllm.frontend.fields.body import Body, Count, Refused, about
-from gllm.frontend.fields.generation import UNSUPPORTED, Sampling
+from gllm.frontend.fields.generation import UNSUPPORTED, ParseSpecial, Sampling
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
 
 Json = dict[str, Any]
@@ -129,6 +129,7 @@ class CountFields(Body):
     tool_choice: Choice = None
     thinking: Thought = None
     output_config: Output = None
+    parse_special: ParseSpecial = None
 
 
 def as_chat(fields: MessageFields | CountFields) -> Json:

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,20 +20,35 @@ from gllm.frontend.connection import too_slow
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.body import Body
+from gllm.frontend.fields.inflate import BodyTooLarge, check_encoding, inflate
+from gllm.frontend.fields.json_size import SMALL_BYTES, check_json_size
 from gllm.frontend.request_id import current_id
+from gllm.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 Fields = TypeVar("Fields", bound=Body)
 
-MAX_DEPTH = 100
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 """A JSON string or a bracket."""
 
 
 async def read_fields(request: web.Request, schema: type[Fields]) -> Fields:
     """The fields of a request's body. Raises FieldError and ApiError."""
-    return convert(parse_object(await _read(request)), schema)
+    body = await _read(request)
+    if len(body) > SMALL_BYTES:
+        await asyncio.to_thread(check_json_size, body)
+    return convert(parse_object(body), schema)
+
+
+async def off_loop(request: web.Request, function: Callable[..., Result], *args: Any) -> Result:
+    """Return what a function returns; it runs in a thread where the request's body is large, for
+    its work grows with the body."""
+    length = request.content_length
+    if length is None or length > SMALL_BYTES or "Content-Encoding" in request.headers:
+        return await asyncio.to_thread(function, *args)
+    return function(*args)
 
 
 async def continue_later(request: web.Request) -> None:
@@ -40,8 +56,12 @@ async def continue_later(request: web.Request) -> None:
 
 
 async def _read(request: web.Request) -> bytes:
-    """A request's body. Raises ApiError and what aiohttp raises for one that is too large."""
+    """A request's body, decompressed. Raises ApiError and what aiohttp raises for one that is too
+    large."""
     config = request.app[CONTEXT].config
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        check_encoding(encoding)
     length = request.content_length or 0
     if length > config.max_body_bytes:
         raise web.HTTPRequestEntityTooLarge(config.max_body_bytes, length)
@@ -50,13 +70,20 @@ async def _read(request: web.Request) -> bytes:
         request.writer.output_size = 0
     try:
         async with asyncio.timeout(config.read_timeout):
-            return await request.read()
+            body = await request.read()
     except TimeoutError:
         raise too_slow(config.read_timeout) from None
     except web.RequestPayloadError as error:
         # aiohttp's message is a status line before the reason.
         why = str(error).rstrip().rpartition("\n")[2].strip()
         raise ApiError(400, f"the body cannot be read: {why}", code="invalid_body") from error
+    if encoding in ("", "identity"):
+        return body
+    try:
+        return await asyncio.to_thread(inflate, body, encoding, config.max_body_bytes)
+    except BodyTooLarge:
+        largest = config.max_body_bytes
+        raise web.HTTPRequestEntityTooLarge(largest, largest + 1) from None
 
 
 def convert(values: dict[str, Any], schema: type[Fields]) -> Fields:
@@ -86,6 +113,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(values, dict):
         raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
+    if len(values) > MAX_JSON_FIELDS:
+        raise ApiError(
+            400, f"The body has more than {MAX_JSON_FIELDS} fields.", code="body_too_complex"
+        )
     return values
 
 
@@ -112,7 +143,10 @@ def _named(message: str) -> FieldError:
 
 
 def _culprit(body: bytes) -> str | None:
-    """The field whose value keeps a body from being JSON; None where that is not to be told."""
+    """The field whose value keeps a body from being JSON; None where that is not to be told, as for
+    a body so large that the search would take long."""
+    if len(body) > SMALL_BYTES:
+        return None
     try:
         loose = json.loads(body, parse_int=_lenient_int)
     except RecursionError:
@@ -136,7 +170,7 @@ def _deepest_field(body: bytes) -> str | None:
         token = found[0]
         if token in b"[{":
             depth += 1
-            if depth > MAX_DEPTH:
+            if depth > MAX_JSON_DEPTH:
                 return None if name is None else name.decode("utf-8", "replace")
         elif token in b"]}":
             depth -= 1

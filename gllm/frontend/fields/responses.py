@@ -12,6 +12,13 @@ from gllm.config import MAX_LOGPROBS, FieldError
 from gllm.frontend.fields.body import Count, Int, Refused, about
 from gllm.frontend.fields.generation import UNSUPPORTED, Sampling
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
+from gllm.limits import (
+    MAX_METADATA,
+    MAX_METADATA_KEY,
+    MAX_METADATA_VALUE,
+    check_lengths,
+    check_size,
+)
 
 Json = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
@@ -120,7 +127,11 @@ class ResponseFields(Sampling):
     ] = None
 
     def check(self) -> None:
-        """Raises FieldError for fields that do not go together."""
+        """Raises FieldError for fields that do not go together, or are too large."""
+        metadata = self.metadata or {}
+        check_size("metadata", metadata, MAX_METADATA)
+        check_lengths("metadata", metadata, MAX_METADATA_KEY)
+        check_lengths("metadata", metadata.values(), MAX_METADATA_VALUE)
         if self.prompt_cache_options is not None and self.prompt_cache_options.prewarm:
             refuse("prompt_cache_options.prewarm", "is not done here")
         if self.truncation is not None and self.truncate_prompt_tokens is not None:

@@ -27,6 +27,10 @@ class TokenizeFields(Body):
     tool_choice: Annotated[Any, about("as of chat completions")] = None
     reasoning_effort: Annotated[Effort | None, about("as of chat completions")] = None
     chat_template_kwargs: Annotated[TemplateOptions | None, about("as of chat completions")] = None
+    parse_special: Annotated[
+        bool | None,
+        about("as of chat completions; of a prompt special tokens always are control tokens"),
+    ] = None
     return_token_strs: Annotated[bool | None, about("token_strs: each token by itself")] = None
 
     @property

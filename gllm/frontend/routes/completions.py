@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 
 from gllm.config import FieldError, SamplingParams
-from gllm.engine_api import Delta, EngineLike, check_request, truncated
+from gllm.engine_api import Delta, EngineLike, check_request, encode_prompt, truncated
 from gllm.frontend.answer import Json, answer
 from gllm.frontend.chunks import ChunkWriter
 from gllm.frontend.collect import Choice
 from gllm.frontend.context import CONTEXT, Context
 from gllm.frontend.fields.completions import (
     COMPLETION_TOKENS,
-    MAX_PROMPTS,
     CompletionFields,
     parse_prompts,
 )
@@ -24,6 +23,7 @@ from gllm.frontend.fields.generation import sampling_params
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from gllm.frontend.run import Job
+from gllm.limits import MAX_PROMPTS
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 
@@ -41,8 +41,6 @@ async def create(request: web.Request) -> web.StreamResponse:
         raise FieldError("n", f"{len(texts)} prompts with n {params.n} are more than {most}")
     with context.admit(len(texts)):
         prompts = await asyncio.to_thread(_prompts, engine, texts, params, bool(fields.echo))
-        for prompt in prompts:
-            check_request(prompt.ids, params, engine.model)
         shape = CompletionShape(engine.tokenizer, fields, params, prompts)
         ids = [prompt.ids for prompt in prompts]
         job = Job(fields, ids, params, fields.generates)
@@ -85,19 +83,27 @@ def _prompts(
     tokenizer = engine.tokenizer
     made = []
     for prompt in prompts:
-        whole = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        ids = truncated(whole, params, engine.model)
+        if isinstance(prompt, str):
+            ids = encode_prompt(prompt, params, engine.model, tokenizer)
+        else:
+            ids = truncated(prompt, params, engine.model)
+        check_request(ids, params, engine.model)
         if not echo:
             made.append(Prompt(ids))
-        elif isinstance(prompt, str) and len(ids) == len(whole):
+        elif isinstance(prompt, str) and _is_whole(tokenizer, prompt, ids, params):
             made.append(Prompt(ids, prompt))
         else:
             made.append(Prompt(ids, _text(tokenizer, ids, params)))
     return made
 
 
+def _is_whole(tokenizer: Tokenizer, text: str, ids: list[int], params: SamplingParams) -> bool:
+    """Whether nothing of a prompt was cut off."""
+    return params.truncate_prompt_tokens is None or len(tokenizer.encode(text)) == len(ids)
+
+
 def _text(tokenizer: Tokenizer, ids: list[int], params: SamplingParams) -> str:
-    stream = TextStream(tokenizer, (), params.skip_special_tokens)
+    stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
     return stream.push(ids)[0] + stream.finish()
 
 

@@ -9,16 +9,17 @@ import math
 from array import array
 from functools import partial
 
-import msgspec
 from aiohttp import web
 
 from gllm.config import FieldError, SamplingParams
-from gllm.engine_api import EmbeddingError, EngineLike, check_request
+from gllm.engine_api import EmbeddingError, EngineLike, check_request, encode_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
+from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.errors import ApiError
-from gllm.frontend.fields.completions import MAX_PROMPTS, parse_prompts
+from gllm.frontend.fields.completions import parse_prompts
 from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.reading import read_fields
+from gllm.limits import MAX_PROMPTS
 
 
 async def create(request: web.Request) -> web.Response:
@@ -31,21 +32,34 @@ async def create(request: web.Request) -> web.Response:
     texts = parse_prompts(fields.input, most, param="input")
     with context.admit(len(texts)):
         prompts = await asyncio.to_thread(_ids, engine, texts)
-        for prompt in prompts:
-            check_request(prompt, SamplingParams(), engine.model, param="input")
         vectors = await _all(engine, prompts, fields, request[REQUEST_ID])
+    body = await asyncio.to_thread(_body, vectors, prompts, fields, engine.model.name)
+    return web.Response(body=body, content_type="application/json")
+
+
+def _body(
+    vectors: list[list[float]], prompts: list[list[int]], fields: EmbeddingFields, model: str
+) -> bytes:
+    """The answer. Raises FieldError."""
     data = [
         {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
         for index, vector in enumerate(vectors)
     ]
     tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    body = {"object": "list", "data": data, "model": engine.model.name, "usage": usage}
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return encode_piecewise({"object": "list", "data": data, "model": model, "usage": usage})
 
 
 def _ids(engine: EngineLike, texts: list[str] | list[list[int]]) -> list[list[int]]:
-    return [engine.tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
+    """Checked prompts as token ids. Raises FieldError."""
+    prompts, params = [], SamplingParams()
+    for text in texts:
+        ids = text
+        if isinstance(ids, str):
+            ids = encode_prompt(ids, params, engine.model, engine.tokenizer, "input")
+        check_request(ids, params, engine.model, param="input")
+        prompts.append(ids)
+    return prompts
 
 
 async def _all(
@@ -66,7 +80,7 @@ async def _all(
         if isinstance(error, EmbeddingError):
             raise ApiError(500, str(error), code="embedding_failed") from error
         raise error from None
-    return [_scaled(task.result(), fields.dimensions) for task in tasks]
+    return [task.result() for task in tasks]
 
 
 def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
@@ -81,6 +95,7 @@ def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
 
 
 def _written(vector: list[float], fields: EmbeddingFields) -> list[float] | str:
+    vector = _scaled(vector, fields.dimensions)
     if fields.encoding_format == "base64":
         return base64.b64encode(array("f", vector).tobytes()).decode()
     return vector

@@ -14,8 +14,9 @@ from gllm.frontend.chat_job import chat_job, chat_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import to_api_error
 from gllm.frontend.fields.as_chat import chat_fields, named
+from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.messages import NAMES, CountFields, MessageFields, as_chat
-from gllm.frontend.fields.reading import read_fields
+from gllm.frontend.fields.reading import off_loop, read_fields
 from gllm.frontend.message_writer import MessageWriter
 
 
@@ -25,11 +26,15 @@ async def create(request: web.Request) -> web.StreamResponse:
     with _errors_of_its_own():
         fields = await read_fields(request, MessageFields)
         context.check_model(fields.model)
-        chat = chat_fields(fields, as_chat(fields), NAMES)
+        chat = await off_loop(request, _chat, fields)
         with context.admit(), named(NAMES):
             job = await chat_job(context, chat)
             writer = MessageWriter(context.engine, job, request[REQUEST_ID])
             return await answer(request, context, job, writer)
+
+
+def _chat(fields: MessageFields | CountFields) -> ChatFields:
+    return chat_fields(fields, as_chat(fields), NAMES)
 
 
 async def count(request: web.Request) -> web.StreamResponse:
@@ -39,7 +44,7 @@ async def count(request: web.Request) -> web.StreamResponse:
         fields = await read_fields(request, CountFields)
         context.check_ready()
         context.check_model(fields.model)
-        chat = chat_fields(fields, as_chat(fields), NAMES)
+        chat = await off_loop(request, _chat, fields)
         with named(NAMES):
             prompt = await asyncio.to_thread(
                 chat_prompt, context.engine.tokenizer, chat, context.config

@@ -5,14 +5,17 @@ Owns the two shapes. Knows nothing of what is done with tokens.
 
 import asyncio
 
+import msgspec
 from aiohttp import web
 
 from gllm.config import FieldError, ServerConfig
 from gllm.frontend.chat_job import chat_prompt
 from gllm.frontend.context import CONTEXT
+from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.logprobs import token_text
+from gllm.limits import MAX_TOKENIZE_BYTES, check_size
 from gllm.text.tokenizer import Tokenizer
 
 
@@ -22,17 +25,26 @@ async def tokenize(request: web.Request) -> web.Response:
     fields = await read_fields(request, TokenizeFields)
     context.check_model(fields.model)
     tokenizer = context.engine.tokenizer
-    ids = await asyncio.to_thread(_ids, tokenizer, fields, context.config)
+    length = context.engine.model.max_model_len
+    body = await asyncio.to_thread(_tokenized, tokenizer, fields, context.config, length)
+    return web.Response(body=body, content_type="application/json")
+
+
+def _tokenized(
+    tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig, length: int
+) -> bytes:
+    """The answer to a request to tokenize."""
+    ids = _ids(tokenizer, fields, config)
     texts = {}
     if fields.return_token_strs:
         texts = {"token_strs": [token_text(tokenizer, token_id) for token_id in ids]}
-    length = context.engine.model.max_model_len
-    return web.json_response({"count": len(ids), "max_model_len": length, "tokens": ids, **texts})
+    return encode_piecewise({"count": len(ids), "max_model_len": length, "tokens": ids, **texts})
 
 
 def _ids(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:
     if fields.prompt is None:
         return chat_prompt(tokenizer, fields.chat, config).ids
+    check_size("prompt", fields.prompt.encode(), MAX_TOKENIZE_BYTES, "bytes in UTF-8")
     return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
 
 
@@ -42,7 +54,8 @@ async def detokenize(request: web.Request) -> web.Response:
     fields = await read_fields(request, DetokenizeFields)
     context.check_model(fields.model)
     ids, size = fields.tokens, context.engine.model.vocab_size
-    if ids is None or not all(0 <= token_id < size for token_id in ids):
+    if ids is None or (ids and not 0 <= min(ids) <= max(ids) < size):
         raise FieldError("tokens", f"tokens has to be a list of token ids, 0..{size - 1} each")
     text = await asyncio.to_thread(context.engine.tokenizer.decode, ids, False)
-    return web.json_response({"prompt": text})
+    body = msgspec.json.encode({"prompt": text})
+    return web.Response(body=body, content_type="application/json")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gllm.config import MAX_LOGPROBS
 from gllm.kernels.logprobs import Scores, packed_width, unpacked
+from gllm.limits import MAX_LOGPROBS
 from gllm.streams import Event, Queues, Stream
 
 WIDEST = packed_width(MAX_LOGPROBS)
