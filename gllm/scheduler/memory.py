@@ -69,6 +69,12 @@ class Memory:
             self.pool.publish(sequence.blocks[index], chain[index])
         sequence.published = full
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Offer none of its blocks to others any more: their content is not to be trusted."""
+        self.pool.withdraw(sequence.blocks)
+        # Rows of it that are still in flight begin behind this, so they publish nothing.
+        sequence.computed = 0
+
     def release(self, sequence: Sequence) -> None:
         """Take its blocks back. It has nothing in flight."""
         self.holders.pop(sequence.seq, None)

@@ -337,9 +337,13 @@ class Scheduler:
     def _advance(
         self, sequence: Sequence, row: Row, sampled: Sampled | None, outcome: Outcome
     ) -> None:
-        """Count a row as computed and take its token."""
-        sequence.computed = row.start + row.num_tokens
-        self.memory.publish(sequence)
+        """Count a row as computed and append the token that it sampled."""
+        if row.start <= sequence.computed:
+            # Otherwise a row before it failed, and the blocks between were never written.
+            sequence.computed = row.start + row.num_tokens
+            self.memory.publish(sequence)
+        if sampled is not None and not sampled.is_finite:
+            self.memory.withdraw(sequence)
         if sequence.ended or not row.samples:
             return
         if sampled is None or sampled.epoch != row.epoch:
