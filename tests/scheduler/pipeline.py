@@ -258,7 +258,7 @@ class Pipeline:
 
     def _check_tally(self) -> None:
         """The running sums are the sums."""
-        tally, queue = self.scheduler._tally, self.scheduler._queue
+        tally, queue = self.scheduler._queues.tally, self.scheduler._queues.waiting
         assert tally.waiting_tokens == sum(s.waiting_tokens for s in queue)
         expected = sum(pairs(s.target - s.waiting_tokens, s.waiting_tokens) for s in queue)
         assert tally._waiting_pairs == expected

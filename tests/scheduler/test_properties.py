@@ -108,7 +108,10 @@ def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
     pipeline = Pipeline(config.resolve(stages, 1000, 200))
     for seq in range(decoding):
         pipeline.add(Request(seq, [seq], 199))
-    while pipeline.scheduler._queue or len(pipeline.scheduler._tally.decoding) < decoding:
+    while (
+        pipeline.scheduler._queues.waiting
+        or len(pipeline.scheduler._queues.tally.decoding) < decoding
+    ):
         if pipeline.schedule() is None:
             pipeline.commit()
     period = min(decoding, stages)
@@ -139,8 +142,8 @@ def test_a_ready_decode_waits_a_bounded_number_of_plans(stages: int, seed: int) 
         if rng.random() < 0.5:
             pipeline.add(Request(len(pipeline.requests), [seq], rng.randint(1, 60)))
         for _ in range(rng.randint(1, 6)):
-            most = max(most, len(pipeline.scheduler._tally.decoding))
-            ready = set(pipeline.scheduler._ready)
+            most = max(most, len(pipeline.scheduler._queues.tally.decoding))
+            ready = set(pipeline.scheduler._queues.ready)
             plan = pipeline.schedule()
             if plan is None:
                 if pipeline.plans:
