@@ -44,6 +44,9 @@ class SchedulerConfig:
     max_in_flight: int | None = option(
         None, "most micro-batches in flight; default: stages, and 2 at one stage with lookahead"
     )
+    expected_output_tokens: int = option(
+        256, "output tokens expected of a request before similar ones have ended; 0: expect none"
+    )
     phase_pure: bool = option(False, "never mix prefill and decode in one micro-batch")
     lookahead: bool = option(True, "at one stage, plan a decode before its input token is known")
     block_size: int = option(16, "tokens in a KV block")
@@ -64,6 +67,10 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but has to be at least 1")
+        if self.expected_output_tokens < 0:
+            raise ValueError(
+                f"expected_output_tokens is {self.expected_output_tokens}, but has to be at least 0"
+            )
         if not 0 <= self.kv_threshold < 1:
             raise ValueError(f"kv_threshold is {self.kv_threshold}, but has to be in [0, 1)")
         if self.min_prefill_tokens > self.max_prefill_tokens:

@@ -3,6 +3,7 @@
 docs/scheduler.md says why every sequence ends nevertheless.
 """
 
+from gllm.scheduler.admission import Admission
 from gllm.scheduler.memory import Memory
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import Sequence
@@ -12,8 +13,11 @@ from gllm.scheduler.tally import Counts
 class Preemption:
     """Takes blocks from sequences and lets these wait again."""
 
-    def __init__(self, memory: Memory, queues: SequenceQueues, counts: Counts) -> None:
+    def __init__(
+        self, memory: Memory, admission: Admission, queues: SequenceQueues, counts: Counts
+    ) -> None:
         self._memory = memory
+        self._admission = admission
         self._queues = queues
         self._counts = counts
 
@@ -32,7 +36,7 @@ class Preemption:
         for victim in sorted(victims, key=rank_of, reverse=True):
             if pending >= missing:
                 break
-            if not (victim.evicting or victim.ended):
+            if not victim.leaving:
                 pending += pool.sole(victim.blocks)
                 self.preempt(victim)
         return missing <= pool.available
@@ -43,6 +47,7 @@ class Preemption:
         if victim.in_flight:
             victim.evicting = True
             return
+        self._admission.on_preempted(victim)
         self._memory.release(victim)
         self._counts.preemptions += 1
         self._queues.enqueue(victim)

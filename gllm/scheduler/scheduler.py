@@ -5,6 +5,7 @@ no tensors. The driver of a real pipeline and a simulator call the same four met
 `abort`, `schedule`, `commit`. docs/scheduler.md says why every sequence ends.
 """
 
+from gllm.scheduler.admission import Admission
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.memory import Memory
 from gllm.scheduler.observations import Observations
@@ -48,8 +49,9 @@ class Scheduler:
         self._stalled = False
         """A decode could not get a block."""
         self._counts = Counts()
+        self._admission = Admission(config, self.memory)
         self._queues = SequenceQueues(self.memory, config.lookahead)
-        self._preemption = Preemption(self.memory, self._queues, self._counts)
+        self._preemption = Preemption(self.memory, self._admission, self._queues, self._counts)
 
     def add(self, request: Request, now: float) -> None:
         """Take a request in. Raises ValueError where it can never run."""
@@ -86,6 +88,7 @@ class Scheduler:
         self._decodes_last = self._counts.decode_tokens > decodes_before
         self._queues.tally.decode_plans += self._decodes_last
         self._observed.expect(plan)
+        self._admission.on_scheduled(sum(row.num_tokens for row in rows))
         return plan
 
     def commit(self, result: StepResult) -> Outcome:
@@ -119,13 +122,16 @@ class Scheduler:
         if count < enough:
             rows = (row for plan in self._in_flight.values() for row in plan.rows)
             count += sum(row.seq not in decoding for row in rows)
-        if (
-            count < enough
-            and self._queues.waiting
-            and self.memory.has_room(self._queues.waiting[0])
-        ):
+        if count < enough and self._has_room():
             count += -(-self._queues.tally.waiting_tokens // self.config.min_prefill_tokens)
         return min(count, enough)
+
+    def _has_room(self) -> bool:
+        """Return whether the sequence that prefill is served to first could have a chunk now."""
+        head = self._queues.head
+        if head is None or not self.memory.has_room(head):
+            return False
+        return head.seq in self.memory.holders or self._admission.is_admissible(head)
 
     def stats(self) -> Stats:
         """Where things stand."""
@@ -206,7 +212,7 @@ class Scheduler:
 
     def _run_alone(self, sequence: Sequence, now: float) -> list[Row]:
         if sequence.prefilling:
-            if not (most := min(self._fitting_tokens(sequence, now), self._cap)):
+            if not (most := min(self._fitting_tokens(sequence, now, True), self._cap)):
                 return []
             budget = self._policy.prefill(self._queues.load())
             count, _ = self._policy.chunk(sequence.scheduled, most, budget)
@@ -238,14 +244,19 @@ class Scheduler:
 
     # Blocks.
 
-    def _fitting_tokens(self, sequence: Sequence, now: float) -> int:
-        """Prefill tokens for which there is room; admits a waiting sequence where there is any."""
-        if sequence.seq not in self.memory.holders and not self._admit(sequence, now):
+    def _fitting_tokens(self, sequence: Sequence, now: float, alone: bool = False) -> int:
+        """Prefill tokens for which there is room; admits a waiting sequence where there is any.
+        alone: nothing else is to run, so it need not fit beside others."""
+        if sequence.seq not in self.memory.holders and not self._admit(sequence, now, alone):
             return 0
         return min(sequence.target, self.memory.capacity(sequence)) - sequence.scheduled
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
+    def _admit(self, sequence: Sequence, now: float, alone: bool) -> bool:
         """Give a waiting sequence a place in the cache, if there is one."""
+        if not self.memory.has_room(sequence):
+            return False
+        if not (alone or self._admission.is_admissible(sequence)):
+            return False
         self._queues.tally.wait(sequence, -1)
         admitted = self.memory.admit(sequence)
         self._queues.tally.wait(sequence)
@@ -308,10 +319,12 @@ class Scheduler:
             self._fork(sequence)
         if token in sequence.request.stop_ids:
             outcome.ends.append(End(sequence.seq, "stop", token))
-            self._end(sequence)
         elif generated == sequence.request.max_tokens:
             outcome.ends.append(End(sequence.seq, "length"))
-            self._end(sequence)
+        else:
+            return
+        self._admission.lengths.record(sequence.request.max_tokens, generated)
+        self._end(sequence)
 
     def _fail(self, sequence: Sequence, error: str, outcome: Outcome) -> None:
         if not sequence.ended:

@@ -139,6 +139,8 @@ class Pipeline:
         self.ended: dict[int, str] = {}
         self.alive: set[int] = set()
         self.requests: dict[int, Request] = {}
+        self.scored: dict[int, set[int]] = {}
+        """Tokens of each sequence that committed rows have computed."""
         self.now = 0.0
 
     def add(self, request: Request) -> None:
@@ -151,6 +153,7 @@ class Pipeline:
             for token in request.prompt:
                 self.texts[seq].append(token)
             self.generated[seq] = []
+            self.scored[seq] = set()
             self.alive.add(seq)
             self.requests[seq] = request
 
@@ -192,7 +195,10 @@ class Pipeline:
     def commit(self, errors: dict[int, str] | None = None) -> Outcome:
         """Return the oldest plan's result; sequences in `errors` fail."""
         plan = self.plans.popleft()
+        for row in plan.rows:
+            self.scored[row.seq].update(range(row.start, row.start + row.num_tokens))
         outcome = self.scheduler.commit(self._result(plan, errors or {}))
+        self._check_scores(outcome)
         for stage in range(self.scheduler.config.stages):
             # Any times will do for a policy that learns: the more they vary, the harder.
             seconds = 1 + plan.step * 7919 % 13 + stage
@@ -255,6 +261,13 @@ class Pipeline:
                     followed = stage.mirror.sequences[sequence.seq]
                     assert followed.epoch == sequence.epoch
                     assert followed.blocks == sequence.blocks[: sequence.sent]
+
+    def _check_scores(self, outcome: Outcome) -> None:
+        """Where the prompt is scored, each of its tokens was computed before the output."""
+        for first in outcome.firsts:
+            request = self.requests[first.seq]
+            if not request.reads_cache and first.seq == request.seq:
+                assert self.scored[first.seq] == set(range(len(request.prompt)))
 
     def _check_tally(self) -> None:
         """The running sums are the sums."""

@@ -30,6 +30,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         max_num_batched_tokens=draw(st.integers(1, 80)),
         max_num_seqs=draw(st.integers(1, 12)),
         max_in_flight=draw(st.none() | st.integers(1, 9)),
+        expected_output_tokens=draw(st.sampled_from([0, 1, 16, 256])),
         phase_pure=draw(st.booleans()),
         lookahead=draw(st.booleans()),
         block_size=block_size,
