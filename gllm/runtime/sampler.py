@@ -119,7 +119,7 @@ def results(rows: SampledRows, drawn: Drawn) -> list[Sampled]:
     """What the driver hears of each row."""
     told = zip(rows.owners, drawn.tokens, drawn.errors, strict=True)
     return [
-        Sampled(seq, epoch, token, error, drawn.forced.get(row, ()))
+        Sampled(seq, epoch, token, error, drawn.forced.get(row, ()), error != NOT_FINITE)
         for row, ((seq, epoch), token, error) in enumerate(told)
     ]
 

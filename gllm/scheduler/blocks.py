@@ -69,6 +69,14 @@ class BlockPool:
             self._hashes[block] = digest
             self._by_hash[digest] = block
 
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Offer these held blocks to nobody any more; they are free once released."""
+        for block in blocks:
+            digest = self._hashes[block]
+            if digest is not None:
+                del self._by_hash[digest]
+                self._hashes[block] = None
+
     def forget(self) -> None:
         """Offer nothing any more; held blocks stay with their holders."""
         self._free += reversed(self._evictable)

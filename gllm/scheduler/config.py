@@ -59,6 +59,12 @@ class SchedulerConfig:
         ge=1,
         le=INT32_MAX,
     )
+    expected_output_tokens: int = option(
+        256,
+        "output tokens expected of a request before similar ones have ended; 0: expect none",
+        ge=0,
+        le=INT32_MAX,
+    )
     phase_pure: bool = option(False, "never mix prefill and decode in one micro-batch")
     lookahead: bool = option(True, "at one stage, plan a decode before its input token is known")
     block_size: int = option(16, "tokens in a KV block", ge=1, le=65536)

@@ -4,6 +4,8 @@ Owns the holders of blocks and the way blocks get to them and back. Knows nothin
 who has to give way to whom.
 """
 
+from collections.abc import Container
+
 from gllm.scheduler.blocks import BlockPool
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import Sequence
@@ -27,11 +29,11 @@ class Memory:
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Tokens at a waiting sequence's beginning that others have computed."""
-        return len(self._shareable(sequence)) * self._size
+        return len(self.shareable(sequence)) * self._size
 
     def admit(self, sequence: Sequence) -> bool:
         """Let a waiting sequence hold what others computed for it, if it can go on from there."""
-        shared = self._shareable(sequence)
+        shared = self.shareable(sequence)
         if len(self.holders) >= self._seats:
             return False
         if self.pool.available - self.pool.idle(shared) < 1:
@@ -69,22 +71,36 @@ class Memory:
             self.pool.publish(sequence.blocks[index], chain[index])
         sequence.published = full
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Offer none of its blocks to others any more: their content is not to be trusted."""
+        self.pool.withdraw(sequence.blocks)
+        # Rows of it that are still in flight begin behind this, so they publish nothing.
+        sequence.computed = 0
+
     def release(self, sequence: Sequence) -> None:
         """Take its blocks back. It has nothing in flight."""
         self.holders.pop(sequence.seq, None)
         self.pool.release(sequence.drop())
 
-    def returning(self) -> int:
-        """Blocks that are available, or will be once sequences on their way out have committed."""
-        leaving = [s for s in self.holders.values() if s.evicting or s.ended]
+    def owners(self) -> list[Sequence]:
+        """Sequences that hold blocks and keep them."""
+        return [s for s in self.holders.values() if not s.leaving]
+
+    def returning(self, victims: Container[int] = ()) -> int:
+        """Blocks that are available, or will be once sequences on their way out have committed.
+
+        victims: sequences counted as on their way out.
+        """
+        leaving = [s for s in self.holders.values() if s.leaving or s.seq in victims]
         return self.pool.available + sum(self.pool.sole(s.blocks) for s in leaving)
 
-    def _shareable(self, sequence: Sequence) -> list[int]:
+    def shareable(self, sequence: Sequence) -> list[int]:
         """Computed blocks of the sequence's beginning; its last token is always computed anew."""
         full = (sequence.target - 1) // self._size
         donor = sequence.donor
         if donor is not None and donor.blocks and donor.computed >= full * self._size:
             return donor.blocks[:full]
-        if not (self._caches and sequence.reads_cache):
+        if not self._caches:
             return []
-        return self.pool.lookup(sequence.hash_chain(full, self._size))
+        readable = sequence.readable_tokens // self._size
+        return self.pool.lookup(sequence.hash_chain(min(full, readable), self._size))

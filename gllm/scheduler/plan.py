@@ -53,6 +53,8 @@ class Sampled(NamedTuple):
     """Why there is no token; the request ends with this error."""
     forced: tuple[int, ...] = ()
     """Tokens that follow without being drawn: nothing else can."""
+    is_finite: bool = True
+    """Whether the logits were finite. If not, the sequence's KV blocks are not to be trusted."""
 
 
 class StepResult(NamedTuple):

@@ -5,9 +5,7 @@ no tensors. The driver of a real pipeline and a simulator call the same four met
 `abort`, `schedule`, `commit`. docs/scheduler.md says why every sequence ends.
 """
 
-from bisect import bisect_left, insort
-from operator import attrgetter
-
+from gllm.scheduler.admission import Admission
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.memory import Memory
 from gllm.scheduler.observations import Observations
@@ -23,11 +21,11 @@ from gllm.scheduler.plan import (
     StepTime,
 )
 from gllm.scheduler.policies import POLICIES
-from gllm.scheduler.policy import Load, Policy
+from gllm.scheduler.policy import Policy
+from gllm.scheduler.preemption import Preemption
+from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import Request, Sequence
-from gllm.scheduler.tally import Counts, Tally
-
-_rank = attrgetter("rank")
+from gllm.scheduler.tally import Counts
 
 
 class Scheduler:
@@ -44,18 +42,16 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._unborn: dict[int, Sequence] = {}
         """Choices that will fork, with the first choice of their request."""
-        self._queue: list[Sequence] = []
-        """Sequences with prefill to schedule, best rank first."""
-        self._ready: dict[int, Sequence] = {}
-        """Decodes that can run, oldest-ready first."""
         self._in_flight: dict[int, StepPlan] = {}
         self._released: list[int] = []
-        self._tally = Tally()
         self._observed = Observations(self._policy, config.stages)
         self._decodes_last = False
         self._stalled = False
         """A decode could not get a block."""
         self._counts = Counts()
+        self._admission = Admission(config, self.memory)
+        self._queues = SequenceQueues(self.memory, config.lookahead)
+        self._preemption = Preemption(self.memory, self._admission, self._queues, self._counts)
 
     def add(self, request: Request, now: float) -> None:
         """Take a request in. Raises ValueError where it can never run."""
@@ -63,7 +59,7 @@ class Scheduler:
         first = self._new_sequence(request.seq, request, now)
         for seq in range(request.seq + 1, request.seq + request.n):
             self._unborn[seq] = first
-        self._enqueue(first)
+        self._queues.enqueue(first)
 
     def abort(self, seqs: list[int]) -> None:
         """End these sequences now; ids that ended already or never were are passed over."""
@@ -90,8 +86,9 @@ class Scheduler:
         self._in_flight[plan.step] = plan
         self._counts.steps += 1
         self._decodes_last = self._counts.decode_tokens > decodes_before
-        self._tally.decode_plans += self._decodes_last
+        self._queues.tally.decode_plans += self._decodes_last
         self._observed.expect(plan)
+        self._admission.on_scheduled(sum(row.num_tokens for row in rows))
         return plan
 
     def commit(self, result: StepResult) -> Outcome:
@@ -120,14 +117,21 @@ class Scheduler:
     def parallelism(self) -> int:
         """How many stages the work at hand could keep busy now, however it is cut: one for a
         sequence in decode, for a chunk in flight, for each #MinP tokens there is room for."""
-        decoding, enough = self._tally.decoding, self.config.stages
+        decoding, enough = self._queues.tally.decoding, self.config.stages
         count = len(decoding)
         if count < enough:
             rows = (row for plan in self._in_flight.values() for row in plan.rows)
             count += sum(row.seq not in decoding for row in rows)
-        if count < enough and self._queue and self.memory.has_room(self._queue[0]):
-            count += -(-self._tally.waiting_tokens // self.config.min_prefill_tokens)
+        if count < enough and self._has_room():
+            count += -(-self._queues.tally.waiting_tokens // self.config.min_prefill_tokens)
         return min(count, enough)
+
+    def _has_room(self) -> bool:
+        """Return whether the sequence that prefill is served to first could have a chunk now."""
+        head = self._queues.head
+        if head is None or not self.memory.has_room(head):
+            return False
+        return head.seq in self.memory.holders or self._admission.is_admissible(head)
 
     def stats(self) -> Stats:
         """Where things stand."""
@@ -141,10 +145,6 @@ class Scheduler:
         )
 
     # Filling a micro-batch.
-
-    def _load(self, decodes: int = 0, cost: float = 0.0) -> Load:
-        ready, first = len(self._ready), self._queue[0] if self._queue else None
-        return self._tally.load(ready, first, self.memory.free_share, decodes, cost)
 
     def _fill(self, now: float) -> list[Row]:
         """Rows by the policy's budgets.
@@ -163,16 +163,16 @@ class Scheduler:
 
     def _decode_rows(self) -> tuple[list[Row], float]:
         """Decodes, those of one token first, and what they cost of the policy's budget."""
-        budget, cost = self._policy.decodes(self._load()), 0.0
+        budget, cost = self._policy.decodes(self._queues.load()), 0.0
         rows: tuple[list[Row], list[Row]] = ([], [])
         room, self._stalled = self._cap, False
-        for sequence in list(self._ready.values()):
+        for sequence in list(self._queues.ready.values()):
             if cost >= budget or not room:
                 break
-            if sequence.seq not in self._ready:
+            if sequence.seq not in self._queues.ready:
                 continue  # It fell victim to one before it in this loop.
             count = min(sequence.decode_tokens, room)
-            if self._make_room(sequence, count):
+            if self._preemption.allocate_decode(sequence, count):
                 cost += self._policy.decode_cost(sequence.scheduled)
                 rows[count > 1].append(self._feed(sequence, count))
                 room -= count
@@ -182,11 +182,11 @@ class Scheduler:
 
     def _prefill_rows(self, decodes: list[Row], decode_cost: float, now: float) -> list[Row]:
         """Chunks beside these decodes."""
-        budget = self._policy.prefill(self._load(len(decodes), decode_cost))
+        budget = self._policy.prefill(self._queues.load(len(decodes), decode_cost))
         room = self._cap - sum(row.num_tokens for row in decodes)
         rows: list[Row] = []
-        while self._queue and budget > 0 and room:
-            sequence = self._queue[0]
+        while self._queues.waiting and budget > 0 and room:
+            sequence = self._queues.waiting[0]
             most = min(self._fitting_tokens(sequence, now), room)
             if not most:
                 break
@@ -202,19 +202,19 @@ class Scheduler:
         """With nothing in flight, run the best-ranked sequence, whoever has to make room."""
         if self._in_flight:
             return []
-        best = min(self._sequences.values(), key=_rank)
-        others = sorted(self.memory.holders.values(), key=_rank)
+        best = min(self._sequences.values(), key=rank_of)
+        others = sorted(self.memory.holders.values(), key=rank_of)
         while not (rows := self._run_alone(best, now)):
             victim = others.pop()
             assert victim is not best, "the whole cache holds one sequence"
-            self._preempt(victim)
+            self._preemption.preempt(victim)
         return rows
 
     def _run_alone(self, sequence: Sequence, now: float) -> list[Row]:
         if sequence.prefilling:
-            if not (most := min(self._fitting_tokens(sequence, now), self._cap)):
+            if not (most := min(self._fitting_tokens(sequence, now, True), self._cap)):
                 return []
-            budget = self._policy.prefill(self._load())
+            budget = self._policy.prefill(self._queues.load())
             count, _ = self._policy.chunk(sequence.scheduled, most, budget)
             return [self._feed_prefill(sequence, count)]
         fits = self.memory.capacity(sequence) - sequence.scheduled
@@ -222,45 +222,44 @@ class Scheduler:
         return [self._feed(sequence, count)] if count else []
 
     def _feed_prefill(self, sequence: Sequence, count: int) -> Row:
-        self._tally.wait(sequence, -1)
+        self._queues.tally.wait(sequence, -1)
         row = self._feed(sequence, count)
-        self._tally.wait(sequence)
+        self._queues.tally.wait(sequence)
         if not sequence.prefilling:
-            self._dequeue(sequence)
+            self._queues.dequeue(sequence)
         return row
 
     def _feed(self, sequence: Sequence, count: int) -> Row:
         self.memory.grow(sequence, count)
-        self._ready.pop(sequence.seq, None)
+        self._queues.ready.pop(sequence.seq, None)
         if sequence.prefilling:
             self._counts.prefill_tokens += count
         else:
             self._counts.decode_tokens += count
         row = sequence.feed(count)
-        self._tally.decoded(sequence, count)
+        self._queues.tally.decoded(sequence, count)
         if self.config.lookahead:
-            self._make_ready(sequence)
+            self._queues.make_ready(sequence)
         return row
-
-    def _make_ready(self, sequence: Sequence) -> None:
-        """To the end of the decodes that can run, if it is one."""
-        if not sequence.prefilling and sequence.can_decode(self.config.lookahead):
-            self._ready.setdefault(sequence.seq, sequence)
-            self._tally.decode(sequence)
 
     # Blocks.
 
-    def _fitting_tokens(self, sequence: Sequence, now: float) -> int:
-        """Prefill tokens for which there is room; admits a waiting sequence where there is any."""
-        if sequence.seq not in self.memory.holders and not self._admit(sequence, now):
+    def _fitting_tokens(self, sequence: Sequence, now: float, alone: bool = False) -> int:
+        """Prefill tokens for which there is room; admits a waiting sequence where there is any.
+        alone: nothing else is to run, so it need not fit beside others."""
+        if sequence.seq not in self.memory.holders and not self._admit(sequence, now, alone):
             return 0
         return min(sequence.target, self.memory.capacity(sequence)) - sequence.scheduled
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
+    def _admit(self, sequence: Sequence, now: float, alone: bool) -> bool:
         """Give a waiting sequence a place in the cache, if there is one."""
-        self._tally.wait(sequence, -1)
+        if not self.memory.has_room(sequence):
+            return False
+        if not (alone or self._admission.is_admissible(sequence)):
+            return False
+        self._queues.tally.wait(sequence, -1)
         admitted = self.memory.admit(sequence)
-        self._tally.wait(sequence)
+        self._queues.tally.wait(sequence)
         if not admitted:
             return False
         if sequence.epoch == 0:
@@ -269,35 +268,6 @@ class Scheduler:
             self._counts.prefix_queries += sequence.prompt_len * sequence.reads_cache
             self._counts.prefix_hits += sequence.cached
         return True
-
-    def _make_room(self, needy: Sequence, tokens: int) -> bool:
-        """Whether a decode can have its blocks, sequences of worse rank preempted if need be.
-
-        Blocks of a victim with rows in flight come later, at its last commit: False until then.
-        """
-        pool = self.memory.pool
-        missing = self.memory.missing(needy, tokens)
-        if missing <= pool.available:
-            return True
-        coming = self.memory.returning()
-        victims = [s for s in self.memory.holders.values() if s.rank > needy.rank]
-        for victim in sorted(victims, key=_rank, reverse=True):
-            if coming >= missing:
-                break
-            if not (victim.evicting or victim.ended):
-                coming += pool.sole(victim.blocks)
-                self._preempt(victim)
-        return missing <= pool.available
-
-    def _preempt(self, victim: Sequence) -> None:
-        """Take a sequence's blocks, at its last commit if it has rows in flight."""
-        self._withdraw(victim)
-        if victim.in_flight:
-            victim.evicting = True
-            return
-        self.memory.release(victim)
-        self._counts.preemptions += 1
-        self._enqueue(victim)
 
     # The course of a sequence.
 
@@ -314,32 +284,18 @@ class Scheduler:
             if self._unborn.pop(seq, None) is not None:
                 choice = self._new_sequence(seq, request, first.arrival)
                 choice.donor = first
-                self._enqueue(choice)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        """Let it wait for prefill; what is cached for it now is not counted as waiting."""
-        sequence.expected = self.memory.cached_tokens(sequence)
-        self._tally.wait(sequence)
-        insort(self._queue, sequence, key=_rank)
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        index = bisect_left(self._queue, sequence.rank, key=_rank)
-        if index < len(self._queue) and self._queue[index] is sequence:
-            self._tally.wait(sequence, -1)
-            del self._queue[index]
-
-    def _withdraw(self, sequence: Sequence) -> None:
-        """Schedule it no more."""
-        self._dequeue(sequence)
-        self._ready.pop(sequence.seq, None)
-        self._tally.leave(sequence)
+                self._queues.enqueue(choice)
 
     def _advance(
         self, sequence: Sequence, row: Row, sampled: Sampled | None, outcome: Outcome
     ) -> None:
-        """Count a row as computed and take its token."""
-        sequence.computed = row.start + row.num_tokens
-        self.memory.publish(sequence)
+        """Count a row as computed and append the token that it sampled."""
+        if row.start <= sequence.computed:
+            # Otherwise a row before it failed, and the blocks between were never written.
+            sequence.computed = row.start + row.num_tokens
+            self.memory.publish(sequence)
+        if sampled is not None and not sampled.is_finite:
+            self.memory.withdraw(sequence)
         if sequence.ended or not row.samples:
             return
         if sampled is None or sampled.epoch != row.epoch:
@@ -363,10 +319,12 @@ class Scheduler:
             self._fork(sequence)
         if token in sequence.request.stop_ids:
             outcome.ends.append(End(sequence.seq, "stop", token))
-            self._end(sequence)
         elif generated == sequence.request.max_tokens:
             outcome.ends.append(End(sequence.seq, "length"))
-            self._end(sequence)
+        else:
+            return
+        self._admission.lengths.record(sequence.request.max_tokens, generated)
+        self._end(sequence)
 
     def _fail(self, sequence: Sequence, error: str, outcome: Outcome) -> None:
         if not sequence.ended:
@@ -375,7 +333,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         """Schedule it no more; `_settle` gives its blocks back after its last commit."""
-        self._withdraw(sequence)
+        self._queues.remove(sequence)
         sequence.ended = True
         self._fork(sequence)
         self._settle(sequence)
@@ -389,6 +347,6 @@ class Scheduler:
                 self._released.append(sequence.seq)
         elif sequence.evicting:
             if not sequence.in_flight:
-                self._preempt(sequence)
+                self._preemption.preempt(sequence)
         else:
-            self._make_ready(sequence)
+            self._queues.make_ready(sequence)

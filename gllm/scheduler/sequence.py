@@ -26,7 +26,7 @@ class Request(NamedTuple):
     n: int = 1
     reads_cache: bool = True
     """Whether blocks that others computed may stand for its own; if not, its first sequence
-    computes the whole prompt."""
+    computes each token of the prompt once itself, because each is scored."""
 
     def check(self, max_model_len: int) -> None:
         """Raises ValueError where it can never run."""
@@ -69,6 +69,8 @@ class Sequence:
     """Tokens that it had from the prefix cache when it was last admitted."""
     expected: int = 0
     """Tokens that the prefix cache had when it began to wait: not counted as waiting."""
+    scored: int = 0
+    """Leading tokens that it has computed before it lost its blocks."""
     evicting: bool = False
     """A victim of preemption that still has rows in flight: fed no more."""
     ended: bool = False
@@ -92,8 +94,16 @@ class Sequence:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may begin with blocks from the prefix cache."""
+        """Whether it may begin with blocks from the prefix cache that others computed."""
         return self.request.reads_cache or self.seq != self.request.seq
+
+    @property
+    def readable_tokens(self) -> int:
+        """Leading tokens that may come from the prefix cache, if that has them; the last one of
+        its target is always computed."""
+        if self.reads_cache or self.scored >= self.prompt_len:
+            return self.target - 1
+        return self.scored
 
     @property
     def prefilling(self) -> bool:
@@ -104,6 +114,11 @@ class Sequence:
     def waiting_tokens(self) -> int:
         """Its share of #WP."""
         return max(0, self.target - max(self.scheduled, self.expected))
+
+    @property
+    def leaving(self) -> bool:
+        """Its blocks come back once its rows in flight have committed."""
+        return self.evicting or self.ended
 
     def can_decode(self, lookahead: bool) -> bool:
         """Its next input token is known, or with lookahead will be once it is needed."""
@@ -155,6 +170,7 @@ class Sequence:
     def drop(self) -> list[int]:
         """Forget the cache's content and return the blocks to give back."""
         blocks, self.blocks = self.blocks, []
+        self.scored = max(self.scored, self.computed)
         self.epoch += 1
         self.sent = self.published = self.scheduled = self.computed = 0
         self.reused = self.expected = 0

@@ -203,6 +203,7 @@ def test_forced_tokens_take_no_steps_and_survive_preemption() -> None:
         with pytest.raises(FieldError, match="multipleOf"):
             llm.generate("x", SamplingParams(structured=StructuredOutput(json={"multipleOf": 3})))
         block = engine.kv_bytes // engine.num_blocks
+    options["expected_output_tokens"] = 0
     with LLM("demo", **options, kv_cache_memory=20 * block) as small:
         crowd = small.generate(PROMPTS, forced)
         assert small._engine.stats.preemptions > 0

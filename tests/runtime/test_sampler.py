@@ -8,7 +8,7 @@ import torch
 
 from gllm.messages import Register, Sampling
 from gllm.runtime import sampler
-from gllm.runtime.sampler import Drawn, SampledRows, draw, plan_rows
+from gllm.runtime.sampler import Drawn, SampledRows, draw, plan_rows, results
 from gllm.runtime.sampling_state import SamplingState, states_of
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -41,6 +41,17 @@ def test_logits_that_are_not_finite_end_their_row(bad: float, temperature: float
     assert got.tokens == [wanted.tokens[0], 0, wanted.tokens[2]]
     assert [bool(error) for error in got.errors] == [False, True, False]
     assert got.logprobs == [wanted.logprobs[0], wanted.logprobs[2]]
+
+
+def test_only_logits_that_are_not_finite_cast_doubt_on_the_cache() -> None:
+    """A row that fails for its request's sampling fields leaves its KV blocks to others."""
+    logits = torch.zeros(3, 50)
+    logits[1, 17] = float("nan")
+    specs = [Sampling(), Sampling(), Sampling(logit_bias=dict.fromkeys(range(50), -math.inf))]
+    rows = rows_of([state_of(spec) for spec in specs], [0, 0, 0])
+    told = results(rows, draw(logits, rows))
+    assert [bool(row.error) for row in told] == [False, True, True]
+    assert [row.is_finite for row in told] == [True, False, True]
 
 
 def test_banned_tokens_wait_for_min_tokens() -> None:

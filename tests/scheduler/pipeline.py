@@ -3,9 +3,15 @@
 Each stage keeps a mirror and a KV cache whose slots hold a hash of everything up to that position;
 a row that finds anything else in the slots of its context fails. The "model" is a hash as well, so
 what a sequence generates depends on its own tokens and nothing else.
+
+Two faults can be injected. A step that raises writes nothing on its last stage; rows of its
+sequences that are in flight behind it compute on what is there. A row that computes NaN writes NaN
+to the cache on its last stage; whatever attends to NaN is NaN, and a row that samples from NaN
+fails.
 """
 
 from collections import Counter, deque
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gllm.scheduler.config import SchedulerConfig
@@ -16,6 +22,9 @@ from gllm.scheduler.sequence import Request
 from gllm.scheduler.work import pairs
 
 VOCABULARY = 50
+NAN = None
+"""What a slot holds that a faulty row has written."""
+NOT_FINITE = "logits are not finite"
 
 
 def next_token(tokens: list[int]) -> int:
@@ -63,22 +72,45 @@ class Stage:
 
     block_size: int
     mirror: Mirror = field(default_factory=Mirror)
-    cache: dict[int, int] = field(default_factory=dict)
+    cache: dict[int, int | None] = field(default_factory=dict)
 
-    def run(self, plan: StepPlan, texts: dict[int, Text]) -> None:
-        """Compute a plan."""
+    def run(
+        self,
+        plan: StepPlan,
+        texts: dict[int, Text],
+        broken: Container[int],
+        faulty: Iterable[int] = (),
+    ) -> set[int]:
+        """Compute a plan; the sequences whose rows are NaN. broken: sequences of which a step has
+        failed. faulty: sequences whose rows become NaN here."""
+        nan = set()
         for row, followed in zip(plan.rows, self.mirror.apply(plan), strict=True):
-            self._run_row(row, followed, texts[row.seq].digests)
+            assert len(followed.blocks) == -(-(row.start + row.num_tokens) // self.block_size)
+            if row.seq in broken:
+                self._write(row, followed, [hash(("broken", plan.step))] * row.num_tokens)
+            elif self._run_row(row, followed, texts[row.seq].digests, row.seq in faulty):
+                nan.add(row.seq)
+        self.mirror.release(plan.released)
+        return nan
+
+    def skip(self, plan: StepPlan) -> None:
+        """Take a plan's block tables over without computing anything."""
+        self.mirror.apply(plan)
         self.mirror.release(plan.released)
 
-    def _run_row(self, row: Row, followed: Followed, digests: list[int]) -> None:
+    def _run_row(self, row: Row, followed: Followed, digests: list[int], faulty: bool) -> bool:
         end = row.start + row.num_tokens
         assert end <= len(digests)
-        assert len(followed.blocks) == -(-end // self.block_size)
         for position in range(row.start):
-            assert self.cache[self._slot(followed, position)] == digests[position]
-        for position in range(row.start, end):
-            self.cache[self._slot(followed, position)] = digests[position]
+            held = self.cache[self._slot(followed, position)]
+            faulty = faulty or held is NAN
+            assert held in (NAN, digests[position])
+        self._write(row, followed, [NAN] * row.num_tokens if faulty else digests[row.start : end])
+        return faulty
+
+    def _write(self, row: Row, followed: Followed, values: Sequence[int | None]) -> None:
+        for position, value in enumerate(values, start=row.start):
+            self.cache[self._slot(followed, position)] = value
 
     def _slot(self, followed: Followed, position: int) -> int:
         return followed.blocks[position // self.block_size] * self.block_size + (
@@ -98,11 +130,19 @@ class Pipeline:
         self.scheduler = Scheduler(config)
         self.stages = [Stage(config.block_size) for _ in range(config.stages)]
         self.plans: deque[StepPlan] = deque()
+        self.failed: set[int] = set()
+        """Steps in flight that will fail."""
+        self.broken: dict[int, int] = {}
+        """Sequences of which a step fails, with that step."""
+        self.nan: dict[int, set[int]] = {}
+        """By step, the sequences whose rows are NaN."""
         self.texts: dict[int, Text] = {}
         self.generated: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
         self.alive: set[int] = set()
         self.requests: dict[int, Request] = {}
+        self.scored: dict[int, set[int]] = {}
+        """Tokens of each sequence that committed rows have computed."""
         self.now = 0.0
 
     def add(self, request: Request) -> None:
@@ -115,6 +155,7 @@ class Pipeline:
             for token in request.prompt:
                 self.texts[seq].append(token)
             self.generated[seq] = []
+            self.scored[seq] = set()
             self.alive.add(seq)
             self.requests[seq] = request
 
@@ -125,30 +166,41 @@ class Pipeline:
             self.ended[seq] = "abort"
         self.alive -= set(seqs)
 
-    def schedule(self) -> StepPlan | None:
-        """Ask for a plan, run it on the first stage, check everything."""
+    def schedule(self, fails: bool = False, faulty: Iterable[int] = ()) -> StepPlan | None:
+        """Ask for a plan, run it on every stage, check everything.
+
+        fails: the step raises on the last stage. faulty: sequences whose rows are NaN there.
+        """
         self.now += 1.0
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             self._check_plan(plan)
             self._sample_ahead(plan)
-            for stage in self.stages:
-                stage.run(plan, self.texts)
+            self._run(plan, fails, faulty)
             self.plans.append(plan)
         self.check()
         return plan
 
+    def _run(self, plan: StepPlan, fails: bool, faulty: Iterable[int]) -> None:
+        *others, last = self.stages
+        nan: set[int] = set()
+        for stage in others:
+            nan |= stage.run(plan, self.texts, self.broken)
+        if fails:
+            last.skip(plan)
+            self.failed.add(plan.step)
+            self.broken = {row.seq: plan.step for row in plan.rows} | self.broken
+        else:
+            nan |= last.run(plan, self.texts, self.broken, faulty)
+        self.nan[plan.step] = nan
+
     def commit(self, errors: dict[int, str] | None = None) -> Outcome:
         """Return the oldest plan's result; sequences in `errors` fail."""
-        errors = errors or {}
         plan = self.plans.popleft()
-        sampled = [
-            Sampled(row.seq, row.epoch, self._token(row), errors.get(row.seq, ""), forced)
-            for row in plan.rows
-            if row.samples
-            for forced in [self.forced.pop((plan.step, row.seq), ())]
-        ]
-        outcome = self.scheduler.commit(StepResult(plan.step, sampled))
+        for row in plan.rows:
+            self.scored[row.seq].update(range(row.start, row.start + row.num_tokens))
+        outcome = self.scheduler.commit(self._result(plan, errors or {}))
+        self._check_scores(outcome)
         for stage in range(self.scheduler.config.stages):
             # Any times will do for a policy that learns: the more they vary, the harder.
             seconds = 1 + plan.step * 7919 % 13 + stage
@@ -161,6 +213,22 @@ class Pipeline:
             self.ended[end.seq] = end.reason
         self.check()
         return outcome
+
+    def _result(self, plan: StepPlan, errors: dict[int, str]) -> StepResult:
+        nan = self.nan.pop(plan.step)
+        if plan.step in self.failed:
+            self.failed.remove(plan.step)
+            return StepResult(plan.step, [], "the step raised")
+        sampled = []
+        for row in plan.rows:
+            if row.samples:
+                forced = self.forced.pop((plan.step, row.seq), ())
+                error = NOT_FINITE if row.seq in nan else errors.get(row.seq, "")
+                token = self._token(plan.step, row)
+                sampled.append(
+                    Sampled(row.seq, row.epoch, token, error, forced, row.seq not in nan)
+                )
+        return StepResult(plan.step, sampled)
 
     def drain(self, limit: int = 100_000) -> None:
         """Run until every sequence has ended."""
@@ -196,9 +264,16 @@ class Pipeline:
                     assert followed.epoch == sequence.epoch
                     assert followed.blocks == sequence.blocks[: sequence.sent]
 
+    def _check_scores(self, outcome: Outcome) -> None:
+        """Where the prompt is scored, each of its tokens was computed before the output."""
+        for first in outcome.firsts:
+            request = self.requests[first.seq]
+            if not request.reads_cache and first.seq == request.seq:
+                assert self.scored[first.seq] == set(range(len(request.prompt)))
+
     def _check_tally(self) -> None:
         """The running sums are the sums."""
-        tally, queue = self.scheduler._tally, self.scheduler._queue
+        tally, queue = self.scheduler._queues.tally, self.scheduler._queues.waiting
         assert tally.waiting_tokens == sum(s.waiting_tokens for s in queue)
         expected = sum(pairs(s.target - s.waiting_tokens, s.waiting_tokens) for s in queue)
         assert tally._waiting_pairs == expected
@@ -217,6 +292,8 @@ class Pipeline:
     def _sample_ahead(self, plan: StepPlan) -> None:
         """The device knows a sampled token at once; the driver hears of it at the commit."""
         for row in plan.rows:
+            if row.seq in self.broken:
+                continue
             text = self.texts[row.seq]
             tokens = text.tokens
             known = [t for t in row.token_ids if t != ON_DEVICE]
@@ -228,5 +305,7 @@ class Pipeline:
                 for token in drawn:
                     text.append(token)
 
-    def _token(self, row: Row) -> int:
+    def _token(self, step: int, row: Row) -> int:
+        if self.broken.get(row.seq, step) < step:
+            return 0
         return self.texts[row.seq].tokens[row.start + row.num_tokens]

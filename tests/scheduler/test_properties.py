@@ -30,6 +30,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         max_num_batched_tokens=draw(st.integers(1, 80)),
         max_num_seqs=draw(st.integers(1, 12)),
         max_in_flight=draw(st.none() | st.integers(1, 9)),
+        expected_output_tokens=draw(st.sampled_from([0, 1, 16, 256])),
         phase_pure=draw(st.booleans()),
         lookahead=draw(st.booleans()),
         block_size=block_size,
@@ -108,7 +109,10 @@ def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
     pipeline = Pipeline(config.resolve(stages, 1000, 200))
     for seq in range(decoding):
         pipeline.add(Request(seq, [seq], 199))
-    while pipeline.scheduler._queue or len(pipeline.scheduler._tally.decoding) < decoding:
+    while (
+        pipeline.scheduler._queues.waiting
+        or len(pipeline.scheduler._queues.tally.decoding) < decoding
+    ):
         if pipeline.schedule() is None:
             pipeline.commit()
     period = min(decoding, stages)
@@ -139,8 +143,8 @@ def test_a_ready_decode_waits_a_bounded_number_of_plans(stages: int, seed: int) 
         if rng.random() < 0.5:
             pipeline.add(Request(len(pipeline.requests), [seq], rng.randint(1, 60)))
         for _ in range(rng.randint(1, 6)):
-            most = max(most, len(pipeline.scheduler._tally.decoding))
-            ready = set(pipeline.scheduler._ready)
+            most = max(most, len(pipeline.scheduler._queues.tally.decoding))
+            ready = set(pipeline.scheduler._queues.ready)
             plan = pipeline.schedule()
             if plan is None:
                 if pipeline.plans:

@@ -209,6 +209,7 @@ def test_nothing_is_lost_and_nothing_overlaps(
 def test_a_cache_too_small_for_all_preempts_and_loses_nothing(policy: str, stages: int) -> None:
     jobs = [Job(0.0, 20, 40)] * 8
     options = {"policy": policy, "block_size": 4, "kv_threshold": 0.0}
+    options["expected_output_tokens"] = 0
     played = play(config(stages, 24, **options), ConstantCost(0.1, 0.01), jobs, [(3.0, 2)])
     check_requests(played, jobs, [(3.0, 2)])
     check_order(played, 0.01)
