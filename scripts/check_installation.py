@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 TORCH = "torch==2.13.0"
 READY_SECONDS = 120.0
 COMMAND_SECONDS = 600.0
-NO_KERNELS_MESSAGE = "no compiled kernels"
+NO_KERNELS_MESSAGE = "compiled kernels: none"
 """Part of the log line of a server that found no compiled kernels."""
 
 
@@ -188,7 +188,7 @@ def check_module(environment: Environment, *, has_kernels: bool) -> None:
         print(f"python -m gllm.serve demo: {ask(url)!r}")
         lines = [line for line in log_path.read_text().splitlines() if NO_KERNELS_MESSAGE in line]
         if len(lines) != (0 if has_kernels else 1):
-            raise RuntimeError(f"{len(lines)} log lines say that there are {NO_KERNELS_MESSAGE}")
+            raise RuntimeError(f"{len(lines)} log lines say {NO_KERNELS_MESSAGE!r}")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from gllm.kernels.native.library import builds
+from gllm.kernels.native.builds import VARIABLE, select
 
 LIMITS: dict[str, dict[str, str]] = {
     "avx512_bf16": {},
@@ -45,7 +45,7 @@ TEST_RUNS = (
 
 def run_tests(build: str, pytest_runs: list[tuple[str, ...]]) -> bool:
     """Run pytest with the limits of a kernel build. Return True if everything passed."""
-    variables = {"GLLM_CPU_KERNELS": build, **LIMITS[build]}
+    variables = {VARIABLE: build, **LIMITS[build]}
     print(f"== {build}: {' '.join(f'{name}={value}' for name, value in variables.items())}")
     begin = time.monotonic()
     codes = [
@@ -68,11 +68,12 @@ def main(arguments: list[str]) -> int:
     if unknown:
         print(f"no build {', '.join(sorted(unknown))}: {', '.join(LIMITS)}", file=sys.stderr)
         return 2
-    runnable = {*builds(), "off"}
     has_passed = True
     for build in names or list(LIMITS):
-        if build not in runnable:
-            print(f"== {build}: not run, this CPU lacks its instructions or it is not compiled")
+        try:
+            select({VARIABLE: build})
+        except ValueError as error:
+            print(f"== {build}: not run. {error}")
             continue
         has_passed &= run_tests(build, [pytest_arguments] if pytest_arguments else list(TEST_RUNS))
     return 0 if has_passed else 1
