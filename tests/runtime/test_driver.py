@@ -2,7 +2,7 @@
 
 import pytest
 
-from gllm.messages import Message, Register, Sampling, Submit
+from gllm.messages import Abort, Begun, Message, Register, Sampling, Step, Submit
 from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.scheduler import Scheduler
@@ -40,3 +40,20 @@ def test_a_prompt_goes_to_those_who_need_it(
     assert knows == [True, *[False] * (stages - 2), *[at_last] * (stages > 1)]
     told = [message.sampling for message in registered if isinstance(message, Register)]
     assert told == [*[None] * (stages - 1), sampling]
+
+
+@pytest.mark.parametrize("grammar", ["", "a grammar that is still being compiled"])
+def test_stages_forget_choices_that_were_aborted_before_they_began(grammar: str) -> None:
+    """They know all choices of a request from its registration on."""
+    stage = Heard()
+    config = SchedulerConfig().resolve(1, 64, 128)
+    driver = Driver(Scheduler(config), stage.send, [], Heard())
+    driver.submit(Submit(5, [1, 2, 3], Sampling(grammar=grammar), 4, [], n=3))
+    driver.abort(Abort([7]))
+    driver.submit(Submit(8, [4], Sampling(), 4, []))
+    driver.begin(Begun(5))
+    driver.turn()
+    assert not driver._held
+    assert not driver._cancelled
+    released = [one.plan.released for one in stage.messages if isinstance(one, Step)]
+    assert released[0] == [7]

@@ -9,6 +9,7 @@ import logging
 from gllm.config import EngineConfig
 from gllm.models.config import ModelConfig
 from gllm.runtime.cuda.executor import DeviceExecutor
+from gllm.scheduler.config import SchedulerConfig
 from gllm.streams import CudaQueues
 
 log = logging.getLogger(__name__)
@@ -37,16 +38,29 @@ class OnGpu:
         """Stages on this GPU, or one more."""
         self.transport = "nccl" if self._sharing == 1 else "host-staging"
 
-    def room(self) -> int:
-        """Bytes for KV blocks beside the weights, which are loaded, and the largest step."""
+    def reserve(self) -> SchedulerConfig:
+        """Make room for steps; return the configuration that tells how large they are, resolved but
+        for the number of KV blocks."""
         config, length = self._config.scheduler, self._config.max_model_len
         assert length is not None
-        blocks = -(-length // config.block_size)
-        self.executor.reserve(config.resolve(self._stages, blocks, length))
-        room = self.executor.room(self._config.gpu_memory_utilization, config.block_size)
-        return room // self._sharing
+        resolved = config.resolve(self._stages, -(-length // config.block_size), length)
+        self.executor.reserve(resolved)
+        return resolved
+
+    def room(self) -> int:
+        """Bytes for KV blocks beside what is in use, weights and edges say, the largest step and
+        graphs. To be called behind `reserve`, with the edges open."""
+        block_size = self._config.scheduler.block_size
+        share = self._config.gpu_memory_utilization
+        return self.executor.room(share, block_size, self._graph_rows) // self._sharing
 
     def record_graphs(self) -> None:
         """Record decodes; the log tells how far it is."""
-        most = min(self._config.scheduler.max_num_seqs, MOST_ROWS)
-        self.executor.record_graphs(most, lambda done, all_: log.info("graph %d/%d", done, all_))
+        self.executor.record_graphs(
+            self._graph_rows, lambda done, all_: log.info("graph %d/%d", done, all_)
+        )
+
+    @property
+    def _graph_rows(self) -> int:
+        """Of the largest graph."""
+        return min(self._config.scheduler.max_num_seqs, MOST_ROWS)
