@@ -91,6 +91,10 @@ class Queues(Protocol):
         """Bytes that `share` of the device's memory leaves beside what is in use, by others too,
         and what `work` takes at its peak; it runs."""
 
+    def held(self, work: Callable[[], None]) -> int:
+        """Run `work`; return the bytes of the device's memory that are in use behind it and were
+        not before."""
+
 
 class CudaEvent:
     """An event of CUDA."""
@@ -210,3 +214,16 @@ class CudaQueues:
         peak = torch.cuda.max_memory_reserved(self._device) - held
         torch.cuda.empty_cache()
         return max(int(total * share) - (total - free) - peak, 0)
+
+    def held(self, work: Callable[[], None]) -> int:
+        """As in Queues."""
+        before = self._free()
+        work()
+        return max(before - self._free(), 0)
+
+    def _free(self) -> int:
+        """Bytes of the device that nobody uses, those that torch only keeps among them."""
+        self.synchronize()
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(free)

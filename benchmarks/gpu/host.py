@@ -107,6 +107,11 @@ class HostQueues:
         work()
         return 2**30
 
+    def held(self, work: Callable[[], None]) -> int:
+        """As in Queues; the CPU's memory is not counted."""
+        work()
+        return 0
+
 
 def plan_of_one_layout(longest: int) -> PlanAttention:
     """Plans attention for layers without windows, of contexts up to `longest`. Decodes are one

@@ -69,6 +69,8 @@ class Driver:
         self._outcomes: list[tuple[Outcome, list[RowLogprobs]]] = []
         self._held: dict[int, Request] = {}
         """Requests whose grammars are being compiled, by their first sequence."""
+        self._cancelled: dict[int, set[int]] = {}
+        """Choices of those that were aborted meanwhile."""
         self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
 
     def submit(self, message: Submit) -> None:
@@ -115,21 +117,32 @@ class Driver:
     def begin(self, message: Begun) -> None:
         """Run a held request, whose grammar is compiled so that no step has to wait for it; end any
         request that the last stage cannot sample."""
-        request = self._held.pop(message.seq, None)
-        count = message.n
-        if request is not None:
-            # Failed or not: the scheduler has the stages forget it.
-            self.scheduler.add(request, time.monotonic())
-            count = request.n
+        # Failed or not: the scheduler has the stages forget it.
+        count = self._admit(message.seq) or message.n
         if message.error:
             self._fail(message.seq, count, message.error)
 
     def abort(self, message: Abort) -> None:
         """End sequences nobody waits for."""
-        for seq in self._held.keys() & message.seqs:
-            # The scheduler lets the stages forget what they were told of it.
-            self.scheduler.add(self._held.pop(seq), time.monotonic())
+        aborted = set(message.seqs)
+        for seq, request in list(self._held.items()):
+            own = aborted.intersection(range(seq, seq + request.n))
+            cancelled = self._cancelled.setdefault(seq, set()) if own else own
+            cancelled |= own
+            if len(cancelled) == request.n:
+                # The scheduler lets the stages forget what they were told of it.
+                self._admit(seq)
         self.scheduler.abort(message.seqs)
+
+    def _admit(self, seq: int) -> int:
+        """Give a held request to the scheduler, without the choices that were aborted meanwhile;
+        the number of its choices, 0 where it is not held."""
+        request = self._held.pop(seq, None)
+        if request is None:
+            return 0
+        self.scheduler.add(request, time.monotonic())
+        self.scheduler.abort(sorted(self._cancelled.pop(seq, ())))
+        return request.n
 
     def forget_prefixes(self, message: ForgetPrefixes) -> None:
         """Empty the prefix cache."""

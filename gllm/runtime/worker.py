@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.scheduler import Scheduler
 from gllm.step_log import LoggedScheduler, StepLog
 from gllm.step_log import Start as LogStart
-from gllm.transport.base import EdgeShape
+from gllm.transport.base import EdgeShape, Receiver, Sender
 from gllm.transport.registry import open_edges
 
 if TYPE_CHECKING:
@@ -94,17 +95,21 @@ class Worker:
     async def run(self) -> None:
         """From loading to the parent's Shutdown, or a fault."""
         self._inbox.start(self._handle, self._fail)
-        try:
-            await in_own_thread(self._load)
-        except Exception as error:
-            self._fail(error)
+        loading = asyncio.ensure_future(in_own_thread(self._load))
+        loading.add_done_callback(self._on_loaded)
         await self.done.wait()
+        # It may wait for a neighbour that is gone.
+        loading.cancel()
         self._inbox.close()
         if self._log is not None:
             self._log.close()
         for outbox in (self._frontend, *self._stages.values()):
             outbox.close()
         self._context.term()
+
+    def _on_loaded(self, loading: "asyncio.Future[None]") -> None:
+        if not loading.cancelled() and (error := loading.exception()) is not None:
+            self._fail(error)
 
     def _load(self) -> None:
         """Read the weights; on a thread, so that the process answers meanwhile."""
@@ -123,12 +128,16 @@ class Worker:
             share_measurements(spec.kernel_ratios)
             executor = StageExecutor(model, spec.config, *part)
         executor.load(Path(spec.folder), self._report_progress)
-        room = None if self._gpu is None else self._gpu.room()
+        self._executor = executor
+        room = None
+        if self._gpu is not None:
+            # Before the memory left is divided: edges take some, NCCL's among it.
+            self._edges = self._open_edges(self._gpu.reserve())
+            room = self._gpu.room()
         return_memory()
         # What is loaded stays: the collector need never look at it.
         gc.freeze()
         gc.enable()
-        self._executor = executor
         loaded = Loaded(spec.stage, executor.weight_bytes, executor.block_bytes, room)
         self._loop.call_soon_threadsafe(self._frontend.send, loaded)
 
@@ -191,28 +200,16 @@ class Worker:
         scheduler = spec.config.scheduler.resolve(
             spec.stages, num_blocks, spec.config.max_model_len
         )
-        assert scheduler.max_in_flight is not None
-        assert scheduler.max_num_batched_tokens is not None
-        executor.allocate(num_blocks, scheduler.block_size)
-        shape = EdgeShape(
-            scheduler.max_in_flight,
-            scheduler.max_num_batched_tokens,
-            executor.model.hidden_size,
-            executor.dtype.itemsize,
-        )
-        edges = (spec.incoming, spec.outgoing)
-        transport, device = spec.transport, None
-        on_thread: tuple[Any, ...] = ()
         if self._gpu is not None:
-            queues = self._gpu.queues
-            queues.bind_thread()
+            self._gpu.queues.bind_thread()
+        executor.allocate(num_blocks, scheduler.block_size)
+        on_thread: tuple[Any, ...] = ()
+        if self._gpu is None:
+            self._edges = self._open_edges(scheduler)
+        else:
             self._gpu.record_graphs()
-            transport, device = self._gpu.transport, (queues, self._gpu.executor.stream)
-            on_thread = self._gpu.executor.finish, queues.bind_thread
-        receiver, sender = open_edges(
-            transport, *edges, shape, executor.dtype, device, self._on_edge_fault
-        )
-        self._stage = Stage(executor, receiver, sender, self._deliver, self._fail, *on_thread)
+            on_thread = self._gpu.executor.finish, self._gpu.queues.bind_thread
+        self._stage = Stage(executor, *self._edges, self._deliver, self._fail, *on_thread)
         if spec.stage == 0:
             others = list(self._stages.values())
             self._driver = Driver(
@@ -228,6 +225,25 @@ class Worker:
         else:
             self._stages[0].send(Linked(spec.stage))
             self._frontend.send(Ready(spec.stage))
+
+    def _open_edges(self, scheduler: SchedulerConfig) -> tuple[Receiver | None, Sender | None]:
+        """Open the edges to the neighbours for steps of this resolved configuration. On a GPU this
+        waits for those."""
+        assert scheduler.max_in_flight is not None
+        assert scheduler.max_num_batched_tokens is not None
+        spec, executor = self.spec, self._executor
+        shape = EdgeShape(
+            scheduler.max_in_flight,
+            scheduler.max_num_batched_tokens,
+            executor.model.hidden_size,
+            executor.dtype.itemsize,
+        )
+        transport, device = spec.transport, None
+        if self._gpu is not None:
+            transport = self._gpu.transport
+            device = self._gpu.queues, self._gpu.executor.stream
+        ends = spec.incoming, spec.outgoing
+        return open_edges(transport, *ends, shape, executor.dtype, device, self._on_edge_fault)
 
     def _link(self, stage: int) -> None:
         """The driver is ready when every stage has reached it: once all are ready the sockets'
@@ -314,9 +330,11 @@ async def in_own_thread(function: Callable[[], None]) -> None:
         try:
             function()
         except BaseException as error:
-            loop.call_soon_threadsafe(done.set_exception, error)
+            end = partial(done.set_exception, error)
         else:
-            loop.call_soon_threadsafe(done.set_result, None)
+            end = partial(done.set_result, None)
+        # Nobody may wait any more.
+        loop.call_soon_threadsafe(lambda: done.cancelled() or end())
 
     threading.Thread(target=run, name=function.__name__, daemon=True).start()
     await done

@@ -224,6 +224,13 @@ class FakeQueues:
         self.synchronize()
         return int(share * 1000)
 
+    def held(self, work: Callable[[], None]) -> int:
+        before = len(self._alive)
+        work()
+        self.synchronize()
+        made = [tensor for tensor in self._alive[before:] if self.kind(tensor) == "device"]
+        return sum(tensor.untyped_storage().nbytes() for tensor in made)
+
     # Threads of the host.
 
     @contextmanager

@@ -1,10 +1,27 @@
 """Who is told what of a request."""
 
+import time
+
 import pytest
 
-from gllm.messages import Message, Register, Sampling, Submit
+from gllm.messages import (
+    Abort,
+    Begun,
+    Bubbles,
+    Message,
+    Register,
+    Result,
+    RowLogprobs,
+    Sampling,
+    StageTimes,
+    Step,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+)
 from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import Sampled, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
 
 
@@ -40,3 +57,54 @@ def test_a_prompt_goes_to_those_who_need_it(
     assert knows == [True, *[False] * (stages - 2), *[at_last] * (stages > 1)]
     told = [message.sampling for message in registered if isinstance(message, Register)]
     assert told == [*[None] * (stages - 1), sampling]
+
+
+@pytest.mark.parametrize("grammar", ["", "a grammar that is still being compiled"])
+def test_stages_forget_choices_that_were_aborted_before_they_began(grammar: str) -> None:
+    """They know all choices of a request from its registration on."""
+    stage = Heard()
+    config = SchedulerConfig().resolve(1, 64, 128)
+    driver = Driver(Scheduler(config), stage.send, [], Heard())
+    driver.submit(Submit(5, [1, 2, 3], Sampling(grammar=grammar), 4, [], n=3))
+    driver.abort(Abort([7]))
+    driver.submit(Submit(8, [4], Sampling(), 4, []))
+    driver.begin(Begun(5))
+    driver.turn()
+    assert not driver._held
+    assert not driver._cancelled
+    released = [one.plan.released for one in stage.messages if isinstance(one, Step)]
+    assert released[0] == [7]
+
+
+def test_a_stage_s_times_reach_the_policy_and_the_frontend() -> None:
+    heard, stage = Heard(), Heard()
+    scheduler = Scheduler(SchedulerConfig().resolve(1, 64, 128))
+    observed: list[tuple[int, list[StepTime]]] = []
+    scheduler.observe = lambda stage, times: observed.append((stage, times))  # type: ignore[method-assign]
+    driver = Driver(scheduler, stage.send, [], heard)
+    driver.submit(Submit(0, [1, 2, 3], Sampling(), 4, []))
+    driver.turn()
+    now = time.monotonic()
+    times = [StepTime(0, now + 1, now + 2)]
+    driver.observe(StageTimes(0, times, now + 3))
+    assert observed == [(0, times)]
+    (bubbles,) = heard.messages
+    assert isinstance(bubbles, Bubbles)
+    # At hand for longer than three seconds, and computed for one of them.
+    assert bubbles.seconds[0] > 2
+    assert bubbles.work_seconds == pytest.approx(bubbles.seconds[0] + 1)
+
+
+def test_what_rows_tell_beyond_the_end_of_their_sequence_is_dropped() -> None:
+    heard, stage = Heard(), Heard()
+    driver = Driver(Scheduler(SchedulerConfig().resolve(1, 64, 128)), stage.send, [], heard)
+    for seq in (0, 1):
+        driver.submit(Submit(seq, [1, 2, 3], Sampling(logprobs=0), 4, []))
+    driver.turn()
+    driver.abort(Abort([1]))
+    sampled = [Sampled(seq, 0, 9) for seq in (0, 1)]
+    told = [RowLogprobs(seq, TokenLogprobs(9, -0.5, 1, [], []), []) for seq in (0, 1)]
+    driver.commit(Result(StepResult(0, sampled), told))
+    driver.turn()
+    (tokens,) = (message for message in heard.messages if isinstance(message, Tokens))
+    assert [row.seq for row in tokens.logprobs] == [0]

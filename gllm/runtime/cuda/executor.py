@@ -141,13 +141,28 @@ class DeviceExecutor(StageExecutor):
         plans = self._plan, self._padded
         self._shape = CacheShape(num_blocks, block_size, self.dtype, windows, *plans)
 
-    def room(self, share: float, block_size: int) -> int:
-        """Bytes for KV blocks that a share of the device's memory leaves beside the largest step.
+    def room(self, share: float, block_size: int, graph_rows: int) -> int:
+        """Bytes for KV blocks that a share of the device's memory leaves beside the largest step
+        and graphs of up to `graph_rows` rows.
 
         To be called between `reserve` and `allocate`.
         """
         self.allocate(1, block_size)
-        return self._queues.room(self._largest_step, share)
+        room = self._queues.room(self._largest_step, share)
+        return max(room - self._graph_bytes(graph_rows), 0)
+
+    def _graph_bytes(self, most: int) -> int:
+        """Bytes that graphs of up to `most` rows will take, from a trial with the two largest.
+
+        All share the memory of the largest; each more takes what the second takes, at most.
+        """
+        sizes = buckets(most) if most and self._can_record else []
+        held = [
+            self._queues.held(lambda size=size: self._record(size, sizes[-1]))  # type: ignore[misc]
+            for size in sizes[:-3:-1]
+        ]
+        self._graphs = DecodeGraphs(self._queues, self.stream, block_table_of)
+        return held[0] + (len(sizes) - 1) * held[-1] if held else 0
 
     @torch.inference_mode()
     def record_graphs(self, most: int, progress: Callable[[int, int], None]) -> None:
@@ -159,11 +174,9 @@ class DeviceExecutor(StageExecutor):
         if not self._can_record:
             return
         sizes = buckets(most)
-        hidden = self._queues.zeros((sizes[-1], self.model.hidden_size), self.dtype)
         for done, size in enumerate(reversed(sizes)):
             progress(done, len(sizes))
-            given = None if self.is_first else hidden[:size]
-            self._graphs.record(size, self._example(size), given, self._output)
+            self._record(size, sizes[-1])
         progress(len(sizes), len(sizes))
         self._sizes = sizes
 
@@ -180,6 +193,15 @@ class DeviceExecutor(StageExecutor):
             for sampling in (PLAIN, EVERYTHING):
                 self._run_example(rows, samples, sampling)
         self._queues.synchronize()
+
+    @torch.inference_mode()
+    def _record(self, size: int, largest: int) -> None:
+        """Record decodes of `size` rows; the largest size comes first."""
+        if size == largest:
+            shape = (0 if self.is_first else size, self.model.hidden_size)
+            self._graph_hidden = self._queues.zeros(shape, self.dtype)
+        hidden = None if self.is_first else self._graph_hidden[:size]
+        self._graphs.record(size, self._example(size), hidden, self._output)
 
     def _build(self, plan: StepPlan) -> Batch:
         """As in StageExecutor; on the host alone."""

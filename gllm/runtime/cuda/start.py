@@ -10,6 +10,7 @@ from gllm.config import EngineConfig
 from gllm.kernels.triton.compilations import CompilationCounter
 from gllm.models.config import ModelConfig
 from gllm.runtime.cuda.executor import DeviceExecutor
+from gllm.scheduler.config import SchedulerConfig
 from gllm.streams import CudaQueues
 
 log = logging.getLogger(__name__)
@@ -39,24 +40,37 @@ class OnGpu:
         self._counter: CompilationCounter | None = None
         self.transport = "nccl" if self._sharing == 1 else "host-staging"
 
-    def room(self) -> int:
-        """Bytes for KV blocks beside the weights, which are loaded, and the largest step."""
+    def reserve(self) -> SchedulerConfig:
+        """Make room for steps; return the configuration that tells how large they are, resolved but
+        for the number of KV blocks."""
         config, length = self._config.scheduler, self._config.max_model_len
         assert length is not None
-        blocks = -(-length // config.block_size)
-        self.executor.reserve(config.resolve(self._stages, blocks, length))
-        room = self.executor.room(self._config.gpu_memory_utilization, config.block_size)
-        return room // self._sharing
+        resolved = config.resolve(self._stages, -(-length // config.block_size), length)
+        self.executor.reserve(resolved)
+        return resolved
+
+    def room(self) -> int:
+        """Bytes for KV blocks beside what is in use, weights and edges say, the largest step and
+        graphs. To be called behind `reserve`, with the edges open."""
+        block_size = self._config.scheduler.block_size
+        share = self._config.gpu_memory_utilization
+        return self.executor.room(share, block_size, self._graph_rows) // self._sharing
 
     def record_graphs(self) -> None:
         """Compile kernels and record decodes; the log tells how far it is."""
         log.info("compiling kernels")
         self.executor.warm_up()
-        most = min(self._config.scheduler.max_num_seqs, MOST_ROWS)
-        self.executor.record_graphs(most, lambda done, all_: log.info("graph %d/%d", done, all_))
+        self.executor.record_graphs(
+            self._graph_rows, lambda done, all_: log.info("graph %d/%d", done, all_)
+        )
         self._counter = CompilationCounter()
 
     @property
     def compilations(self) -> int:
         """Kernels compiled since the stage is ready; 0 before."""
         return 0 if self._counter is None else self._counter.count
+
+    @property
+    def _graph_rows(self) -> int:
+        """Of the largest graph."""
+        return min(self._config.scheduler.max_num_seqs, MOST_ROWS)

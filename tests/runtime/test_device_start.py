@@ -1,0 +1,74 @@
+"""A whole engine with stages on a device, from its start: the CPU in the place of a GPU."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.host import HostQueues
+from gllm.config import SamplingParams
+from gllm.engine import Engine
+from gllm.runtime import worker as worker_module
+from gllm.runtime.cuda import start as start_module
+from gllm.runtime.cuda.executor import DeviceExecutor
+from gllm.runtime.cuda.graphs import buckets
+from tests.runtime.device import BLOCK_SIZE, as_on_a_device, executor_on
+from tests.runtime.fake_streams import FakeQueues
+from tests.runtime.local_workers import local_engine
+from tests.tiny_models import save
+
+SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+async def tokens_of(engine: Engine) -> list[int]:
+    deltas = engine.generate([5, 6, 7], GREEDY)
+    return [token async for delta in deltas for token in delta.token_ids]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_edges_are_open_before_the_memory_left_is_divided(
+    stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with local_engine(stages, **SMALL) as (engine, _):
+        expected = await tokens_of(engine)
+    order: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            order.append(name)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(start_module, "CudaQueues", lambda index: HostQueues())
+    monkeypatch.setattr(worker_module, "gpus", lambda device: 1)
+    monkeypatch.setattr(worker_module, "open_edges", noted("edges", worker_module.open_edges))
+    monkeypatch.setattr(DeviceExecutor, "room", noted("room", DeviceExecutor.room))
+    with as_on_a_device():
+        async with local_engine(stages, **SMALL) as (engine, workers):
+            assert all(isinstance(each, DeviceExecutor) for each in workers.executors)
+            assert await asyncio.wait_for(tokens_of(engine), 60) == expected
+    assert order.count("room") == order.count("edges") == stages
+    first = [order.index(name) for name in ("edges", "room")]
+    assert first == sorted(first)
+
+
+def test_what_graphs_take_is_no_room(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial records two, and leaves none behind."""
+    folder = save("llama3", tmp_path)
+    with as_on_a_device(), FakeQueues(4) as queues:
+        executor = executor_on(queues, folder)
+        monkeypatch.setattr(FakeQueues, "room", lambda self, work, share: 10**9)
+        held: list[int] = []
+        hold = FakeQueues.held
+        monkeypatch.setattr(
+            FakeQueues, "held", lambda self, work: held.append(hold(self, work)) or held[-1]
+        )
+        room = executor.room(0.5, BLOCK_SIZE, 8)
+        largest, second = held
+        assert largest > 0
+        assert room == 10**9 - largest - (len(buckets(8)) - 1) * second
+        assert not executor._graphs._recorded
+        assert executor._sizes == []
