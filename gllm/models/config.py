@@ -64,9 +64,12 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _dtype(raw: dict[str, Any]) -> str:
-    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    named = (raw[key] for key in ("dtype", "torch_dtype") if raw.get(key) is not None)
+    name = next(named, "float32")
     if name not in DTYPES:
-        raise ModelError(f"config.json: dtype {name!r} is not implemented")
+        raise ModelError(
+            f"config.json: dtype {name!r:.80} is not implemented, only {', '.join(DTYPES)} are"
+        )
     return str(name)
 
 

@@ -286,11 +286,7 @@ def _files_of(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} has no usable weight_map: {error!r}") from error
-        return [folder / name for name in sorted(names)]
+        return [folder / name for name in _names_of(index)]
     if single.is_file():
         return [single]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
@@ -299,6 +295,21 @@ def _files_of(folder: Path) -> list[Path]:
             "(transformers: from_pretrained, then save_pretrained)"
         )
     raise ModelError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _names_of(index: Path) -> list[str]:
+    """Return the sorted names of the files that an index lists. Raises ModelError."""
+    try:
+        content = json.loads(index.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{index} cannot be read as JSON: {error}") from error
+    homes = content.get("weight_map") if isinstance(content, dict) else None
+    names = set(map(str, homes.values())) if isinstance(homes, dict) else set()
+    if not names or not all(name.endswith(".safetensors") for name in names):
+        raise ModelError(f"{index} has no usable weight_map from tensors to safetensors files")
+    if any(Path(name).name != name for name in names):
+        raise ModelError(f"{index} has a weight_map with files outside of its folder")
+    return sorted(names)
 
 
 def _head_names(model: Model) -> tuple[str, str]:
