@@ -15,6 +15,7 @@ from gllm.models.keys import Keys
 from gllm.models.registry import architecture_of, family
 from gllm.models.spec import Model
 from gllm.models.stored import stored_as
+from gllm.models.weight_files import is_lfs_pointer, lfs_error, missing_weights_reason
 
 DTYPES = ("float32", "bfloat16", "float16")
 GENERATION = "generation_config.json"
@@ -38,6 +39,8 @@ class ModelConfig:
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of the model in a folder. Raises ModelError that names the key."""
     raw = _read_json(folder / "config.json")
+    if raw is None and any(folder.glob("*.gguf")):
+        raise ModelError(f"{folder} has no config.json, and {missing_weights_reason(['.gguf'])}")
     if raw is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     generation = _read_json(folder / GENERATION) or {}
@@ -57,6 +60,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
+        if is_lfs_pointer(path):
+            raise ModelError(lfs_error(path)) from error
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object")
