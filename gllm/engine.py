@@ -5,6 +5,7 @@ is the workers' business.
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from array import array
@@ -31,7 +32,7 @@ from gllm.field_types import to_str, to_token_ids
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
 from gllm.logs import QUIET, LogConfig
 from gllm.messages import Bubbles, Sampling, StageLoad
-from gllm.models.config import read_config
+from gllm.models.config import notes_of, read_config
 from gllm.models.hub import resolve
 from gllm.models.spec import Model
 from gllm.models.split import split_layers
@@ -42,6 +43,8 @@ from gllm.runtime.pipeline import EngineError as EngineError
 from gllm.runtime.pipeline import Pipeline
 from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Words = tuple[tuple[int, ...], ...]
 """Bad words as token sequences."""
@@ -68,6 +71,8 @@ class Engine:
         layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
         self.tokenizer = Tokenizer.load(self._folder, config.chat_template)
         assert self.config.max_model_len is not None
+        for note in notes_of(read.model, self.config.max_model_len):
+            log.warning("%s", note)
         self.model = ModelInfo(
             name=served_model_name or config.model,
             max_model_len=self.config.max_model_len,

@@ -53,6 +53,23 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)), sampling)
 
 
+def notes_of(model: Model, max_model_len: int) -> list[str]:
+    """Return what to log of a model that serves texts of this length: where it differs from
+    transformers."""
+    notes = list(model.notes)
+    ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
+    for rope in ropes:
+        if rope.kind == "longrope":
+            original = rope.parameters["original_max_position_embeddings"]
+            kind = "long" if max_model_len > original else "short"
+            notes.append(
+                f"longrope: the {kind} factors rotate all texts, because max_model_len is "
+                f"{max_model_len} and the original context {original}; transformers picks them by "
+                "each text's length"
+            )
+    return notes
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file, None where there is no file."""
     try:

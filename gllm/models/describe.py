@@ -113,6 +113,17 @@ def layer_windows(keys: Keys, default: Sequence[bool], required: bool = False) -
     return [size if slide else None for slide in slides]
 
 
+def window_notes(windows: Sequence[int | None]) -> tuple[str, ...]:
+    """Return what to log of windows in a family whose layers all have one in transformers."""
+    whole = [layer for layer, window in enumerate(windows) if window is None]
+    if len(whole) in (0, len(windows)):
+        return ()
+    return (
+        f"config.json: {len(whole)} of {len(windows)} layers see all tokens, as layer_types says; "
+        "transformers ignores layer_types in this architecture",
+    )
+
+
 def decoder(
     keys: Keys,
     layers: Sequence[Layer],

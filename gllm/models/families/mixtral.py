@@ -12,6 +12,7 @@ from gllm.models.describe import (
     gated_mlp,
     layer_windows,
     pre_norm,
+    window_notes,
 )
 from gllm.models.keys import Keys
 from gllm.models.spec import Experts, Linear, Model
@@ -32,4 +33,4 @@ def describe(keys: Keys) -> Model:
     )
     windows = layer_windows(keys, [True] * keys.count("num_hidden_layers"))
     layers = [pre_norm(keys, replace(attention, window=window), experts) for window in windows]
-    return decoder(keys, layers)
+    return decoder(keys, layers, notes=window_notes(windows))
