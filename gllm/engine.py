@@ -5,6 +5,7 @@ is the workers' business.
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from array import array
@@ -33,6 +34,7 @@ from gllm.field_types import to_str, to_token_ids
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
 from gllm.logs import QUIET, LogConfig
 from gllm.messages import Bubbles, Sampling, StageLoad
+from gllm.models.config import notes_of
 from gllm.preflight import plan_model
 from gllm.request import Request
 from gllm.runtime.client import Stream
@@ -41,6 +43,8 @@ from gllm.runtime.pipeline import EngineError as EngineError
 from gllm.runtime.pipeline import Pipeline
 from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Words = tuple[tuple[int, ...], ...]
 """Bad words as token sequences."""
@@ -65,6 +69,8 @@ class Engine:
         self._folder, read = plan.folder, plan.config
         self.config = replace(config, max_model_len=plan.max_model_len)
         self.tokenizer = Tokenizer.load(self._folder, config.chat_template)
+        for note in notes_of(read.model, plan.max_model_len):
+            log.warning("%s", note)
         self.model = ModelInfo(
             name=served_model_name or config.model,
             max_model_len=plan.max_model_len,

@@ -15,6 +15,7 @@ from gllm.models.keys import Keys
 from gllm.models.registry import architecture_of, family
 from gllm.models.spec import Model
 from gllm.models.stored import stored_as
+from gllm.models.weight_files import is_lfs_pointer, lfs_error, missing_weights_reason
 
 DTYPES = ("float32", "bfloat16", "float16")
 GENERATION = "generation_config.json"
@@ -38,6 +39,8 @@ class ModelConfig:
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of the model in a folder. Raises ModelError that names the key."""
     raw = _read_json(folder / "config.json")
+    if raw is None and any(folder.glob("*.gguf")):
+        raise ModelError(f"{folder} has no config.json, and {missing_weights_reason(['.gguf'])}")
     if raw is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     generation = _read_json(folder / GENERATION) or {}
@@ -50,6 +53,23 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)), sampling)
 
 
+def notes_of(model: Model, max_model_len: int) -> list[str]:
+    """Return what to log of a model that serves texts of this length: where it differs from
+    transformers."""
+    notes = list(model.notes)
+    ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
+    for rope in ropes:
+        if rope.kind == "longrope":
+            original = rope.parameters["original_max_position_embeddings"]
+            kind = "long" if max_model_len > original else "short"
+            notes.append(
+                f"longrope: the {kind} factors rotate all texts, because max_model_len is "
+                f"{max_model_len} and the original context {original}; transformers picks them by "
+                "each text's length"
+            )
+    return notes
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file, None where there is no file."""
     try:
@@ -57,6 +77,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
+        if is_lfs_pointer(path):
+            raise ModelError(lfs_error(path)) from error
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object")
@@ -64,9 +86,12 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _dtype(raw: dict[str, Any]) -> str:
-    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    named = (raw[key] for key in ("dtype", "torch_dtype") if raw.get(key) is not None)
+    name = next(named, "float32")
     if name not in DTYPES:
-        raise ModelError(f"config.json: dtype {name!r} is not implemented")
+        raise ModelError(
+            f"config.json: dtype {name!r:.80} is not implemented, only {', '.join(DTYPES)} are"
+        )
     return str(name)
 
 

@@ -7,9 +7,11 @@ families use. Knows no family.
 from collections.abc import Sequence
 from typing import Any
 
+from gllm.config import INT32_MAX
 from gllm.models.errors import ModelError
 from gllm.models.keys import Keys
-from gllm.models.spec import MLP, Attention, Embedding, Head, Layer, Linear, Model, Norm, Rope
+from gllm.models.rope import rope_of
+from gllm.models.spec import MLP, Attention, Embedding, Experts, Head, Layer, Linear, Model, Norm
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -22,105 +24,6 @@ ACTIVATIONS = {
 }
 """Names in configurations to names in gllm/kernels/activation.py."""
 
-ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
-    "default": (set(), set()),
-    "linear": ({"factor"}, set()),
-    "llama3": (
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-        set(),
-    ),
-    "yarn": (
-        {"factor", "original_max_position_embeddings"},
-        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
-    ),
-    "longrope": (
-        {"short_factor", "long_factor", "original_max_position_embeddings", "factor"},
-        {"attention_factor", "short_mscale", "long_mscale"},
-    ),
-}
-"""Parameters of each kind of rotary scaling: required, optional."""
-
-
-def rope_of(
-    keys: Keys,
-    head_dim: int,
-    interleaved: bool = False,
-    partial: float | None = None,
-    theta: float | None = None,
-    layer_type: str | None = None,
-) -> Rope:
-    """From `rope_parameters`, or from `rope_scaling` and `rope_theta` as older files have it.
-
-    `partial`: share of a head that is rotated, where the file does not say (None: the family always
-    rotates all); `theta`: where the object does not say, instead of `rope_theta`; `layer_type`:
-    which of `rope_parameters`, where each type of layer has its own.
-    """
-    given: Any = keys.get("rope_scaling", "rope_parameters", default={})
-    if layer_type is not None and layer_type in given:
-        given = given[layer_type]
-    if not isinstance(given, dict):
-        raise ModelError(f"config.json: rope_parameters is {given!r}, but has to be an object")
-    given = {key: value for key, value in given.items() if value is not None}
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
-    usual = keys.assumed("rope_theta", 10_000.0)
-    theta = given.pop("rope_theta", theta or keys.number("rope_theta", default=usual))
-    share = given.pop("partial_rotary_factor", keys.get("partial_rotary_factor", default=partial))
-    if partial is None and share not in (None, 1):
-        raise ModelError(f"config.json: partial_rotary_factor {share!r} is not implemented here")
-    kind = "longrope" if kind == "su" else kind
-    if kind not in ROPE_KEYS:
-        raise ModelError(
-            f"config.json: rope_type {kind!r} is not implemented, only {', '.join(ROPE_KEYS)} are"
-        )
-    _complete(given, kind, keys)
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
-        raise ModelError(f"config.json: rope_theta is {theta!r}, but has to be a positive number")
-    dim = int(head_dim * (share or 1))
-    if dim % 2 or not 0 < dim <= head_dim:
-        raise ModelError(
-            f"config.json: {dim} of head_dim {head_dim} elements are to be rotated, but rotary "
-            "embedding needs pairs"
-        )
-    _check_factors(given, dim)
-    return Rope(dim, kind, float(theta), given, interleaved)
-
-
-def _complete(given: dict[str, Any], kind: str, keys: Keys) -> None:
-    """Fill in what other keys say, and refuse what is missing or unknown."""
-    required, optional = ROPE_KEYS[kind]
-    if "original_max_position_embeddings" in required:
-        longest = keys.count("max_position_embeddings")
-        original = keys.count("original_max_position_embeddings", default=longest)
-        original = given.setdefault("original_max_position_embeddings", original)
-        if kind == "longrope" and isinstance(original, int) and original > 0:
-            given.setdefault("factor", longest / original)
-    else:
-        keys.skip("original_max_position_embeddings")
-        given.pop("original_max_position_embeddings", None)
-    missing, unknown = required - given.keys(), given.keys() - required - optional
-    if missing or unknown:
-        fault = f"lacks {sorted(missing)}" if missing else f"has unknown keys {sorted(unknown)}"
-        raise ModelError(f"config.json: rope scaling {kind!r} {fault}")
-
-
-def _check_factors(given: dict[str, Any], dim: int) -> None:
-    """Numbers, but for the lists of longrope, one number for each pair."""
-    for key, value in given.items():
-        values = value if key in ("short_factor", "long_factor") else [value]
-        good = isinstance(values, list) and all(isinstance(one, int | float) for one in values)
-        if not good:
-            raise ModelError(f"config.json: rope parameter {key} is {value!r}, which is no number")
-        if key in ("factor", "original_max_position_embeddings") and value <= 0:
-            raise ModelError(
-                f"config.json: rope parameter {key} is {value!r}, but has to be positive"
-            )
-        if key in ("short_factor", "long_factor") and len(values) != dim // 2:
-            raise ModelError(
-                f"config.json: rope parameter {key} has {len(values)} numbers, but "
-                f"{dim // 2} pairs are rotated"
-            )
-
 
 def attention_of(
     keys: Keys,
@@ -132,14 +35,16 @@ def attention_of(
 ) -> Attention:
     """Grouped queries with rotary positions; `rope`: options of `rope_of`; `names`: of the
     projections, the output's last."""
-    heads = keys.count("num_attention_heads")
+    heads, hidden = keys.count("num_attention_heads"), keys.count("hidden_size")
+    if heads > hidden:
+        raise ModelError(f"config.json: num_attention_heads {heads} is above hidden_size {hidden}")
     kv_heads = keys.count("num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads {heads} is no multiple of "
             f"num_key_value_heads {kv_heads}"
         )
-    head_dim = keys.count("head_dim", default=keys.count("hidden_size") // heads)
+    head_dim = keys.count("head_dim", default=hidden // heads)
     *inputs, output = (f"{prefix}.{name}" for name in names)
     return Attention(
         heads=heads,
@@ -174,7 +79,7 @@ def gated_mlp(
 
 def rms_norm(keys: Keys, name: str, offset: float = 0.0) -> Norm:
     """With the epsilon of the file."""
-    return Norm(name, "rms", keys.number("rms_norm_eps", default=1e-6), offset=offset)
+    return Norm(name, "rms", keys.positive("rms_norm_eps", default=1e-6), offset=offset)
 
 
 def pre_norm(keys: Keys, attention: Any, mlp: Any) -> Layer:
@@ -185,7 +90,7 @@ def pre_norm(keys: Keys, attention: Any, mlp: Any) -> Layer:
 
 def window_of(keys: Keys) -> int | None:
     """sliding_window, where it is set."""
-    return keys.count("sliding_window") if keys.get("sliding_window") else None
+    return None if keys.get("sliding_window") in (None, 0) else keys.count("sliding_window")
 
 
 def layer_windows(keys: Keys, default: Sequence[bool], required: bool = False) -> list[int | None]:
@@ -195,7 +100,8 @@ def layer_windows(keys: Keys, default: Sequence[bool], required: bool = False) -
     slides = list(default)
     if types is not None:
         known = {"full_attention": False, "sliding_attention": True}
-        if not isinstance(types, list) or len(types) != len(slides) or set(types) - set(known):
+        is_list = isinstance(types, list) and all(isinstance(one, str) for one in types)
+        if not is_list or len(types) != len(slides) or set(types) - set(known):
             raise ModelError(
                 f"config.json: layer_types is {types!r:.80}, but has to be a list of "
                 f"{len(slides)} of {', '.join(known)}"
@@ -205,6 +111,17 @@ def layer_windows(keys: Keys, default: Sequence[bool], required: bool = False) -
     if size is None and any(slides) and (required or types is not None):
         raise keys.error(("sliding_window",), "a positive integer", keys.get("sliding_window"))
     return [size if slide else None for slide in slides]
+
+
+def window_notes(windows: Sequence[int | None]) -> tuple[str, ...]:
+    """Return what to log of windows in a family whose layers all have one in transformers."""
+    whole = [layer for layer, window in enumerate(windows) if window is None]
+    if len(whole) in (0, len(windows)):
+        return ()
+    return (
+        f"config.json: {len(whole)} of {len(windows)} layers see all tokens, as layer_types says; "
+        "transformers ignores layer_types in this architecture",
+    )
 
 
 def decoder(
@@ -244,4 +161,28 @@ def context_of(keys: Keys, layers: Sequence[Layer]) -> int:
         if rope.kind == "yarn":
             original = rope.parameters["original_max_position_embeddings"]
             longest = max(longest, int(original * rope.parameters["factor"]))
+    if longest > INT32_MAX:
+        raise ModelError(f"config.json: rope parameter factor makes a context of {longest} tokens")
     return longest
+
+
+def check_experts(experts: Experts) -> Experts:
+    """Return experts whose numbers fit together. Raises ModelError."""
+    total, groups, picked = experts.count, experts.groups, experts.active_groups
+    size = total // groups
+    least = 2 if experts.group_score == "best two" and groups > 1 else 1
+    rules = (
+        ("n_group", groups, total % groups == 0, f"a divisor of the {total} experts"),
+        ("n_group", groups, size >= least, f"such that groups have {least} or more experts"),
+        ("topk_group", picked, picked <= groups, f"at most n_group {groups}"),
+        (
+            "num_experts_per_tok",
+            experts.active,
+            experts.active <= picked * size,
+            f"at most {picked * size}, the number of experts to pick from",
+        ),
+    )
+    for name, value, is_met, rule in rules:
+        if not is_met:
+            raise ModelError(f"config.json: {name} is {value}, but has to be {rule}")
+    return experts

@@ -7,10 +7,16 @@ what is in the folder.
 from pathlib import Path
 
 from gllm.models.errors import ModelError
+from gllm.models.weight_files import INDEX, SINGLE, missing_weights_reason, names_of_index
 
 DEMO = Path(__file__).parent.parent / "demo"
-PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
-"""What is fetched of a hub repository; weights in other formats stay there."""
+FILES = [
+    *("config.json", "generation_config.json", INDEX),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
+    *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+]
+"""What is fetched of a hub repository before the weights. Patterns match whole paths, so copies in
+folders stay there."""
 
 
 def resolve(model: str) -> Path:
@@ -23,13 +29,17 @@ def resolve(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if path.is_file():
+        kind = "a GGUF file, which is not read" if path.suffix == ".gguf" else "a file"
+        raise ModelError(f"{model!r} is {kind}: pass the folder of a model with safetensors")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelError(f"there is no folder {model!r}: check the path of the model")
     return _download(model)
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+    """Return the folder of a hub repository's files: those of its index, or the only one."""
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -38,7 +48,15 @@ def _download(name: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, allow_patterns=PATTERNS))
+        folder = Path(snapshot_download(name, allow_patterns=FILES))
+        weights = names_of_index(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+        # The same commit, even if the repository has changed meanwhile.
+        revision = folder.name if folder.parent.name == "snapshots" else None
+        folder = Path(snapshot_download(name, allow_patterns=weights, revision=revision))
+        if not (folder / weights[0]).exists():
+            names = HfApi().list_repo_files(name, revision=revision)
+            raise ModelError(f"model {name!r} {missing_weights_reason(names)}")
+        return folder
     except GatedRepoError as error:
         reason = "is gated: accept its terms on huggingface.co and set HF_TOKEN"
         raise ModelError(f"model {name!r} {reason}") from error

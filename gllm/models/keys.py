@@ -7,6 +7,7 @@ computed wrongly. Knows nothing of what keys mean.
 
 from typing import Any, TypeVar
 
+from gllm.config import INT32_MAX
 from gllm.models.errors import ModelError
 
 HARMLESS = {
@@ -65,6 +66,8 @@ HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
 """Keys of some families with the values that ask for nothing in a family that does not read them.
 Null asks for nothing under any key."""
 
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
+MAX_LAYERS = 10_000
 FLOAT32_MAX = 3.4028234663852886e38
 
 Value = TypeVar("Value")
@@ -121,14 +124,15 @@ class Keys:
     def count(self, *names: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self.get(*names, default=default)
-        if type(value) is not int or value < 1:
-            raise self.error(names, "a positive integer", value)
+        most = MAX_LAYERS if names[0] in LAYERS else INT32_MAX
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.error(names, f"a positive integer up to {most}", value)
         return value
 
     def natural(self, *names: str, default: int | None = None) -> int:
         """Return an integer from 0 on."""
         value = self.get(*names, default=default)
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value <= INT32_MAX:
             raise self.error(names, "0 or a positive integer", value)
         return value
 
@@ -170,7 +174,7 @@ class Keys:
         word = self.get(name, default=default)
         if not isinstance(word, str) or word not in table:
             raise ModelError(
-                f"config.json: {name} {word!r} is not implemented, only {', '.join(table)} are"
+                f"config.json: {name} {word!r:.80} is not implemented, only {', '.join(table)} are"
             )
         return table[word]
 
@@ -179,7 +183,9 @@ class Keys:
         value = self.get(name)
         if value is not None and value not in allowed:
             good = " or ".join(repr(value) for value in allowed if value is not None) or "null"
-            raise ModelError(f"config.json: {name} {value!r} is not implemented, only {good} is")
+            raise ModelError(
+                f"config.json: {name} {value!r:.80} is not implemented, only {good} is"
+            )
 
     def skip(self, *names: str) -> None:
         """Keys that say nothing in this family."""
@@ -203,4 +209,4 @@ class Keys:
         """The error for a value that breaks a rule."""
         given = [name for name in names if self._raw.get(name) is not None]
         name = given[0] if given else " or ".join(names)
-        return ModelError(f"config.json: {name} is {value!r}, but has to be {rule}")
+        return ModelError(f"config.json: {name} is {value!r:.80}, but has to be {rule}")

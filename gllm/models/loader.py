@@ -5,7 +5,6 @@ that are asked for, and every tensor of the stage has to be asked for. Does not 
 computes with them.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, prepare_fp8
 from gllm.models.errors import ModelError
 from gllm.models.spec import Model
 from gllm.models.tensor_names import TensorNames
+from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
 
 log = logging.getLogger(__name__)
 
@@ -225,12 +225,14 @@ class Checkpoint:
     def _open(self, prefix: str) -> dict[str, Home]:
         """The open file of each tensor in the folder, and its name there, by its full name."""
         homes: dict[str, Home] = {}
-        for path in _files_of(self.folder):
+        for path in find_weight_files(self.folder):
             try:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
             except FileNotFoundError as error:
                 raise ModelError(f"{path} is missing: download the model again") from error
             except (OSError, SafetensorError) as error:
+                if is_lfs_pointer(path):
+                    raise ModelError(lfs_error(path)) from error
                 raise ModelError(f"{path} cannot be read: {error}") from error
             homes |= {name: (handle, name) for name in handle.keys()}  # noqa: SIM118
         if prefix and not any(name.startswith(prefix) for name in homes):
@@ -279,26 +281,6 @@ class Weights:
         stay so."""
         full = [f"{self._prefix}{name}.weight" for name in names]
         return self._checkpoint.matrices(full, [(count, inputs) for count in rows])
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, by its index where it has one. Raises ModelError."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} has no usable weight_map: {error!r}") from error
-        return [folder / name for name in sorted(names)]
-    if single.is_file():
-        return [single]
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
-        raise ModelError(
-            f"{folder} has weights in PyTorch's pickle format only; convert them to safetensors "
-            "(transformers: from_pretrained, then save_pretrained)"
-        )
-    raise ModelError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
 
 
 def _head_names(model: Model) -> tuple[str, str]:

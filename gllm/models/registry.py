@@ -47,10 +47,11 @@ def family(architecture: str) -> Callable[[Keys], Model]:
 
 def architecture_of(names: object) -> str:
     """The first name of config.json's `architectures` that is known. Raises ModelError."""
-    known = [name for name in names if name in ARCHITECTURES] if isinstance(names, list) else []
+    given = names if isinstance(names, list) else []
+    known = [name for name in given if isinstance(name, str) and name in ARCHITECTURES]
     if not known:
         raise ModelError(
-            f"config.json: architectures {names} is not supported; "
+            f"config.json: architectures {names!s:.200} is not supported; "
             f"these are: {', '.join(ARCHITECTURES)}"
         )
     return str(known[0])

@@ -266,6 +266,8 @@ class Model:
     """Patterns of tensors in checkpoints that are not needed, besides those of all families."""
     prediction_layers: int = 0
     """Layers in checkpoints behind those of the model that predict further tokens; not computed."""
+    notes: tuple[str, ...] = ()
+    """Where results differ from those of transformers, for the log."""
     stored: Fp8 | None = None
     """How weights may be stored besides as plain floats."""
 

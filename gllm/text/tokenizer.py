@@ -62,6 +62,10 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
+            if file.read_bytes().startswith(b"version https://git-lfs"):
+                raise ValueError(
+                    f"{file} is a git-lfs pointer and not the file itself: run `git lfs pull`"
+                ) from error
             raise ValueError(f"{file} is no tokenizer: {error}") from error
         tokenizer = cls(backend, load_chat_template(Path(folder), template))
         if tokenizer.chat_template is not None:

@@ -2,16 +2,20 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gllm.config import SamplingParams
-from gllm.models.config import read_config
+from gllm.config import EngineConfig, SamplingParams
+from gllm.engine import Engine
+from gllm.models.config import notes_of, read_config
 from gllm.models.errors import ModelError
+from gllm.models.hub import DEMO
 from gllm.models.registry import ARCHITECTURES, family
 from gllm.models.spec import MLP, Attention, Model, Rope
+from tests.models.published import PUBLISHED, read
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -164,3 +168,33 @@ def test_defaults_that_no_request_could_have_are_refused(
     shown = re.escape(f"{value!r:.3}")
     with pytest.raises(ModelError, match=rf"generation_config\.json: {key}.* is .*{shown}"):
         read_config(write(tmp_path, {key: value}))
+
+
+@pytest.mark.parametrize(("longest", "kind"), [(4096, "short"), (4097, "long")])
+def test_the_choice_of_longrope_factors_is_logged_once(longest: int, kind: str) -> None:
+    (note,) = notes_of(read(PUBLISHED["phi-3-mini-128k"]), longest)
+    assert f"the {kind} factors" in note
+    assert str(longest) in note
+
+
+@pytest.mark.parametrize("name", ["mistral-7b-v0.1", "mixtral-8x7b", "phi-3-mini-128k"])
+def test_layer_types_that_transformers_ignores_are_logged_once(name: str) -> None:
+    raw = PUBLISHED[name] | {"sliding_window": 4096, "rope_scaling": None}
+    types = ["sliding_attention", "full_attention"] * (raw["num_hidden_layers"] // 2)
+    (note,) = notes_of(read(raw | {"layer_types": types}), 4096)
+    assert "16 of 32 layers see all tokens" in note
+    for same in (raw, raw | {"layer_types": ["sliding_attention"] * len(types)}):
+        assert notes_of(read(same), 4096) == []
+
+
+def test_notes_are_in_the_engine_s_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    types = ["full_attention"] + ["sliding_attention"] * 2
+    folder = write(
+        tmp_path, architectures=["MistralForCausalLM"], layer_types=types, num_key_value_heads=4
+    )
+    shutil.copy(DEMO / "tokenizer.json", folder)
+    Engine(EngineConfig(str(folder)))
+    assert [record.message for record in caplog.records if "layer_types" in record.message] == [
+        "config.json: 1 of 3 layers see all tokens, as layer_types says; "
+        "transformers ignores layer_types in this architecture"
+    ]

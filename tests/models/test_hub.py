@@ -1,16 +1,26 @@
 """Names of models: folders, the demo, the hub, and what is said where there is none."""
 
+import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
+from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO, resolve
+from gllm.models.weight_files import find_weight_files
+from gllm.text.tokenizer import Tokenizer
+from tests.runtime.pipeline import Pipeline
+from tests.text.tokenizers_for_tests import byte_level
+from tests.tiny_models import save
 
 
 def test_folders_and_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,17 +37,113 @@ def test_missing_path_is_not_looked_up(path: str) -> None:
         resolve(path)
 
 
-def test_only_what_is_needed_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+class Hub:
+    """A repository on the hub with files of these names and contents, and what is fetched of it."""
 
-    def download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(tmp_path)
+    def __init__(self, root: Path, files: dict[str, str]) -> None:
+        self.folder = root / "snapshots" / "c0ffee"
+        self.files = files
+        self.fetched: set[str] = set()
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve("org/name") == tmp_path
-    assert asked["name"] == "org/name"
-    assert not any("bin" in pattern for pattern in asked["allow_patterns"])
+    def snapshot_download(self, name: str, revision: str | None = None, **options: Any) -> str:
+        assert name == "org/name"
+        assert revision in (None, "c0ffee")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in filter_repo_objects(self.files, **options):
+            self.fetched.add(path)
+            (self.folder / path).parent.mkdir(exist_ok=True)
+            (self.folder / path).write_text(self.files[path])
+        return str(self.folder)
+
+    def list_repo_files(self, name: str, revision: str | None = None) -> list[str]:
+        return list(self.files)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
+    def make(*names: str, **contents: str) -> Hub:
+        files = dict.fromkeys(names, "{}") | contents
+        made = Hub(tmp_path, files)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", made.snapshot_download)
+        monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", made.list_repo_files)
+        return made
+
+    return make
+
+
+SMALL = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+COPIES = (
+    *("consolidated.safetensors", "original/consolidated.00.pth", "original/params.json"),
+    *("onnx/model.onnx", "onnx/config.json", "metal/model.safetensors", "model.fp16.safetensors"),
+    *("pytorch_model.bin", "flax_model.msgpack", "params.json", "x-Q4_K_M.gguf", "README.md"),
+    *("original/model.safetensors.index.json", "old/tokenizer.json", "README.md"),
+)
+
+
+def test_weights_are_fetched_by_the_index(hub: Callable[..., Hub]) -> None:
+    """And no copies beside it: they would be as large again."""
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    shards = {"model-1.safetensors", "model-2.safetensors"}
+    template = "additional_chat_templates/tool_use.jinja"
+    repository = hub(
+        *SMALL, *COPIES, *shards, template, **{"model.safetensors.index.json": json.dumps(index)}
+    )
+    assert resolve("org/name") == repository.folder
+    index_name = "model.safetensors.index.json"
+    assert repository.fetched == SMALL | shards | {template, index_name}
+
+
+def test_the_only_file_is_fetched(hub: Callable[..., Hub]) -> None:
+    repository = hub(*SMALL, *COPIES, "model.safetensors")
+    assert resolve("org/name") == repository.folder
+    assert repository.fetched == SMALL | {"model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama-Q4_K_M.gguf", "GGUF"),
+        ("pytorch_model.bin", "pickle"),
+        ("README.md", r"no model\.safetensors"),
+    ],
+)
+def test_repositories_without_weights_are_told_apart(
+    hub: Callable[..., Hub], name: str, said: str
+) -> None:
+    hub(*SMALL, name)
+    with pytest.raises(ModelError, match=f"org/name.*{said}"):
+        resolve("org/name")
+
+
+def test_a_folder_of_gguf_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model-Q8_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"no config\.json.*GGUF"):
+        read_config(tmp_path)
+    with pytest.raises(ModelError, match="is a GGUF file"):
+        resolve(str(tmp_path / "model-Q8_0.gguf"))
+    with pytest.raises(ModelError, match="GGUF"):
+        find_weight_files(tmp_path)
+
+
+def load_all(folder: Path) -> None:
+    Tokenizer.load(folder)
+    Pipeline(folder)
+
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\n"
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json"]
+)
+def test_git_lfs_pointers_are_named(name: str, tmp_path: Path) -> None:
+    folder = save("qwen2", tmp_path)
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / name).write_text(POINTER)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is a git-lfs pointer.*git lfs pull"):
+        load_all(folder)
 
 
 @pytest.mark.parametrize(

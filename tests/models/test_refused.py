@@ -2,8 +2,8 @@
 
 import pytest
 
-from gllm.models.describe import ROPE_KEYS
 from gllm.models.errors import ModelError
+from gllm.models.rope import ROPE_KEYS
 from tests.models.published import PUBLISHED, Config, read
 
 REFUSED: list[tuple[str, Config, str]] = [
@@ -42,7 +42,7 @@ REFUSED: list[tuple[str, Config, str]] = [
     ("opt-1.3b", {"word_embed_proj_dim": 512}, "word_embed_proj_dim 512"),
     ("opt-1.3b", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
     ("bloom-560m", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
-    ("bloom-560m", {"num_attention_heads": 15}, "n_head 15"),
+    ("bloom-560m", {"num_attention_heads": 15}, "num_attention_heads 15"),
     ("falcon-7b", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
     ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2"),
     ("falcon-40b", {"num_kv_heads": 7}, "num_kv_heads 7"),

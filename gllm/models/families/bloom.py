@@ -45,7 +45,8 @@ def _attention(keys: Keys, hidden: int) -> Attention:
     """One tensor for queries, keys and values, stored head by head."""
     heads = keys.count("n_head", "num_attention_heads")
     if hidden % heads:
-        raise ModelError(f"config.json: hidden_size {hidden} is no multiple of n_head {heads}")
+        names = "hidden_size or n_embed", "n_head or num_attention_heads"
+        raise ModelError(f"config.json: {names[0]} {hidden} is no multiple of {names[1]} {heads}")
     head_dim = hidden // heads
     return Attention(
         heads=heads,
@@ -60,4 +61,4 @@ def _attention(keys: Keys, hidden: int) -> Attention:
 
 
 def _norm(keys: Keys, name: str) -> Norm:
-    return Norm(name, "layer", keys.number("layer_norm_epsilon", default=1e-5), bias=True)
+    return Norm(name, "layer", keys.positive("layer_norm_epsilon", default=1e-5), bias=True)

@@ -46,7 +46,13 @@ def _attention(keys: Keys, bias: bool) -> Attention:
             f"config.json: num_attention_heads {heads} is no multiple of "
             f"multi_query_group_num {kv_heads}"
         )
-    theta = 10_000.0 * keys.number("rope_ratio", default=1.0)
+    if head_dim % 4:
+        raise keys.error(
+            ("kv_channels",), "a multiple of 4: half of it is rotated, in pairs", head_dim
+        )
+    theta = 10_000.0 * keys.positive("rope_ratio", default=1.0)
+    if theta < 1:
+        raise keys.error(("rope_ratio",), "a finite number from 0.0001 on", theta / 10_000.0)
     return Attention(
         heads=heads,
         kv_heads=kv_heads,
@@ -59,7 +65,7 @@ def _attention(keys: Keys, bias: bool) -> Attention:
 
 
 def _norm(keys: Keys, name: str) -> Norm:
-    return Norm(name, "rms", keys.number("layernorm_epsilon", default=1e-5))
+    return Norm(name, "rms", keys.positive("layernorm_epsilon", default=1e-5))
 
 
 def _check(keys: Keys) -> None:

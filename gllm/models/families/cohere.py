@@ -55,9 +55,9 @@ def _model(keys: Keys, attentions: list[Attention]) -> Model:
     # Rotations reach further than the positions that files name.
     longest = keys.count("model_max_length", "max_position_embeddings")
     model = decoder(keys, layers, tied=True, norm=_norm(keys, "model.norm"), context_length=longest)
-    scale = keys.number("logit_scale", default=0.0625)
+    scale = keys.positive("logit_scale", default=0.0625)
     return replace(model, head=replace(model.head, scale=scale))
 
 
 def _norm(keys: Keys, name: str) -> Norm:
-    return Norm(name, "layer", keys.number("layer_norm_eps", default=1e-5))
+    return Norm(name, "layer", keys.positive("layer_norm_eps", default=1e-5))

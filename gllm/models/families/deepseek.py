@@ -7,8 +7,9 @@ Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2; "DeepSeek-V3 Technical Rep
 import math
 from dataclasses import replace
 
-from gllm.models.describe import decoder, gated_mlp, pre_norm, rms_norm, rope_of
+from gllm.models.describe import check_experts, decoder, gated_mlp, pre_norm, rms_norm
 from gllm.models.keys import Keys
+from gllm.models.rope import rope_of
 from gllm.models.spec import Experts, LatentAttention, Linear, Model
 
 
@@ -52,18 +53,19 @@ def v3(keys: Keys) -> Model:
 
 def _experts(keys: Keys, groups: tuple[int, int], **options: object) -> Experts:
     inner = keys.count("moe_intermediate_size")
-    shared = keys.get("n_shared_experts")
-    return Experts(
+    shared = keys.natural("n_shared_experts") if keys.has("n_shared_experts") else 0
+    experts = Experts(
         count=keys.count("n_routed_experts", "num_local_experts"),
         active=keys.count("num_experts_per_tok"),
         router=Linear(("mlp.gate",)),
         expert=gated_mlp(keys, "mlp.experts.{}", inner),
-        scale=keys.number("routed_scaling_factor", default=1.0),
+        scale=keys.positive("routed_scaling_factor", default=1.0),
         groups=groups[0],
         active_groups=groups[1],
         shared=gated_mlp(keys, "mlp.shared_experts", inner * shared) if shared else None,
         **options,  # type: ignore[arg-type]
     )
+    return check_experts(experts)
 
 
 def _model(keys: Keys, experts: Experts) -> Model:
@@ -84,6 +86,8 @@ def _model(keys: Keys, experts: Experts) -> Model:
 def _attention(keys: Keys) -> LatentAttention:
     hidden = keys.count("hidden_size")
     plain, turned = keys.count("qk_nope_head_dim"), keys.count("qk_rope_head_dim")
+    if turned % 2:
+        raise keys.error(("qk_rope_head_dim",), "even: pairs are rotated", turned)
     interleaved = keys.flag("rope_interleave", default=True)
     rope = rope_of(keys, turned, interleaved=interleaved)
     scale = (plain + turned) ** -0.5
@@ -91,7 +95,7 @@ def _attention(keys: Keys) -> LatentAttention:
         # The temperature of YaRN, which here is not part of the rotation.
         stretch = math.log(rope.parameters["factor"])
         scale *= (0.1 * rope.parameters["mscale_all_dim"] * stretch + 1) ** 2
-    rank = keys.get("q_lora_rank")
+    rank = keys.count("q_lora_rank") if keys.has("q_lora_rank") else None
     return LatentAttention(
         heads=keys.count("num_attention_heads"),
         plain_dim=plain,

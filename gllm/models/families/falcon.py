@@ -3,9 +3,10 @@
 Source: Almazrouei et al., "The Falcon Series of Open Language Models" (2023).
 """
 
-from gllm.models.describe import ACTIVATIONS, decoder, rope_of
+from gllm.models.describe import ACTIVATIONS, decoder
 from gllm.models.errors import ModelError
 from gllm.models.keys import Keys
+from gllm.models.rope import rope_of
 from gllm.models.spec import MLP, Attention, Embedding, Layer, Linear, Model, Norm
 
 
@@ -83,4 +84,4 @@ def _layer(keys: Keys, attention: Attention, mlp: MLP) -> Layer:
 
 
 def _norm(keys: Keys, name: str) -> Norm:
-    return Norm(name, "layer", keys.number("layer_norm_epsilon", default=1e-5), bias=True)
+    return Norm(name, "layer", keys.positive("layer_norm_epsilon", default=1e-5), bias=True)

@@ -12,9 +12,9 @@ from gllm.models.describe import (
     gated_mlp,
     layer_windows,
     rms_norm,
-    rope_of,
 )
 from gllm.models.keys import Keys
+from gllm.models.rope import rope_of
 from gllm.models.spec import Attention, Embedding, Layer, Model, Norm, Rope
 
 
@@ -55,7 +55,10 @@ def gemma3(keys: Keys) -> Model:
 def _local_rope(keys: Keys, head_dim: int) -> Rope:
     """The rotation of layers with a window, which no scaling of older files is meant for."""
     theta = keys.number("rope_local_base_freq", default=10_000.0)
-    if "sliding_attention" in (keys.get("rope_parameters") or {}):
+    if theta < 1:
+        raise keys.error(("rope_local_base_freq",), "a finite number from 1 on", theta)
+    by_type = keys.get("rope_parameters")
+    if isinstance(by_type, dict) and "sliding_attention" in by_type:
         return rope_of(keys, head_dim, theta=theta, layer_type="sliding_attention")
     return Rope(head_dim, theta=theta)
 

@@ -73,4 +73,4 @@ def _mlp(keys: Keys, hidden: int) -> MLP:
 
 
 def _norm(keys: Keys, name: str) -> Norm:
-    return Norm(name, "layer", keys.number("layer_norm_epsilon", default=1e-5), bias=True)
+    return Norm(name, "layer", keys.positive("layer_norm_epsilon", default=1e-5), bias=True)

@@ -5,7 +5,14 @@ Source: Abdin et al., "Phi-3 Technical Report" (2024).
 
 from dataclasses import replace
 
-from gllm.models.describe import attention_of, decoder, gated_mlp, layer_windows, pre_norm
+from gllm.models.describe import (
+    attention_of,
+    decoder,
+    gated_mlp,
+    layer_windows,
+    pre_norm,
+    window_notes,
+)
 from gllm.models.keys import Keys
 from gllm.models.spec import Model
 
@@ -21,4 +28,4 @@ def describe(keys: Keys) -> Model:
     mlp = gated_mlp(keys, names=("gate_up_proj", "down_proj"))
     windows = layer_windows(keys, [True] * keys.count("num_hidden_layers"))
     layers = [pre_norm(keys, replace(attention, window=window), mlp) for window in windows]
-    return decoder(keys, layers)
+    return decoder(keys, layers, notes=window_notes(windows))

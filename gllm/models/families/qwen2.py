@@ -29,7 +29,7 @@ def describe(keys: Keys) -> Model:
 def qwen_windows(keys: Keys) -> list[int | None]:
     """Windows from layer max_window_layers on; sliding_window alone does not switch them on."""
     layers = keys.count("num_hidden_layers")
-    first = keys.get("max_window_layers", default=28)
+    first = keys.natural("max_window_layers", default=28)
     if not keys.flag("use_sliding_window"):
         window_of(keys)
         keys.only("layer_types", ["full_attention"] * layers)

@@ -1,0 +1,167 @@
+"""The rotary position embedding of a configuration: its kind and parameters, checked.
+
+Parameters keep the names of config.json; gllm/kernels/rotary.py computes with them.
+"""
+
+from typing import Any
+
+from gllm.config import INT32_MAX
+from gllm.models.errors import ModelError
+from gllm.models.keys import Keys, is_finite
+from gllm.models.spec import Rope
+
+ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "llama3": (
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+        set(),
+    ),
+    "yarn": (
+        {"factor", "original_max_position_embeddings"},
+        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    ),
+    "longrope": (
+        {"short_factor", "long_factor", "original_max_position_embeddings", "factor"},
+        {"attention_factor", "short_mscale", "long_mscale"},
+    ),
+}
+"""Parameters of each kind of rotary scaling: required, optional."""
+LISTS = ("short_factor", "long_factor")
+"""Parameters that are lists with one number for each pair."""
+LEAST = 1e-6
+"""Divisors below would make frequencies that are not finite."""
+NOT_NEGATIVE = ("low_freq_factor", "mscale", "mscale_all_dim")
+"""Parameters that may be 0; all others are above 0."""
+
+
+def rope_of(
+    keys: Keys,
+    head_dim: int,
+    interleaved: bool = False,
+    partial: float | None = None,
+    theta: float | None = None,
+    layer_type: str | None = None,
+) -> Rope:
+    """Read `rope_parameters`, or `rope_scaling` and `rope_theta` of older files.
+
+    Args:
+        keys: the configuration.
+        head_dim: elements of a head.
+        interleaved: whether neighbours are pairs.
+        partial: share of a head that is rotated where the file does not say; None: always all.
+        theta: replaces `rope_theta` where the object does not say.
+        layer_type: which of `rope_parameters`, where each type of layer has its own.
+
+    Raises:
+        ModelError: names the parameter.
+    """
+    given = _parameters(keys, layer_type)
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    usual = keys.assumed("rope_theta", 10_000.0)
+    theta = given.pop("rope_theta", theta or keys.number("rope_theta", default=usual))
+    share = given.pop("partial_rotary_factor", keys.get("partial_rotary_factor", default=partial))
+    kind = "longrope" if kind == "su" else kind
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        raise ModelError(
+            f"config.json: rope_type {kind!r:.80} is not implemented, only "
+            f"{', '.join(ROPE_KEYS)} are"
+        )
+    dim = _rotated(head_dim, share, partial)
+    _complete(given, kind, keys)
+    _check_theta(theta, kind)
+    for name, value in given.items():
+        _check(name, value, dim)
+    _check_relations(given, kind)
+    return Rope(dim, kind, float(theta), given, interleaved)
+
+
+def _parameters(keys: Keys, layer_type: str | None) -> dict[str, Any]:
+    """Return the parameters that are set."""
+    given: Any = keys.get("rope_scaling", "rope_parameters", default={})
+    if isinstance(given, dict) and layer_type is not None and layer_type in given:
+        given = given[layer_type]
+    if not isinstance(given, dict):
+        raise keys.error(("rope_scaling", "rope_parameters"), "an object", given)
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _rotated(head_dim: int, share: Any, partial: float | None) -> int:
+    """Return how many elements of a head are rotated."""
+    if share is None:
+        share = 1
+    if not is_finite(share) or not 0 < share <= 1:
+        raise ModelError(
+            f"config.json: partial_rotary_factor is {share!r:.80}, but has to be in (0, 1]"
+        )
+    if partial is None and share != 1:
+        raise ModelError(f"config.json: partial_rotary_factor {share!r} is not implemented here")
+    dim = int(head_dim * share)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ModelError(
+            f"config.json: partial_rotary_factor {share!r}: {dim} of head_dim {head_dim} elements "
+            "are to be rotated, but rotary embedding needs pairs"
+        )
+    return dim
+
+
+def _complete(given: dict[str, Any], kind: str, keys: Keys) -> None:
+    """Fill in what other keys say, and refuse what is missing or unknown."""
+    required, optional = ROPE_KEYS[kind]
+    if "original_max_position_embeddings" in required:
+        longest = keys.count("max_position_embeddings")
+        original = keys.count("original_max_position_embeddings", default=longest)
+        original = given.setdefault("original_max_position_embeddings", original)
+        if kind == "longrope" and isinstance(original, int) and original > 0:
+            given.setdefault("factor", longest / original)
+    else:
+        keys.skip("original_max_position_embeddings")
+        given.pop("original_max_position_embeddings", None)
+    missing, unknown = required - given.keys(), given.keys() - required - optional
+    if missing or unknown:
+        fault = f"lacks {sorted(missing)}" if missing else f"has unknown keys {sorted(unknown)}"
+        raise ModelError(f"config.json: rope_scaling {kind!r} {fault:.200}")
+
+
+def _check_theta(theta: Any, kind: str) -> None:
+    # YaRN divides by its logarithm.
+    rule = "above 1" if kind == "yarn" else "a finite number from 1 on"
+    if not is_finite(theta) or theta < 1 or (theta == 1 and kind == "yarn"):
+        raise ModelError(f"config.json: rope_theta is {theta!r:.80}, but has to be {rule}")
+
+
+def _check(name: str, value: Any, dim: int) -> None:
+    """Check one parameter: a positive number, or as many as there are pairs."""
+    if name == "truncate":
+        if not isinstance(value, bool):
+            raise _error(name, value, "true or false")
+        return
+    if name in LISTS:
+        if not isinstance(value, list):
+            raise _error(name, value, "a list of numbers")
+        if len(value) != dim // 2:
+            raise ModelError(
+                f"config.json: rope parameter {name} has {len(value)} numbers, but "
+                f"{dim // 2} pairs are rotated"
+            )
+    for number in value if name in LISTS else [value]:
+        if not is_finite(number):
+            raise _error(name, number, "a finite number; it is no number of float32")
+        if number < 0 or (number < LEAST and name not in NOT_NEGATIVE):
+            raise _error(name, number, f"positive, at least {LEAST}")
+    if name == "original_max_position_embeddings" and (
+        type(value) is not int or not 1 < value <= INT32_MAX
+    ):
+        raise _error(name, value, "an integer above 1")
+
+
+def _check_relations(given: dict[str, Any], kind: str) -> None:
+    """Check parameters that depend on one another."""
+    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
+        rule = f"above low_freq_factor {given['low_freq_factor']!r}"
+        raise _error("high_freq_factor", given["high_freq_factor"], rule)
+
+
+def _error(name: str, value: Any, rule: str) -> ModelError:
+    return ModelError(f"config.json: rope parameter {name} is {value!r:.80}, but has to be {rule}")

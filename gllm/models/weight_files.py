@@ -1,0 +1,71 @@
+"""The files of a checkpoint: by its index, or the only one; and why there are none.
+
+Knows names and first bytes, no tensors: the frontend downloads by it without torch.
+"""
+
+import json
+from pathlib import Path
+
+from gllm.models.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+LFS_HEADER = b"version https://git-lfs"
+"""The beginning of the small text file that stands for a large one in git."""
+
+
+def find_weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder, by its index if there is one. Raises ModelError."""
+    index = folder / INDEX
+    if index.is_file():
+        return [folder / name for name in names_of_index(index)]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    reason = missing_weights_reason(sorted(path.name for path in folder.iterdir()))
+    raise ModelError(f"{folder} {reason}")
+
+
+def names_of_index(index: Path) -> list[str]:
+    """Return the sorted names of the files that an index lists. Raises ModelError."""
+    if is_lfs_pointer(index):
+        raise ModelError(lfs_error(index))
+    try:
+        content = json.loads(index.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{index} cannot be read as JSON: {error}") from error
+    homes = content.get("weight_map") if isinstance(content, dict) else None
+    names = set(map(str, homes.values())) if isinstance(homes, dict) else set()
+    if not names or not all(name.endswith(".safetensors") for name in names):
+        raise ModelError(f"{index} has no usable weight_map from tensors to safetensors files")
+    if any(Path(name).name != name for name in names):
+        raise ModelError(f"{index} has a weight_map with files outside of its folder")
+    return sorted(names)
+
+
+def missing_weights_reason(names: list[str]) -> str:
+    """Return why files of these names hold no weights that are read, and what to do."""
+    if any(name.endswith(".gguf") for name in names):
+        return (
+            "has weights in GGUF, llama.cpp's format, only; use the model's original repository, "
+            "which has safetensors"
+        )
+    if any(name.endswith((".bin", ".pth", ".pt")) for name in names):
+        return (
+            "has weights in PyTorch's pickle format only; convert them to safetensors "
+            "(transformers: from_pretrained, then save_pretrained)"
+        )
+    return f"has no {SINGLE} and no {INDEX}"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file stands for a large one that git has not fetched."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LFS_HEADER)) == LFS_HEADER
+    except OSError:
+        return False
+
+
+def lfs_error(path: Path) -> str:
+    """Return the message for a pointer in place of a file."""
+    return f"{path} is a git-lfs pointer and not the file itself: run `git lfs pull` in its folder"
