@@ -14,6 +14,7 @@ from gllm.kernels.linear import PlainMatrix, linear, prepare
 from gllm.kernels.native import library
 from gllm.kernels.native.builds import FLAVORS, OFF, VARIABLE, Selection, select
 from gllm.kernels.native.library import LinearArguments, MeasuredLibrary, native
+from gllm.kernels.native.measure import measure
 
 EVERY = frozenset().union(*FLAVORS.values())
 ONLY_AVX2 = FLAVORS["avx2"]
@@ -116,6 +117,16 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Selection:
     if found.path is None:
         pytest.skip(found.reason)
     return found
+
+
+def test_no_build_is_many_times_slower_than_torch(way: str) -> None:
+    """Torch may use instructions that a build does without: some times as long is what that costs.
+    Sums that do not fit into registers cost 20 to 40 times as long."""
+    kernels = library.library()
+    if kernels is None:
+        pytest.skip("torch itself")
+    ratios = measure(kernels, torch.float32)
+    assert max(ratios.values()) < 8, ratios
 
 
 def use(kernels: MeasuredLibrary, monkeypatch: pytest.MonkeyPatch) -> None:

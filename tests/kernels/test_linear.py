@@ -55,7 +55,11 @@ def test_rows_may_be_apart(way: str) -> None:
     x, weight, _ = operands(48, 64, 10, torch.float32)
     matrix = prepare(weight)
     torch.testing.assert_close(linear(x[::2], matrix, None), linear(x, matrix, None)[::2])
-    assert torch.equal(linear(x.t().contiguous().t(), matrix, None), linear(x, matrix, None))
+    apart, whole = linear(x.t().contiguous().t(), matrix, None), linear(x, matrix, None)
+    if way == "torch":  # A BLAS may sum in another order for each layout.
+        torch.testing.assert_close(apart, whole)
+    else:
+        assert torch.equal(apart, whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
