@@ -13,7 +13,7 @@ from typing import Any
 
 from gllm.flags import add_flags as add_flags
 from gllm.flags import from_flags as from_flags
-from gllm.flags import input_file, output_file, output_folder, parse_layers, parse_url
+from gllm.flags import input_file, output_file, output_folder, parse_layers
 from gllm.flags import parse_bytes as parse_bytes
 from gllm.logs import FORMATS
 from gllm.scheduler.config import SchedulerConfig
@@ -229,7 +229,6 @@ class ServerConfig:
         None,
         "URL that gets a span of each request by OTLP over HTTP, as "
         "http://localhost:4318/v1/traces; default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none",
-        parse=parse_url,
     )
 
     def __post_init__(self) -> None:
