@@ -15,7 +15,7 @@ from gllm.field_types import FieldError as FieldError
 from gllm.field_types import convert_fields, convert_values, shortened
 from gllm.flags import add_flags as add_flags
 from gllm.flags import from_flags as from_flags
-from gllm.flags import input_file, output_file, output_folder, parse_layers, parse_url
+from gllm.flags import input_file, output_file, output_folder, parse_layers
 from gllm.flags import parse_bytes as parse_bytes
 from gllm.limits import MAX_LOGPROBS as MAX_LOGPROBS
 from gllm.limits import check_sampling_sizes
@@ -250,7 +250,6 @@ class ServerConfig:
         None,
         "URL that gets a span of each request by OTLP over HTTP, as "
         "http://localhost:4318/v1/traces; default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none",
-        parse=parse_url,
     )
 
     def __post_init__(self) -> None:
