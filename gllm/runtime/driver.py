@@ -26,7 +26,7 @@ from gllm.messages import (
     Tokens,
     encode,
 )
-from gllm.scheduler.plan import End, Outcome, StepPlan
+from gllm.scheduler.plan import End, Outcome, Stats, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
 
@@ -62,10 +62,13 @@ class Driver:
         self._outcomes: list[tuple[Outcome, list[RowLogprobs]]] = []
         self._held: dict[int, Request] = {}
         """Requests whose grammars are being compiled, by their first sequence."""
+        self._accepted = False
+        """Requests came or went since the frontend got the last statistics."""
         self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
 
     def submit(self, message: Submit) -> None:
         """Take a request in and register its sequences with the stages that need them."""
+        self._accepted = True
         request = Request(
             message.seq,
             message.prompt,
@@ -92,12 +95,14 @@ class Driver:
         request = self._held.pop(message.seq, None)
         if request is None:
             return  # It was aborted.
+        self._accepted = True
         self.scheduler.add(request, time.monotonic())
         if message.error:
             self.scheduler.abort(self._fail(request, message.error))
 
     def abort(self, message: Abort) -> None:
         """End sequences nobody waits for."""
+        self._accepted = True
         for seq in self._held.keys() & message.seqs:
             # The scheduler lets the stages forget what they were told of it.
             self.scheduler.add(self._held.pop(seq), time.monotonic())
@@ -126,16 +131,29 @@ class Driver:
         self._frontend.send(Bubbles(meter.seconds, meter.work_seconds))
 
     def turn(self) -> None:
-        """After a batch of messages: fill the pipeline first, then tell the frontend."""
+        """After a batch of messages: fill the pipeline first, then report to the frontend.
+
+        Statistics go with the outcomes; without any, alone, if the turn has changed them.
+        """
         while (plan := self._schedule()) is not None:
+            self._accepted = True
             step = Step(plan)
             payload = encode(step) if self._others else b""
             for stage in self._others:
                 stage.send_encoded(payload)
             self._local(step)
         outcomes, self._outcomes = self._outcomes, []
+        if self._accepted and not outcomes:
+            outcomes = [(Outcome([], [], [], []), [])]
+        self._accepted = False
         for outcome, logprobs in outcomes:
-            self._frontend.send(Tokens(outcome, self.scheduler.stats(), logprobs))
+            self._frontend.send(Tokens(outcome, self._stats(), logprobs))
+
+    def _stats(self) -> Stats:
+        """The scheduler's statistics; requests whose grammars are being compiled wait as well."""
+        stats = self.scheduler.stats()
+        num_held = sum(request.n for request in self._held.values())
+        return stats._replace(waiting=stats.waiting + num_held)
 
     def _fail(self, request: Request, error: str) -> list[int]:
         """Tell the frontend that a request ended before it ran; its sequences."""
