@@ -170,3 +170,14 @@ async def test_nothing_runs_or_waits_once_the_engine_is_gone():
     client.hear(Tokens(Outcome([], [], [], [], 5), Stats(3, 2, 0.5, 1, steps=7, decode_tokens=9)))
     client.fail_all("gone")
     assert client.stats == Stats(steps=7, decode_tokens=9)
+
+
+async def test_time_without_requests_is_no_stall(monkeypatch):
+    client, _ = connected()
+    now = client._progress + 100.0
+    monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: now)
+    assert client.stalled_seconds == 0.0
+    client.submit([5], Sampling(), 8, [])
+    assert client.stalled_seconds == 0.0, "it counts from the first request on"
+    now += 7.0
+    assert client.stalled_seconds == 7.0

@@ -115,6 +115,16 @@ def test_blocks_are_offered_once_they_are_computed() -> None:
     assert len(offered) == 2, "the third is not full"
 
 
+def test_blocks_of_chunks_in_flight_are_not_offered() -> None:
+    chunks = {"max_num_batched_tokens": 16, "max_in_flight": 3}
+    pipe = pipeline(**chunks)
+    pipe.add(Request(0, prompt(48), 4))
+    for _ in range(3):
+        plan_of(pipe)
+    pipe.commit()
+    assert len(pipe.scheduler.memory.pool._by_hash) == 1
+
+
 def test_choices_that_wait_for_the_first_are_counted() -> None:
     pipe = pipeline()
     pipe.add(Request(0, prompt(20), 4, n=3))
