@@ -211,7 +211,7 @@ class StageTimes(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """What a commit brought, for all its sequences at once."""
+    """What a commit brought, for all its sequences at once; an empty outcome brings statistics."""
 
     outcome: Outcome
     stats: Stats

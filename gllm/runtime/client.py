@@ -195,7 +195,8 @@ class EngineClient:
                 self.bubbles = message
 
     def fail_all(self, cause: str) -> None:
-        """The engine is gone: every request ends with an error now."""
+        """The engine is gone: every request ends with an error now, and nothing runs or waits."""
+        self.stats = self.stats._replace(running=0, waiting=0, kv_usage=0.0, in_flight=0)
         for seq, stream in self._streams.items():
             stream.end(End(seq, "error", error=cause))
         self._streams.clear()
@@ -206,8 +207,9 @@ class EngineClient:
         self._driver.send(message)
 
     def _on_tokens(self, message: Tokens) -> None:
-        """A step has finished."""
-        self._progress = time.monotonic()
+        """A step has finished, or the statistics have changed."""
+        if message.outcome.step_tokens or message.outcome.ends:
+            self._progress = time.monotonic()
         self.stats = message.stats
         if tokens := message.outcome.step_tokens:
             self.step_sizes[1 << (tokens - 1).bit_length()] += 1

@@ -29,7 +29,7 @@ from gllm.messages import (
     Tokens,
     encode,
 )
-from gllm.scheduler.plan import End, Outcome, StepPlan
+from gllm.scheduler.plan import End, Outcome, Stats, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
 
@@ -71,6 +71,8 @@ class Driver:
         """Requests whose grammars are being compiled, by their first sequence."""
         self._cancelled: dict[int, set[int]] = {}
         """Choices of those that were aborted meanwhile."""
+        self._accepted = False
+        """Requests came or went since the frontend got the last statistics."""
         self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
 
     def submit(self, message: Submit) -> None:
@@ -78,6 +80,7 @@ class Driver:
 
         A request that cannot be run ends with an error, and nothing else does.
         """
+        self._accepted = True
         try:
             self._submit(message)
         except Exception as error:
@@ -117,6 +120,7 @@ class Driver:
     def begin(self, message: Begun) -> None:
         """Run a held request, whose grammar is compiled so that no step has to wait for it; end any
         request that the last stage cannot sample."""
+        self._accepted = True
         # Failed or not: the scheduler has the stages forget it.
         count = self._admit(message.seq) or message.n
         if message.error:
@@ -124,6 +128,7 @@ class Driver:
 
     def abort(self, message: Abort) -> None:
         """End sequences nobody waits for."""
+        self._accepted = True
         aborted = set(message.seqs)
         for seq, request in list(self._held.items()):
             own = aborted.intersection(range(seq, seq + request.n))
@@ -167,16 +172,29 @@ class Driver:
         self._frontend.send(Bubbles(meter.seconds, meter.work_seconds))
 
     def turn(self) -> None:
-        """After a batch of messages: fill the pipeline first, then tell the frontend."""
+        """After a batch of messages: fill the pipeline first, then report to the frontend.
+
+        Statistics go with the outcomes; without any, alone, if the turn has changed them.
+        """
         while (plan := self._schedule()) is not None:
+            self._accepted = True
             step = Step(plan)
             payload = encode(step) if self._others else b""
             for stage in self._others:
                 stage.send_encoded(payload)
             self._local(step)
         outcomes, self._outcomes = self._outcomes, []
+        if self._accepted and not outcomes:
+            outcomes = [(Outcome([], [], [], []), [])]
+        self._accepted = False
         for outcome, logprobs in outcomes:
-            self._frontend.send(Tokens(outcome, self.scheduler.stats(), logprobs))
+            self._frontend.send(Tokens(outcome, self._stats(), logprobs))
+
+    def _stats(self) -> Stats:
+        """The scheduler's statistics; requests whose grammars are being compiled wait as well."""
+        stats = self.scheduler.stats()
+        num_held = sum(request.n for request in self._held.values())
+        return stats._replace(waiting=stats.waiting + num_held)
 
     def _fail(self, seq: int, n: int, error: str) -> None:
         """End the sequences seq .. seq + n - 1 with an error, scheduled or not."""

@@ -51,7 +51,9 @@ class Scheduler:
         self._counts = Counts()
         self._admission = Admission(config, self.memory)
         self._queues = SequenceQueues(self.memory, config.lookahead)
-        self._preemption = Preemption(self.memory, self._admission, self._queues, self._counts)
+        self._preemption = Preemption(
+            config, self.memory, self._admission, self._queues, self._counts
+        )
 
     def add(self, request: Request, now: float) -> None:
         """Take a request in. Raises ValueError where it can never run."""
@@ -152,6 +154,7 @@ class Scheduler:
         Decodes take their blocks first, unless prefill leads. It never does while a decode lacks
         a block: a victim of preemption would take back what it had to give.
         """
+        self._preemption.make_way()
         prefill_leads = self._policy.prefill_leads
         pure = prefill_leads or self.config.phase_pure
         if (prefill_leads or (pure and self._decodes_last)) and not self._stalled:

@@ -149,3 +149,35 @@ async def test_requests_end_by_their_id():
     client.release(other)
     assert client.num_requests == 0
     assert len(sent) == 4, "what has ended is not aborted again"
+
+
+async def test_statistics_alone_are_no_progress(monkeypatch):
+    """New requests must not hide that the stages have stopped."""
+    client, _ = connected()
+    now = 100.0
+    monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: now)
+    client.submit([5], Sampling(), 8, [])
+    now = 130.0
+    client.hear(Tokens(Outcome([], [], [], []), Stats(waiting=1)))
+    assert (client.stats.waiting, client.stalled_seconds) == (1, 30.0)
+    client.hear(Tokens(Outcome([], [], [], [], 5), Stats(running=1)))
+    assert (client.stats.running, client.stalled_seconds) == (1, 0.0)
+
+
+async def test_nothing_runs_or_waits_once_the_engine_is_gone():
+    """Counters stay: they must not fall."""
+    client, _ = connected()
+    client.hear(Tokens(Outcome([], [], [], [], 5), Stats(3, 2, 0.5, 1, steps=7, decode_tokens=9)))
+    client.fail_all("gone")
+    assert client.stats == Stats(steps=7, decode_tokens=9)
+
+
+async def test_time_without_requests_is_no_stall(monkeypatch):
+    client, _ = connected()
+    now = client._progress + 100.0
+    monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: now)
+    assert client.stalled_seconds == 0.0
+    client.submit([5], Sampling(), 8, [])
+    assert client.stalled_seconds == 0.0, "it counts from the first request on"
+    now += 7.0
+    assert client.stalled_seconds == 7.0

@@ -1,8 +1,9 @@
 """Requests whose grammars are being compiled wait at the driver, not in the pipeline."""
 
-from gllm.messages import Abort, Begun, Register, Sampling, Step, Submit, Tokens
+from gllm.messages import Abort, Begun, Register, Result, Sampling, Step, Submit, Tokens
 from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import Sampled, Stats, StepResult
 from gllm.scheduler.scheduler import Scheduler
 
 
@@ -11,9 +12,11 @@ class Frontend:
 
     def __init__(self) -> None:
         self.ends: dict[int, str] = {}
+        self.stats: list[Stats] = []
 
     def send(self, message) -> None:
         if isinstance(message, Tokens):
+            self.stats.append(message.stats)
             self.ends.update((end.seq, end.error) for end in message.outcome.ends)
 
     def send_encoded(self, payload: bytes) -> None:
@@ -75,3 +78,20 @@ def test_one_that_can_never_run_is_not_compiled() -> None:
     submit(driver, 0, "grammar", tokens=100)
     assert told == []
     assert "at most 100" in frontend.ends[0]
+
+
+def test_statistics_follow_each_turn_that_changed_them() -> None:
+    driver, _, frontend = made()
+    submit(driver, 0, "grammar", n=3)
+    assert [stats.waiting for stats in frontend.stats] == [3], "held, but waiting all the same"
+    submit(driver, 3)
+    assert (frontend.stats[-1].waiting, frontend.stats[-1].running) == (3, 1)
+    assert (frontend.stats[-1].in_flight, len(frontend.stats)) == (1, 2), "before any commit"
+    driver.turn()
+    assert len(frontend.stats) == 2, "nothing has changed"
+    driver.commit(Result(StepResult(0, [Sampled(3, 0, 7)])))
+    driver.turn()
+    assert len(frontend.stats) == 3, "with the outcome, not beside it"
+    driver.abort(Abort([0, 1, 2, 3]))
+    driver.turn()
+    assert frontend.stats[-1].waiting == 0

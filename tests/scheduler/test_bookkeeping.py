@@ -1,0 +1,165 @@
+"""What is counted, given back and reported, one case each: figures that no text depends on."""
+
+import pytest
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.mirror import Mirror
+from gllm.scheduler.plan import StepPlan
+from gllm.scheduler.sequence import Request, Sequence
+from tests.scheduler.pipeline import Pipeline
+from tests.scheduler.test_traps import prompt
+
+
+def pipeline(num_blocks: int = 50, stages: int = 1, **options) -> Pipeline:
+    config = SchedulerConfig(**{"expected_output_tokens": 0, **options})
+    return Pipeline(config.resolve(stages, num_blocks, min(200, 16 * num_blocks)))
+
+
+def plan_of(pipe: Pipeline) -> StepPlan:
+    plan = pipe.schedule()
+    assert plan is not None
+    return plan
+
+
+def running(pipe: Pipeline, seq: int) -> Sequence:
+    return pipe.scheduler._sequences[seq]
+
+
+def fill(pipe: Pipeline, lengths: list[int], priorities: list[int]) -> None:
+    """Prefill sequences 0, 1, ... and commit, so that each is ready to decode."""
+    for seq, (length, priority) in enumerate(zip(lengths, priorities, strict=True)):
+        pipe.add(Request(seq, prompt(length, mark=seq), 40, priority=priority))
+    plan_of(pipe)
+    pipe.commit()
+
+
+def test_a_decode_takes_no_block_from_a_better_rank() -> None:
+    """Sequence 0 came first; 1 and 2 have a better priority. The cache is full."""
+    pipe = pipeline(12 + 1, lookahead=False, prefix_cache=False)
+    fill(pipe, [64, 64, 64], [1, 0, 0])
+    assert pipe.scheduler.memory.pool.available == 1
+    first, best, second = (running(pipe, seq) for seq in range(3))
+    assert pipe.scheduler._preemption.allocate_decode(first, 1)
+    assert not pipe.scheduler._preemption.allocate_decode(first, 40)
+    assert (first.epoch, best.epoch, second.epoch) == (0, 0, 0)
+    assert pipe.scheduler._preemption.allocate_decode(second, 40)
+    assert (first.epoch, best.epoch, second.epoch) == (1, 0, 0)
+
+
+def test_the_worst_rank_gives_way_and_no_more_than_needed() -> None:
+    pipe = pipeline(12, lookahead=False, prefix_cache=False)
+    fill(pipe, [64, 64, 64], [0, 0, 0])
+    assert pipe.scheduler._preemption.allocate_decode(running(pipe, 0), 1)
+    assert [running(pipe, seq).epoch for seq in range(3)] == [0, 0, 1]
+    assert pipe.scheduler.stats().preemptions == 1
+
+
+def test_a_victim_in_flight_counts_once() -> None:
+    """Its blocks come at its commit; who needs more than those has to take from others too."""
+    pipe = pipeline(12, lookahead=False, prefix_cache=False)
+    fill(pipe, [60, 60, 60], [0, 0, 0])
+    assert len(plan_of(pipe).rows) == 3
+    allocate = pipe.scheduler._preemption.allocate_decode
+    assert not allocate(running(pipe, 0), 16)
+    assert [running(pipe, seq).evicting for seq in range(3)] == [False, False, True]
+    assert not allocate(running(pipe, 0), 64)
+    assert [running(pipe, seq).evicting for seq in range(3)] == [False, False, True]
+    assert not allocate(running(pipe, 0), 100)
+    assert [running(pipe, seq).evicting for seq in range(3)] == [False, True, True]
+
+
+def test_prefill_does_not_lead_while_a_decode_lacks_a_block() -> None:
+    """prefill-first: two decodes have all blocks, and their next token needs one each."""
+    pipe = pipeline(9, policy="prefill-first", lookahead=False, max_in_flight=3)
+    fill(pipe, [64, 64], [0, 0])
+    plan_of(pipe)
+    pipe.scheduler._stalled = True
+    pipe.add(Request(2, prompt(4, mark=2), 4, priority=-1))
+    pipe.commit()
+    rows = plan_of(pipe).rows
+    assert rows[0].seq in (0, 1), "decodes first"
+
+
+def test_nothing_is_planned_past_max_tokens() -> None:
+    """Async scheduling knows the length at which an output ends."""
+    pipe = pipeline(max_in_flight=8)
+    pipe.add(Request(0, prompt(20), 3))
+    starts = []
+    while (plan := pipe.schedule()) is not None:
+        starts += [row.start for row in plan.rows]
+    assert starts == [0, 20, 21]
+
+
+def test_idle_blocks_that_would_be_shared_are_no_free_blocks() -> None:
+    """All blocks that are left hold the beginning of the sequence itself."""
+    pipe = pipeline(10)
+    pipe.add(Request(0, prompt(80), 1))
+    pipe.drain()
+    pipe.add(Request(1, prompt(76, mark=2), 60))
+    plan_of(pipe)
+    memory = pipe.scheduler.memory
+    sequence = Sequence(2, Request(2, prompt(96), 1), prompt(96), target=96)
+    shared = memory.shareable(sequence)
+    assert (len(shared), memory.pool.available) == (5, 5)
+    assert not memory.admit(sequence)
+    assert memory.pool.available == 5
+
+
+def test_blocks_are_offered_once_they_are_computed() -> None:
+    pipe = pipeline()
+    pipe.add(Request(0, prompt(40), 4))
+    plan_of(pipe)
+    offered = pipe.scheduler.memory.pool._by_hash
+    assert not offered
+    pipe.commit()
+    assert len(offered) == 2, "the third is not full"
+
+
+def test_blocks_of_chunks_in_flight_are_not_offered() -> None:
+    chunks = {"max_num_batched_tokens": 16, "max_in_flight": 3}
+    pipe = pipeline(**chunks)
+    pipe.add(Request(0, prompt(48), 4))
+    for _ in range(3):
+        plan_of(pipe)
+    pipe.commit()
+    assert len(pipe.scheduler.memory.pool._by_hash) == 1
+
+
+def test_choices_that_wait_for_the_first_are_counted() -> None:
+    pipe = pipeline()
+    pipe.add(Request(0, prompt(20), 4, n=3))
+    assert (pipe.scheduler.stats().waiting, pipe.scheduler.stats().running) == (3, 0)
+    plan_of(pipe)
+    assert (pipe.scheduler.stats().waiting, pipe.scheduler.stats().running) == (2, 1)
+
+
+def test_followers_forget_choices_that_were_aborted_before_they_ran() -> None:
+    pipe = pipeline(lookahead=False)
+    pipe.add(Request(0, prompt(20), 4, n=3))
+    pipe.abort([1, 2])
+    assert plan_of(pipe).released == [1, 2]
+    assert set(pipe.stages[0].mirror.sequences) == {0}
+    pipe.drain()
+    pipe.add(Request(3, prompt(20), 1))
+    assert plan_of(pipe).released == [0]
+    assert set(pipe.stages[0].mirror.sequences) == {3}
+
+
+def test_followers_forget_after_the_step_that_releases() -> None:
+    mirror = Mirror()
+    mirror.register(0, 4, [1, 2, 3, 4])
+    mirror.apply(StepPlan(0, [], [0]))
+    assert not mirror.sequences
+
+
+def test_queue_seconds_end_with_the_first_chunk() -> None:
+    """The clock of this pipeline advances by one second with each call of schedule."""
+    pipe = pipeline(max_num_seqs=1, lookahead=False)
+    pipe.add(Request(0, prompt(20), 3))
+    pipe.add(Request(1, prompt(20, mark=2), 1))
+    firsts = {}
+    while pipe.alive:
+        if pipe.schedule() is None:
+            firsts.update((first.seq, first.queue_seconds) for first in pipe.commit().firsts)
+    assert firsts[0] == 1.0
+    assert firsts[1] == pytest.approx(7.0)
