@@ -39,16 +39,6 @@ class FieldError(ValueError):
         self.param = param
 
 
-def check_quantization(quantization: str, device: str) -> None:
-    """Raise FieldError for a quantization that a type of device has no kernels for."""
-    if quantization == "int8" and device == "cuda":
-        raise FieldError(
-            "quantization",
-            "--quantization int8 is computed on CPUs only, there are no GPU kernels for it: leave "
-            "it out, serve a checkpoint whose weights are 8-bit floats, or choose --device cpu",
-        )
-
-
 def parse_bytes(text: str) -> int:
     """Bytes from '512MiB', '2GiB', '1.5GB' or a plain number. Raises ValueError."""
     units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "b": 1}
@@ -134,8 +124,6 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 given = getattr(self, name)
                 raise ValueError(f"{name} is {given!r}, but has to be one of {', '.join(choices)}")
-        # For auto, whoever finds a GPU checks it.
-        check_quantization(self.quantization, self.device)
         for name in ("max_model_len", "kv_cache_memory", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
