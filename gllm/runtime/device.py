@@ -124,7 +124,7 @@ def cache_dtype(
 
 
 def check_quantization(requested: str, device: str) -> None:
-    """Raise FieldError for a configuration's `quantization` that a type of device cannot compute."""
+    """Raise FieldError for a `quantization` that a type of device cannot compute."""
     if requested == "int8" and device == "cuda":
         raise FieldError(
             "quantization",
