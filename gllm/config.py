@@ -38,16 +38,6 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
 
 
-def check_quantization(quantization: str, device: str) -> None:
-    """Raise FieldError for a quantization that a type of device has no kernels for."""
-    if quantization == "int8" and device == "cuda":
-        raise FieldError(
-            "quantization",
-            "--quantization int8 is computed on CPUs only, there are no GPU kernels for it: leave "
-            "it out, serve a checkpoint whose weights are 8-bit floats, or choose --device cpu",
-        )
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """One pipeline: model, cut, memory, scheduler."""
@@ -143,8 +133,6 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 given = getattr(self, name)
                 raise ValueError(f"{name} is {given!r}, but has to be one of {', '.join(choices)}")
-        # For auto, whoever finds a GPU checks it.
-        check_quantization(self.quantization, self.device)
 
     @classmethod
     def of(cls, model: str, **options: Any) -> "EngineConfig":

@@ -24,6 +24,8 @@ BACKEND_DEVICES = {
     "triton": ("cuda",),
 }
 """Devices that each attention backend computes on."""
+QUANTIZATION_DEVICES = {"none": ("cpu", "cuda"), "int8": ("cpu",)}
+"""Devices that have kernels for each quantization."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def plan_model(config: EngineConfig) -> ModelPlan:
             output_file(config.step_log)
         except ValueError as error:
             raise ValueError(f"step_log {config.step_log}: {error}") from None
-    _check_backend(config)
+    _check_device(config)
     folder = resolve(config.model)
     read = read_config(folder)
     layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
@@ -63,16 +65,21 @@ def plan_model(config: EngineConfig) -> ModelPlan:
     return ModelPlan(folder, read, layers, length)
 
 
-def _check_backend(config: EngineConfig) -> None:
-    """Raises ValueError for an attention backend that the requested device does not have."""
-    name, device = config.attention_backend, config.device
-    if "auto" in (name, device) or device in BACKEND_DEVICES[name]:
-        return
-    usable = (other for other, devices in BACKEND_DEVICES.items() if device in devices)
-    raise ValueError(
-        f"attention_backend {name} does not compute on device {device}: choose auto or one of "
-        f"{', '.join(usable)}"
-    )
+def _check_device(config: EngineConfig) -> None:
+    """Raises ValueError for what the requested device does not compute; for `auto`, the worker that
+    finds a GPU checks it."""
+    for field, devices_of in (
+        ("attention_backend", BACKEND_DEVICES),
+        ("quantization", QUANTIZATION_DEVICES),
+    ):
+        value, device = getattr(config, field), config.device
+        if "auto" in (value, device) or device in devices_of[value]:
+            continue
+        usable = [other for other, devices in devices_of.items() if device in devices]
+        raise ValueError(
+            f"{field} {value} does not compute on device {device}: choose one of "
+            f"{', '.join(usable)}, or device {devices_of[value][0]}"
+        )
 
 
 def _check_kv_cache(config: EngineConfig, read: ModelConfig, length: int) -> None:

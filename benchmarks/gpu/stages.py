@@ -69,7 +69,8 @@ class Baseline:
         provide_msgspec()
         from tokenizers import Tokenizer
 
-        from benchmarks.gpu.inline_stages import DEMO, InlinePipeline
+        from benchmarks.gpu.inline_stages import InlinePipeline
+        from gllm.models.hub import DEMO
 
         tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
         ids = [tokenizer.encode(prompt).ids for prompt in prompts]
@@ -89,5 +90,5 @@ def compare(baseline: Baseline, stages: int) -> Measured:
     mismatched = sum(one != other for one, other in zip(wanted, got, strict=True))
     fault = f"{mismatched} of {len(wanted)} texts differ" if mismatched else ""
     note = f"within one process: no {', '.join(baseline.lacking)}" if baseline.lacking else ""
-    figures = {"texts": len(wanted), "mismatched": mismatched}
+    figures: dict[str, float] = {"texts": len(wanted), "mismatched": mismatched}
     return Measured(figures, fault=fault, note=note)

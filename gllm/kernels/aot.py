@@ -125,13 +125,17 @@ def complaints(result: Result) -> list[str]:
 
 def table(results: Iterable[Result]) -> str:
     """One line for each result, below a head, in columns."""
-    head = ("kernel", "label", "arch", "registers", "spilled", "shared memory", "tensor cores")
-    head = (*head, "stages", "buffers")
+    head = (
+        *("kernel", "label", "arch", "registers", "spilled", "shared memory", "tensor cores"),
+        *("stages", "buffers"),
+    )
     rows: list[tuple[str, ...]] = [head]
     for one in results:
         shared = f"{one.shared:,} of {SHARED_MEMORY[one.arch]:,}"
-        numbers = (one.registers, one.spilled, shared, one.tensor_core_instructions)
-        numbers = (*numbers, one.stages, one.buffers)
+        numbers = (
+            *(one.registers, one.spilled, shared, one.tensor_core_instructions),
+            *(one.stages, one.buffers),
+        )
         shown = ("failed", *"-----") if one.error else tuple(map(str, numbers))
         rows.append((one.kernel, one.label, f"sm_{one.arch}", *shown))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -251,7 +255,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = list(pool.map(run, work))
     print(table(results))
     found = [complaint for result in results for complaint in complaints(result)]
-    print("\n".join(["", *found]) if found else f"\n{len(results)} compiled by Triton {__version__}, all well")
+    print(
+        "\n".join(["", *found])
+        if found
+        else f"\n{len(results)} compiled by Triton {__version__}, all well"
+    )
     return 1 if found else 0
 
 

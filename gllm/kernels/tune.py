@@ -116,9 +116,9 @@ def tune_row(
         elif not number:
             raise ValueError(f"{table} {dict(row.up_to)} is wrong with its own tiles {use}")
     default = times[0][0]
-    for time, number, use in sorted(times, key=lambda one: one[:2]):
+    for best, number, use in sorted(times, key=lambda one: one[:2]):
         if not number or fits(table, row, use):
-            return Tuned(Row(row.up_to, dict(use)), default, time, len(times), is_complete)
+            return Tuned(Row(row.up_to, dict(use)), default, best, len(times), is_complete)
     raise AssertionError("a row's own tiles are among those that are timed")
 
 

@@ -1,7 +1,7 @@
 """Times of kernel tiles on one GPU, kept in a file as they are measured.
 
-Owns the file, by which `python -m gllm.kernels.tune` resumes: a line for each choice of tiles, below
-a first line that names the GPU and the versions that the times hold for.
+Owns the file, by which `python -m gllm.kernels.tune` resumes: a line for each choice of tiles,
+below a first line that names the GPU and the versions that the times hold for.
 """
 
 import json
@@ -35,7 +35,9 @@ class Journal:
             except (ValueError, KeyError, TypeError) as error:
                 if number == len(lines):
                     break
-                raise TilesError(f"{path}, line {number} is no time of tiles: {line:.80}") from error
+                raise TilesError(
+                    f"{path}, line {number} is no time of tiles: {line:.80}"
+                ) from error
             kept.append(line)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(kept) + "\n")

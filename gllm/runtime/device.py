@@ -124,6 +124,16 @@ def cache_dtype(
     return {"auto": compute, "bfloat16": torch.bfloat16, "float16": torch.float16}[requested]
 
 
+def check_quantization(requested: str, device: str) -> None:
+    """Raise FieldError for a `quantization` that a type of device cannot compute."""
+    if requested == "int8" and device == "cuda":
+        raise FieldError(
+            "quantization",
+            "--quantization int8 is computed on CPUs only, there are no GPU kernels for it: leave "
+            "it out, serve a checkpoint whose weights are 8-bit floats, or choose --device cpu",
+        )
+
+
 def capability(device: "torch.device") -> tuple[int, int] | None:
     """Compute capability of a GPU; None for anything else."""
     import torch

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gllm.config import EngineConfig, FieldError, check_quantization
+from gllm.config import EngineConfig, FieldError
 from gllm.kernels.attention_backends import Wanted, choose
 from gllm.kernels.native.library import log_kernels
 from gllm.messages import Register, RowLogprobs, Sampling
@@ -26,7 +26,7 @@ from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage
 from gllm.runtime.batch import Batch, BlockTables, CacheShape, build_inputs, plan_each
-from gllm.runtime.device import cache_dtype, capability, compute_dtype
+from gllm.runtime.device import cache_dtype, capability, check_quantization, compute_dtype
 from gllm.runtime.grammars import Grammars
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from gllm.runtime.logprobs import PromptRows, prompt_rows

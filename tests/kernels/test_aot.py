@@ -65,9 +65,7 @@ LOOP = """
 
 
 @pytest.mark.parametrize(("keys", "values", "fewest"), [(2, 2, 2), (3, 2, 2), (1, 5, 1)])
-def test_buffers_are_those_of_the_tile_that_has_fewest(
-    keys: int, values: int, fewest: int
-) -> None:
+def test_buffers_are_those_of_the_tile_that_has_fewest(keys: int, values: int, fewest: int) -> None:
     assert num_buffers(LOOP.format(keys, values)) == fewest
 
 

@@ -85,8 +85,8 @@ def test_each_row_is_written_as_it_is_done(tmp_path: Path, clock: Clock) -> None
             raise Stopped
         return Clock.__call__(clock, prepared)
 
+    options = tune.parser().parse_args([*TABLES, "--output", str(tmp_path)])
     with pytest.raises(Stopped):
-        options = tune.parser().parse_args([*TABLES, "--output", str(tmp_path)])
         tune.tune(options, GPU, "the command", stopping, lambda table, row, use: True)
     assert {*written(tmp_path)} == {TABLES[0]}
     before = [*clock.seen]

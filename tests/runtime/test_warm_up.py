@@ -94,12 +94,16 @@ def test_no_step_needs_a_kernel_that_examples_did_not(family: str, tmp_path: Pat
         assert sorted(variants - known) == []
 
 
-def test_products_by_8_bit_floats_are_known_by_the_numbers_of_tokens_at_which_tiles_change() -> None:
+def test_products_by_8_bit_floats_are_known_by_the_numbers_of_tokens_at_which_tiles_change() -> (
+    None
+):
     """For weights whose inputs are cut into parts, and for others."""
     counts = [1, *tiles.token_counts(), 2000]
     for outputs, inputs in ((3584, 3584), (28_672, 4096), (256, 14_336)):
         codes = torch.zeros(1, dtype=torch.float8_e4m3fn).expand(outputs, inputs)
-        matrix = Fp8Matrix(codes, torch.ones(outputs // 128, inputs // 128), 128, 128, torch.bfloat16)
+        matrix = Fp8Matrix(
+            codes, torch.ones(outputs // 128, inputs // 128), 128, 128, torch.bfloat16
+        )
         with recorded_variants() as variants:
             for bias in (None, torch.zeros(outputs, dtype=torch.bfloat16)):
                 for tokens in counts:

@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-
-triton = pytest.importorskip("triton")
+import triton
 
 from gllm.kernels.aot import SHARED_MEMORY, room
 
