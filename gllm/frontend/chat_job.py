@@ -114,8 +114,9 @@ def _family(template: ChatTemplate, use: ToolUse, config: ServerConfig) -> ToolF
 def template_variables(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:
     """What a request sets of a template's variables. Raises FieldError.
 
-    How much to reason is passed on to a template that asks, and turned into whether to reason for
-    one that asks for that.
+    `reasoning_effort` is passed to a template that has it, and becomes `enable_thinking` or
+    `thinking` in one that has those. A template without a choice ignores it, because default
+    clients send it to every model. Only `none` for a model that always reasons is refused.
     """
     variables = msgspec.to_builtins(fields.chat_template_kwargs or TemplateOptions())
     effort = fields.reasoning_effort
@@ -127,6 +128,9 @@ def template_variables(template: ChatTemplate, fields: ChatFields) -> dict[str, 
         "thinking": effort not in ("none", "minimal"),
     }
     known = {name: value for name, value in values.items() if name in template.variables}
-    if not known and (effort != "none" or reasoning_tags("auto", template.source)):
-        raise FieldError("reasoning_effort", "this model's chat template has no such choice")
+    if not known and effort == "none" and reasoning_tags("auto", template.source):
+        raise FieldError(
+            "reasoning_effort",
+            "reasoning_effort is none, but this model always reasons: leave it out",
+        )
     return {**known, **variables}

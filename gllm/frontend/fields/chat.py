@@ -11,7 +11,7 @@ from gllm.config import MAX_LOGPROBS, FieldError
 from gllm.frontend.fields.body import Int, about
 from gllm.frontend.fields.generation import Generation
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -55,7 +55,8 @@ class ChatFields(Generation):
     reasoning_effort: Annotated[
         Effort | None,
         about(
-            "how much to reason, where the chat template has a choice; none, minimal: not at all"
+            "how much to reason, where the chat template has a choice; none, minimal: not at all; "
+            "without effect on models that do not reason"
         ),
     ] = None
     chat_template_kwargs: Annotated[

@@ -87,7 +87,10 @@ Thought = Annotated[
     Thinking | None,
     about("type: enabled, adaptive or disabled, for models that can do both; no bound is kept"),
 ]
-Output = Annotated[OutputConfig | None, about("effort; format: a json_schema of the text")]
+Output = Annotated[
+    OutputConfig | None,
+    about("effort, as reasoning_effort of chat completions; format: a json_schema of the text"),
+]
 
 
 class MessageFields(Sampling):

@@ -87,7 +87,10 @@ class ResponseFields(Sampling):
     ] = None
     reasoning: Annotated[
         Reasoning | None,
-        about("effort; the rest has no effect: what the model thinks comes whole"),
+        about(
+            "effort, as reasoning_effort of chat completions; the rest has no effect: what the "
+            "model thinks comes whole"
+        ),
     ] = None
     tools: Annotated[
         list[dict[str, Any]] | None, about("functions that the model may call; no other type")
