@@ -25,7 +25,7 @@ from gllm.text.output.parser import OutputFormat
 from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.registry import reasoning_tags, tool_family
 from gllm.text.tokenizer import Tokenizer
-from gllm.text.tools import ToolUse, tool_use
+from gllm.text.tools import ToolUse, function_use, tool_use
 
 
 async def chat_job(context: Context, fields: ChatFields) -> Job:
@@ -42,9 +42,12 @@ async def chat_job(context: Context, fields: ChatFields) -> Job:
     made = await asyncio.to_thread(chat_prompt, tokenizer, fields, context.config)
     prompt = truncated(made.ids, params, model)
     check_request(prompt, params, model, param="messages")
-    structured, form = demand(
-        params.structured, made.tools, made.output, made.template, tokenizer.token_id
-    )
+    structured, form = params.structured, made.output
+    if structured is not None or made.tools.choice == "required":
+        # Schemas may be large: they are not walked through on the event loop.
+        structured, form = await asyncio.to_thread(
+            demand, structured, made.tools, form, made.template, tokenizer.token_id
+        )
     params = replace(params, shown_tokens=form.markers, structured=structured)
     return Job(fields, [prompt], params, output=form, reasoning=reasoning_counter(tokenizer, form))
 
@@ -66,7 +69,7 @@ def chat_prompt(tokenizer: Tokenizer, fields: ChatFields, config: ServerConfig) 
     template = tokenizer.chat_template
     if template is None:
         raise FieldError("messages", "this model has no chat template: use /v1/completions")
-    use = tool_use(fields.tools, fields.tool_choice)
+    use = _tool_use(fields)
     family = _family(template, use, config)
     text = template.render(
         fields.messages,
@@ -77,9 +80,16 @@ def chat_prompt(tokenizer: Tokenizer, fields: ChatFields, config: ServerConfig) 
     )
     tags = reasoning_tags(config.reasoning_parser, template.source)
     within = tags is not None and _within(tags, text, fields)
-    form = OutputFormat(tags, within, family, use.schemas)
+    form = OutputFormat(tags, within, family, use.schemas, use.custom, use.is_restricted)
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ChatPrompt(ids, use, form, template.source)
+
+
+def _tool_use(fields: ChatFields) -> ToolUse:
+    """Read the tools and the choice among them. Raises FieldError."""
+    if fields.functions or fields.function_call not in (None, "none", "auto"):
+        return function_use(fields.functions, fields.function_call)
+    return tool_use(fields.tools, fields.tool_choice)
 
 
 def _within(tags: ReasoningTags, prompt: str, fields: ChatFields) -> bool:
