@@ -195,7 +195,7 @@ def check_request(
     if len(prompt) + 1 > model.max_model_len:
         raise PromptTooLong(
             param,
-            f"{param} has {len(prompt)} tokens, but this model's context is "
+            f"{param} has {len(prompt)} tokens, but this model's maximum context length is "
             f"{model.max_model_len} tokens, of which at least one has to be left for the output",
         )
     named: tuple[tuple[str, Collection[int]], ...] = (

@@ -18,7 +18,7 @@ from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.messages import CountFields, MessageFields
 from gllm.frontend.fields.reading import continue_later
-from gllm.frontend.fields.responses import ResponseFields
+from gllm.frontend.fields.responses import CompactFields, InputTokensFields, ResponseFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.middleware import arrival, cors, draining, keys, observe, rate_limit
@@ -48,6 +48,8 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", chat.create, ChatFields),
     Endpoint("POST", "/v1/completions", completions.create, CompletionFields),
     Endpoint("POST", "/v1/responses", responses.create, ResponseFields),
+    Endpoint("POST", "/v1/responses/input_tokens", responses.count, InputTokensFields),
+    Endpoint("POST", "/v1/responses/compact", responses.compact, CompactFields),
     Endpoint("POST", "/v1/messages", messages.create, MessageFields),
     Endpoint("POST", "/v1/messages/count_tokens", messages.count, CountFields),
     Endpoint("POST", "/v1/embeddings", embeddings.create, EmbeddingFields),
@@ -61,6 +63,7 @@ ENDPOINTS = (
     Endpoint("GET", "/openapi.json", openapi.document),
     Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeFields),
     Endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeFields),
+    Endpoint("GET", "/tokenizer_info", tokens.info),
     Endpoint("GET", "/server_info", server_info.server_info),
     Endpoint("GET", "/load", server_info.load),
     Endpoint("POST", "/abort", control.abort, AbortFields, is_control=True),

@@ -24,7 +24,7 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
 
 PROMPT_FIELDS = (
     *("messages", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"),
-    *("reasoning_effort", "chat_template_kwargs"),
+    *("functions", "function_call", "reasoning_effort", "chat_template_kwargs"),
 )
 """Fields that say what the prompt is."""
 
@@ -43,14 +43,25 @@ class ChatFields(Generation):
         bool | None, about("go on with the last message, which is the assistant's")
     ] = None
     tools: Annotated[
-        Any, about("up to 128 functions the model may call: name, description, parameters")
+        Any,
+        about(
+            "up to 128 tools the model may call, of type function: name, description, parameters, "
+            "strict; or of type custom, whose input is text: name, description, format"
+        ),
     ] = None
     tool_choice: Annotated[
         Any,
         about(
             "`none`: as if there were no tools; `auto` (default with tools): the model decides; "
-            "`required`, or a function by name: it has to call"
+            "`required`, or a tool by name: it has to call; allowed_tools: a mode and the tools "
+            "that may be called"
         ),
+    ] = None
+    functions: Annotated[
+        Any, about("the older form of tools: up to 128 functions; the answer has function_call")
+    ] = None
+    function_call: Annotated[
+        Any, about("the older form of tool_choice: none, auto, or a function by name")
     ] = None
     reasoning_effort: Annotated[
         Effort | None,
@@ -86,6 +97,8 @@ class ChatFields(Generation):
             raise FieldError("top_logprobs", f"top_logprobs is {top}, not in 0..{MAX_LOGPROBS}")
         if top and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs is only allowed with logprobs")
+        if self.functions and self.tools:
+            raise FieldError("functions", "functions and tools exclude each other: use tools")
         if self.continues and self.add_generation_prompt:
             why = "continue_final_message and add_generation_prompt rule each other out"
             raise FieldError("continue_final_message", why)
