@@ -89,7 +89,8 @@ def _tool_use(fields: ChatFields) -> ToolUse:
     """Read the tools and the choice among them. Raises FieldError."""
     if fields.functions or fields.function_call not in (None, "none", "auto"):
         return function_use(fields.functions, fields.function_call)
-    return tool_use(fields.tools, fields.tool_choice)
+    use = tool_use(fields.tools, fields.tool_choice)
+    return replace(use, is_single=fields.parallel_tool_calls is False)
 
 
 def _within(tags: ReasoningTags, prompt: str, fields: ChatFields) -> bool:

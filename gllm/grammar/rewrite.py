@@ -54,6 +54,7 @@ def rewrite_schema(schema: Mapping[str, Any], strict: bool, lenient: bool = Fals
     def rewrite(one: Schema) -> object:
         closed = {} if id(one) in parts else _closing(one, strict)
         made = {name: _map_values(name, value, rewrite) for name, value in one.items()} | closed
+        made = _without_older_drafts(made)
         for keyword, express in EXPRESSED.items():
             if keyword in made:
                 value = made.pop(keyword)
@@ -78,9 +79,21 @@ def _map_values(keyword: str, value: object, rewrite: Callable[[Schema], object]
 
     if keyword in NAMED_SCHEMAS and isinstance(value, dict):
         return {name: mapped(one) for name, one in value.items()}
-    if keyword in SCHEMA_LISTS and isinstance(value, list):
+    if keyword in (*SCHEMA_LISTS, "items") and isinstance(value, list):
         return [mapped(one) for one in value]
     return mapped(value) if keyword in SINGLE_SCHEMAS else value
+
+
+def _without_older_drafts(schema: Schema) -> Schema:
+    """Return a schema of draft 2020-12: the compiler reads the same keywords otherwise by
+    `$schema`."""
+    made = {name: value for name, value in schema.items() if name != "$schema"}
+    rest = made.pop("additionalItems", None)
+    if isinstance(made.get("items"), list):
+        first = made.pop("items")
+        made |= {"prefixItems": first} if first else {}
+        made |= {} if rest is None else {"items": rest}
+    return made
 
 
 def _closing(schema: Schema, strict: bool) -> Schema:

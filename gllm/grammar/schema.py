@@ -15,8 +15,8 @@ LARGEST = 2**53
 
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value maps names to schemas."""
-SINGLE_SCHEMAS = ("items", "additionalProperties", "propertyNames", "not")
-"""Keywords whose value is a schema."""
+SINGLE_SCHEMAS = ("items", "additionalItems", "additionalProperties", "propertyNames", "not")
+"""Keywords whose value is a schema; that of `items` was a list of schemas in older drafts."""
 SCHEMA_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 """Keywords whose value is a list of schemas."""
 
@@ -55,6 +55,11 @@ def _named(place: str, value: object) -> Iterator[Place]:
     yield from ((f"{place}/{_escaped(name)}", one) for name, one in value.items())
 
 
+def _items(place: str, value: object) -> Iterator[Place]:
+    """A keyword whose value is a schema, or a list of them, as up to draft 2019-09."""
+    yield from (_several if isinstance(value, list) else _one)(place, value)
+
+
 KEYWORDS: dict[str, Callable[[str, object], Iterator[Place]]] = {
     "type": _nothing,
     **dict.fromkeys(("enum", "const"), _values),
@@ -62,6 +67,7 @@ KEYWORDS: dict[str, Callable[[str, object], Iterator[Place]]] = {
     **dict.fromkeys(("required", "minProperties", "maxProperties"), _nothing),
     **dict.fromkeys(("minItems", "maxItems", "uniqueItems"), _nothing),
     **dict.fromkeys(SINGLE_SCHEMAS, _one),
+    "items": _items,
     **dict.fromkeys(SCHEMA_LISTS, _several),
     **dict.fromkeys(("minLength", "maxLength", "pattern", "format", "multipleOf"), _nothing),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _values),

@@ -4,7 +4,8 @@ A message that holds `Answer exactly: TEXT` is answered with TEXT. A request wit
 answered with a random text of it, or with TEXT, which then has to fit the grammar: what a probe
 gets is what a real engine would let through.
 
-`python -m tests.clients.scripted --port 8000` serves it for clients in other languages.
+`python -m tests.clients.scripted` serves it for clients that are not run in this process, at port
+8471; at the next port the same model is one that may reason.
 """
 
 import argparse
@@ -111,22 +112,21 @@ async def scripted_server(reasoning: str = "auto") -> AsyncIterator[Server]:
         yield Server(engine, client)
 
 
-async def _serve(port: int, reasoning: str) -> None:
-    config = ServerConfig(reasoning_parser=reasoning)
-    runner = make_runner(make_app(scripted_engine(), config), config)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    print(f"scripted server at {runner.addresses}", flush=True)
+async def _serve(port: int) -> None:
+    for at, reasoning in ((port, "auto"), (port + 1, "think")):
+        config = ServerConfig(reasoning_parser=reasoning)
+        runner = make_runner(make_app(scripted_engine(), config), config)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", at).start()
+        print(f"scripted server at http://127.0.0.1:{at}", flush=True)
     await asyncio.Event().wait()
 
 
 def main() -> None:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--reasoning-parser", default="auto")
-    arguments = parser.parse_args()
-    asyncio.run(_serve(arguments.port, arguments.reasoning_parser))
+    parser.add_argument("--port", type=int, default=8471)
+    asyncio.run(_serve(parser.parse_args().port))
 
 
 if __name__ == "__main__":

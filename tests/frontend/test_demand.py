@@ -225,3 +225,17 @@ async def test_a_strict_function_has_to_be_enforced(server):
         assert answer.status == status
     assert answer.error["param"] == "tools"
     assert "'contains'" in answer.error["message"]
+
+
+@pytest.mark.parametrize(("parallel", "several"), [(None, True), (True, True), (False, False)])
+async def test_parallel_calls_can_be_forbidden(server, parallel, several):
+    serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}")
+    fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": parallel}
+    assert (await server.chat(**fields)).status == 200
+    judge = judge_of(server)
+    assert judge.takes(FORMATS[0][1](CALLS[1:]))
+    assert judge.takes(FORMATS[0][1](CALLS)) == several
+    choice = {"type": "any", "disable_parallel_tool_use": parallel is False}
+    body = {**CHAT, "max_tokens": 9, "tools": tools_of("/v1/messages"), "tool_choice": choice}
+    assert (await server.post("/v1/messages", body)).status == 200
+    assert judge_of(server).takes(FORMATS[0][1](CALLS)) == several

@@ -63,6 +63,7 @@ def test_properties_that_are_not_listed(schema, value, fits, fits_strictly):
 
 NAMES = {"type": "object", "additionalProperties": {"type": "integer"}}
 UNIQUE = {"type": "array", "uniqueItems": True}
+DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
 COLORS = {"enum": ["red", "green"]}
 EXPRESSED = [
     (
@@ -95,6 +96,17 @@ EXPRESSED = [
     ({**UNIQUE, "uniqueItems": False, "items": COLORS}, [["red", "red"]], [["blue"]]),
     ({"enum": ["a", "b"], "not": {"const": "a"}}, ["b"], ["a"]),
     ({"type": "object", "properties": {"a": {"not": {}}}}, [{}], [{"a": 1}]),
+    (
+        {**DRAFT_7, "type": "array", "items": [COLORS, {"type": "null"}], "additionalItems": False},
+        [["red", None], ["red"], []],
+        [["red", None, 1], [None]],
+    ),
+    (
+        {**DRAFT_7, "type": "array", "items": [COLORS], "additionalItems": {"type": "null"}},
+        [["red", None, None]],
+        [["red", 1]],
+    ),
+    ({**DRAFT_7, "type": "array", "items": COLORS}, [["red", "green"]], [["blue"]]),
     ({"type": "integer", "multipleOf": 5, "minimum": 0}, [0, 15], [7]),
     ({"type": "object", "minProperties": 1, "maxProperties": 2}, [{"a": 1}], [{}]),
     ({"type": "object", "patternProperties": {"^a": {"type": "null"}}}, [{"a": None}], [{"a": 1}]),

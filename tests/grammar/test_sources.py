@@ -62,7 +62,7 @@ def test_references_lead_to_schemas_that_were_looked_at(target):
         {"properties": {"a": 1}},
         {"anyOf": {}},
         {"anyOf": [7]},
-        {"items": [{}]},
+        {"items": [7]},
         {"items": None},
         {"$defs": "x"},
         {"allOf": "x"},

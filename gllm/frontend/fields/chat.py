@@ -57,6 +57,10 @@ class ChatFields(Generation):
             "that may be called"
         ),
     ] = None
+    parallel_tool_calls: Annotated[
+        bool | None,
+        about("false: one call at most, which is enforced where tool_choice requires a call"),
+    ] = None
     functions: Annotated[
         Any, about("the older form of tools: up to 128 functions; the answer has function_call")
     ] = None

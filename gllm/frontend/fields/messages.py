@@ -142,6 +142,8 @@ def as_chat(fields: MessageFields | CountFields) -> Json:
     }
     if fields.tool_choice is not None:
         values["tool_choice"] = _choice(fields.tool_choice)
+        if fields.tool_choice.disable_parallel_tool_use:
+            values["parallel_tool_calls"] = False
     if fields.thinking is not None:
         thinks = THINKS[fields.thinking.type]
         values["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}

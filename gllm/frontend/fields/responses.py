@@ -193,6 +193,7 @@ def as_chat(fields: ResponseFields) -> Json:
     told = LOGPROBS in (fields.include or ()) or fields.top_logprobs
     values: Json = {
         **prompt_fields(fields),
+        "parallel_tool_calls": fields.parallel_tool_calls,
         "max_tokens": fields.max_output_tokens,
         "stop": fields.stop,
         "logprobs": True if told else None,
