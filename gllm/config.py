@@ -279,6 +279,9 @@ class StructuredOutput:
     grammar: str | None = None
     param: str = "structured"
     """The request's field that asks for it, for errors."""
+    strict: bool = False
+    """Close every object of the JSON Schema that does not say so itself, also one that lists no
+    properties."""
 
     def __post_init__(self) -> None:
         """Raises FieldError for a value of another type, and unless there is exactly one."""

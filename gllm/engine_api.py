@@ -230,8 +230,9 @@ def prompt_limit(param: str, model: ModelInfo) -> Iterator[None]:
 def _too_long(param: str, count: int, model: ModelInfo, is_exact: bool = True) -> PromptTooLong:
     return PromptTooLong(
         param,
-        f"{param} has {'' if is_exact else 'at least '}{count} tokens, but this model's context is "
-        f"{model.max_model_len} tokens, of which at least one has to be left for the output",
+        f"{param} has {'' if is_exact else 'at least '}{count} tokens, but this model's maximum "
+        f"context length is {model.max_model_len} tokens, of which at least one has to be left for "
+        "the output",
     )
 
 

@@ -18,6 +18,7 @@ ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
 
 
 BACKEND_DEVICES = {
+    "auto": ("cpu", "cuda"),
     "flash-attn": ("cuda",),
     "native": ("cpu",),
     "torch": ("cpu", "cuda"),
@@ -73,7 +74,7 @@ def _check_device(config: EngineConfig) -> None:
         ("quantization", QUANTIZATION_DEVICES),
     ):
         value, device = getattr(config, field), config.device
-        if "auto" in (value, device) or device in devices_of[value]:
+        if device == "auto" or device in devices_of[value]:
             continue
         usable = [other for other, devices in devices_of.items() if device in devices]
         raise ValueError(

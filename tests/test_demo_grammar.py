@@ -7,10 +7,13 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jinja2
 import pytest
 
+from gllm.text.chat_template import ChatTemplate, load_chat_template
+from gllm.text.output.registry import reasoning_tags, tool_family
 from scripts.demo_model import grammar, metrics, questions, stories
 from scripts.demo_model.chat import CHAT_TEMPLATE, Message, render, render_prompt
 from scripts.demo_model.templates import expand, template_words, words
@@ -117,6 +120,79 @@ def test_shipped_chat_template_renders_what_was_trained_on() -> None:
     rows = [{"role": message.role, "content": message.content} for message in messages]
     assert template.render(messages=rows) == render(messages)
     assert template.render(messages=rows, add_generation_prompt=True) == render_prompt(messages)
+
+
+BEFORE_TOOLS = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""The template of the texts that the shipped weights were trained on."""
+
+
+@pytest.mark.parametrize("first", ["system", "user"])
+@pytest.mark.parametrize("prompt", [False, True])
+def test_chats_without_tools_render_as_the_weights_were_trained(first: str, prompt: bool) -> None:
+    messages = [
+        {"role": role, "content": f" {role}'s <tool_call> \n"}
+        for role in (first, "user", "assistant", "system", "user")
+    ]
+    texts = [
+        ChatTemplate(source, {}).render(messages, add_generation_prompt=prompt)
+        for source in (BEFORE_TOOLS, CHAT_TEMPLATE)
+    ]
+    assert texts[0] == texts[1]
+
+
+CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": "<ü>"}'}}
+WITH_CALLS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Go."},
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALLED, CALLED]},
+    {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+    {"role": "user", "content": "Thanks."},
+]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+RENDERED_WITH_CALLS = """<|im_start|>system
+Be brief.
+
+Tools:
+{"name": "f", "parameters": {"type": "object"}}
+To call one, answer:
+<tool_call>
+{"name": NAME, "arguments": {..}}
+</tool_call><|im_end|>
+<|im_start|>user
+Go.<|im_end|>
+<|im_start|>assistant
+I look.
+<tool_call>
+{"name": "f", "arguments": {"x": "<ü>"}}
+</tool_call>
+<tool_call>
+{"name": "f", "arguments": {"x": "<ü>"}}
+</tool_call><|im_end|>
+<|im_start|>user
+<tool_response>
+sunny
+</tool_response><|im_end|>
+<|im_start|>user
+Thanks.<|im_end|>
+"""
+
+
+def test_the_shipped_template_renders_tools_calls_and_results() -> None:
+    folder = Path(__file__).parents[1] / "gllm" / "demo"
+    template = load_chat_template(folder)
+    assert template is not None
+    assert template.render(WITH_CALLS, tools=[TOOL], add_generation_prompt=False) == (
+        RENDERED_WITH_CALLS
+    )
+    family = tool_family("auto", template.source, template.model_type)
+    assert family is not None
+    assert family.name == "hermes"
+    assert reasoning_tags("auto", template.source) is None
 
 
 def test_expansion_makes_choices_and_fills_slots() -> None:

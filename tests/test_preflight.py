@@ -35,7 +35,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--kv-cache-memory", "4KiB"], "kv_cache_memory is 4096 bytes, but one sequence"),
         (
             ["--device", "cpu", "--attention-backend", "triton"],
-            "attention_backend triton does not compute on device cpu: choose auto or one of native",
+            "attention_backend triton does not compute on device cpu: choose one of auto, native",
         ),
         (["--device", "cuda", "--attention-backend", "native"], "choose auto or one of flash-attn"),
         (["--model", "/nowhere"], "there is no folder '/nowhere'"),

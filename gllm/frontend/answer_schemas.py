@@ -295,6 +295,23 @@ class TokenCount(Answer):
     input_tokens: int
 
 
+class InputTokenCount(Answer):
+    """The answer of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class Compaction(Answer):
+    """The answer of /v1/responses/compact: input items that stand for a conversation."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
+
+
 class Embedding(Answer):
     """A vector: numbers, or their float32 bytes as base64."""
 
@@ -393,3 +410,15 @@ class Aborted(Answer):
     """Requests that were ended."""
 
     aborted: int
+
+
+class TokenizerInfo(Answer):
+    """The tokenizer's special tokens, chat template and sizes."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    model_max_length: int
+    vocab_size: int

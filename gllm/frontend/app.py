@@ -19,7 +19,7 @@ from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.messages import CountFields, MessageFields
 from gllm.frontend.fields.reading import continue_later
-from gllm.frontend.fields.responses import ResponseFields
+from gllm.frontend.fields.responses import CompactFields, InputTokensFields, ResponseFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.middleware import arrival, cors, draining, keys, observe, origin, rate_limit
@@ -71,6 +71,20 @@ ENDPOINTS = (
     ),
     Endpoint(
         "POST",
+        "/v1/responses/input_tokens",
+        responses.count,
+        InputTokensFields,
+        answer=schemas.InputTokenCount,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/compact",
+        responses.compact,
+        CompactFields,
+        answer=schemas.Compaction,
+    ),
+    Endpoint(
+        "POST",
         "/v1/messages",
         messages.create,
         MessageFields,
@@ -94,6 +108,7 @@ ENDPOINTS = (
     Endpoint(
         "POST", "/detokenize", tokens.detokenize, DetokenizeFields, answer=schemas.DetokenizeAnswer
     ),
+    Endpoint("GET", "/tokenizer_info", tokens.info, answer=schemas.TokenizerInfo),
     Endpoint("GET", "/server_info", server_info.server_info, answer=schemas.ServerInfo),
     Endpoint("GET", "/load", server_info.load, answer=schemas.LoadAnswer),
     Endpoint("POST", "/abort", control.abort, AbortFields, is_control=True, answer=schemas.Aborted),

@@ -10,7 +10,8 @@ from typing import Literal, Protocol
 from gllm.frontend.sse import Event
 from gllm.text.output import events as output
 
-Kind = Literal["reasoning", "text", "call"]
+Kind = Literal["reasoning", "text", "call", "custom"]
+"""`custom`: a call of a custom tool, whose text is its input."""
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -25,6 +26,11 @@ class Block:
     pieces: list[str] = field(default_factory=list)
     status: Status = "in_progress"
     """Incomplete: cut off, or a call that turned out to be none."""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call of a tool."""
+        return self.kind in ("call", "custom")
 
     @property
     def text(self) -> str:
@@ -65,8 +71,9 @@ class Blocks:
                     written += self._text("text", text)
                 case output.Reasoning(text):
                     written += self._text("reasoning", text)
-                case output.CallStart(_, call_id, name):
-                    written += self._begin(Block("call", len(self.all), call_id, name))
+                case output.CallStart(_, call_id, name, is_custom):
+                    kind: Kind = "custom" if is_custom else "call"
+                    written += self._begin(Block(kind, len(self.all), call_id, name))
                 case output.CallArguments(_, text):
                     written += self._grow(text)
                 case output.CallBroken(_):
@@ -75,7 +82,7 @@ class Blocks:
 
     def finish(self, reason: str) -> list[Event]:
         """The end of the output. A call that did not break is whole, whatever ended the output."""
-        cut = reason in ("length", "abort") and bool(self.all) and self.all[-1].kind != "call"
+        cut = reason in ("length", "abort") and bool(self.all) and not self.all[-1].is_call
         return self.end("incomplete" if cut else "completed")
 
     def end(self, status: Status = "completed") -> list[Event]:

@@ -26,7 +26,7 @@ from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.registry import reasoning_tags, tool_family
 from gllm.text.special_tokens import new_mark
 from gllm.text.tokenizer import Tokenizer
-from gllm.text.tools import ToolUse, tool_use
+from gllm.text.tools import ToolUse, function_use, tool_use
 
 
 async def chat_job(context: Context, fields: ChatFields) -> Job:
@@ -46,9 +46,11 @@ async def chat_job(context: Context, fields: ChatFields) -> Job:
     prompt = truncated(made.ids, params, model)
     check_request(prompt, params, model, param="messages")
     structured, form = params.structured, made.output
-    if made.tools.tools or structured is not None:
-        asked = (structured, made.tools, made.output, made.template, tokenizer.token_id)
-        structured, form = await asyncio.to_thread(demand, *asked)
+    if structured is not None or made.tools.choice == "required":
+        # Schemas may be large: they are not walked through on the event loop.
+        structured, form = await asyncio.to_thread(
+            demand, structured, made.tools, form, made.template, tokenizer.token_id
+        )
     params = replace(params, shown_tokens=form.markers, structured=structured)
     return Job(fields, [prompt], params, output=form, reasoning=reasoning_counter(tokenizer, form))
 
@@ -72,7 +74,7 @@ def chat_prompt(
     template = tokenizer.chat_template
     if template is None:
         raise FieldError("messages", "this model has no chat template: use /v1/completions")
-    use = tool_use(fields.tools, fields.tool_choice)
+    use = _tool_use(fields)
     family = _family(template, use, config)
     mark = "" if fields.parse_special else new_mark()
     text = template.render(
@@ -84,7 +86,7 @@ def chat_prompt(
     )
     tags = reasoning_tags(config.reasoning_parser, template.source)
     within = tags is not None and _within(tags, text.replace(mark, "") if mark else text, fields)
-    form = OutputFormat(tags, within, family, use.schemas)
+    form = OutputFormat(tags, within, family, use.schemas, use.custom, use.is_restricted)
     ids = tokenizer.encode_chat(text, mark, max_tokens)
     return ChatPrompt(ids, use, form, template.source)
 
@@ -97,6 +99,14 @@ def _marked(tokenizer: Tokenizer, values: Any, mark: str) -> Any:
         return tokenizer.special_tokens.mark_all(values, mark)
     except RecursionError:
         raise FieldError("messages", "messages are nested too deep") from None
+
+
+def _tool_use(fields: ChatFields) -> ToolUse:
+    """Read the tools and the choice among them. Raises FieldError."""
+    if fields.functions or fields.function_call not in (None, "none", "auto"):
+        return function_use(fields.functions, fields.function_call)
+    use = tool_use(fields.tools, fields.tool_choice)
+    return replace(use, is_single=fields.parallel_tool_calls is False)
 
 
 def _within(tags: ReasoningTags, prompt: str, fields: ChatFields) -> bool:
@@ -131,8 +141,9 @@ def _family(template: ChatTemplate, use: ToolUse, config: ServerConfig) -> ToolF
 def template_variables(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:
     """What a request sets of a template's variables. Raises FieldError.
 
-    How much to reason is passed on to a template that asks, and turned into whether to reason for
-    one that asks for that.
+    `reasoning_effort` is passed to a template that has it, and becomes `enable_thinking` or
+    `thinking` in one that has those. A template without a choice ignores it, because default
+    clients send it to every model. Only `none` for a model that always reasons is refused.
     """
     variables = msgspec.to_builtins(fields.chat_template_kwargs or TemplateOptions())
     effort = fields.reasoning_effort
@@ -144,6 +155,9 @@ def template_variables(template: ChatTemplate, fields: ChatFields) -> dict[str, 
         "thinking": effort not in ("none", "minimal"),
     }
     known = {name: value for name, value in values.items() if name in template.variables}
-    if not known and (effort != "none" or reasoning_tags("auto", template.source)):
-        raise FieldError("reasoning_effort", "this model's chat template has no such choice")
+    if not known and effort == "none" and reasoning_tags("auto", template.source):
+        raise FieldError(
+            "reasoning_effort",
+            "reasoning_effort is none, but this model always reasons: leave it out",
+        )
     return {**known, **variables}

@@ -7,8 +7,11 @@ of what enforces it.
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from gllm.config import FieldError, StructuredOutput
+from gllm.grammar.rewrite import rewrite_schema
+from gllm.grammar.schema import check_schema
 from gllm.grammar.source import Source, source_of
 from gllm.text.output.constraint import Grammar, calls_of, output_of
 from gllm.text.output.parser import OutputFormat
@@ -32,7 +35,15 @@ def demand(
     """
     required = use.choice == "required"
     if required and asked is not None:
-        raise FieldError("tool_choice", f"tool_choice demands a call, but {asked.param} a text")
+        if asked.grammar is not None:
+            raise FieldError(
+                "tool_choice",
+                f"tool_choice requires a call, but the grammar of {asked.param} is about the whole "
+                "output",
+            )
+        # The format is that of messages, of which there is none; it still has to be a good one.
+        source_of(asked)
+        asked = None
     if asked is not None and asked.grammar is not None:
         # The whole output is as the request's own grammar has it.
         return asked, replace(form, reasoning=None, within=False)
@@ -43,12 +54,31 @@ def demand(
     if asked is not None:
         answers.append(_content(grammar, source_of(asked)))
     if form.calls is not None:
-        schemas = {use.named: use.schemas[use.named]} if use.named else use.schemas
         written = form.calls.written(template)
-        answers.append(calls_of(grammar, written, schemas, several=not use.named))
+        several = not (use.named or use.is_single)
+        answers.append(calls_of(grammar, written, _enforced_schemas(use), several))
     text = output_of(grammar, answers, form.reasoning, form.within)
     param = "tools" if asked is None else asked.param
     return StructuredOutput(grammar=text, param=param), form
+
+
+def _enforced_schemas(use: ToolUse) -> dict[str, dict[str, Any]]:
+    """Return the schemas of arguments, by name of the tool, as the grammar enforces them.
+
+    What cannot be enforced is left out, but for strict functions: there it raises FieldError.
+    """
+    enforced = {}
+    for name, schema in use.schemas.items():
+        if use.named and name != use.named:
+            continue
+        strict = name in use.strict
+        try:
+            if strict:
+                check_schema(schema)
+            enforced[name] = rewrite_schema({"type": "object", **schema}, strict, not strict)
+        except ValueError as error:
+            raise FieldError("tools", f"tools: the function {name!r} is strict: {error}") from error
+    return enforced
 
 
 def _content(grammar: Grammar, source: Source) -> str:

@@ -14,39 +14,66 @@ from gllm.text.output.events import (
 )
 
 
-def message_json(message: Message) -> Json:
-    """A whole message. Content is null where there is something else instead."""
+def message_json(message: Message, legacy: bool = False) -> Json:
+    """Return a whole message. Content is null where there is something else instead.
+
+    legacy: Show a call as `function_call`, of which a message has one.
+    """
     other = message.reasoning or message.calls
     written: Json = {"role": "assistant", "content": message.content or (None if other else "")}
     if message.reasoning:
         written |= _reasoning(message.reasoning)
     if message.calls:
-        written["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
+        calls = [
+            {"id": call.id, **_call(call.name, call.arguments, call.is_custom)}
             for call in message.calls.values()
         ]
+        if legacy:
+            written["function_call"] = calls[0]["function"]
+        else:
+            written["tool_calls"] = calls
     return written
 
 
-def delta_json(event: Event) -> Json | None:
-    """An increment; None where there is nothing to be told."""
-    match event:
-        case Content(text):
-            return {"content": text}
-        case Reasoning(text):
-            return _reasoning(text)
-        case CallStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            call = {"index": index, "id": call_id, "type": "function", "function": function}
+class DeltaWriter:
+    """Writes the increments of one choice."""
+
+    def __init__(self, legacy: bool) -> None:
+        self._legacy = legacy
+        self._custom: set[int] = set()
+        """Indices of calls of custom tools."""
+
+    def delta_json(self, event: Event) -> Json | None:
+        """Return an increment; None for an event that adds nothing."""
+        match event:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return _reasoning(text)
+            case CallStart(index, call_id, name, is_custom):
+                if is_custom:
+                    self._custom.add(index)
+                call = {"index": index, "id": call_id, **_call(name, "", is_custom)}
+                return self._calls(index, call)
+            case CallArguments(index, text):
+                if index in self._custom:
+                    return self._calls(index, {"index": index, "custom": {"input": text}})
+                return self._calls(index, {"index": index, "function": {"arguments": text}})
+            case _:
+                return None
+
+    def _calls(self, index: int, call: Json) -> Json | None:
+        if not self._legacy:
             return {"tool_calls": [call]}
-        case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-        case _:
-            return None
+        # The older shape has room for one call.
+        return {"function_call": call["function"]} if index == 0 else None
+
+
+def _call(name: str, text: str, is_custom: bool) -> Json:
+    """Return a call without its id."""
+    if is_custom:
+        return {"type": "custom", "custom": {"name": name, "input": text}}
+    return {"type": "function", "function": {"name": name, "arguments": text}}
 
 
 def _reasoning(text: str) -> Json:

@@ -18,9 +18,14 @@ from gllm.frontend.run import Job
 from gllm.frontend.sse import Event
 from gllm.text.output.events import Content
 
-PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
 """What ids of items begin with."""
-TEXTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+TEXTS = {
+    "text": "output_text",
+    "reasoning": "reasoning_text",
+    "call": "function_call_arguments",
+    "custom": "custom_tool_call_input",
+}
 """What the text of a block is called."""
 CUTS = {"length": "max_output_tokens", "abort": "abort"}
 """Why answers are incomplete, by finish reason."""
@@ -87,7 +92,7 @@ class ResponseWriter:
         """As of Pen."""
         where = {"output_index": block.index, "item": self._item(block)}
         events = [self._event("response.output_item.added", **where)]
-        if block.kind != "call":
+        if not block.is_call:
             part = self._part(block)
             events.append(self._within(block, "response.content_part.added", part=part))
         return events
@@ -108,6 +113,8 @@ class ResponseWriter:
             events += self.grown(block, "")  # tokens that no text has come of
         if block.kind == "call":
             events += [self._within(block, done, name=block.name, arguments=block.text)]
+        elif block.kind == "custom":
+            events += [self._within(block, done, input=block.text)]
         else:
             part = self._part(block)
             told = {name: value for name, value in part.items() if name in ("text", "logprobs")}
@@ -139,7 +146,7 @@ class ResponseWriter:
     def _within(self, block: Block, kind: str, **data: object) -> Event:
         """An event within an item."""
         where = {"item_id": self._item_id(block), "output_index": block.index}
-        if block.kind != "call":
+        if not block.is_call:
             where["content_index"] = 0
         return self._event(kind, **where, **data)
 
@@ -152,6 +159,9 @@ class ResponseWriter:
         if block.kind == "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
             return {**head, "type": "function_call", **call}
+        if block.kind == "custom":
+            call = {"call_id": block.call_id, "name": block.name, "input": block.text}
+            return {**head, "type": "custom_tool_call", **call}
         content = [] if block.status == "in_progress" else [self._part(block)]
         if block.kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": content}

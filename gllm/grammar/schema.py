@@ -13,6 +13,13 @@ MAX_DEPTH = 96
 LARGEST = 2**53
 """Whole numbers beyond are not kept exactly."""
 
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose value maps names to schemas."""
+SINGLE_SCHEMAS = ("items", "additionalItems", "additionalProperties", "propertyNames", "not")
+"""Keywords whose value is a schema; that of `items` was a list of schemas in older drafts."""
+SCHEMA_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+"""Keywords whose value is a list of schemas."""
+
 Place = tuple[str, object]
 """A JSON pointer within the schema, and what is there."""
 
@@ -48,14 +55,21 @@ def _named(place: str, value: object) -> Iterator[Place]:
     yield from ((f"{place}/{_escaped(name)}", one) for name, one in value.items())
 
 
+def _items(place: str, value: object) -> Iterator[Place]:
+    """A keyword whose value is a schema, or a list of them, as up to draft 2019-09."""
+    yield from (_several if isinstance(value, list) else _one)(place, value)
+
+
 KEYWORDS: dict[str, Callable[[str, object], Iterator[Place]]] = {
     "type": _nothing,
     **dict.fromkeys(("enum", "const"), _values),
-    **dict.fromkeys(("properties", "$defs", "definitions"), _named),
-    **dict.fromkeys(("required", "minItems", "maxItems"), _nothing),
-    **dict.fromkeys(("items", "additionalProperties"), _one),
-    **dict.fromkeys(("prefixItems", "anyOf", "oneOf", "allOf"), _several),
-    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), _nothing),
+    **dict.fromkeys(NAMED_SCHEMAS, _named),
+    **dict.fromkeys(("required", "minProperties", "maxProperties"), _nothing),
+    **dict.fromkeys(("minItems", "maxItems", "uniqueItems"), _nothing),
+    **dict.fromkeys(SINGLE_SCHEMAS, _one),
+    "items": _items,
+    **dict.fromkeys(SCHEMA_LISTS, _several),
+    **dict.fromkeys(("minLength", "maxLength", "pattern", "format", "multipleOf"), _nothing),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _values),
     "$ref": _nothing,
     **dict.fromkeys(("title", "description", "default", "examples", "$comment"), _nothing),
@@ -91,6 +105,22 @@ def check_schema(schema: object) -> None:
         # One that leads elsewhere would bring in what was not looked at.
         if not isinstance(target, str) or unquote(target) not in places:
             raise ValueError(f"$ref at {place:.200} leads to no schema within this one: {target!r}")
+
+
+def resolve_reference(root: object, reference: object) -> object:
+    """Return the schema within `root` that a `$ref` leads to; None where it leads nowhere."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
 
 
 def depth(value: object) -> int:

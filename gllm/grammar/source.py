@@ -7,6 +7,7 @@ import json
 from typing import NamedTuple
 
 from gllm.config import FieldError, StructuredOutput
+from gllm.grammar.rewrite import rewrite_schema
 from gllm.grammar.schema import MAX_DEPTH, check_schema, depth
 
 MAX_BYTES = {"json": 2**17, "regex": 2**13, "choice": 2**16, "grammar": 2**16}
@@ -29,7 +30,7 @@ def source_of(wanted: StructuredOutput) -> Source:
     """The grammar of a structured output. Raises FieldError."""
     try:
         if wanted.json is not None:
-            return Source("json_schema", _schema(wanted.json))
+            return Source("json_schema", _schema(wanted.json, wanted.strict))
         if wanted.regex is not None:
             return Source("regex", _bounded("regex", wanted.regex))
         if wanted.choice is not None:
@@ -41,7 +42,7 @@ def source_of(wanted: StructuredOutput) -> Source:
         raise FieldError(wanted.param, f"{wanted.param}: {error}") from error
 
 
-def _schema(schema: object) -> str:
+def _schema(schema: object, strict: bool) -> str:
     """A JSON Schema, given as values or as text, with how JSON is to be written."""
     if isinstance(schema, str):
         try:
@@ -53,7 +54,8 @@ def _schema(schema: object) -> str:
     if not isinstance(schema, dict):
         raise ValueError("the schema has to be an object")
     check_schema(schema)
-    return _bounded("json", json.dumps({**schema, "x-guidance": STYLE}, ensure_ascii=False))
+    made = {**rewrite_schema(schema, strict), "x-guidance": STYLE}
+    return _bounded("json", json.dumps(made, ensure_ascii=False))
 
 
 def _choice(choices: tuple[str, ...]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from gllm.config import FieldError
 from gllm.limits import MAX_CALLS, MAX_MESSAGES
+from gllm.text.tools import INPUT
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -36,10 +37,31 @@ class Arguments(dict[str, Any]):
 
 
 def checked_messages(messages: object) -> list[Message]:
-    """Copies of the messages with their contents as text. Raises FieldError naming `messages`."""
+    """Return copies of the messages with their contents as text, and with the older `function_call`
+    and role `function` as tool calls and their results. Raises FieldError naming `messages`."""
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         raise FieldError("messages", f"messages has to be a list of 1 to {MAX_MESSAGES}")
-    return [_checked(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    last_call = ""
+    made = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if isinstance(message, dict) and message.get("function_call"):
+            last_call = f"call{i:05}"
+            message = _without_function_call(where, message, last_call)
+        elif isinstance(message, dict) and message.get("role") == "function":
+            if not isinstance(message.get("name"), str):
+                _refuse(where, "is of the role function, but has no name")
+            message = {**message, "role": "tool", "tool_call_id": last_call or f"call{i:05}"}
+        made.append(_checked(where, message))
+    return made
+
+
+def _without_function_call(where: str, message: Message, call_id: str) -> Message:
+    """Return a message whose `function_call` is a tool call."""
+    if message.get("tool_calls"):
+        _refuse(where, "has both a function_call and tool_calls")
+    kept = {name: value for name, value in message.items() if name != "function_call"}
+    return {**kept, "tool_calls": [{"id": call_id, "function": message["function_call"]}]}
 
 
 def _refuse(where: str, why: str) -> NoReturn:
@@ -62,8 +84,6 @@ def _checked(where: str, message: object) -> Message:
         if role != "assistant":
             _refuse(where, "has tool_calls, but is not of the assistant")
         made["tool_calls"] = _checked_calls(where, calls)
-    if made.get("function_call"):
-        _refuse(where, "has a function_call, which is not supported: use tool_calls")
     if "reasoning" in made:
         # Answers have both names; templates know the longer one.
         made["reasoning_content"] = made.pop("reasoning")
@@ -107,9 +127,12 @@ def _checked_calls(where: str, calls: object) -> list[Message]:
     made = []
     for i, call in enumerate(calls):
         here = f"{where}.tool_calls[{i}]"
-        if not isinstance(call, dict) or call.get("type", "function") != "function":
-            _refuse(here, "has to be an object of type function")
+        kind = call.get("type", "function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or kind not in ("function", "custom"):
+            _refuse(here, "has to be an object of type function or custom")
         function = call.get("function")
+        if kind == "custom":
+            function = _custom_as_function(here, call.get("custom"))
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             _refuse(here, "has to have a function with a name")
         if not isinstance(call.get("id", ""), str):
@@ -119,6 +142,14 @@ def _checked_calls(where: str, calls: object) -> list[Message]:
         called = {"name": function["name"], "arguments": arguments}
         made.append({**named, "type": "function", "function": called})
     return made
+
+
+def _custom_as_function(where: str, custom: object) -> Message:
+    """Return a call of a custom tool as one of the function that stands for it."""
+    text = custom.get("input") if isinstance(custom, dict) else None
+    if not isinstance(custom, dict) or not isinstance(text, str):
+        _refuse(where, "has to have a custom with a name and an input that is a string")
+    return {"name": custom.get("name"), "arguments": json.dumps({INPUT: text}, ensure_ascii=False)}
 
 
 def _arguments(where: str, given: object) -> Arguments:

@@ -79,6 +79,11 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._knows_null = _ASKS_FOR_NULL.search(self.source) is not None
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The text of bos_token, eos_token and others, by name."""
+        return self._special_tokens
+
     def render(
         self,
         messages: object,

@@ -13,11 +13,35 @@ TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 
 CHAT_TEMPLATE = (
+    "{%- set functions = tools if tools is defined and tools else () %}"
+    "{%- if functions %}"
+    "{{- '<|im_start|>system\\n' }}"
+    "{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] + '\\n\\n' }}{%- endif %}"
+    "{{- 'Tools:\\n' }}"
+    "{%- for tool in functions %}{{- tool['function'] | tojson + '\\n' }}{%- endfor %}"
+    "{{- 'To call one, answer:\\n<tool_call>\\n"
+    '{"name": NAME, "arguments": {..}}'
+    "\\n</tool_call><|im_end|>\\n' }}"
+    "{%- endif %}"
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- if not (functions and loop.first and message['role'] == 'system') %}"
+    "{%- set role = 'user' if message['role'] == 'tool' else message['role'] %}"
+    "{{- '<|im_start|>' + role + '\\n' }}"
+    "{%- if message['role'] == 'tool' %}"
+    "{{- '<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+    "{%- else %}{{- message['content'] }}{%- endif %}"
+    "{%- for call in message.get('tool_calls') or () %}"
+    "{{- '\\n' if message['content'] or not loop.first }}"
+    "{{- '<tool_call>\\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- endif %}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+"""ChatML, with tools as the Hermes family writes them. A chat without tools and without tool calls
+renders as the texts the model was trained on."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/responses": {"input": "Hi"},
+    "/v1/responses/input_tokens": {"input": "Hi"},
+    "/v1/responses/compact": {"input": "Hi"},
     "/v1/embeddings": {"input": "Hi"},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [72, 105]},

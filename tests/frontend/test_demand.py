@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gllm.text.output.reasoning import REASONING
-from tests.frontend.conftest import CHAT_PATH
+from tests.frontend.conftest import CHAT, CHAT_PATH
 from tests.frontend.test_tools import CALLS, MARKS, NAMED, TOOLS, WITH_TOOLS, said, serve
 from tests.text import tokenizers_for_tests as some
 from tests.text.output.formats import FORMATS
@@ -114,7 +114,8 @@ async def test_demands_that_cannot_be(server):
         answer = await server.chat(tools=TOOLS, tool_choice=choice)
         assert (answer.status, answer.error["param"]) == (400, "tool_choice")
     serve(server, WITH_TOOLS, tool_call_parser="hermes")
-    answer = await server.chat(tools=TOOLS, tool_choice="required", response_format=FORMAT)
+    grammar = {"structured_outputs": {"grammar": 'start: "hm"'}}
+    answer = await server.chat(tools=TOOLS, tool_choice="required", **grammar)
     assert (answer.status, answer.error["param"]) == (400, "tool_choice")
     answer = await server.chat(tool_choice="required")
     assert (answer.status, answer.error["param"]) == (400, "tool_choice")
@@ -126,3 +127,115 @@ async def test_demands_that_cannot_be(server):
         )
         if fields:
             assert (answer.status, answer.error["param"]) == (400, "response_format")
+
+
+FORCED = [
+    ("/v1/chat/completions", {**CHAT, "response_format": FORMAT}, "required", NAMED),
+    (
+        "/v1/responses",
+        {"input": "Hi", "text": {"format": {"type": "json_schema", **FORMAT["json_schema"]}}},
+        "required",
+        {"type": "function", "name": "f"},
+    ),
+    (
+        "/v1/messages",
+        {
+            **CHAT,
+            "max_tokens": 99,
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+        {"type": "any"},
+        {"type": "tool", "name": "f"},
+    ),
+]
+NAMES = {"parameters": "input_schema"}
+
+
+def tools_of(path):
+    """The tools as an endpoint takes them."""
+    functions = [tool["function"] for tool in TOOLS]
+    if path == "/v1/messages":
+        return [{NAMES.get(key, key): one[key] for key in one} for one in functions]
+    return TOOLS if "chat" in path else [{"type": "function", **one} for one in functions]
+
+
+@pytest.mark.parametrize(("path", "body", "any_tool", "named"), FORCED)
+async def test_a_format_beside_a_forced_call_is_that_of_messages(
+    server, path, body, any_tool, named
+):
+    serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}")
+    for choice in (any_tool, named):
+        answer = await server.post(path, {**body, "tools": tools_of(path), "tool_choice": choice})
+        assert answer.status == 200, answer.json
+        judge = judge_of(server)
+        assert judge.takes(FORMATS[0][1](CALLS[1:]))
+        assert not judge.takes('{"a":7}')
+
+
+async def test_a_bad_format_beside_a_forced_call_is_refused(server):
+    serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}")
+    bad = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "bogus": 1}}}
+    answer = await server.chat(tools=TOOLS, tool_choice="required", response_format=bad)
+    assert (answer.status, answer.error["param"]) == (400, "response_format")
+
+
+def objects(**more):
+    """A function whose arguments hold an object that says nothing about other properties."""
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    listed = {"type": "object", "properties": {"inner": inner, "free": {"type": "object"}}}
+    return {"name": "f", "parameters": listed, **more}
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+async def test_objects_are_closed_by_one_rule_for_calls_and_answers(server, strict):
+    serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}")
+    function = objects(strict=strict)
+    asked = {"type": "json_schema", "json_schema": {"schema": function["parameters"]}}
+    asked["json_schema"]["strict"] = strict
+    tools = [{"type": "function", "function": function}]
+    for fields, before, after in (
+        (
+            {"tool_choice": "required"},
+            '<tool_call>\n{"name": "f", "arguments": ',
+            "}\n</tool_call>",
+        ),
+        ({"response_format": asked}, "", ""),
+    ):
+        assert (await server.chat(tools=tools, **fields)).status == 200
+        judge = judge_of(server)
+
+        def takes(value, before=before, after=after, judge=judge):
+            separators = None if before else (",", ":")
+            return judge.takes(before + json.dumps(value, separators=separators) + after)
+
+        assert takes({"inner": {"a": 1}})
+        assert not takes({"inner": {"a": 1, "b": 2}})
+        assert not takes({"other": 1})
+        assert takes({"free": {}})
+        assert takes({"free": {"any": 1}}) == (not strict)
+
+
+async def test_a_strict_function_has_to_be_enforced(server):
+    serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}")
+    schema = {"type": "object", "properties": {"a": {"type": "array", "contains": {"const": 1}}}}
+    for strict, status in ((None, 200), (False, 200), (True, 400)):
+        function = {"name": "f", "parameters": schema, "strict": strict}
+        tools = [{"type": "function", "function": function}]
+        answer = await server.chat(tools=tools, tool_choice="required")
+        assert answer.status == status
+    assert answer.error["param"] == "tools"
+    assert "'contains'" in answer.error["message"]
+
+
+@pytest.mark.parametrize(("parallel", "several"), [(None, True), (True, True), (False, False)])
+async def test_parallel_calls_can_be_forbidden(server, parallel, several):
+    serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}")
+    fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": parallel}
+    assert (await server.chat(**fields)).status == 200
+    judge = judge_of(server)
+    assert judge.takes(FORMATS[0][1](CALLS[1:]))
+    assert judge.takes(FORMATS[0][1](CALLS)) == several
+    choice = {"type": "any", "disable_parallel_tool_use": parallel is False}
+    body = {**CHAT, "max_tokens": 9, "tools": tools_of("/v1/messages"), "tool_choice": choice}
+    assert (await server.post("/v1/messages", body)).status == 200
+    assert judge_of(server).takes(FORMATS[0][1](CALLS)) == several

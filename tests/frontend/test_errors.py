@@ -13,7 +13,7 @@ BIG = 2**63
 HUGE = 10**30
 NUMBERS = [math.nan, math.inf, -math.inf, 10**400, "1", True, [1], {}]
 BAD_SCHEMAS = [
-    *([], "x", 7, {"multipleOf": 3}, {"properties": {"a": {"not": {}}}}, {"properties": 7}),
+    *([], "x", 7, {"contains": 3}, {"properties": {"a": {"if": {}}}}, {"properties": 7}),
     *({"anyOf": {}}, {"$ref": "http://x/y"}, {"enum": ["x" * 200_000]}, {"const": math.nan}),
 ]
 """The first three are no objects."""
@@ -72,7 +72,10 @@ BAD_VALUES = {
     "guided_grammar": ["start: /a/"],
     "tools": [[{"type": "function"}], {}, "x"],
     "tool_choice": ["required", {"type": "function"}, 7],
-    "reasoning_effort": ["low", 7],
+    "functions": [[{"name": "a b"}], ["f"], "x", 7],
+    "function_call": [{"name": "f"}, {}, "required", 7],
+    "parallel_tool_calls": [0, "false", []],
+    "reasoning_effort": ["odd", 7],
     "truncate_prompt_tokens": [*NUMBERS, 0, -2, 0.5, 2**31, BIG, HUGE],
     "allowed_token_ids": [7, "7", ["7"], [], [-1], [BIG], [2**31], [100_000], [1.5], [None], {}],
     "bad_words": [7, "x", {}, [7], [""], [None], ["x"] * 1025, "\ud800", ["\udfff"]],

@@ -325,3 +325,12 @@ async def test_tokens_are_counted_as_they_are_read(server):
 async def _prompt(server, asked):
     assert (await ask(server, **asked)).status == 200
     return server.engine.calls[-1].prompt
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_too_long_a_prompt_is_told_in_the_words_of_its_clients(server, streamed):
+    messages = [{"role": "user", "content": "x y " * 200}]
+    answer = await server.post(PATH, {**BASE, "messages": messages, "stream": streamed})
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert answer.error["message"].startswith("prompt is too long: messages has ")
+    assert "maximum context length" in answer.error["message"]

@@ -208,7 +208,7 @@ def test_what_is_nested_elsewhere():
 
 
 SAME = [
-    ("reasoning", "reasoning_effort", {"effort": "low"}, "low"),
+    ("reasoning", "reasoning_effort", {"effort": "odd"}, "odd"),
     ("tool_choice", "tool_choice", "required", "required"),
     (
         "tools",

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from gllm.frontend.context import CONTEXT
 from gllm.text.chat_template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
-from tests.frontend.conftest import CHAT_PATH
+from tests.frontend.conftest import CHAT, CHAT_PATH
 from tests.text import tokenizers_for_tests as some
 from tests.text.output.formats import FORMATS
 
@@ -292,11 +292,34 @@ async def test_reasoning_effort(server, source, fields, end):
     assert prompt_of(server).endswith(end)
 
 
-@pytest.mark.parametrize("effort", ["none", "low"])
-async def test_effort_without_a_choice(server, effort):
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "high", "xhigh", "max"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (CHAT_PATH, lambda effort: {**CHAT, "reasoning_effort": effort}),
+        ("/v1/responses", lambda effort: {"input": "Hi", "reasoning": {"effort": effort}}),
+        (
+            "/v1/messages",
+            lambda effort: {**CHAT, "max_tokens": 9, "output_config": {"effort": effort}},
+        ),
+        ("/tokenize", lambda effort: {**CHAT, "reasoning_effort": effort}),
+    ],
+)
+async def test_effort_has_no_effect_without_reasoning(server, path, field, effort):
+    plain = (await server.post("/tokenize", CHAT)).json["tokens"]
+    answer = await server.post(path, field(effort))
+    assert answer.status == 200, answer.json
+    prompt = answer.json["tokens"] if path == "/tokenize" else server.engine.calls[-1].prompt
+    assert prompt == plain
+
+
+async def test_effort_of_a_model_that_always_reasons(server):
     serve(server, THINKS)
-    answer = await server.chat(reasoning_effort=effort)
+    for effort in ("minimal", "low", "high"):
+        assert (await server.chat(reasoning_effort=effort)).status == 200
+    answer = await server.chat(reasoning_effort="none")
     assert (answer.status, answer.error["param"]) == (400, "reasoning_effort")
+    assert "always reasons" in answer.error["message"]
 
 
 async def test_continued_message(server):

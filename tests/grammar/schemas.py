@@ -88,6 +88,7 @@ def _integer(rng: Random) -> Schema:
             {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 5000)},
             {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + 17},
             {"type": "integer", "minimum": 0},
+            {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 1000},
         ]
     )
 
@@ -113,12 +114,18 @@ def _const(rng: Random) -> Schema:
 
 
 def _plain(rng: Random) -> Schema:
-    kinds = [{"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null", "boolean"]}]
+    kinds = [
+        *({"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null", "boolean"]}),
+        {"enum": ["a", "b", "c"], "not": {"enum": ["b"]}},
+    ]
     return rng.choice(kinds)
 
 
 def _array(rng: Random, depth: int) -> Schema:
     least = rng.randint(0, 2)
+    if rng.random() < 0.2:
+        colors = {"enum": ["red", "green", "blue"]}
+        return {"type": "array", "items": colors, "minItems": least, "uniqueItems": True}
     if rng.random() < 0.3:
         first = [_any(rng, depth) for _ in range(rng.randint(1, 3))]
         return {"type": "array", "prefixItems": first, "items": False, "minItems": len(first)}
@@ -127,8 +134,24 @@ def _array(rng: Random, depth: int) -> Schema:
 
 
 def _record(rng: Random, depth: int) -> Schema:
+    if rng.random() < 0.2:
+        return _map(rng)
     names = rng.sample(["name", "age", "a b", 'q"q', "ключ", "$ref", "x/y~z", "type"], 4)
     return _object(rng, {name: _any(rng, depth) for name in names[: rng.randint(1, 4)]})
+
+
+def _map(rng: Random) -> Schema:
+    """An object whose names are made up."""
+    if rng.random() < 0.3:
+        values = {"^[ab]{1,3}$": _leaf(rng), "^n_": {"type": "integer"}}
+        return {"type": "object", "patternProperties": values, "additionalProperties": False}
+    names = rng.choice(
+        [{"type": "string"}, {"enum": ["left", "right"]}, {"pattern": "^[a-z]{2,9}$"}]
+    )
+    values = {"type": "object", "propertyNames": names, "additionalProperties": _leaf(rng)}
+    if "enum" in names:
+        return values
+    return rng.choice([values, {**values, "minProperties": 1, "maxProperties": 2}])
 
 
 def _object(rng: Random, properties: dict[str, Schema]) -> Schema:

@@ -31,7 +31,9 @@ def keys(value):
 def test_texts_that_end_fit_their_schemas():
     schemas = [schema(Random(seed)) for seed in range(SCHEMAS)]
     used = Counter(key for one in schemas for key in keys(one))
-    assert all(used[keyword] >= 3 for keyword in KEYWORDS), "every keyword is tried"
+    # additionalItems is of drafts that this validator does not read.
+    tried = KEYWORDS.keys() - {"additionalItems"}
+    assert all(used[keyword] >= 3 for keyword in tried), "every keyword is tried"
     owner = grammars()
     complete = 0
     for begin in range(0, SCHEMAS, AT_ONCE):

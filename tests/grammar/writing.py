@@ -34,7 +34,7 @@ def compile_output(wanted) -> tuple[str, str]:
 
 def grammar_of(wanted) -> str:
     grammar, error = compile_output(wanted)
-    assert not error
+    assert not error, error
     return grammar
 
 

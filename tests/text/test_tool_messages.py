@@ -4,6 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from gllm.config import FieldError
+from gllm.text.chat_messages import checked_messages
 from gllm.text.chat_template import ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
@@ -104,7 +105,14 @@ BAD = [
     [{"role": "assistant", "content": None, "tool_calls": ["x"]}],
     [{"role": "assistant", "content": None, "tool_calls": "x"}],
     [{"role": "user", "content": "x", "tool_calls": [{"function": FUNCTION}]}],
-    [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}],
+    [{"role": "assistant", "content": "x", "function_call": {"name": 7}}],
+    [{"role": "assistant", "content": "x", "function_call": 7}],
+    [{"role": "user", "content": "x", "function_call": FUNCTION}],
+    [{"role": "assistant", "function_call": FUNCTION, "tool_calls": [{"function": FUNCTION}]}],
+    [{"role": "function", "content": "x"}],
+    [{"role": "function", "content": None, "name": "f"}],
+    bad(type="custom", custom={"name": "f"}),
+    bad(type="custom", custom={"input": "x"}),
     [{"role": "assistant", "content": None}],
     [{"role": "assistant", "content": "x", "reasoning": 7}],
     [{"role": "tool", "content": None, "tool_call_id": "x"}],
@@ -174,3 +182,28 @@ def test_continued_messages():
     with pytest.raises(FieldError) as caught:
         ChatTemplate("nothing", {}).render(last, False, continue_final=True)
     assert caught.value.param == "messages"
+
+
+def test_the_older_function_call_is_a_tool_call():
+    older = [
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "f", "arguments": '{"a": 1}'},
+        },
+        {"role": "function", "name": "f", "content": "7"},
+    ]
+    first, second = checked_messages(older)
+    (call,) = first["tool_calls"]
+    assert "function_call" not in first
+    assert (call["function"]["name"], dict(call["function"]["arguments"])) == ("f", {"a": 1})
+    assert (second["role"], second["tool_call_id"], second["content"]) == ("tool", call["id"], "7")
+    assert checked_messages([older[1]])[0]["role"] == "tool"
+
+
+def test_a_call_of_a_custom_tool_is_one_of_a_function():
+    text = 'say "hi"\n'
+    custom = {"id": "a", "type": "custom", "custom": {"name": "f", "input": text}}
+    (message,) = checked_messages([{"role": "assistant", "tool_calls": [custom]}])
+    function = message["tool_calls"][0]["function"]
+    assert (function["name"], dict(function["arguments"])) == ("f", {"input": text})

@@ -4,11 +4,23 @@ import pytest
 
 from gllm.config import FieldError
 from gllm.limits import MAX_TOOL_DEPTH, MAX_TOOLS
-from gllm.text.tools import ToolUse, tool_use
+from gllm.text.tools import ToolUse, function_use, tool_use
 
 
 def tool(name="f", **more):
     return {"type": "function", "function": {"name": name, **more}}
+
+
+def custom(name="f", **more):
+    return {"type": "custom", "custom": {"name": name, **more}}
+
+
+def grammar(syntax, definition):
+    return {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+
+
+def allowed(mode, *tools):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -78,6 +90,9 @@ BAD_TOOLS = [
     *(7, "x", {}, ["x"], [None], [{}], [[]]),
     *([{"type": "function"}], [{"type": "function", "function": "f"}], [{"type": "web_search"}]),
     *([tool(7)], [tool("")], [tool("a b")], [tool("a" * 65)], [tool("é")], [tool("a\n")]),
+    *([tool(strict=7)], [custom("a b")], [custom(format="text")], [custom(format={"type": "x"})]),
+    *([custom(format={"type": "grammar"})], [custom(format=grammar("lark", 'start: "a"'))]),
+    *([custom(format=grammar("regex", ""))], [custom(), tool()], [{"type": "custom"}]),
     *([tool(description=7)], [tool(parameters=7)], [tool(parameters=[])]),
     *([tool(parameters={"type": "string"})], [tool(parameters={"properties": []})]),
     *([tool(parameters={"properties": {"a": 7}})], [tool("f"), tool("f")]),
@@ -97,6 +112,8 @@ def test_bad_tools(tools, choice):
 BAD_CHOICES = [
     *(7, "x", "", True, [], {}, {"type": "function"}, {"type": "function", "function": {}}),
     *({"type": "function", "function": {"name": 7}}, {"type": "function", "function": "f"}),
+    *(custom("f"), allowed("auto"), allowed("none", tool("f")), allowed("auto", tool("h"))),
+    *(allowed("auto", custom("f")), allowed("auto", "f"), {"type": "allowed_tools"}),
     *({"type": "x", "function": {"name": "f"}}, {"type": "function", "function": {"name": "h"}}),
 ]
 
@@ -107,3 +124,47 @@ def test_bad_choices(tools, choice):
     with pytest.raises(FieldError) as caught:
         tool_use(tools, choice)
     assert caught.value.param == "tool_choice"
+
+
+def test_allowed_tools_are_as_if_there_were_no_others():
+    for mode in ("auto", "required"):
+        use = tool_use([*GOOD, custom("c")], allowed(mode, custom("c"), tool("f")))
+        assert [one["function"]["name"] for one in use.tools] == ["f", "c"]
+        assert (use.choice, use.named, use.is_restricted) == (mode, "", True)
+    assert not tool_use(GOOD, "auto").is_restricted
+
+
+def test_a_custom_tool_is_a_function_of_one_string():
+    use = tool_use([custom("c", description="d", format=grammar("regex", "a|b"))], custom("c"))
+    (made,) = use.tools
+    assert made["type"] == "function"
+    assert list(made["function"]) == ["name", "description", "parameters"]
+    assert use.schemas["c"]["properties"] == {"input": {"type": "string", "pattern": "^(?:a|b)$"}}
+    assert (use.named, use.custom) == ("c", {"c"})
+    assert tool_use([custom("c", format={"type": "text"})], None).schemas["c"]["required"]
+
+
+def test_strict_functions_are_known_by_name():
+    use = tool_use([tool("f", strict=True), tool("g", strict=False), tool("h")], None)
+    assert use.strict == {"f"}
+
+
+def test_the_older_functions():
+    functions = [{"name": "f", "parameters": SCHEMA}, {"name": "g"}]
+    assert function_use(functions, "none") == function_use(None, None) == ToolUse()
+    for call, found in (
+        (None, ("auto", "")),
+        ("auto", ("auto", "")),
+        ({"name": "g"}, ("required", "g")),
+    ):
+        use = function_use(functions, call)
+        assert (use.choice, use.named, use.is_single) == (*found, True)
+        assert use.schemas["f"] == SCHEMA
+    for bad in ("required", 7, {}, {"name": 7}, {"name": "h"}):
+        with pytest.raises(FieldError) as caught:
+            function_use(functions, bad)
+        assert caught.value.param == "function_call"
+    for bad in (7, ["f"], [{"name": "a b"}], [functions[0]] * 2):
+        with pytest.raises(FieldError) as caught:
+            function_use(bad, "auto")
+        assert caught.value.param == "functions"

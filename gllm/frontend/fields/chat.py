@@ -12,7 +12,7 @@ from gllm.frontend.fields.body import Int, about
 from gllm.frontend.fields.generation import Generation
 from gllm.limits import MAX_LOGPROBS
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -31,7 +31,7 @@ TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "object"},
 
 PROMPT_FIELDS = (
     *("messages", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"),
-    *("reasoning_effort", "chat_template_kwargs", "parse_special"),
+    *("functions", "function_call", "reasoning_effort", "chat_template_kwargs", "parse_special"),
 )
 """Fields that say what the prompt is."""
 
@@ -60,7 +60,8 @@ class ChatFields(Generation):
     tools: Annotated[
         Any,
         about(
-            "up to 128 functions the model may call: name, description, parameters",
+            "up to 128 tools the model may call, of type function: name, description, parameters, "
+            "strict; or of type custom, whose input is text: name, description, format",
             **TOOLS,
         ),
     ] = None
@@ -68,14 +69,26 @@ class ChatFields(Generation):
         Any,
         about(
             "`none`: as if there were no tools; `auto` (default with tools): the model decides; "
-            "`required`, or a function by name: it has to call",
+            "`required`, or a tool by name: it has to call; allowed_tools: a mode and the tools "
+            "that may be called",
             **TOOL_CHOICE,
         ),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None,
+        about("false: one call at most, which is enforced where tool_choice requires a call"),
+    ] = None
+    functions: Annotated[
+        Any, about("the older form of tools: up to 128 functions; the answer has function_call")
+    ] = None
+    function_call: Annotated[
+        Any, about("the older form of tool_choice: none, auto, or a function by name")
     ] = None
     reasoning_effort: Annotated[
         Effort | None,
         about(
-            "how much to reason, where the chat template has a choice; none, minimal: not at all"
+            "how much to reason, where the chat template has a choice; none, minimal: not at all; "
+            "without effect on models that do not reason"
         ),
     ] = None
     chat_template_kwargs: Annotated[
@@ -110,6 +123,8 @@ class ChatFields(Generation):
             raise FieldError("top_logprobs", f"top_logprobs is {top}, not in 0..{MAX_LOGPROBS}")
         if top and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs is only allowed with logprobs")
+        if self.functions and self.tools:
+            raise FieldError("functions", "functions and tools exclude each other: use tools")
         if self.continues and self.add_generation_prompt:
             why = "continue_final_message and add_generation_prompt rule each other out"
             raise FieldError("continue_final_message", why)

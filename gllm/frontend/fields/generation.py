@@ -136,7 +136,6 @@ class Generation(Sampling):
         "user": "who asks",
         "store": "whether to keep the answer; nothing is kept",
         "metadata": "the client's own",
-        "parallel_tool_calls": "several tool calls in one answer are always possible",
     }
     refused: ClassVar[Mapping[str, Refused]] = {
         **UNSUPPORTED,
@@ -147,6 +146,7 @@ class Generation(Sampling):
         "guided_grammar": Refused(OLDER),
         "tools": Refused(CHAT_ALONE, ([],)),
         "tool_choice": Refused(CHAT_ALONE, ("none", "auto")),
+        "parallel_tool_calls": Refused(CHAT_ALONE, (True, False)),
         "functions": Refused(NOT_DONE, ([],)),
         "function_call": Refused(NOT_DONE, ("none", "auto")),
         "reasoning_effort": Refused(CHAT_ALONE),

@@ -88,7 +88,10 @@ Thought = Annotated[
     Thinking | None,
     about("type: enabled, adaptive or disabled, for models that can do both; no bound is kept"),
 ]
-Output = Annotated[OutputConfig | None, about("effort; format: a json_schema of the text")]
+Output = Annotated[
+    OutputConfig | None,
+    about("effort, as reasoning_effort of chat completions; format: a json_schema of the text"),
+]
 
 
 class MessageFields(Sampling):
@@ -143,6 +146,8 @@ def as_chat(fields: MessageFields | CountFields) -> Json:
     }
     if fields.tool_choice is not None:
         values["tool_choice"] = _choice(fields.tool_choice)
+        if fields.tool_choice.disable_parallel_tool_use:
+            values["parallel_tool_calls"] = False
     if fields.thinking is not None:
         thinks = THINKS[fields.thinking.type]
         values["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}

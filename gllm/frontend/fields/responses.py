@@ -1,7 +1,5 @@
-"""The fields of POST /v1/responses, and the way from them to chat completions.
-
-Owns the schema and the forms of input items. Knows nothing of the answer.
-"""
+"""The fields of POST /v1/responses and of what counts and compacts its input, and their conversion
+to chat completions."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,9 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from gllm.config import MAX_LOGPROBS, FieldError
-from gllm.frontend.fields.body import Count, Int, Refused, about
+from gllm.frontend.fields.body import Body, Count, Int, Refused, about
 from gllm.frontend.fields.generation import UNSUPPORTED, Sampling
-from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
+from gllm.frontend.fields.response_items import (
+    ITEMS,
+    convert_format,
+    convert_input,
+    convert_tool,
+    convert_tool_choice,
+)
+from gllm.frontend.fields.turns import refuse
 from gllm.limits import (
     MAX_METADATA,
     MAX_METADATA_KEY,
@@ -21,9 +26,6 @@ from gllm.limits import (
 )
 
 Json = dict[str, Any]
-ROLES = ("user", "assistant", "system", "developer")
-TEXTS = ("input_text", "output_text", "text")
-ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 LOGPROBS = "message.output_text.logprobs"
 NOT_KEPT = "names an answer, but no answer is kept here: send the whole conversation as input"
 NAMES = {
@@ -53,6 +55,32 @@ class CacheOptions(msgspec.Struct):
     prewarm: bool | None = None
 
 
+Input = Annotated[
+    str | list[dict[str, Any]] | None,
+    about(f"a user's text, or items of type {', '.join(ITEMS)}; content is text"),
+]
+Instructions = Annotated[str | None, about("the system message, in front of the input")]
+Text = Annotated[
+    TextOptions | None,
+    about("format: text, json_object or json_schema; verbosity has no effect"),
+]
+Effort = Annotated[
+    Reasoning | None,
+    about(
+        "effort, as reasoning_effort of chat completions; the rest has no effect: what the model "
+        "thinks comes whole"
+    ),
+]
+Tools = Annotated[
+    list[dict[str, Any]] | None,
+    about("tools that the model may call, of type function or custom; custom input is text"),
+]
+Choice = Annotated[
+    str | dict[str, Any] | None,
+    about("none, auto, required, a function or custom tool by its name, or allowed_tools"),
+]
+
+
 class ResponseFields(Sampling):
     """POST /v1/responses."""
 
@@ -79,31 +107,18 @@ class ResponseFields(Sampling):
         "context_management": Refused("is not done here", ([],)),
     }
 
-    input: Annotated[
-        str | list[dict[str, Any]] | None,
-        about(f"a user's text, or items of type {', '.join(ITEMS)}; content is text"),
-    ] = None
-    instructions: Annotated[str | None, about("the system message, in front of the input")] = None
+    input: Input = None
+    instructions: Instructions = None
     max_output_tokens: Annotated[
         Count | None, about("most tokens of the answer; default: the rest of the context")
     ] = None
     stop: Annotated[
         str | list[str] | None, about("up to 32 strings that end the text, and are cut off it")
     ] = None
-    text: Annotated[
-        TextOptions | None,
-        about("format: text, json_object or json_schema; verbosity has no effect"),
-    ] = None
-    reasoning: Annotated[
-        Reasoning | None,
-        about("effort; the rest has no effect: what the model thinks comes whole"),
-    ] = None
-    tools: Annotated[
-        list[dict[str, Any]] | None, about("functions that the model may call; no other type")
-    ] = None
-    tool_choice: Annotated[
-        str | dict[str, Any] | None, about("none, auto, required, or a function by its name")
-    ] = None
+    text: Text = None
+    reasoning: Effort = None
+    tools: Tools = None
+    tool_choice: Choice = None
     parallel_tool_calls: Annotated[bool | None, about("as in chat completions")] = None
     include: Annotated[
         list[str] | None,
@@ -140,92 +155,68 @@ class ResponseFields(Sampling):
             )
 
 
+class InputTokensFields(Body):
+    """POST /v1/responses/input_tokens."""
+
+    inert: ClassVar[Mapping[str, str]] = {
+        "personality": "of OpenAI's models",
+        "parallel_tool_calls": "the input is the same",
+        "truncation": "the input is counted as it was sent",
+    }
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "previous_response_id": Refused(NOT_KEPT),
+        "conversation": Refused(NOT_KEPT),
+    }
+
+    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
+    input: Input = None
+    instructions: Instructions = None
+    text: Text = None
+    reasoning: Effort = None
+    tools: Tools = None
+    tool_choice: Choice = None
+
+
+class CompactFields(Body):
+    """POST /v1/responses/compact."""
+
+    inert: ClassVar[Mapping[str, str]] = {
+        "prompt_cache_key": "where to look for cached prefixes; they are found by what they hold",
+        "prompt_cache_options": "how to cache prefixes; all are",
+        "prompt_cache_retention": "how long to keep cached prefixes; while there is room",
+        "service_tier": "there is one",
+        "image": "how to take images; none are taken",
+    }
+    refused: ClassVar[Mapping[str, Refused]] = {"previous_response_id": Refused(NOT_KEPT)}
+
+    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
+    input: Input = None
+    instructions: Instructions = None
+
+
+def prompt_fields(fields: ResponseFields | InputTokensFields) -> Json:
+    """Return the fields of chat completions that make the same prompt. Raises FieldError."""
+    tools = [convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
+    return {
+        "messages": convert_input(fields.input, fields.instructions),
+        "response_format": convert_format(fields.text.format if fields.text else None),
+        "reasoning_effort": None if fields.reasoning is None else fields.reasoning.effort,
+        "tools": tools or None,
+        "tool_choice": convert_tool_choice(fields.tool_choice),
+    }
+
+
 def as_chat(fields: ResponseFields) -> Json:
-    """Fields of chat completions that ask for the same. Raises FieldError."""
+    """Return the fields of chat completions that ask for the same. Raises FieldError."""
     told = LOGPROBS in (fields.include or ()) or fields.top_logprobs
     values: Json = {
-        "messages": _messages(fields),
+        **prompt_fields(fields),
+        "parallel_tool_calls": fields.parallel_tool_calls,
         "max_tokens": fields.max_output_tokens,
         "stop": fields.stop,
-        "response_format": _format(fields),
-        "reasoning_effort": None if fields.reasoning is None else fields.reasoning.effort,
-        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())] or None,
-        "tool_choice": _tool_choice(fields),
         "logprobs": True if told else None,
         "top_logprobs": fields.top_logprobs,
     }
     if fields.truncation == "auto":
         values["truncate_prompt_tokens"] = -1
     return values
-
-
-def _messages(fields: ResponseFields) -> list[Json]:
-    turns = Turns()
-    if fields.instructions:
-        turns.say("system", fields.instructions)
-    if isinstance(fields.input, str):
-        turns.say("user", fields.input)
-    elif not fields.input:
-        raise FieldError("input", "input has to be a string or a list of items, not empty")
-    else:
-        for i, item in enumerate(fields.input):
-            _add_item(turns, item, f"input[{i}]")
-    if not turns.messages:
-        raise FieldError("input", "input has nothing that is said")
-    return turns.messages
-
-
-def _format(fields: ResponseFields) -> Json | None:
-    """The text's form as chat completions nest it."""
-    given = None if fields.text is None else fields.text.format
-    if given is None or given.get("type") != "json_schema":
-        return given
-    schema = {name: value for name, value in given.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": schema}
-
-
-def _tool_choice(fields: ResponseFields) -> str | Json | None:
-    """The choice as chat completions nest it."""
-    given = fields.tool_choice
-    if not isinstance(given, dict):
-        return given
-    if given.get("type") != "function":
-        unknown_type(given, "tool_choice", ("function",))
-    name = string(given, "name", "tool_choice")
-    return {"type": "function", "function": {"name": name}}
-
-
-def _tool(tool: Json, where: str) -> Json:
-    """A function as chat completions nest it."""
-    if tool.get("type") != "function":
-        unknown_type(tool, where, ("function",))
-    names = ("name", "description", "parameters", "strict")
-    string(tool, "name", where)
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def _add_item(turns: Turns, item: Json, where: str) -> None:
-    """An item of the input as a turn, or a part of one."""
-    match item.get("type", "message"):
-        case "message":
-            role = item.get("role")
-            if role not in ROLES:
-                refuse(where, f"has to have a role of {', '.join(ROLES)}")
-            text = text_of(item.get("content"), f"{where}.content", TEXTS)
-            if role == "assistant":
-                turns.answer(text)
-            else:
-                turns.say(role, text)
-        case "function_call":
-            call_id, name = (string(item, one, where) for one in ("call_id", "name"))
-            turns.call(call_id, name, string(item, "arguments", where))
-        case "function_call_output":
-            text = text_of(item.get("output"), f"{where}.output", TEXTS)
-            turns.result(string(item, "call_id", where), text)
-        case "reasoning":
-            parts = listed(item.get("content") or [], f"{where}.content")
-            if parts:
-                turns.think(text_of(parts, f"{where}.content", ("reasoning_text",)))
-        case _:
-            unknown_type(item, where, ITEMS)

@@ -17,7 +17,7 @@ class JsonSchema(msgspec.Struct):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    """A schema is always kept to."""
+    """A schema is always kept to; `strict` closes objects that list no properties as well."""
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,5 +74,7 @@ def _of_format(asked: ResponseFormat) -> StructuredOutput | None:
         )
     if asked.type == "text":
         return None
-    schema = {"type": "object"} if given is None else given
-    return StructuredOutput(json=schema, param="response_format")
+    if asked.json_schema is None or given is None:
+        return StructuredOutput(json={"type": "object"}, param="response_format")
+    strict = bool(asked.json_schema.strict)
+    return StructuredOutput(json=given, param="response_format", strict=strict)

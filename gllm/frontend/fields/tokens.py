@@ -25,6 +25,8 @@ class TokenizeFields(Body):
     continue_final_message: Annotated[bool | None, about("as of chat completions")] = None
     tools: Annotated[Any, about("as of chat completions")] = None
     tool_choice: Annotated[Any, about("as of chat completions")] = None
+    functions: Annotated[Any, about("as of chat completions")] = None
+    function_call: Annotated[Any, about("as of chat completions")] = None
     reasoning_effort: Annotated[Effort | None, about("as of chat completions")] = None
     chat_template_kwargs: Annotated[TemplateOptions | None, about("as of chat completions")] = None
     parse_special: Annotated[

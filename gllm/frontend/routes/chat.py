@@ -14,7 +14,7 @@ from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
-from gllm.frontend.message_json import delta_json, message_json
+from gllm.frontend.message_json import DeltaWriter, message_json
 from gllm.frontend.output import Outputs
 from gllm.frontend.run import Job
 from gllm.text.tokenizer import Tokenizer
@@ -41,6 +41,8 @@ class ChatShape:
     def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
         self._tokenizer = tokenizer
         self._outputs = Outputs(job.output)
+        self._legacy = isinstance(job.fields, ChatFields) and bool(job.fields.functions)
+        self._writers: dict[int, DeltaWriter] = {}
         self._top = job.params.logprobs
         self._as_ids = bool(job.fields.return_tokens_as_token_ids)
         self._prompt_top = job.params.prompt_logprobs
@@ -61,7 +63,10 @@ class ChatShape:
         ids = {"token_ids": delta.token_ids} if token_ids else {}
         logprobs = self._logprobs(delta)
         events, reason = self._outputs.take(delta)
-        told = [made for made in map(delta_json, events) if made is not None]
+        writer = self._writers.get(delta.index)
+        if writer is None:
+            writer = self._writers[delta.index] = DeltaWriter(self._legacy)
+        told = [made for made in map(writer.delta_json, events) if made is not None]
         if not told and reason is None and (ids.get("token_ids") or logprobs):
             told = [{"content": ""}]
         pieces = []
@@ -69,7 +74,7 @@ class ChatShape:
             pieces.append({**_piece(delta.index, made, logprobs), **ids})
             ids, logprobs = {"token_ids": []} if token_ids else {}, None
         if reason is not None:
-            end = {"finish_reason": reason, "stop_reason": delta.stop_reason}
+            end = {"finish_reason": self._reason(reason), "stop_reason": delta.stop_reason}
             pieces.append({**_piece(delta.index, {}, logprobs), **end, **ids})
         return pieces
 
@@ -78,9 +83,9 @@ class ChatShape:
         message, reason = self._outputs.whole(choice)
         return {
             "index": choice.index,
-            "message": message_json(message),
+            "message": message_json(message, self._legacy),
             "logprobs": self._logprobs(choice),
-            "finish_reason": reason,
+            "finish_reason": self._reason(reason),
             "stop_reason": choice.stop_reason,
         }
 
@@ -90,6 +95,9 @@ class ChatShape:
             return {}
         entries = choices[0].prompt_logprobs
         return {"prompt_logprobs": prompt_logprobs(self._tokenizer, entries, self._prompt_top)}
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "function_call" if self._legacy and reason == "tool_calls" else reason
 
     def _logprobs(self, part: Delta | Choice) -> Json | None:
         if self._top is None or not part.logprobs:

@@ -54,12 +54,15 @@ async def count(request: web.Request) -> web.StreamResponse:
 
 @contextmanager
 def _errors_of_its_own() -> Iterator[None]:
-    """Errors say that they are some, which this API's clients look for."""
+    """Errors have the `type` and, for a prompt that is too long, the words that this API's clients
+    look for."""
     try:
         yield
     except ConnectionError:
         raise  # the client is gone: nobody reads an answer
     except Exception as error:
         told = to_api_error(error)
+        if told.code == "context_length_exceeded":
+            told.message = f"prompt is too long: {told.message}"
         told.besides = {"type": "error"}
         raise told from error

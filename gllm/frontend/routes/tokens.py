@@ -1,7 +1,4 @@
-"""POST /tokenize and POST /detokenize.
-
-Owns the two shapes. Knows nothing of what is done with tokens.
-"""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info."""
 
 import asyncio
 
@@ -17,6 +14,8 @@ from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.logprobs import token_text
 from gllm.limits import MAX_TOKENIZE_BYTES, check_size
 from gllm.text.tokenizer import Tokenizer
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -59,3 +58,22 @@ async def detokenize(request: web.Request) -> web.Response:
     text = await asyncio.to_thread(context.engine.tokenizer.decode, ids, False)
     body = msgspec.json.encode({"prompt": text})
     return web.Response(body=body, content_type="application/json")
+
+
+async def info(request: web.Request) -> web.Response:
+    """The tokenizer's special tokens, chat template and context length, as evaluations ask for."""
+    context = request.app[CONTEXT]
+    context.check_ready()
+    model, tokenizer = context.engine.model, context.engine.tokenizer
+    template = tokenizer.chat_template
+    known = {} if template is None else template.special_tokens
+    tokens = {name: known.get(name) for name in SPECIAL_TOKENS}
+    if tokens["eos_token"] is None and model.eos_ids:
+        tokens["eos_token"] = tokenizer.token(model.eos_ids[0])
+    described = {
+        **tokens,
+        "chat_template": None if template is None else template.source,
+        "model_max_length": model.max_model_len,
+        "vocab_size": tokenizer.vocab_size,
+    }
+    return web.json_response(described)

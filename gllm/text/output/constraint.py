@@ -21,17 +21,6 @@ _STYLE = {
 }
 """JSON as templates write it, which is what models are trained on; keywords that cannot be enforced
 are not."""
-_LISTS = {
-    "type",
-    "properties",
-    "required",
-    "$defs",
-    "definitions",
-    "title",
-    "description",
-    "$schema",
-}
-"""Keywords of schemas that do nothing but list properties."""
 _ANYTHING, _BLANKS = r"/(.|\n)*/", r"/[ \n]{0,4}/"
 
 
@@ -80,11 +69,8 @@ class Grammar:
 
 
 def json_arguments(grammar: Grammar, schema: Schema) -> str:
-    """Arguments as a JSON object. It has no properties beside those that are listed, unless the
-    schema says more about them: made up ones are of no use to anybody."""
-    listed = "properties" in schema and schema.keys() <= _LISTS
-    closed = {"additionalProperties": False} if listed else {}
-    return grammar.rule(grammar.json({"type": "object", **closed, **schema}))
+    """Return the expression of arguments as a JSON object."""
+    return grammar.rule(grammar.json({"type": "object", **schema}))
 
 
 @dataclass(frozen=True)

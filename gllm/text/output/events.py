@@ -29,11 +29,14 @@ class CallStart:
     index: int
     id: str
     name: str
+    is_custom: bool = False
+    """Whether it calls a custom tool, whose input is free text."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments: pieces of the text of a JSON object."""
+    """More of a call's arguments: pieces of the text of a JSON object, or of a custom tool's
+    input."""
 
     index: int
     text: str
@@ -56,7 +59,8 @@ class Call:
     id: str
     name: str
     arguments: str = ""
-    """The text of a JSON object."""
+    """The text of a JSON object, or a custom tool's input."""
+    is_custom: bool = False
 
 
 @dataclass
@@ -76,8 +80,8 @@ class Message:
                     self.content += text
                 case Reasoning(text):
                     self.reasoning += text
-                case CallStart(index, call_id, name):
-                    self.calls[index] = Call(call_id, name)
+                case CallStart(index, call_id, name, is_custom):
+                    self.calls[index] = Call(call_id, name, is_custom=is_custom)
                 case CallArguments(index, text):
                     self.calls[index].arguments += text
                 case CallBroken(index):

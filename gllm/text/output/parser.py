@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from gllm.text.output.calls import Calls, ToolFamily
 from gllm.text.output.constraint import Schema
-from gllm.text.output.events import Content, Event, merged
+from gllm.text.output.custom_input import CustomInput
+from gllm.text.output.events import CallArguments, CallStart, Content, Event, merged
 from gllm.text.output.reader import Reader, Wait
 from gllm.text.output.reasoning import ReasoningTags, Splitter
 
@@ -24,6 +25,10 @@ class OutputFormat:
     calls: ToolFamily | None = None
     tools: Mapping[str, Schema] = field(default_factory=dict)
     """Schemas of arguments by name of the tool."""
+    custom: frozenset[str] = frozenset()
+    """Names of custom tools, whose input is free text."""
+    is_restricted: bool = False
+    """Whether only calls of `tools` are calls, whatever the family says."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -63,6 +68,9 @@ class OutputParser:
 
     def __init__(self, form: OutputFormat) -> None:
         self._calls: Calls | None = None
+        self._custom = form.custom
+        self._inputs: dict[int, CustomInput] = {}
+        """Of calls of custom tools, by index."""
         self._machines: list[_Machine] = []
         content: list[Event] = []
         self._sources = [content]
@@ -75,7 +83,8 @@ class OutputParser:
         if form.calls is not None:
             reader = Reader()
             family = form.calls
-            self._calls = Calls(reader, form.tools, family.only_known, family.new_id)
+            only_known = family.only_known or form.is_restricted
+            self._calls = Calls(reader, form.tools, only_known, family.new_id)
             calls = _Machine(reader, family.parse(reader, self._calls))
             self._machines.append(calls)
             self._sources = [self._calls.events]
@@ -107,4 +116,15 @@ class OutputParser:
         taken = [event for source in self._sources for event in source]
         for source in self._sources:
             source.clear()
-        return merged(taken)
+        return merged(taken if not self._custom else [*map(self._as_custom, taken)])
+
+    def _as_custom(self, event: Event) -> Event:
+        """Return an event of a custom tool's call with its input for its arguments."""
+        match event:
+            case CallStart(index, call_id, name) if name in self._custom:
+                self._inputs[index] = CustomInput()
+                return CallStart(index, call_id, name, is_custom=True)
+            case CallArguments(index, text) if index in self._inputs:
+                return CallArguments(index, self._inputs[index].push(text))
+            case _:
+                return event

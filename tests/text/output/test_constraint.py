@@ -3,6 +3,7 @@
 import pytest
 from tokenizers import AddedToken
 
+from gllm.grammar.rewrite import rewrite_schema
 from gllm.text.output.calls import ToolFamily
 from gllm.text.output.constraint import Grammar, calls_of, output_of
 from gllm.text.output.reasoning import REASONING
@@ -45,7 +46,8 @@ def judge(name, write, tokenizer, schemas=SCHEMAS, tags=None, within=False, seve
     shown = () if reasoning is None else (reasoning.opening, reasoning.closing)
     written = family.written(SHOWN.get(write.__name__, ""))
     grammar = Grammar(tokenizer.token_id, (*family.markers, *shown))
-    calls = calls_of(grammar, written, schemas, several)
+    enforced = {tool: rewrite_schema(schema, strict=False) for tool, schema in schemas.items()}
+    calls = calls_of(grammar, written, enforced, several)
     return Judge(tokenizer, output_of(grammar, [calls], reasoning, within))
 
 

@@ -1,0 +1,74 @@
+"""Compaction of a conversation: what the model is asked, and the answer's shape.
+
+A compacted conversation is the user's messages as they were, followed by one item that carries the
+model's summary of all the rest. The server keeps nothing: the item holds the summary itself.
+"""
+
+import time
+
+from gllm.engine_api import Delta
+from gllm.frontend.answer import Json
+from gllm.frontend.collect import Choice, Tally
+from gllm.frontend.errors import ApiError
+from gllm.frontend.fields.response_items import compacted
+from gllm.frontend.output import Outputs
+from gllm.frontend.response_writer import usage
+from gllm.frontend.run import Job
+from gllm.frontend.sse import Event
+
+REQUEST = (
+    "Summarize the conversation above, so that it can go on without it: facts, decisions, results "
+    "of tool calls, and what is left to do. Answer with the summary alone."
+)
+"""The last message of the chat that brings a summary."""
+
+
+class CompactionWriter:
+    """Writes the answer. `messages`: the conversation as chat messages; `name` is in ids."""
+
+    def __init__(self, job: Job, messages: list[Json], name: str) -> None:
+        self._outputs = Outputs(job.output)
+        self._users = [one["content"] for one in messages if one["role"] == "user"]
+        self._name = name
+
+    def whole(self, choices: list[Choice], tally: Tally) -> Json:
+        """As of Writer."""
+        message, _ = self._outputs.whole(choices[0])
+        item = {
+            "id": f"cmp_{self._name}",
+            "type": "compaction",
+            "encrypted_content": compacted(message.content),
+        }
+        return {
+            "id": f"resp_{self._name}",
+            "object": "response.compaction",
+            "created_at": int(time.time()),
+            "output": [*(self._user(i, text) for i, text in enumerate(self._users)), item],
+            "usage": usage(tally),
+        }
+
+    def _user(self, index: int, text: str) -> Json:
+        """Return a message of the user as an item."""
+        return {
+            "id": f"msg_{self._name}_{index}",
+            "type": "message",
+            "role": "user",
+            "status": "completed",
+            "content": [{"type": "input_text", "text": text}],
+        }
+
+    def opening(self, tally: Tally) -> list[Event]:
+        """As of Writer; compactions are not streamed."""
+        raise NotImplementedError
+
+    def delta(self, delta: Delta, tally: Tally) -> list[Event]:
+        """As of Writer; compactions are not streamed."""
+        raise NotImplementedError
+
+    def closing(self, tally: Tally) -> list[Event]:
+        """As of Writer; compactions are not streamed."""
+        raise NotImplementedError
+
+    def failed(self, error: ApiError) -> list[Event]:
+        """As of Writer; compactions are not streamed."""
+        raise NotImplementedError
