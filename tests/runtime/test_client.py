@@ -3,6 +3,7 @@
 import asyncio
 
 from gllm.messages import Abort, Sampling, Submit, Tokens
+from gllm.runtime import client as client_module
 from gllm.runtime.client import EngineClient
 from gllm.scheduler.plan import End, First, Outcome, Stats
 
@@ -172,12 +173,28 @@ async def test_nothing_runs_or_waits_once_the_engine_is_gone():
     assert client.stats == Stats(steps=7, decode_tokens=9)
 
 
-async def test_time_without_requests_is_no_stall(monkeypatch):
+async def test_work_without_a_finished_step_is_a_stall_and_idle_time_is_none(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: clock[0])
     client, _ = connected()
-    now = client._progress + 100.0
-    monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: now)
-    assert client.stalled_seconds == 0.0
-    client.submit([5], Sampling(), 8, [])
-    assert client.stalled_seconds == 0.0, "it counts from the first request on"
-    now += 7.0
-    assert client.stalled_seconds == 7.0
+    clock[0] += 1000
+    assert client.stalled_seconds == 0
+    stream = client.submit([5], Sampling(), 8, [])
+    assert client.stalled_seconds == 0, "it was idle before"
+    clock[0] += 7
+    assert client.stalled_seconds == 7
+    client.submit([6], Sampling(), 8, [])
+    assert client.stalled_seconds == 7, "another request is no progress"
+    brings(client, 0, 9)
+    assert client.stalled_seconds == 0
+    clock[0] += 3
+    client.abort([1])
+    client.release(stream)
+    assert client.stalled_seconds == 0
+
+
+async def test_steps_are_counted_by_their_size():
+    client, _ = connected()
+    for tokens in (1, 3, 4, 5, 0):
+        client.hear(Tokens(Outcome([], [], [], [], tokens), Stats()))
+    assert client.step_sizes == {1: 1, 4: 2, 8: 1}

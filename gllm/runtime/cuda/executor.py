@@ -12,9 +12,8 @@ drawing finds what it looks back at, the last token too, which the host may not 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +33,8 @@ from gllm.runtime.cuda.drawing import EVERYTHING, Drawing, DrawInputs, drawn_of
 from gllm.runtime.cuda.graphs import DecodeGraphs, bucket_of, buckets, pad_decodes
 from gllm.runtime.cuda.plans import block_table_of, plan_tables
 from gllm.runtime.cuda.staging import Staging
-from gllm.runtime.cuda.tokens import LastTokens, TokenReturn, Told
+from gllm.runtime.cuda.step import Inputs, OnDevice
+from gllm.runtime.cuda.tokens import LastTokens, TokenReturn
 from gllm.runtime.cuda.warm_up import PLAIN, example_rows
 from gllm.runtime.executor import DeviceTime, StageExecutor
 from gllm.runtime.kv_cache import KVCache
@@ -45,35 +45,6 @@ from gllm.streams import Event, Queues
 
 INTS_PER_TOKEN = 8
 """Of a step's inputs, about: staging grows where they are more."""
-
-
-class Inputs(NamedTuple):
-    """All that a step takes to the device."""
-
-    stage: StageInputs
-    sample_rows: Tensor
-    """[samples] int64"""
-    ids: Tensor
-    """[tokens] int64: on the last of several stages, whose `stage` has none; else empty."""
-    draw: DrawInputs
-    unknown: Tensor
-    """[placeholders] int64: token rows whose id is a last token."""
-    places: Tensor
-    """[placeholders] int64: of which place."""
-    kept: Tensor
-    """[samples] int64: places that the step's tokens are put to; empty where nobody looks."""
-
-
-@dataclass(slots=True)
-class OnDevice:
-    """What a batch carries beside its own."""
-
-    inputs: Inputs
-    """On the host."""
-    spans: list[tuple[Event, Event]] = field(default_factory=list)
-    """Timed events around each part of the step that the device computes, in order."""
-    told: Told | None = None
-    """On the last stage, once computed."""
 
 
 class DeviceExecutor(StageExecutor):
