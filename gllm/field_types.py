@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
+EMPTY: tuple[()] = ()
 Converter = Callable[[str, Any], Any]
 
 
@@ -28,8 +29,11 @@ class FieldError(ValueError):
 def convert_fields(instance: Any) -> None:
     """Convert the fields of a dataclass in place, frozen ones too. Raises FieldError."""
     config: type = type(instance)
+    exact = _exact_types(config)
     for name, convert in _converters(config).items():
         value = getattr(instance, name)
+        if type(value) in exact[name] or value is EMPTY:
+            continue
         converted = convert(name, value)
         if converted is not value:
             object.__setattr__(instance, name, converted)
@@ -139,6 +143,19 @@ def _converters(config: type) -> dict[str, Converter]:
     return {field.name: _converter(hints[field.name]) for field in dataclasses.fields(config)}
 
 
+@cache
+def _exact_types(config: type) -> dict[str, frozenset[type]]:
+    """Return the types of each field whose values need no conversion."""
+    scalars = {int, float, bool, type(None)}
+    hints = typing.get_type_hints(config)
+    return {name: frozenset(scalars.intersection(_members(hint))) for name, hint in hints.items()}
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union; any other type alone."""
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
 SIMPLE: dict[Any, Converter] = {
     int: to_int,
     float: to_float,
@@ -154,7 +171,7 @@ def _converter(hint: Any) -> Converter:
     """Return the converter to a type: one of SIMPLE, a class, or one of them or None."""
     if hint in SIMPLE:
         return SIMPLE[hint]
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    members = _members(hint)
     others = [member for member in members if member is not type(None)]
     if len(others) == 1 and others != [hint]:
         convert = _converter(others[0])
