@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.config import EngineConfig, FieldError, SamplingParams, StructuredOutput
@@ -109,6 +109,7 @@ VALUES = st.one_of(
 FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(FIELDS), VALUES)
 def test_any_value_is_refused_by_name_or_survives_the_wire(name: str, value: Any) -> None:
     """What one caller passes must never reach a worker as something that it cannot decode."""
