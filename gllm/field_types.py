@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-EMPTY: tuple[()] = ()
 Converter = Callable[[str, Any], Any]
 
 
@@ -32,7 +31,7 @@ def convert_fields(instance: Any) -> None:
     exact = _exact_types(config)
     for name, convert in _converters(config).items():
         value = getattr(instance, name)
-        if type(value) in exact[name] or value is EMPTY:
+        if type(value) in exact[name]:
             continue
         converted = convert(name, value)
         if converted is not value:
