@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve lint test test-installed test-cpus test-triton-3.6 check format browser
+.PHONY: setup serve lint test test-installed test-cpus test-triton-3.6 check mutants format browser
 
 setup: $(STAMP)
 
@@ -64,6 +64,12 @@ ifeq ($(CHROMIUM),)
 else
 	@echo "there is a browser: $(CHROMIUM)"
 endif
+
+# Takes long: docs/mutants.md. MINUTES limits it; a later run goes on where one was cut off.
+MINUTES ?= 25
+mutants: $(STAMP)
+	-timeout $(MINUTES)m $(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 format: $(STAMP)
 	$(BIN)/ruff format .
