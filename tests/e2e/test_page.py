@@ -166,6 +166,27 @@ async def test_an_answer_grows_and_is_followed(user: User, engine: GatedEngine) 
     assert not await user.tab.evaluate("document.querySelector('#to-end').checkVisibility()")
 
 
+AT_END = "scroller.scrollTop + scroller.clientHeight > scroller.scrollHeight - 8"
+
+
+async def test_the_answer_to_a_long_first_message_is_shown(
+    user: User, engine: GatedEngine
+) -> None:
+    """The first message makes the thread visible; its end has to be in view from then on."""
+    engine.gate, engine.reply = asyncio.Semaphore(0), "Hello world\n\n" * 20
+    engine.max_model_len = 4096
+    await user.say("A long message.\n" * 80)
+    assert await user.tab.evaluate("scroller.scrollHeight > scroller.clientHeight")
+    await user.tab.until(AT_END)
+    for _ in range(1000):
+        engine.gate.release()
+    await user.answered()
+    await user.tab.until(AT_END)
+    await user.tab.click("#new-chat")
+    await user.tab.click("#conversations .title")
+    await user.tab.until(AT_END)
+
+
 async def test_keys(user: User, engine: GatedEngine) -> None:
     engine.gate = asyncio.Semaphore(3)
     await user.tab.click("#input")

@@ -62,10 +62,16 @@ function open(id) {
   for (const message of left) message.end = "stopped";
   store.keep("current", current.id);
   cancelEdit();
-  thread.show(current.messages);
   if (sidebar.isOpen) sidebar.toggle(false);
-  showAll();
+  showConversation();
   focusInput();
+}
+
+/** Show the messages at their end, and all around them. */
+function showConversation() {
+  // First: the thread of an empty page is not displayed, and what is not displayed cannot scroll.
+  showAll();
+  thread.show(current.messages);
 }
 
 function showAll() {
@@ -114,8 +120,7 @@ async function answer() {
   asked.messages.push(message);
   runs.set(asked.id, { asked, controller });
   keep(asked);
-  thread.show(asked.messages);
-  showAll();
+  showConversation();
   $("announcer").textContent = "The answer is on its way.";
   const show = perFrame(() => {
     thread.update(message);
@@ -206,8 +211,7 @@ async function learnModel() {
   $("welcome-model").textContent = model.name;
   const room = model.length ? `Its context holds ${count(model.length)} tokens. ` : "";
   $("welcome-text").textContent = `${room}Conversations stay in this browser.`;
-  thread.show(current.messages);
-  showAll();
+  showConversation();
 }
 
 const state = watchState(server, (now, before) => {
