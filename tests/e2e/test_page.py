@@ -169,9 +169,7 @@ async def test_an_answer_grows_and_is_followed(user: User, engine: GatedEngine) 
 AT_END = "scroller.scrollTop + scroller.clientHeight > scroller.scrollHeight - 8"
 
 
-async def test_the_answer_to_a_long_first_message_is_shown(
-    user: User, engine: GatedEngine
-) -> None:
+async def test_the_answer_to_a_long_first_message_is_shown(user: User, engine: GatedEngine) -> None:
     """The first message makes the thread visible; its end has to be in view from then on."""
     engine.gate, engine.reply = asyncio.Semaphore(0), "Hello world\n\n" * 20
     engine.max_model_len = 4096
