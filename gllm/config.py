@@ -356,8 +356,9 @@ class SamplingParams:
         free = self.structured is None or not self.min_tokens
         self._check("min_tokens", free, "0 with structured output, which ends by its own rules")
         self._check("stop", all(self.stop), "non-empty strings")
-        ids_fit = all(0 <= i <= INT32_MAX for i in self.stop_token_ids)
-        self._check("stop_token_ids", ids_fit, "token ids")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            ids_fit = all(0 <= i <= INT32_MAX for i in getattr(self, name) or ())
+            self._check(name, ids_fit, "token ids, 0 or above")
         self._check_edits()
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)

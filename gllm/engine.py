@@ -36,7 +36,7 @@ from gllm.logs import QUIET, LogConfig
 from gllm.messages import Bubbles, Sampling, StageLoad
 from gllm.models.config import notes_of
 from gllm.preflight import plan_model
-from gllm.request import Request
+from gllm.request import Request, Words, make_sampling
 from gllm.runtime.client import Stream
 from gllm.runtime.launch import Workers
 from gllm.runtime.pipeline import EngineError as EngineError
@@ -45,9 +45,6 @@ from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-Words = tuple[tuple[int, ...], ...]
-"""Bad words as token sequences."""
 
 
 class Engine:
@@ -365,7 +362,7 @@ class Engine:
         stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
         return self._client.submit(
             prompt,
-            _sampling(params, stop_ids, bad_words, grammar, self._seeds),
+            make_sampling(params, stop_ids, bad_words, grammar, self._seeds),
             min(params.max_tokens or room, room),
             sorted(stop_ids),
             params.n,
@@ -380,27 +377,3 @@ class Engine:
             self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=hidden)
         self._bar.total = total
         self._bar.update(done - self._bar.n)
-
-
-def _sampling(
-    params: SamplingParams, stop_ids: set[int], bad_words: Words, grammar: str, seeds: Random
-) -> Sampling:
-    """What the last stage has to know; a request without a seed gets one."""
-    return Sampling(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=seeds.getrandbits(63) if params.seed is None else params.seed,
-        min_tokens=params.min_tokens,
-        banned=tuple(sorted(stop_ids)) if params.min_tokens else (),
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),
-        allowed=tuple(sorted(set(params.allowed_token_ids or ()))),
-        bad_words=bad_words,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        grammar=grammar,
-    )

@@ -18,7 +18,6 @@ ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
 
 
 BACKEND_DEVICES = {
-    "auto": ("cpu", "cuda"),
     "flash-attn": ("cuda",),
     "native": ("cpu",),
     "torch": ("cpu", "cuda"),
@@ -74,12 +73,12 @@ def _check_device(config: EngineConfig) -> None:
         ("quantization", QUANTIZATION_DEVICES),
     ):
         value, device = getattr(config, field), config.device
-        if device == "auto" or device in devices_of[value]:
+        if "auto" in (value, device) or device in devices_of[value]:
             continue
         usable = [other for other, devices in devices_of.items() if device in devices]
         raise ValueError(
-            f"{field} {value} does not compute on device {device}: choose one of "
-            f"{', '.join(usable)}, or device {devices_of[value][0]}"
+            f"{field} {value} does not compute on device {device}: choose {', '.join(usable)}, or "
+            f"device {devices_of[value][0]}"
         )
 
 

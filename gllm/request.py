@@ -1,19 +1,23 @@
 """One request in the engine: its tokens as text.
 
-Owns where the output of each choice ends. Knows nothing of how tokens come and of who shows the
-text.
+Owns where the output of each choice ends, and what the last stage has to know of a request. Knows
+nothing of how tokens come and of who shows the text.
 """
 
 from collections.abc import Callable
+from random import Random
 
 from gllm.config import SamplingParams
 from gllm.engine_api import Delta
-from gllm.messages import TokenLogprobs
+from gllm.messages import Sampling, TokenLogprobs
 from gllm.runtime.client import EngineClient, Piece, Stream
 from gllm.scheduler.plan import First
 from gllm.text.detokenizer import TextStream
 from gllm.text.stops import StopStrings
 from gllm.text.tokenizer import Tokenizer
+
+Words = tuple[tuple[int, ...], ...]
+"""Bad words as token sequences."""
 
 NOT_FIRST = First(0, 0, 0.0)
 """Of a piece that does not begin its choice."""
@@ -103,3 +107,35 @@ def _delta(choice: int, piece: Piece, text: TextStream, params: SamplingParams) 
     first = piece.first or NOT_FIRST
     known = first.cached_tokens, first.queue_seconds, logprobs, piece.prompt_logprobs
     return Delta(choice, shown, tokens, reason, why, error, *known)
+
+
+def make_sampling(
+    params: SamplingParams, stop_ids: set[int], bad_words: Words, grammar: str, seeds: Random
+) -> Sampling:
+    """Return what the last stage has to know to sample; a request without a seed gets one.
+
+    Args:
+        params: The request's parameters.
+        stop_ids: Token ids that end the output.
+        bad_words: Token ids of the words that must not appear.
+        grammar: The compiled grammar, or an empty string.
+        seeds: Source of seeds.
+    """
+    return Sampling(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=seeds.getrandbits(63) if params.seed is None else params.seed,
+        min_tokens=params.min_tokens,
+        banned=tuple(sorted(stop_ids)) if params.min_tokens else (),
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        allowed=tuple(sorted(set(params.allowed_token_ids or ()))),
+        bad_words=bad_words,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        grammar=grammar,
+    )

@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "gllm.text",
     },
     "gllm.engine": {
+        "gllm.models",
         *("gllm.config", "gllm.engine_api", "gllm.grammar", "gllm.logs", "gllm.messages"),
         "gllm.field_types",
         *(

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from decimal import Decimal
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.config import EngineConfig, FieldError, SamplingParams, StructuredOutput
-from gllm.engine import Engine, _sampling
+from gllm.engine import Engine
 from gllm.field_types import shortened
 from gllm.messages import Submit, decode, encode
+from gllm.request import make_sampling
 
 CONVERTED: list[tuple[str, Any, Any]] = [
     ("seed", np.int64(3), 3),
@@ -127,7 +129,7 @@ def test_any_value_is_refused_by_name_or_survives_the_wire(name: str, value: Any
     if refused:
         assert refused == name
         return
-    sampling = _sampling(params, {*params.stop_token_ids, 2}, ((3,),), "")
+    sampling = make_sampling(params, {*params.stop_token_ids, 2}, ((3,),), "", Random(0))
     stops = sorted(params.stop_token_ids)
     message = Submit(0, [5], sampling, params.max_tokens or 9, stops, params.n)
     assert decode(encode(message)) == message

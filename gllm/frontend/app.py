@@ -9,7 +9,7 @@ from aiohttp import web
 from gllm.config import ServerConfig
 from gllm.engine_api import EngineLike
 from gllm.frontend import answer_schemas as schemas
-from gllm.frontend import errors
+from gllm.frontend import control_schemas, errors
 from gllm.frontend.connection import Runner
 from gllm.frontend.context import CONTEXT, Context
 from gllm.frontend.endpoint import ROUTED, Endpoint
@@ -97,24 +97,39 @@ ENDPOINTS = (
     Endpoint(
         "POST", "/v1/embeddings", embeddings.create, EmbeddingFields, answer=schemas.EmbeddingList
     ),
-    Endpoint("GET", "/v1/models", models.listing, answer=schemas.ModelList),
-    Endpoint("GET", "/v1/models/{model}", models.one, answer=schemas.ModelCard),
-    Endpoint("GET", "/health", health.health, is_open=True, answer=schemas.Status),
-    Endpoint("GET", "/ready", health.ready, is_open=True, answer=schemas.Status),
+    Endpoint("GET", "/v1/models", models.listing, answer=control_schemas.ModelList),
+    Endpoint("GET", "/v1/models/{model}", models.one, answer=control_schemas.ModelCard),
+    Endpoint("GET", "/health", health.health, is_open=True, answer=control_schemas.Status),
+    Endpoint("GET", "/ready", health.ready, is_open=True, answer=control_schemas.Status),
     Endpoint("GET", "/metrics", metrics.metrics, content="text/plain", is_open=True),
-    Endpoint("GET", "/version", version.version, answer=schemas.VersionAnswer),
+    Endpoint("GET", "/version", version.version, answer=control_schemas.VersionAnswer),
     Endpoint("GET", "/openapi.json", openapi.document),
-    Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeFields, answer=schemas.TokenizeAnswer),
     Endpoint(
-        "POST", "/detokenize", tokens.detokenize, DetokenizeFields, answer=schemas.DetokenizeAnswer
+        "POST", "/tokenize", tokens.tokenize, TokenizeFields, answer=control_schemas.TokenizeAnswer
     ),
-    Endpoint("GET", "/tokenizer_info", tokens.info, answer=schemas.TokenizerInfo),
-    Endpoint("GET", "/server_info", server_info.server_info, answer=schemas.ServerInfo),
-    Endpoint("GET", "/load", server_info.load, answer=schemas.LoadAnswer),
-    Endpoint("POST", "/abort", control.abort, AbortFields, is_control=True, answer=schemas.Aborted),
-    Endpoint("POST", "/reset_prefix_cache", control.reset_prefix_cache, answer=schemas.Status),
-    Endpoint("POST", "/start_profile", control.start_profile, answer=schemas.ProfileStatus),
-    Endpoint("POST", "/stop_profile", control.stop_profile, answer=schemas.ProfileStatus),
+    Endpoint(
+        "POST",
+        "/detokenize",
+        tokens.detokenize,
+        DetokenizeFields,
+        answer=control_schemas.DetokenizeAnswer,
+    ),
+    Endpoint("GET", "/tokenizer_info", tokens.info, answer=control_schemas.TokenizerInfo),
+    Endpoint("GET", "/server_info", server_info.server_info, answer=control_schemas.ServerInfo),
+    Endpoint("GET", "/load", server_info.load, answer=control_schemas.LoadAnswer),
+    Endpoint(
+        "POST",
+        "/abort",
+        control.abort,
+        AbortFields,
+        is_control=True,
+        answer=control_schemas.Aborted,
+    ),
+    Endpoint(
+        "POST", "/reset_prefix_cache", control.reset_prefix_cache, answer=control_schemas.Status
+    ),
+    Endpoint("POST", "/start_profile", control.start_profile, answer=control_schemas.ProfileStatus),
+    Endpoint("POST", "/stop_profile", control.stop_profile, answer=control_schemas.ProfileStatus),
     *unsupported.endpoints(),
 )
 

@@ -165,5 +165,5 @@ def test_values_of_flags() -> None:
     for bad in ("tpot", "itl:3", "ttft:0"):
         with pytest.raises(ValueError, match="is not as ttft:200"):
             parse_slo(bad)
-    with pytest.raises(ValueError, match="percentile"):
-        parse_percentiles("101")
+    with pytest.raises(ValueError, match=r"metric_percentiles.*100"):
+        ServeConfig(metric_percentiles=parse_percentiles("101"))

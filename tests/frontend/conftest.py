@@ -89,10 +89,11 @@ class Server:
 class RealServer(TestServer):
     """A test's server, run as a user's is."""
 
-    def __init__(self, engine: FakeEngine, config: ServerConfig) -> None:
+    def __init__(self, engine: FakeEngine, config: ServerConfig, checks_schemas: bool) -> None:
         super().__init__(make_app(engine, config))
         self.schemas = SchemaCheck()
-        self.schemas.install(self.app)
+        if checks_schemas:
+            self.schemas.install(self.app)
         self._config = config
 
     async def _make_runner(self, **_: Any) -> Runner:
@@ -100,10 +101,18 @@ class RealServer(TestServer):
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, **options: Any) -> AsyncIterator[Server]:
-    """A server with other options than the usual ones; requests and answers have to fit the
-    OpenAPI document."""
-    real = RealServer(engine, replace(CONFIG, **options))
+async def serving(
+    engine: FakeEngine, *, checks_schemas: bool = True, **options: Any
+) -> AsyncIterator[Server]:
+    """Serve with other options than the usual ones.
+
+    Args:
+        engine: Answers the requests.
+        checks_schemas: Check that requests and answers fit the OpenAPI document, which takes time
+            on the event loop.
+        options: Fields of ServerConfig.
+    """
+    real = RealServer(engine, replace(CONFIG, **options), checks_schemas)
     async with TestClient(real) as client:
         yield Server(engine, client, real.schemas)
     assert real.schemas.complaints == []

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -11,6 +12,10 @@ from gllm.frontend.app import ENDPOINTS
 from gllm.frontend.describe import openapi
 from gllm.frontend.endpoint import Endpoint, endpoint_of
 from gllm.frontend.errors import Handler
+from gllm.frontend.fields.inflate import inflate
+
+MOST_BYTES = 2**20
+"""Of an inflated body."""
 
 BY_PATH = {one.path: one for one in ENDPOINTS if one.method == "POST"}
 
@@ -54,7 +59,7 @@ class SchemaCheck:
             if isinstance(response, web.Response) and request.method != "HEAD":
                 self._answer(endpoint, response)
             if endpoint is not None and endpoint.body is not None and response.status == 200:
-                self._request(endpoint, await request.read())
+                self._request(endpoint, await request.read(), request.headers)
             return response
 
         app.middlewares.insert(0, check)
@@ -77,8 +82,11 @@ class SchemaCheck:
             self._note(endpoint.answer.__name__, value)
             self.answers += 1
 
-    def _request(self, endpoint: Endpoint, body: bytes) -> None:
+    def _request(self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str]) -> None:
         assert endpoint.body is not None
+        encoding = headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            body = inflate(body, encoding, MOST_BYTES)
         self._note(endpoint.body.__name__, json.loads(body))
         self.requests += 1
 

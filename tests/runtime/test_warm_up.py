@@ -58,6 +58,7 @@ class Steps:
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self._executor, self._count = executor, 0
+        self._ended: list[int] = []
 
     def run(self, rows: list[tuple[int, int, Sampling]]) -> None:
         """One step of rows, each (tokens before, new tokens, sampling) of a new sequence."""
@@ -68,7 +69,8 @@ class Steps:
             self._executor.register(Register(seq, len(prompt), prompt, sampling))
             blocks = [block % NUM_BLOCKS for block in range(-(-len(prompt) // BLOCK_SIZE))]
             planned.append(Row(seq, 0, start, tokens, blocks, [], True))
-        batch = self._executor.prepare(StepPlan(self._count, planned, [row.seq for row in planned]))
+        batch = self._executor.prepare(StepPlan(self._count, planned, self._ended))
+        self._ended = [row.seq for row in planned]
         self._executor.compute(batch, None)
 
 
@@ -77,7 +79,7 @@ def test_no_step_needs_a_kernel_that_examples_did_not(family: str, tmp_path: Pat
     executor = executor_of(save(family, tmp_path))
     with recorded_variants() as variants, torch.inference_mode():
         # As at the start of a stage.
-        executor.room(0.9, BLOCK_SIZE)
+        executor.room(0.9, BLOCK_SIZE, graph_rows=4)
         executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
         executor.warm_up()
         known = set(variants)

@@ -145,10 +145,11 @@ def test_followers_forget_choices_that_were_aborted_before_they_ran() -> None:
     assert set(pipe.stages[0].mirror.sequences) == {3}
 
 
-def test_followers_forget_after_the_step_that_releases() -> None:
+def test_followers_forget_what_a_plan_releases() -> None:
     mirror = Mirror()
     mirror.register(0, 4, [1, 2, 3, 4])
     mirror.apply(StepPlan(0, [], [0]))
+    mirror.release([0])
     assert not mirror.sequences
 
 

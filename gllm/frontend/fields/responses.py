@@ -158,6 +158,7 @@ class ResponseFields(Sampling):
 class InputTokensFields(Body):
     """POST /v1/responses/input_tokens."""
 
+    required: ClassVar[tuple[str, ...]] = ("input",)
     inert: ClassVar[Mapping[str, str]] = {
         "personality": "of OpenAI's models",
         "parallel_tool_calls": "the input is the same",
@@ -180,6 +181,7 @@ class InputTokensFields(Body):
 class CompactFields(Body):
     """POST /v1/responses/compact."""
 
+    required: ClassVar[tuple[str, ...]] = ("input",)
     inert: ClassVar[Mapping[str, str]] = {
         "prompt_cache_key": "where to look for cached prefixes; they are found by what they hold",
         "prompt_cache_options": "how to cache prefixes; all are",

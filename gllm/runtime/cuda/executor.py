@@ -32,7 +32,7 @@ from gllm.runtime.batch import Batch, CacheShape, PlanAttention, plan_each, toke
 from gllm.runtime.cuda.drawing import EVERYTHING, Drawing, DrawInputs, drawn_of
 from gllm.runtime.cuda.graphs import DecodeGraphs, bucket_of, buckets, pad_decodes
 from gllm.runtime.cuda.plans import block_table_of, plan_tables
-from gllm.runtime.cuda.staging import Staging
+from gllm.runtime.cuda.staging import Staging, copy_to_device
 from gllm.runtime.cuda.step import Inputs, OnDevice
 from gllm.runtime.cuda.tokens import LastTokens, TokenReturn
 from gllm.runtime.cuda.warm_up import PLAIN, example_rows
@@ -396,12 +396,5 @@ class DeviceExecutor(StageExecutor):
         masks, _ = follow_grammars(rows, self.model.vocab_size)
         # It is no work of the host's.
         self._computed_seconds -= time.perf_counter() - begin
-        return self._to_device(torch.tensor(rows.guided)), self._to_device(masks)
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host, there for what is put into `stream` behind it."""
-        pinned = self._queues.pinned(tensor.shape, tensor.dtype)
-        pinned.copy_(tensor)
-        with self.stream.current():
-            there = torch.empty_like(pinned, device=self._queues.device)
-            return there.copy_(pinned, non_blocking=True)
+        place = self._queues, self.stream
+        return copy_to_device(torch.tensor(rows.guided), *place), copy_to_device(masks, *place)

@@ -168,3 +168,12 @@ class Staging:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def copy_to_device(tensor: Tensor, queues: Queues, stream: Stream) -> Tensor:
+    """Return a tensor of the host on the device, for what is put into `stream` afterwards."""
+    pinned = queues.pinned(tensor.shape, tensor.dtype)
+    pinned.copy_(tensor)
+    with stream.current():
+        copied = torch.empty_like(pinned, device=queues.device)
+        return copied.copy_(pinned, non_blocking=True)
