@@ -174,8 +174,8 @@ async def test_the_answer_to_a_long_first_message_is_shown(
 ) -> None:
     """The first message makes the thread visible; its end has to be in view from then on."""
     engine.gate, engine.reply = asyncio.Semaphore(0), "Hello world\n\n" * 20
-    engine.max_model_len = 4096
-    await user.say("A long message.\n" * 80)
+    await user.tab.size(1200, 420)
+    await user.say("A long message.\n" * 14)
     assert await user.tab.evaluate("scroller.scrollHeight > scroller.clientHeight")
     await user.tab.until(AT_END)
     for _ in range(1000):
@@ -291,7 +291,7 @@ async def test_reasoning_is_folded(tab: browser.Tab) -> None:
 
     app = web.Application()
     app.router.add_get("/", page.index)
-    app.router.add_get("/page/{name}", page.file)
+    app.router.add_get("/page/{path:.+}", page.file)
     app.router.add_get("/ready", models)
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/chat/completions", chat)
