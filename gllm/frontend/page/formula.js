@@ -8,14 +8,14 @@ import { el } from "./dom.js";
 const PAIRS = [["$$", "$$"], ["\\[", "\\]"], ["\\(", "\\)"], ["$", "$"]];
 const BLOCKS = PAIRS.slice(0, 2);
 const LONGEST = 4000; // characters of a formula; a longer one is shown as it is written
-const MAX_EXPAND = 500;
+const MAX_EXPAND = 4000; // what KaTeX's own macros take, for a formula full of them
 // Each expansion of a macro that a formula defines can insert as much text as a formula holds.
 const MAX_EXPAND_OF_DEFINITIONS = 20;
 const DEFINES = /\\(?:[egx]?def|let|futurelet|global|long|(?:re)?newcommand|providecommand)(?![a-zA-Z])/;
 const CACHE_SIZE = 300;
 const WORD = /[\p{L}\p{N}$]/u;
 
-/** Teach a markdown-it parser formulas: tokens "formula" and "formula_block". */
+/** Teach a markdown-it parser formulas: tokens "formula", "formula_block" and "formula_open". */
 export function addFormulas(parser) {
   parser.inline.ruler.before("escape", "formula", inlineRule);
   const alt = ["paragraph", "reference", "blockquote", "list"];
@@ -23,7 +23,7 @@ export function addFormulas(parser) {
 }
 
 function inlineRule(state, silent) {
-  const found = formulaAt(state.src, state.pos, state.posMax);
+  const found = formulaAt(state);
   if (found === null) return false;
   if (!silent) {
     const token = state.push("formula", "", 0);
@@ -34,12 +34,20 @@ function inlineRule(state, silent) {
   return true;
 }
 
-/** The formula that begins at a position: {tex, display, end}, or null. */
-function formulaAt(text, at, max) {
+/** The formula that begins at the parser's position: {tex, display, end}, or null. */
+function formulaAt(state) {
+  const { src: text, pos: at, posMax: max } = state;
   const pair = PAIRS.find(([open]) => text.startsWith(open, at));
   if (pair === undefined) return null;
   const [open, close] = pair;
   const begin = at + open.length;
+  // What closes nothing behind this point closes nothing behind a later one.
+  const dead = (state.neverClosed ??= new Set());
+  if (dead.has(close)) return null;
+  if (!text.includes(close, begin)) {
+    dead.add(close);
+    return null;
+  }
   const end = closing(text, begin, close, Math.min(max, begin + LONGEST));
   if (end < 0) return null;
   const tex = text.slice(begin, end);
@@ -57,6 +65,8 @@ function isSingle(text, at, end) {
 
 /** The position of a closing delimiter that no backslash escapes, or -1. */
 function closing(text, begin, close, max) {
+  const first = text.indexOf(close, begin);
+  if (first < 0 || first >= max) return -1;
   for (let at = begin; at < max; at++) {
     if (text.startsWith(close, at)) return at;
     if (text[at] === "\\") at++;
@@ -64,7 +74,11 @@ function closing(text, begin, close, max) {
   return -1;
 }
 
-/** A formula on lines of its own, which may begin like a list or a heading. */
+/**
+ * A formula on lines of its own, which may begin like those of a list. As in TeX, none of them is
+ * blank. While a text grows (`env.grows`), one that is open at its end may still be closed: until
+ * then all its lines are one block.
+ */
 function blockRule(state, startLine, endLine, silent) {
   if (state.sCount[startLine] - state.blkIndent >= 4) return false;
   const line = (at) => state.src.slice(state.bMarks[at] + state.tShift[at], state.eMarks[at]);
@@ -72,24 +86,33 @@ function blockRule(state, startLine, endLine, silent) {
   const pair = BLOCKS.find(([open]) => first.startsWith(open));
   if (pair === undefined) return false;
   const [open, close] = pair;
+  // Without this, many lines that open a formula would each search all those behind.
+  const openUntil = (state.env.openUntil ??= {});
+  if (startLine < openUntil[close]) return false;
   const lines = [];
-  for (let at = startLine, length = 0; at < endLine && length <= LONGEST; at++) {
-    if (at > startLine && state.sCount[at] < state.blkIndent) return false;
+  let at = startLine;
+  for (let length = 0; at < endLine && length <= LONGEST; at++) {
+    if (at > startLine && (state.isEmpty(at) || state.sCount[at] < state.blkIndent)) break;
     const text = at === startLine ? first.slice(open.length) : line(at);
     const end = closing(text, 0, close, text.length);
     lines.push(end < 0 ? text : text.slice(0, end));
     length += text.length + 1;
     if (end < 0) continue;
     if (text.slice(end + close.length).trim() || !lines.join("").trim()) return false;
-    if (!silent) push(state, lines.join("\n"), startLine, at + 1);
+    if (!silent) push(state, "formula_block", lines.join("\n"), startLine, at + 1);
     return true;
   }
+  if (state.env.grows && at === endLine) {
+    if (!silent) push(state, "formula_open", open + lines.join("\n"), startLine, at);
+    return true;
+  }
+  openUntil[close] = at;
   return false;
 }
 
-function push(state, tex, from, to) {
-  const token = state.push("formula_block", "", 0);
-  Object.assign(token, { block: true, content: tex, map: [from, to], meta: { display: true } });
+function push(state, type, content, from, to) {
+  const token = state.push(type, "", 0);
+  Object.assign(token, { block: true, content, map: [from, to], meta: { display: true } });
   state.line = to;
 }
 

@@ -24,7 +24,6 @@ export class Markdown {
   #numDone = 0; // nodes of these
   #references = {}; // links defined in `#done`
   #defined = "{}"; // all links defined, as JSON
-  #before = ""; // text between these and the last block
   #keys = []; // what each block behind `#done` was made of
 
   constructor(container) {
@@ -35,14 +34,14 @@ export class Markdown {
   show(text, isFinished = true) {
     const lines = text.replace(/\r\n?/g, "\n");
     if (!lines.startsWith(this.#done)) this.#reset();
-    let [blocks, defined] = this.#parse(lines);
+    let [blocks, defined] = this.#parse(lines, !isFinished);
     if (defined !== this.#defined) {
       this.#reset();
-      [blocks, defined] = this.#parse(lines);
+      [blocks, defined] = this.#parse(lines, !isFinished);
       this.#defined = defined;
     }
     this.#replace(blocks, isFinished);
-    if (!isFinished) this.#finish(blocks);
+    if (!isFinished) this.#finish(blocks, lines);
   }
 
   #reset() {
@@ -51,9 +50,9 @@ export class Markdown {
   }
 
   /** The blocks behind those that are done, and all definitions of links. */
-  #parse(text) {
+  #parse(text, grows) {
     const rest = text.slice(this.#done.length);
-    const env = { references: { ...this.#references } };
+    const env = { grows, references: { ...this.#references } };
     const blocks = [];
     let tokens = [];
     const parsed = parser.parse(rest, env);
@@ -65,8 +64,6 @@ export class Markdown {
       blocks.push({ tokens, from, source: lines.slice(from, to).join("\n") });
       tokens = [];
     }
-    const last = lines.slice(0, blocks.at(-1)?.from ?? 0);
-    this.#before = last.map((line) => `${line}\n`).join("");
     return [blocks, JSON.stringify(env.references)];
   }
 
@@ -83,15 +80,19 @@ export class Markdown {
     this.#keys = keys;
   }
 
-  /** Set aside all blocks but the last one. */
-  #finish(blocks) {
-    if (blocks.length < 2) return;
-    const piece = this.#before;
-    const env = { references: this.#references };
-    parser.parse(piece, env);
+  /** Set aside all blocks that no longer change: those before the last one. */
+  #finish(blocks, text) {
+    // Where a formula that is not closed turns out to be none, it belongs to the paragraph before.
+    const numOpen = blocks.at(-1)?.tokens[0].type === "formula_open" ? 2 : 1;
+    const numDone = blocks.length - numOpen;
+    if (numDone < 1) return;
+    const lines = text.slice(this.#done.length).split("\n").slice(0, blocks[numDone].from);
+    const piece = lines.map((line) => `${line}\n`).join("");
+    // For the definitions of links in it.
+    parser.parse(piece, { references: this.#references });
     this.#done += piece;
-    this.#numDone += blocks.length - 1;
-    this.#keys = this.#keys.slice(-1);
+    this.#numDone += numDone;
+    this.#keys = this.#keys.slice(numDone);
   }
 }
 

@@ -82,6 +82,8 @@ function leaf(token, isGrowing, open) {
     case "formula":
     case "formula_block":
       return [formula(token.content, token.meta.display)];
+    case "formula_open":
+      return [el("p", {}, token.content)];
     case "image":
       return image(token, open);
     case "fence":
