@@ -21,12 +21,15 @@ def demo(chromium: str) -> Iterator[Server]:
 
 
 async def test_a_conversation(demo: Server, tab: browser.Tab) -> None:
-    """With the demo model: sent by a click, streamed, measured, and kept."""
+    """With the demo model: an example sent by a click, streamed, measured, and kept."""
     user = User(tab, f"{demo.url}/")
     await user.visit()
     assert await user.text("#model") == "demo"
     assert await user.text("#state-text") == "ready"
-    await user.say("Tell me a story about Otto the fox.")
+    assert await user.count(".example") == 4
+    await tab.click("#examples li:first-child .example")
+    await tab.until("document.querySelector('.message.assistant')")
+    assert await user.text(".bubble") == "Tell me a story about Otto the fox."
     story = await user.answered()
     assert "Otto" in story
     stats = await user.last(".stats")
@@ -44,6 +47,8 @@ async def test_a_conversation(demo: Server, tab: browser.Tab) -> None:
     assert await user.text("#conversations .title") == "Tell me a story about Otto the fox."
     assert tab.errors == []
     assert all(url.startswith(f"{demo.url}/") for url in tab.requests)
+    await tab.click("#new-chat")
+    await tab.until("document.querySelector('.example').checkVisibility()")
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +192,112 @@ async def test_answer_again_and_edit(user: User, engine: GatedEngine) -> None:
     assert await user.messages() == ["First", engine.reply, "Second, edited", engine.reply]
     told = engine.tokenizer.decode(engine.calls[-1].prompt)
     assert (told.count("First"), told.count("Second"), told.count("Hello")) == (1, 1, 0)
+
+
+async def test_branches(user: User, engine: GatedEngine) -> None:
+    """Edited questions and regenerated answers keep what was there, with all that followed it."""
+
+    async def versions() -> list[str]:
+        return await user.tab.evaluate(
+            "[...document.querySelectorAll('.versions span')].map((node) => node.innerText)"
+        )
+
+    async def turn(selector: str, wanted: str) -> None:
+        await user.tab.click(selector)
+        await user.tab.until(f"document.querySelector('#thread').innerText.includes({wanted!r})")
+
+    replies = iter(("A1", "A2", "A3", "B1", "A4"))
+    engine.reply = next(replies)
+    await user.say("Q1")
+    await user.answered()
+    engine.reply = next(replies)
+    await user.say("Q2")
+    await user.answered()
+    assert await versions() == []
+    engine.reply = next(replies)
+    await user.tab.click(".message:nth-child(4) .again")
+    await user.tab.until("document.querySelectorAll('.prose')[1].innerText == 'A3'")
+    await user.answered()
+    engine.reply = next(replies)
+    await user.tab.click(".message:nth-child(1) .edit")
+    await user.tab.type(", edited")
+    await user.tab.press("Enter")
+    await user.tab.until("document.querySelector('.bubble').innerText == 'Q1, edited'")
+    await user.answered()
+    assert await user.messages() == ["Q1, edited", "B1"]
+    assert await versions() == ["2 / 2"]
+    await turn(".previous", "A3")
+    assert await user.messages() == ["Q1", "A1", "Q2", "A3"]
+    assert await versions() == ["1 / 2", "2 / 2"]
+    await turn(".message:nth-child(4) .previous", "A2")
+    # The keyboard stays at the switch: at its other arrow where there is no further version.
+    focused = "document.activeElement.closest('.message:nth-child(4)') && document.activeElement"
+    assert await user.tab.evaluate(f"({focused}).className") == "plain small next"
+    assert await versions() == ["1 / 2", "1 / 2"]
+    engine.reply = next(replies)
+    await user.say("Q3")
+    await user.answered()
+    prompt = engine.tokenizer.decode(engine.calls[-1].prompt)
+    assert [text in prompt for text in ("Q1", "A1", "Q2", "A2", "A3", "B1")] == [True] * 4 + [
+        False
+    ] * 2
+    await user.tab.call("Page.reload")
+    await user.tab.until("document.querySelectorAll('.message').length == 6")
+    assert await user.messages() == ["Q1", "A1", "Q2", "A2", "Q3", "A4"]
+    await turn(".message:nth-child(1) .next", "B1")
+    await turn(".message:nth-child(1) .previous", "A4")
+    assert await user.messages() == ["Q1", "A1", "Q2", "A2", "Q3", "A4"]
+
+
+async def test_a_failure_leaves_no_version(user: User, engine: GatedEngine) -> None:
+    engine.state = "draining"
+    await user.say("Hi")
+    await user.answered()
+    engine.state = "ready"
+    await user.tab.click(".choices button")
+    await user.tab.until("!document.querySelector('.notice').checkVisibility()")
+    assert await user.answered() == engine.reply
+    assert await user.count(".versions") == 0
+    user.tab.errors.clear()  # the browser tells of the 503
+
+
+async def test_versions_hold_still_while_an_answer_grows(user: User, engine: GatedEngine) -> None:
+    engine.gate = asyncio.Semaphore(1000)
+    await user.say("Q1")
+    await user.answered()
+    engine.gate = asyncio.Semaphore(0)
+    await user.tab.click(".again")
+    await user.tab.until("document.querySelector('.versions')")
+    hidden = "!document.querySelector('.previous').checkVisibility({ visibilityProperty: true })"
+    assert await user.tab.evaluate(hidden)
+    await user.tab.press("Escape")
+    await user.answered()
+    await user.tab.click(".previous")
+    assert await user.messages() == ["Q1", engine.reply]
+    await idle(engine)
+
+
+async def test_long_messages_fold(user: User, engine: GatedEngine) -> None:
+    """A long question is folded until the user unfolds it, a long answer the other way round."""
+    engine.max_model_len = 4096
+    engine.reply = "Hello\n\n" * 60
+    await user.say("Line\n" * 40 + "end")
+    await user.answered()
+    bubble, prose = ".user .bubble", ".assistant .prose"
+    height = "document.querySelector({!r}).clientHeight"
+    assert await user.tab.evaluate(height.format(bubble)) < 300
+    assert await user.tab.evaluate(height.format(prose)) > 600
+    assert await user.text(".user .fold") == "Show all"
+    await user.tab.click(".user .fold")
+    assert await user.tab.evaluate(height.format(bubble)) > 600
+    expanded = "document.querySelector('.user .fold').getAttribute('aria-expanded')"
+    assert await user.tab.evaluate(expanded) == "true"
+    await user.tab.click(".assistant .fold")
+    assert await user.tab.evaluate(height.format(prose)) < 300
+    # What the user chose holds when the thread is shown anew.
+    engine.reply = "Short"
+    await user.say("Hi")
+    assert await user.answered() == "Short"
+    assert await user.tab.evaluate(height.format(bubble)) > 600
+    assert await user.tab.evaluate(height.format(prose)) < 300
+    assert await user.tab.evaluate("document.querySelectorAll('.fold:not([hidden])').length") == 2

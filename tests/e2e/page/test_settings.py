@@ -41,6 +41,36 @@ async def test_settings_arrive_in_the_request(user: User, engine: GatedEngine) -
     assert await user.text("#settings-count") == ""
 
 
+async def test_top_k_can_be_off(user: User, engine: GatedEngine) -> None:
+    """Off is sent; an empty field leaves the model's default, which may be another."""
+    await user.tab.click("#open-settings")
+    await user.set("top_k", "7")
+    await user.tab.click("#setting-top_k-off")
+    assert await user.tab.evaluate("document.querySelector('#setting-top_k').matches(':disabled')")
+    assert await user.text("#settings-count") == "1"
+    await user.tab.call("Page.reload")
+    await user.tab.until("document.querySelector('#setting-top_k-off')?.checked")
+    assert await user.tab.evaluate("document.querySelector('#setting-top_k').placeholder") == "off"
+    await user.say("Hi")
+    await user.answered()
+    await user.tab.click("#open-settings")
+    await user.tab.click("#setting-top_k-off")
+    await user.set("top_k", "3")
+    await user.tab.press("Escape")
+    await user.say("Hi")
+    await user.answered()
+    await user.tab.click("#open-settings")
+    await user.tab.click("#setting-top_k-off")
+    await user.tab.click("#reset-settings")
+    assert not await user.tab.evaluate("document.querySelector('#setting-top_k').disabled")
+    assert await user.text("#settings-count") == ""
+    await user.tab.press("Escape")
+    await user.say("Hi")
+    await user.answered()
+    default = type(engine.calls[-1].params)().top_k
+    assert [call.params.top_k for call in engine.calls] == [-1, 3, default]
+
+
 async def test_a_key_and_a_prefix(engine: GatedEngine, tab: browser.Tab) -> None:
     """Behind a proxy: under a path, and with a key for all but the page."""
     keys: list[str] = []
