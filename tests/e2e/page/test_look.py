@@ -8,9 +8,12 @@ from tests.e2e.page.user import GatedEngine, User
 async def test_controls_have_names(user: User) -> None:
     await user.say("Hi")
     await user.answered()
+    await user.tab.click(".again")
+    await user.tab.until("document.querySelector('.versions')")
+    await user.answered()
     tree = (await user.tab.call("Accessibility.getFullAXTree"))["nodes"]
     seen = [node for node in tree if not node["ignored"]]
-    for role in ("button", "textbox", "radio", "heading", "region"):
+    for role in ("button", "textbox", "searchbox", "radio", "heading", "region", "group"):
         names = [node["name"]["value"] for node in seen if node["role"]["value"] == role]
         assert names, role
         assert all(names), role
@@ -19,11 +22,18 @@ async def test_controls_have_names(user: User) -> None:
 @pytest.mark.parametrize("width", [360, 820])
 async def test_nothing_is_wider_than_a_phone(user: User, engine: GatedEngine, width: int) -> None:
     await user.tab.size(width, 700, phone=True)
+    engine.max_model_len = 4096
     engine.reply = "w" * 60 + "\n\n```\n" + "c" * 90 + "\n```\n\n|a|b|\n|-|-|\n|" + "t" * 50 + "|b|"
+    engine.reply += "\n\n$$\n" + "x+" * 60 + "x\n$$\n"
     await user.tab.click("#input")
     await user.tab.press("Enter")
     assert await user.tab.evaluate("input.value") == "\n"  # touch keyboards have no Shift Enter
+    assert await user.tab.evaluate("scroller.scrollWidth") == width  # with the examples
     await user.say("u" * 80)
+    await user.answered()
+    await user.tab.until("document.querySelector('.prose math')")
+    await user.tab.click(".again")
+    await user.tab.until("document.querySelector('.versions')")
     await user.answered()
     widest = "Math.max(document.documentElement.scrollWidth, scroller.scrollWidth)"
     assert await user.tab.evaluate(widest) == width
