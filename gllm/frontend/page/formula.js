@@ -102,7 +102,8 @@ function blockRule(state, startLine, endLine, silent) {
     if (!silent) push(state, "formula_block", lines.join("\n"), startLine, at + 1);
     return true;
   }
-  if (state.env.grows && at === endLine) {
+  const isAtEnd = state.eMarks[at - 1] >= state.src.length - 1; // of the text, not of a quotation
+  if (state.env.grows && isAtEnd) {
     if (!silent) push(state, "formula_open", open + lines.join("\n"), startLine, at);
     return true;
   }

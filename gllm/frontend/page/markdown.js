@@ -15,8 +15,8 @@ addFormulas(parser);
 /**
  * Shows a text in an element.
  *
- * Markdown is read line by line, so more text changes the last block alone: the text before it is
- * parsed once. Definitions of links are the exception, and they make all of it be parsed again.
+ * Markdown is read line by line, so more text changes the last two blocks alone: the text before
+ * them is parsed once. Definitions of links are the exception, and they make all of it be parsed again.
  */
 export class Markdown {
   #container;
@@ -69,7 +69,7 @@ export class Markdown {
 
   /** Show blocks in the place of those before; the same ones keep their nodes. */
   #replace(blocks, isFinished) {
-    const grows = (at) => !isFinished && at === blocks.length - 1 && hasCode(blocks[at]);
+    const grows = (at) => !isFinished && at === blocks.length - 1 && isOpen(blocks[at]);
     const keys = blocks.map(({ source }, at) => `${grows(at)} ${source}`);
     let same = 0;
     while (same < keys.length && this.#keys[same] === keys[same]) same++;
@@ -80,11 +80,11 @@ export class Markdown {
     this.#keys = keys;
   }
 
-  /** Set aside all blocks that no longer change: those before the last one. */
+  /** Set aside all blocks that no longer change. */
   #finish(blocks, text) {
-    // Where a formula that is not closed turns out to be none, it belongs to the paragraph before.
-    const numOpen = blocks.at(-1)?.tokens[0].type === "formula_open" ? 2 : 1;
-    const numDone = blocks.length - numOpen;
+    // A line that is not complete, as "-", or a formula that is not closed, may turn out to be none
+    // of its own: then it joins the block before.
+    const numDone = blocks.length - 2;
     if (numDone < 1) return;
     const lines = text.slice(this.#done.length).split("\n").slice(0, blocks[numDone].from);
     const piece = lines.map((line) => `${line}\n`).join("");
@@ -96,4 +96,6 @@ export class Markdown {
   }
 }
 
-const hasCode = ({ tokens }) => tokens.some(({ type }) => type === "fence");
+/** Whether a last block looks different while more of it may come. */
+const isOpen = ({ tokens }) =>
+  tokens.some(({ type }) => type === "fence" || type === "formula_open");

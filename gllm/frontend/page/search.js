@@ -11,10 +11,11 @@ const AFTER = 60;
 export const wordsOf = (query) => query.toLowerCase().split(/\s+/).filter(Boolean);
 
 /**
- * Where all words are found in a conversation, in its title or in its messages: {piece, at}, or null.
+ * Where all words are found in a conversation, in its title or its messages: {piece, at}, or null.
  * `at` is the position of the shown message with the first match, or -1.
  */
 export function match(conversation, words) {
+  if (!words.length) return { piece: "", at: -1 };
   const shown = conversation.messages;
   const texts = [...everyMessage(shown)].map(({ content }) => content);
   const lower = texts.map((text) => text.toLowerCase());

@@ -44,8 +44,7 @@ export class Sidebar {
     const kept = conversations();
     const words = wordsOf($("search").value);
     const found = kept.map((one) => [one, match(one, words)]).filter(([, hit]) => hit);
-    const rows = found.map(([one, hit]) => this.#row(one, words.length ? hit : { piece: "", at: -1 }));
-    $("conversations").replaceChildren(...rows);
+    $("conversations").replaceChildren(...found.map(([one, hit]) => this.#row(one, hit)));
     $("found").textContent = words.length ? `${found.length} of ${kept.length} conversations` : "";
     $("found").hidden = !words.length;
     $("search").hidden = !kept.length;

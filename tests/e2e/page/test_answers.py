@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from random import Random
 
 from aiohttp import web
 
@@ -121,6 +122,63 @@ async def test_markdown(user: User) -> None:
     ):
         whole, grown = await markup(user, hostile, 20000)
         assert whole == grown
+
+
+PIECES = (
+    *(
+        "a",
+        "b c",
+        " ",
+        "\n",
+        "\n\n",
+        "- ",
+        "* ",
+        "1. ",
+        "> ",
+        "# ",
+        "```",
+        "```py",
+        "~~~",
+        "|",
+        "|-|-|",
+    ),
+    *(
+        "$$",
+        "$",
+        "\\[",
+        "\\]",
+        "\\(",
+        "\\)",
+        "x^2",
+        "---",
+        "===",
+        "***",
+        "    ",
+        "\t",
+        "**",
+        "_",
+        "`",
+    ),
+    *("[a]", "[a]: ", "https://x.y", "](", ")", "[", "!", "<b>", "&amp;", "\\"),
+)
+
+
+async def test_a_growing_text_ends_as_the_whole_one(user: User) -> None:
+    """A line that is not complete may be taken for another block than it turns out to be."""
+    random = Random(5)
+    texts = ["".join(random.choices(PIECES, k=random.randint(5, 35))) for _ in range(300)]
+    different = await user.tab.evaluate(f"""(async () => {{
+        const {{ Markdown }} = await import("/page/markdown.js");
+        const shown = (...texts) => {{
+            const node = document.createElement("div");
+            const markdown = new Markdown(node);
+            texts.forEach((text, i) => markdown.show(text, i === texts.length - 1));
+            return node.innerHTML;
+        }};
+        const growing = (text) => [...text].map((_, end) => text.slice(0, end));
+        return {json.dumps(texts)}.filter((text) => shown(...growing(text), text) !== shown(text));
+    }})()""")
+    assert different == []
 
 
 LINKS = (
