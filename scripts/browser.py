@@ -220,6 +220,13 @@ class Tab:
         await self.call("Input.dispatchKeyEvent", type="keyDown", **more, **text)
         await self.call("Input.dispatchKeyEvent", type="keyUp", **more)
 
+    async def choose(self, selector: str, *files: Path) -> None:
+        """Choose files in a file input, as its dialog does. Raises BrowserError."""
+        document = (await self.call("DOM.getDocument"))["root"]["nodeId"]
+        node = await self.call("DOM.querySelector", nodeId=document, selector=selector)
+        names = [str(file) for file in files]
+        await self.call("DOM.setFileInputFiles", files=names, nodeId=node["nodeId"])
+
     async def size(self, width: int, height: int, scale: float = 1, phone: bool = False) -> None:
         """The page's width and height in CSS pixels; a phone has a touch screen."""
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}

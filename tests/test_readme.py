@@ -9,7 +9,7 @@ from gllm.serve import parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-LEAVES = {"data", "demo", "routes"}
+LEAVES = {"data", "demo", "routes", "vendor"}
 """Folders that the tree names without their contents."""
 
 

@@ -4,6 +4,8 @@ Owns the registries of endpoints and of what every request passes. Knows nothing
 adding one is a file in routes/ or middleware/ and a line here.
 """
 
+import re
+
 from aiohttp import web
 
 from gllm.config import ServerConfig
@@ -44,7 +46,7 @@ from gllm.frontend.routes.openapi import ALL
 
 ENDPOINTS = (
     Endpoint("GET", "/", page.index, content="text/html", is_open=True),
-    Endpoint("GET", "/page/{name}", page.file, content="*/*", is_open=True),
+    Endpoint("GET", "/page/{path}", page.file, content="*/*", is_open=True),
     Endpoint(
         "POST",
         "/v1/chat/completions",
@@ -150,7 +152,7 @@ def make_app(engine: EngineLike, config: ServerConfig) -> web.Application:
     routed = {}
     for endpoint in ENDPOINTS:
         # Names of models may have slashes.
-        path = endpoint.path.replace("{model}", "{model:.+}")
+        path = re.sub(r"{(model|path)}", r"{\1:.+}", endpoint.path)
         for method in endpoint.methods:
             route = app.router.add_route(
                 method, path, endpoint.handler, expect_handler=continue_later

@@ -4,7 +4,9 @@
 // how requests are sent, messages are shown and things are kept.
 
 import { emptyAnswer, fill } from "./answer.js";
+import { fork, replace, switchTo } from "./branches.js";
 import { $ } from "./dom.js";
+import { showExamples } from "./examples.js";
 import { Server } from "./server.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -23,21 +25,26 @@ const settings = new Settings((number) => {
 const runs = new Map(); // of growing answers, by conversation: {asked, controller}
 let model = { name: null, length: null };
 let current = store.emptyConversation();
-let edits = false;
+let edited = null; // the message that the field is to replace
 
 const thread = new Thread(
   { list: $("thread"), scroller: $("scroller"), toEnd: $("to-end") },
   settings,
   {
-    again: () => answerAgain(),
-    edit: () => edit(),
+    again: (message) => answerAgain(message),
+    edit: (message) => edit(message),
+    turn: (message, index, arrow) => turn(message, index, arrow),
     new: () => open(null),
     settings: ({ error }) => settings.open(error?.param ?? "max_tokens"),
   },
   () => model.length,
 );
 const sidebar = new Sidebar({
-  open: (id) => open(id),
+  open: (id, at) => {
+    open(id);
+    if (at >= 0) thread.reveal(at);
+  },
+  add: (imported) => keep(imported, imported.updated),
   busy: (id) => runs.has(id),
   failed: noRoom,
   renamed: (id, title) => {
@@ -98,26 +105,34 @@ function showContext() {
   $("context-text").textContent = `${count(used)} of ${count(model.length)} tokens`;
 }
 
-/** Send what is written, as a new message or in the place of the last one. */
+/** Send what is written, as a new message or as another version of the edited one. */
 function send() {
   const text = input.value.trim();
   if (!text || runs.has(current.id)) return;
-  if (edits) current.messages.splice(lastQuestion());
+  const at = current.messages.indexOf(edited);
   cancelEdit();
-  if (!current.messages.length) current.title = store.titleOf(text);
-  current.messages.push({ role: "user", content: text });
   input.value = "";
   fitInput();
-  answer();
+  ask(text, at);
 }
 
-/** Ask for an answer to all messages. */
-async function answer() {
+/** Ask a question, behind all messages or as another version of the one at a position. */
+function ask(text, at = -1) {
+  const { messages } = current;
+  const message = { role: "user", content: text };
+  if (!messages.length) current.title = store.titleOf(text);
+  if (at >= 0) fork(messages, at, message);
+  else messages.push(message);
+  const next = emptyAnswer(model.name);
+  messages.push(next);
+  answer(next);
+}
+
+/** Fill the last message, an empty answer, with the answer to those before it. */
+async function answer(message) {
   const asked = current;
-  const before = [...asked.messages];
-  const message = emptyAnswer(model.name);
+  const before = asked.messages.slice(0, -1);
   const controller = new AbortController();
-  asked.messages.push(message);
   runs.set(asked.id, { asked, controller });
   keep(asked);
   showConversation();
@@ -135,37 +150,59 @@ async function answer() {
   if (message.error) state.look();
 }
 
-function answerAgain() {
-  if (runs.has(current.id)) return;
-  current.messages.splice(lastQuestion() + 1);
-  answer();
+/** Another version of an answer. */
+function answerAgain(message) {
+  const { messages } = current;
+  const at = messages.indexOf(message);
+  if (runs.has(current.id) || at < 0) return;
+  const next = emptyAnswer(model.name);
+  // A failure that said nothing is no version to come back to.
+  const isLost = !message.content && !message.reasoning && at === messages.length - 1;
+  if (isLost) replace(messages, at, next);
+  else fork(messages, at, next);
+  cancelEdit();
+  answer(next);
 }
 
-const lastQuestion = () => current.messages.findLastIndex(({ role }) => role === "user");
+/** Show another version of a message, with what followed it. */
+function turn(message, index, arrow) {
+  const at = current.messages.indexOf(message);
+  if (runs.has(current.id) || at < 0) return;
+  cancelEdit();
+  switchTo(current.messages, at, index);
+  keep(current, current.updated);
+  showAll();
+  thread.showAround(current.messages, at, `.${arrow}`);
+}
+
 const stop = () => runs.get(current.id)?.controller.abort();
 
-/** Take the last message back into the field. */
-function edit() {
+/** Take a question, or the one before an answer, into the field. */
+function edit(message) {
   if (runs.has(current.id)) return;
-  edits = true;
+  const until = current.messages.indexOf(message) + 1;
+  edited = current.messages.slice(0, until).findLast(({ role }) => role === "user") ?? null;
+  if (edited === null) return;
   $("editing").hidden = false;
-  input.value = current.messages[lastQuestion()].content;
+  input.value = edited.content;
   fitInput();
   input.focus();
 }
 
 function cancelEdit() {
-  if (!edits) return;
-  edits = false;
+  if (edited === null) return;
+  edited = null;
   $("editing").hidden = true;
   input.value = "";
   fitInput();
 }
 
-/** Keep a conversation that has changed. */
-function keep(changed) {
-  changed.updated = Date.now();
-  if (!store.save(changed)) noRoom();
+/** Keep a conversation that has changed; false where there is no room for it. */
+function keep(changed, updated = Date.now()) {
+  changed.updated = updated;
+  const isKept = store.save(changed);
+  if (!isKept) noRoom();
+  return isKept;
 }
 
 function noRoom() {
@@ -221,7 +258,7 @@ const state = watchState(server, (now, before) => {
 function onKey(event) {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (runs.has(current.id)) stop();
-  else if (edits) cancelEdit();
+  else if (edited !== null) cancelEdit();
   else if (sidebar.isOpen) sidebar.toggle(false);
 }
 
@@ -252,5 +289,8 @@ addEventListener("storage", (event) => {
 // What has come of growing answers is not lost with the page.
 addEventListener("pagehide", () => runs.forEach(({ asked }) => store.save(asked)));
 
+showExamples($("examples"), (text) => {
+  if (!runs.has(current.id)) ask(text);
+});
 watchTheme();
 open(store.recall("current", null));

@@ -1,196 +1,101 @@
-// Markdown of an answer: blocks, and their nodes. HTML in it stays text.
+// Markdown of an answer, read by markdown-it. HTML in it stays text.
 //
-// Owns the block syntax, and how a growing text is shown anew without touching what is done. Knows
-// nothing of messages.
+// Owns the parser's options, and how a growing text is shown anew without touching what is done.
 
-import { copyButton, el } from "./dom.js";
-import { inline } from "./inline.js";
+import { addFormulas } from "./formula.js";
+import { isSafe, toNodes } from "./tokens.js";
+import MarkdownIt from "./vendor/markdown-it/markdown-it.esm.min.mjs";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
-const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const QUOTE = /^ {0,3}> ?/;
-const ITEM = /^( *)([-*+]|(\d{1,9})[.)])(\s+|$)(.*)$/;
-const DIVIDER = /^:?-+:?$/;
-const DEEPEST = 8;
+const parser = new MarkdownIt({ html: false, linkify: true, breaks: true, maxNesting: 40 });
+parser.validateLink = isSafe;
+// "main.py" is a file, not a host in Paraguay.
+parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
+addFormulas(parser);
 
-/** Shows a text in an element; blocks that did not change keep their nodes. */
+/**
+ * Shows a text in an element.
+ *
+ * Markdown is read line by line, so more text changes the last two blocks alone: the text before
+ * them is parsed once. Definitions of links are the exception, and they make all of it be parsed again.
+ */
 export class Markdown {
   #container;
-  #sources = [];
+  #done = ""; // text of the blocks that no longer change
+  #numDone = 0; // nodes of these
+  #references = {}; // links defined in `#done`
+  #defined = "{}"; // all links defined, as JSON
+  #keys = []; // what each block behind `#done` was made of
 
   constructor(container) {
     this.#container = container;
   }
 
-  /** Show a text, mostly a longer one than before. */
-  show(text) {
-    const blocks = parse(text.replace(/\r\n?/g, "\n").split("\n"));
-    let same = 0;
-    while (same < blocks.length && this.#sources[same] === blocks[same].source) same++;
-    while (this.#container.childNodes.length > same) this.#container.lastChild.remove();
-    this.#container.append(...blocks.slice(same).map((block) => block.node()));
-    this.#sources = blocks.map((block) => block.source);
-  }
-}
-
-/** The blocks of lines: what each was written as, and how to make its node. */
-function parse(lines, depth = 0) {
-  const blocks = [];
-  for (let at = 0; at < lines.length; ) {
-    if (!lines[at].trim()) {
-      at++;
-      continue;
+  /** Show a text, mostly a longer one than before; one that is not finished will be. */
+  show(text, isFinished = true) {
+    const lines = text.replace(/\r\n?/g, "\n");
+    if (!lines.startsWith(this.#done)) this.#reset();
+    let [blocks, defined] = this.#parse(lines, !isFinished);
+    if (defined !== this.#defined) {
+      this.#reset();
+      [blocks, defined] = this.#parse(lines, !isFinished);
+      this.#defined = defined;
     }
-    const [node, end] = read(lines, at, depth);
-    blocks.push({ source: lines.slice(at, end).join("\n"), node });
-    at = end;
+    this.#replace(blocks, isFinished);
+    if (!isFinished) this.#finish(blocks, lines);
   }
-  return blocks;
-}
 
-/** The block that begins at a line: how to make its node, and the first line behind it. */
-function read(lines, at, depth) {
-  const line = lines[at];
-  if (FENCE.test(line)) return fence(lines, at);
-  const heading = HEADING.exec(line);
-  if (heading) {
-    // The page has headings of its own above those of an answer.
-    const tag = `h${Math.min(6, heading[1].length + 2)}`;
-    return [() => el(tag, {}, ...inline(heading[2].trim())), at + 1];
+  #reset() {
+    this.#container.replaceChildren();
+    [this.#done, this.#numDone, this.#references, this.#keys] = ["", 0, {}, []];
   }
-  if (RULE.test(line)) return [() => el("hr"), at + 1];
-  if (depth < DEEPEST && QUOTE.test(line)) return quote(lines, at, depth);
-  if (depth < DEEPEST && ITEM.test(line)) return list(lines, at, depth);
-  if (isTable(lines, at)) return table(lines, at);
-  return paragraph(lines, at);
-}
 
-function fence(lines, at) {
-  const [, marks, info] = FENCE.exec(lines[at]);
-  const indent = /^ */.exec(lines[at])[0].length;
-  const closes = new RegExp(`^ {0,3}${marks[0]}{${marks.length},}\\s*$`);
-  let end = at + 1;
-  while (end < lines.length && !closes.test(lines[end])) end++;
-  const inner = lines.slice(at + 1, end).map((line) => dedent(line, indent));
-  const text = inner.join("\n");
-  const language = info.trim().split(/\s/)[0];
-  const node = () => {
-    const name = el("span", {}, language || "text");
-    const caption = el("figcaption", {}, name, copyButton("Copy the code", () => text));
-    const code = el("pre", { tabindex: 0 }, el("code", {}, text));
-    return el("figure", { class: "code" }, caption, code);
-  };
-  return [node, Math.min(end + 1, lines.length)];
-}
-
-function quote(lines, at, depth) {
-  let end = at;
-  while (end < lines.length && (QUOTE.test(lines[end]) || continues(lines, end))) end++;
-  const inner = lines.slice(at, end).map((line) => line.replace(QUOTE, ""));
-  return [() => el("blockquote", {}, ...nodes(inner, depth + 1)), end];
-}
-
-function list(lines, at, depth) {
-  const first = ITEM.exec(lines[at]);
-  const base = first[1].length;
-  const ordered = first[3] !== undefined;
-  const items = [];
-  let end = at;
-  while (end < lines.length) {
-    const item = ITEM.exec(lines[end]);
-    const belongs = item && item[1].length < base + 2 && (item[3] !== undefined) === ordered;
-    if (!belongs || RULE.test(lines[end])) break;
-    const next = itemEnd(lines, end + 1, base);
-    const width = item[1].length + item[2].length + Math.min(item[4].length || 1, 4);
-    const rest = lines.slice(end + 1, next).map((line) => dedent(line, width));
-    items.push([item[5], ...rest]);
-    end = next;
+  /** The blocks behind those that are done, and all definitions of links. */
+  #parse(text, grows) {
+    const rest = text.slice(this.#done.length);
+    const env = { grows, references: { ...this.#references } };
+    const blocks = [];
+    let tokens = [];
+    const parsed = parser.parse(rest, env);
+    const lines = rest.split("\n");
+    for (const token of parsed) {
+      tokens.push(token);
+      if (token.level > 0 || token.nesting > 0) continue;
+      const [from, to] = tokens[0].map;
+      blocks.push({ tokens, from, source: lines.slice(from, to).join("\n") });
+      tokens = [];
+    }
+    return [blocks, JSON.stringify(env.references)];
   }
-  const start = ordered && first[3] !== "1" ? Number(first[3]) : null;
-  const make = (item) => el("li", {}, ...tight(nodes(item, depth + 1)));
-  return [() => el(ordered ? "ol" : "ul", { start }, ...items.map(make)), end];
-}
 
-/** Where an item ends: at the next item, or at a line behind a gap that is not indented. */
-function itemEnd(lines, from, base) {
-  let end = from;
-  for (; end < lines.length; end++) {
-    const line = lines[end];
-    const indent = /^ */.exec(line)[0].length;
-    const goesOn = continues(lines, end) && lines[end - 1].trim() && !ITEM.test(line);
-    if (line.trim() && indent < base + 2 && !goesOn) break;
+  /** Show blocks in the place of those before; the same ones keep their nodes. */
+  #replace(blocks, isFinished) {
+    const grows = (at) => !isFinished && at === blocks.length - 1 && isOpen(blocks[at]);
+    const keys = blocks.map(({ source }, at) => `${grows(at)} ${source}`);
+    let same = 0;
+    while (same < keys.length && this.#keys[same] === keys[same]) same++;
+    const kept = this.#numDone + same;
+    while (this.#container.childNodes.length > kept) this.#container.lastChild.remove();
+    const added = blocks.slice(same).map(({ tokens }, i) => toNodes(tokens, grows(same + i)));
+    this.#container.append(...added.flat());
+    this.#keys = keys;
   }
-  while (end > from && !lines[end - 1].trim() && !ITEM.test(lines[end] ?? "")) end--;
-  return end;
-}
 
-/** The nodes of an item; what would be a paragraph alone stands in the item itself. */
-function tight(made) {
-  const [first, ...rest] = made;
-  return first?.tagName === "P" ? [...first.childNodes, ...rest] : made;
-}
-
-function isTable(lines, at) {
-  if (!lines[at].includes("|") || !lines[at + 1]?.includes("-")) return false;
-  const divider = cells(lines[at + 1]);
-  const divides = divider.every((cell) => DIVIDER.test(cell));
-  return divides && divider.length === cells(lines[at]).length;
-}
-
-function table(lines, at) {
-  const aligned = cells(lines[at + 1]).map((cell) => {
-    if (cell.endsWith(":")) return cell.startsWith(":") ? "center" : "right";
-    return "left";
-  });
-  let end = at + 2;
-  while (end < lines.length && lines[end].includes("|")) end++;
-  const row = (line, tag) => {
-    const found = cells(line);
-    const make = (align, i) => el(tag, { class: align }, ...inline(found[i] ?? ""));
-    return el("tr", {}, ...aligned.map(make));
-  };
-  const node = () => {
-    const body = lines.slice(at + 2, end).map((line) => row(line, "td"));
-    const head = el("thead", {}, row(lines[at], "th"));
-    return el("div", { class: "table" }, el("table", {}, head, el("tbody", {}, ...body)));
-  };
-  return [node, end];
-}
-
-/** The texts of a row's cells. */
-function cells(line) {
-  const inner = line.trim().replace(/^\|/, "").replace(/\|$/, "");
-  const split = inner.match(/(?:\\.|[^|\\])+|\|/g) ?? [];
-  const found = [""];
-  for (const part of split) {
-    if (part === "|") found.push("");
-    else found[found.length - 1] += part;
+  /** Set aside all blocks that no longer change. */
+  #finish(blocks, text) {
+    // A line that is not complete, as "-", or a formula that is not closed, may turn out to be none
+    // of its own: then it joins the block before.
+    const numDone = blocks.length - 2;
+    if (numDone < 1) return;
+    const lines = text.slice(this.#done.length).split("\n").slice(0, blocks[numDone].from);
+    const piece = lines.map((line) => `${line}\n`).join("");
+    // For the definitions of links in it.
+    parser.parse(piece, { references: this.#references });
+    this.#done += piece;
+    this.#numDone += numDone;
+    this.#keys = this.#keys.slice(numDone);
   }
-  return found.map((cell) => cell.trim());
 }
 
-function paragraph(lines, at) {
-  let end = at + 1;
-  while (end < lines.length && continues(lines, end) && !isTable(lines, end)) end++;
-  const text = lines.slice(at, end).map((line) => line.trim()).join("\n");
-  return [() => el("p", {}, ...inline(text)), end];
-}
-
-/** Whether a line goes on with the paragraph before it. */
-function continues(lines, at) {
-  const line = lines[at];
-  const item = ITEM.exec(line);
-  const begins = item && item[5] && (item[3] === undefined || item[3] === "1");
-  const other = [FENCE, HEADING, RULE, QUOTE].some((pattern) => pattern.test(line));
-  return line.trim() !== "" && !begins && !other;
-}
-
-function nodes(lines, depth) {
-  return parse(lines, depth).map((block) => block.node());
-}
-
-function dedent(line, width) {
-  const indent = /^ */.exec(line)[0].length;
-  return line.slice(Math.min(indent, width));
-}
+/** Whether a last block looks different while more of it may come. */
+const isOpen = ({ tokens }) =>
+  tokens.some(({ type }) => type === "fence" || type === "formula_open");

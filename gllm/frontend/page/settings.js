@@ -19,7 +19,7 @@ const FIELDS = [
   {
     name: "top_k", label: "Top k",
     help: "Draw from so many of the likeliest",
-    min: 1, step: 1,
+    min: 1, step: 1, off: -1,
   },
   {
     name: "min_p", label: "Min p",
@@ -102,7 +102,7 @@ export class Settings {
     return el("label", { class: "field whole" }, el("span", {}, "System prompt"), area);
   }
 
-  #number({ name, label, help, ...limits }) {
+  #number({ name, label, help, off, ...limits }) {
     const id = `setting-${name}`;
     const problem = el("small", { id: `${id}-help` }, help);
     const input = el("input", {
@@ -114,16 +114,39 @@ export class Settings {
       ...limits,
       // Any number within the limits will do; the step is for the arrows.
       oninput: () => {
-        const { rangeUnderflow, rangeOverflow, badInput, stepMismatch } = input.validity;
-        const broken = limits.step === 1 && stepMismatch;
-        const bad = rangeUnderflow || rangeOverflow || badInput || broken;
+        const bad = isBad(input.validity, limits);
         input.setAttribute("aria-invalid", bad);
         problem.textContent = bad ? range(limits) : help;
         this.#set(name, bad || input.value === "" ? null : input.valueAsNumber);
       },
     });
-    input.value = this.#values[name] ?? "";
-    return el("label", { class: "field" }, el("span", {}, label), input, problem);
+    const isOff = off !== undefined && this.#values[name] === off;
+    input.value = isOff ? "" : this.#values[name] ?? "";
+    const title = el("label", { for: id }, label);
+    const toggle = off === undefined ? null : this.#off(name, label, off, input, isOff);
+    return el("div", { class: "field" }, el("div", { class: "name" }, title, toggle), input, problem);
+  }
+
+  /** A box that sends the value which switches a setting off, and bars its field meanwhile. */
+  #off(name, label, value, input, isOff) {
+    const show = () => {
+      input.disabled = box.checked;
+      input.placeholder = box.checked ? "off" : "default";
+    };
+    const box = el("input", {
+      id: `${input.id}-off`,
+      type: "checkbox",
+      "aria-label": `${label} off`,
+      oninput: () => {
+        show();
+        input.value = "";
+        input.dispatchEvent(new Event("input"));
+        if (box.checked) this.#set(name, value);
+      },
+    });
+    box.checked = isOff;
+    show();
+    return el("label", { class: "off" }, box, "off");
   }
 
   #set(name, value) {
@@ -135,10 +158,16 @@ export class Settings {
 
   #reset() {
     for (const input of $("fields").querySelectorAll("input, textarea")) {
-      input.value = "";
+      if (input.type === "checkbox") input.checked = false;
+      else input.value = "";
       input.dispatchEvent(new Event("input"));
     }
   }
+}
+
+/** Whether what is written is not a number within the limits. */
+function isBad({ rangeUnderflow, rangeOverflow, badInput, stepMismatch }, { step }) {
+  return rangeUnderflow || rangeOverflow || badInput || (step === 1 && stepMismatch);
 }
 
 /** What a number has to be. */

@@ -1,20 +1,30 @@
-// The list of conversations: open, rename, export, delete.
+// The list of conversations: search, open, rename, export, import, delete.
 //
 // Owns the list and its buttons. Knows nothing of messages; what the buttons do is given.
 
 import { $, el, iconButton } from "./dom.js";
-import { conversation, conversations, exported, remove, save } from "./store.js";
+import { exported, imported } from "./exchange.js";
+import { match, wordsOf } from "./search.js";
+import { conversation, conversations, remove, save } from "./store.js";
+import { toast } from "./widgets.js";
 
 export class Sidebar {
   #actions;
   #current = null;
 
-  /** `actions`: open(id), deleted(conversation), busy(id) and failed(), by name. */
+  /**
+   * `actions`: open(id, at) with the position of a message or -1, add(conversation) which is false
+   * where it does not fit, renamed(id, title), deleted(conversation), busy(id) and failed(), by name.
+   */
   constructor(actions) {
     this.#actions = actions;
     $("open-sidebar").addEventListener("click", () => this.toggle(true));
     $("close-sidebar").addEventListener("click", () => this.toggle(false));
     $("scrim").addEventListener("click", () => this.toggle(false));
+    $("search").addEventListener("input", () => this.show());
+    $("search").addEventListener("keydown", (event) => this.#onSearchKey(event));
+    $("import").addEventListener("click", () => $("import-file").click());
+    $("import-file").addEventListener("change", () => this.#import());
   }
 
   /** On a narrow page the list lies over the messages. */
@@ -31,10 +41,45 @@ export class Sidebar {
   /** Show the list, with one of them marked. */
   show(current = this.#current) {
     this.#current = current;
-    $("conversations").replaceChildren(...conversations().map((kept) => this.#row(kept)));
+    const kept = conversations();
+    const words = wordsOf($("search").value);
+    const found = kept.map((one) => [one, match(one, words)]).filter(([, hit]) => hit);
+    $("conversations").replaceChildren(...found.map(([one, hit]) => this.#row(one, hit)));
+    $("found").textContent = words.length ? `${found.length} of ${kept.length} conversations` : "";
+    $("found").hidden = !words.length;
+    $("search").hidden = !kept.length;
   }
 
-  #row(kept) {
+  #onSearchKey(event) {
+    if (event.key === "Escape") {
+      // What Esc does elsewhere on the page is not meant.
+      event.stopPropagation();
+      $("search").value = "";
+      this.show();
+    } else if (event.key === "Enter") {
+      $("conversations").querySelector(".title")?.click();
+    }
+  }
+
+  /** Add the conversations of the chosen files, and open the last one. */
+  async #import() {
+    const files = [...$("import-file").files];
+    $("import-file").value = ""; // The same file can be chosen again.
+    let last = null;
+    for (const file of files) {
+      try {
+        const added = await imported(file);
+        if (!this.#actions.add(added)) return;
+        last = added;
+      } catch (error) {
+        toast(`${file.name} is not an exported conversation: ${error.message}`);
+      }
+    }
+    if (last) this.#actions.open(last.id, -1);
+    else this.show();
+  }
+
+  #row(kept, { piece, at }) {
     const open = el(
       "button",
       {
@@ -42,10 +87,11 @@ export class Sidebar {
         class: "title",
         title: kept.title,
         "aria-current": kept.id === this.#current ? "page" : null,
-        onclick: () => this.#actions.open(kept.id),
+        onclick: () => this.#actions.open(kept.id, at),
         ondblclick: () => this.#rename(kept, row),
       },
       kept.title,
+      piece ? el("small", {}, piece) : null,
     );
     const tools = el(
       "div",

@@ -4,7 +4,7 @@
 //
 // A conversation: {id, title, updated, messages}. A message: {role, content}, and of an answer also
 // {reasoning, thinkingSeconds, stats, model, end, error}; end is stop, length, stopped or error,
-// and null while it grows.
+// and null while it grows. Either may have `branches`, see branches.js.
 
 const CONVERSATION = "gllm.conversation.";
 const TITLE_LENGTH = 60;
@@ -56,19 +56,6 @@ export function keepTheme(theme) {
   } catch {
     // A browser that keeps nothing shows it until the page is left.
   }
-}
-
-/** A conversation as a file's text. */
-export function exported(kept) {
-  const messages = kept.messages.map(({ role, content, reasoning, model, stats }) => ({
-    role,
-    content,
-    ...(reasoning && { reasoning }),
-    ...(model && { model }),
-    ...(stats && { stats }),
-  }));
-  const updated = new Date(kept.updated).toISOString();
-  return JSON.stringify({ title: kept.title, updated, messages }, null, 2);
 }
 
 function keys() {

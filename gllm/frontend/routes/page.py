@@ -1,4 +1,4 @@
-"""GET / and /page/{name}: the chat page and its files.
+"""GET / and /page/{path}: the chat page and its files.
 
 Owns their headers. Knows nothing of what the page does: it is one more client of the API.
 """
@@ -17,13 +17,16 @@ TYPES = {
     ".html": "text/html",
     ".css": "text/css",
     ".js": "text/javascript",
+    ".mjs": "text/javascript",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 POLICY = (
     "default-src 'none'",
     "script-src 'self'",
     "style-src 'self'",
     "img-src 'self'",
+    "font-src 'self'",
     "connect-src 'self'",
     "base-uri 'none'",
     "form-action 'none'",
@@ -49,6 +52,11 @@ class File:
     kind: str
     tag: str
 
+    @property
+    def charset(self) -> str | None:
+        """The encoding of a text file; None for a font."""
+        return None if self.kind.startswith("font/") else "utf-8"
+
 
 async def index(request: web.Request) -> web.Response:
     """The chat page."""
@@ -57,19 +65,20 @@ async def index(request: web.Request) -> web.Response:
 
 async def file(request: web.Request) -> web.Response:
     """A file of the chat page."""
-    return _answer(request, request.match_info["name"])
+    return _answer(request, request.match_info["path"])
 
 
-def _answer(request: web.Request, name: str) -> web.Response:
-    if (found := _files().get(name)) is None:
-        raise ApiError(404, f"the chat page has no file {name!r}", code="http_404")
+def _answer(request: web.Request, path: str) -> web.Response:
+    # A lookup, never a path of the file system: nothing outside the folder can be named.
+    if (found := _files().get(path)) is None:
+        raise ApiError(404, f"the chat page has no file {path!r}", code="http_404")
     known = request.if_none_match or ()
     same = any(tag.value in (found.tag, "*") for tag in known)
     if same:
         response = web.Response(status=304, headers=HEADERS)
     else:
         response = web.Response(
-            body=found.body, content_type=found.kind, charset="utf-8", headers=HEADERS
+            body=found.body, content_type=found.kind, charset=found.charset, headers=HEADERS
         )
     response.etag = ETag(found.tag)
     return response
@@ -77,10 +86,12 @@ def _answer(request: web.Request, name: str) -> web.Response:
 
 @cache
 def _files() -> dict[str, File]:
-    """The page's files by name, read once."""
+    """Return the page's files by path relative to their folder, with slashes. Read once."""
     found = {}
-    for path in FOLDER.iterdir():
+    for path in sorted(FOLDER.rglob("*")):
         if path.suffix in TYPES:
             body = path.read_bytes()
-            found[path.name] = File(body, TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:16])
+            name = path.relative_to(FOLDER).as_posix()
+            tag = hashlib.sha256(body).hexdigest()[:16]
+            found[name] = File(body, TYPES[path.suffix], tag)
     return found

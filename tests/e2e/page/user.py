@@ -1,6 +1,16 @@
 """A user at the chat page: a browser's tab, and what a person does and sees there."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from scripts import browser
 from scripts.browser import Tab
+from tests.frontend.fake_engine import FakeEngine
 
 LAST = "document.querySelector('.message:last-child')"
 
@@ -52,3 +62,29 @@ class User:
         return await self.tab.evaluate(
             "[...document.querySelectorAll('.bubble, .prose')].map((node) => node.innerText)"
         )
+
+
+@asynccontextmanager
+async def using(app: web.Application, tab: browser.Tab, path: str = "/") -> AsyncIterator[User]:
+    """A user at the page of an application."""
+    async with TestServer(app) as server:
+        yield User(tab, str(server.make_url(path)))
+
+
+@dataclass
+class GatedEngine(FakeEngine):
+    """Gives out as many tokens as a test allows."""
+
+    gate: asyncio.Semaphore | None = None
+
+    async def _tokens(self, prompt, params):
+        async for delta in super()._tokens(prompt, params):
+            if self.gate is not None:
+                await self.gate.acquire()
+            yield delta
+
+
+async def idle(engine: FakeEngine) -> None:
+    async with asyncio.timeout(browser.DEADLINE):
+        while engine.num_requests:
+            await asyncio.sleep(0.01)

@@ -1,0 +1,41 @@
+"""Fixtures of the chat page's tests: one browser for all, a tab and a scripted engine for each."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from gllm.frontend.app import make_app
+from gllm.text.chat_template import ChatTemplate
+from gllm.text.tokenizer import Tokenizer
+from scripts import browser
+from tests.e2e.page.user import GatedEngine, User, using
+from tests.frontend.conftest import CONFIG
+from tests.text import tokenizers_for_tests as some
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[str]:
+    if browser.installed() is None:
+        pytest.skip("there is no Chromium: `make browser` installs one")
+    with browser.running() as address:
+        yield address
+
+
+@pytest.fixture
+async def tab(chromium: str) -> AsyncIterator[browser.Tab]:
+    async with browser.opened(chromium) as made:
+        await made.size(1200, 800)
+        yield made
+
+
+@pytest.fixture
+def engine() -> GatedEngine:
+    return GatedEngine(Tokenizer(some.byte_level(), ChatTemplate(some.CHATML, {})))
+
+
+@pytest.fixture
+async def user(engine: GatedEngine, tab: browser.Tab) -> AsyncIterator[User]:
+    async with using(make_app(engine, CONFIG), tab) as made:
+        await made.visit()
+        yield made
+        assert tab.errors == []
