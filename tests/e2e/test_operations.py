@@ -1,5 +1,6 @@
 """What an operator sees of a server: `gllm top`, JSON logs, refusals."""
 
+from typing import Any
 import json
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from tests.e2e.server import DEADLINE, Server, serving, wait_until
 
 GLLM = [sys.executable, "-c", "import sys; from gllm.cli import main; sys.exit(main())"]
-TEXT = {"prompt": "quite a secret", "max_tokens": 8, "ignore_eos": True}
+TEXT: dict[str, Any] = {"prompt": "quite a secret", "max_tokens": 8, "ignore_eos": True}
 
 
 def metrics(server: Server) -> bytes:

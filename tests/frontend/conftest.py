@@ -26,7 +26,7 @@ CONFIG = ServerConfig(
     profile_dir="/profiles",
     allowed_hosts=("x",),  # tests that write requests by hand send `Host: x`
 )
-CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "Hi"}
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 

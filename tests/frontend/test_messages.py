@@ -1,6 +1,7 @@
 """POST /v1/messages and its count of tokens: what is asked reaches the engine, what comes back is
 in the API's shape."""
 
+from typing import Any
 import asyncio
 import json
 
@@ -198,7 +199,7 @@ def test_what_has_other_names_elsewhere():
 
 
 IMAGE = {"type": "image", "source": {}}
-BAD = {
+BAD: dict[str, list[Any]] = {
     "messages": [
         *(None, [], "x", 7, [7], [{}], [{"role": "user"}], [{"role": "odd", "content": "x"}]),
         *([{"role": "user", "content": [IMAGE]}], [{"role": "user", "content": [7]}]),

@@ -3,6 +3,7 @@
 `schema_check.py` validates the requests and answers of all tests of this folder.
 """
 
+from typing import Any
 import json
 import math
 
@@ -18,7 +19,7 @@ from tests.frontend.schema_check import complaint, document
 
 BODIES = [one for one in ENDPOINTS if one.body is not None]
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-WITH = {
+WITH: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "max_tokens": {"echo": True},
     "min_tokens": {"max_tokens": 2**31 - 1, "max_output_tokens": 2**31 - 1},
