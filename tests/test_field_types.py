@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from decimal import Decimal
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ def test_any_value_is_refused_by_name_or_survives_the_wire(name: str, value: Any
     if refused:
         assert refused == name
         return
-    sampling = _sampling(params, {*params.stop_token_ids, 2}, ((3,),), "")
+    sampling = _sampling(params, {*params.stop_token_ids, 2}, ((3,),), "", Random(1))
     stops = sorted(params.stop_token_ids)
     message = Submit(0, [5], sampling, params.max_tokens or 9, stops, params.n)
     assert decode(encode(message)) == message

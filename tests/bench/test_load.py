@@ -1,10 +1,10 @@
 """Loads: arrivals as their parameters say, exact lengths, prompts apart, errors that help."""
 
-from typing import Any
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Any
 
 import pytest
 

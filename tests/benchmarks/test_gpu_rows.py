@@ -16,6 +16,7 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import SCHEMA, ceilings_of, complaints, derived, results_of, table
 from benchmarks.gpu.rows import FAILED, OK, SKIPPED, Measured, Named, Row, Skip, judged, run_row
 from gllm.kernels.native import library
+from gllm.kernels.sampling import sample
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +63,7 @@ def test_a_wrong_kernel_fails(row: str, place: Place, monkeypatch: pytest.Monkey
 
 
 def test_a_wrong_draw_fails(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kernels.sample
+    right = sample
     calls = iter(range(100))
 
     def wrong(logits: torch.Tensor, plan: Any) -> torch.Tensor:

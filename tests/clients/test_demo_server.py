@@ -1,8 +1,8 @@
 """Probes of the demo model on a real server: what the grammar enforces reaches the client."""
 
-from typing import Any
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
 import openai

@@ -1,11 +1,11 @@
 """The embeddable engine: blocking and asynchronous, with real workers."""
 
-from typing import Any
 import asyncio
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 

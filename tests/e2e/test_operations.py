@@ -1,12 +1,12 @@
 """What an operator sees of a server: `gllm top`, JSON logs, refusals."""
 
-from typing import Any
 import json
 import signal
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 

@@ -1,7 +1,7 @@
 """Reasoning and tool calls in the shapes of the newer APIs, whole and streamed."""
 
-from typing import Any
 import json
+from typing import Any
 
 import openai
 import pytest

@@ -1,7 +1,7 @@
 """What an output has to be is told to the engine as a grammar, which lets right ones through."""
 
-from typing import Any
 import json
+from typing import Any
 
 import pytest
 
@@ -191,7 +191,10 @@ def objects(**more):
 async def test_objects_are_closed_by_one_rule_for_calls_and_answers(server, strict):
     serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}")
     function = objects(strict=strict)
-    asked: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": function["parameters"]}}
+    asked: dict[str, Any] = {
+        "type": "json_schema",
+        "json_schema": {"schema": function["parameters"]},
+    }
     asked["json_schema"]["strict"] = strict
     tools = [{"type": "function", "function": function}]
     for fields, before, after in (

@@ -1,9 +1,9 @@
 """Whatever a client sends, it is told what is wrong with it, in one shape."""
 
-from typing import Any
 import asyncio
 import json
 import math
+from typing import Any
 
 import pytest
 

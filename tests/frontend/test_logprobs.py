@@ -1,6 +1,7 @@
 """Log-probabilities, echo and what else shows of single tokens, in both endpoints' shapes."""
 
 from typing import Any
+
 import pytest
 
 from gllm.frontend.logprobs import token_text

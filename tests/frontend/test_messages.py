@@ -1,9 +1,9 @@
 """POST /v1/messages and its count of tokens: what is asked reaches the engine, what comes back is
 in the API's shape."""
 
-from typing import Any
 import asyncio
 import json
+from typing import Any
 
 import pytest
 

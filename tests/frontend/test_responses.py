@@ -1,7 +1,7 @@
 """POST /v1/responses: what is asked reaches the engine, what comes back is in the API's shape."""
 
-from typing import Any
 import asyncio
+from typing import Any
 
 import pytest
 

@@ -1,9 +1,9 @@
 """A job's requests, moved by hand: when deltas are taken, in which order, and what goes wrong."""
 
-from collections.abc import Iterable
-from typing import Any
 import asyncio
+from collections.abc import Iterable
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -119,9 +119,7 @@ async def test_choices_of_several_prompts_are_counted_through(hand):
         await run.start()
         assert [request.prompt for request in hand.requests] == [[5, 0], [5, 1], [5, 2]]
         seen: list[tuple[int, str]] = []
-        task = await pouring(
-            run, lambda: extend(seen, ((d.index, d.text) for d in run.take()))
-        )
+        task = await pouring(run, lambda: extend(seen, ((d.index, d.text) for d in run.take())))
         hand.requests[2].bring(token("a", 1, "stop"))
         hand.requests[0].bring(token("b", 0, "stop"), token("c", 1, "length"))
         hand.requests[1].bring(token("d", 0, "stop"), token("e", 1, "stop"))

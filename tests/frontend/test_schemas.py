@@ -3,9 +3,9 @@
 `schema_check.py` validates the requests and answers of all tests of this folder.
 """
 
-from typing import Any
 import json
 import math
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator

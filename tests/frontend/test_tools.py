@@ -1,8 +1,8 @@
 """Tool calls and reasoning over HTTP, whole and streamed."""
 
-from typing import Any
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -26,7 +26,10 @@ TOOLS: list[dict[str, Any]] = [
     },
 ]
 NAMED = {"type": "function", "function": {"name": "f"}}
-CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", {"city": 'Köln "am Rhein" 🎉'}), ("f", {"n": [1, 2]})]
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": 'Köln "am Rhein" 🎉'}),
+    ("f", {"n": [1, 2]}),
+]
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + some.CHATML
 THINKS = some.CHATML + "{# </think> #}"
 OPENS = some.CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"

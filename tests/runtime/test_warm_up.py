@@ -64,7 +64,8 @@ class Steps:
         planned = []
         for start, tokens, sampling in sorted(rows, key=lambda row: row[1]):
             self._count += 1
-            seq, prompt = self._count, array("q", [1] * (start + tokens))
+            seq = self._count
+            prompt: Any = array("q", [1] * (start + tokens))
             self._executor.register(Register(seq, len(prompt), prompt, sampling))
             blocks = [block % NUM_BLOCKS for block in range(-(-len(prompt) // BLOCK_SIZE))]
             planned.append(Row(seq, 0, start, tokens, blocks, [], True))
@@ -77,7 +78,7 @@ def test_no_step_needs_a_kernel_that_examples_did_not(family: str, tmp_path: Pat
     executor = executor_of(save(family, tmp_path))
     with recorded_variants() as variants, torch.inference_mode():
         # As at the start of a stage.
-        executor.room(0.9, BLOCK_SIZE)
+        executor.room(0.9, BLOCK_SIZE, 0)
         executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
         executor.warm_up()
         known = set(variants)

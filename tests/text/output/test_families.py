@@ -1,9 +1,9 @@
 """Every family's calls are found in every cut, and whatever is no call is content."""
 
-from typing import Any
 import itertools
 import json
 import re
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
