@@ -82,13 +82,10 @@ def to_baichuan(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
             made[name.replace("q_proj", "W_pack")] = torch.cat(parts)
         elif ".k_proj" not in name and ".v_proj" not in name:
             made[name] = tensor
-    kept: tuple[str, ...] = (
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_hidden_layers",
+    kept = (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
+        *("vocab_size", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"),
     )
-    kept += ("vocab_size", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
     own_config = {key: config[key] for key in kept} | {
         "architectures": ["BaiChuanForCausalLM"],
         "model_type": "baichuan",

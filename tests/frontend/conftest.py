@@ -73,7 +73,9 @@ class Server:
     @property
     def connections(self) -> list[Connection]:
         """The connections that are open."""
-        return self.client.server.handler.connections
+        handler: Any = self.client.server.handler
+        opened: list[Connection] = handler.connections
+        return opened
 
     async def stream(self, path: str, **fields: object) -> list[Any]:
         """The events of a stream, `[DONE]` checked and left out."""

@@ -101,8 +101,8 @@ async def test_openais_client_sees_calls(capable):
     url = str(capable.client.make_url("/v1"))
     client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
     async with client, client.responses.stream(model="fake/model", **RESPONSE) as stream:
-        events = [event async for event in stream]
-        final = await stream.get_final_response()
+        events: list[Any] = [event async for event in stream]
+        final: Any = await stream.get_final_response()
     kind = "response.function_call_arguments.delta"
     assert [event.snapshot for event in events if event.type == kind][-1] == ARGUMENTS
     assert [item.type for item in final.output] == [

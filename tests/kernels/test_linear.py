@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gllm.kernels.linear import linear, prepare, rows_of
+from gllm.kernels.linear import PlainMatrix, linear, prepare, rows_of
 from gllm.kernels.native.library import DTYPES
 
 SHAPES = [

@@ -204,7 +204,7 @@ class FakeQueues:
         with torch.utils._python_dispatch._disable_current_modes():
             return self._made(torch.zeros(tuple(shape), dtype=dtype), "device")
 
-    def capture(self, stream: FakeStream, work: Callable[[], None]) -> FakeGraph:
+    def capture(self, stream: Any, work: Callable[[], None]) -> FakeGraph:
         graph = self._graph = FakeGraph(self)
         try:
             with stream.current():

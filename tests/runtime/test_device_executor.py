@@ -169,7 +169,7 @@ def run(
         executor = executor_on(queues, folder, graphs=graphs, **given)
         if examples:
             executor.warm_up()
-        for message in registered(**special):  # type: ignore[arg-type]
+        for message in registered(**special):
             executor.register(message)
         queues.host_waits.clear()
         results = run_interleaved(queues, executor, plans, seed)

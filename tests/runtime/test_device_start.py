@@ -65,7 +65,7 @@ def test_what_graphs_take_is_no_room(tmp_path: Any, monkeypatch: pytest.MonkeyPa
         held: list[int] = []
         hold = FakeQueues.held
 
-        def noting(self: FakeQueues, work: Callable[[], object]) -> int:
+        def noting(self: FakeQueues, work: Callable[[], None]) -> int:
             held.append(hold(self, work))
             return held[-1]
 

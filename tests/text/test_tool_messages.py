@@ -46,7 +46,7 @@ def chat(arguments, content=None):
     ]
 
 
-TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f", "description": "é"}}]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "description": "é"}}]
 
 
 @pytest.mark.parametrize("content", [None, "", "See:"])
