@@ -190,7 +190,8 @@ def test_a_mask_that_never_comes_ends_its_own_row(monkeypatch):
     def never(work):
         return Future()
 
-    no_matcher: Any = lambda: None  # noqa: E731
+    def no_matcher() -> Any:
+        return None
 
     guide = Guide(never, never, no_matcher, Rules(VOCABULARY, EOS, True))
     stuck = SamplingState(Sampling(grammar="x"), None, [], guide)
