@@ -82,8 +82,10 @@ def to_baichuan(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
             made[name.replace("q_proj", "W_pack")] = torch.cat(parts)
         elif ".k_proj" not in name and ".v_proj" not in name:
             made[name] = tensor
-    kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-    kept += ("vocab_size", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+    kept = (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
+        *("vocab_size", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"),
+    )
     own_config = {key: config[key] for key in kept} | {
         "architectures": ["BaiChuanForCausalLM"],
         "model_type": "baichuan",
@@ -147,10 +149,11 @@ def baichuan13() -> Any:
     class Baichuan(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.layers_in_order = [Layer() for _ in range(layers)]
             self.model = nn.ModuleDict(
                 {
                     "embed_tokens": nn.Embedding(vocabulary, hidden),
-                    "layers": nn.ModuleList(Layer() for _ in range(layers)),
+                    "layers": nn.ModuleList(self.layers_in_order),
                     "norm": nn.RMSNorm(hidden, eps=1e-6),
                 }
             )
@@ -158,7 +161,7 @@ def baichuan13() -> Any:
 
         def forward(self, ids: Tensor) -> Output:
             x = self.model["embed_tokens"](ids[0])
-            for layer in self.model["layers"]:
+            for layer in self.layers_in_order:
                 x = layer(x)
             head = functional.normalize(self.lm_head.weight)
             return Output((self.model["norm"](x) @ head.T)[None])

@@ -1,5 +1,7 @@
 """What `gllm chat` prints and remembers of an answer."""
 
+from typing import Any
+
 import pytest
 
 from gllm.chat import Client, ServerError, answer, main
@@ -25,9 +27,11 @@ def test_reasoning_is_printed_and_forgotten(capsys):
         {"content": "A "},
         {"content": "fox."},
     ]
-    assert answer(Spoken(*said), []) == "A fox."
+    client: Any = Spoken(*said)
+    assert answer(client, []) == "A fox."
     assert capsys.readouterr().out == "hm, yes\n\nA fox.\n"
-    assert answer(Spoken(said[0], *said[4:]), []) == "A fox."
+    client = Spoken(said[0], *said[4:])
+    assert answer(client, []) == "A fox."
     assert capsys.readouterr().out == "A fox.\n"
 
 
@@ -54,5 +58,6 @@ def test_a_server_of_another_api(chunk):
         def stream(self, history):
             yield chunk
 
+    client: Any = Other()
     with pytest.raises(ServerError, match="not of OpenAI's API"):
-        answer(Other(), [])
+        answer(client, [])

@@ -72,10 +72,10 @@ def outside(flag: FlagType) -> st.SearchStrategy[str]:
             parts.append(st.integers(min_value=math.floor(high) + 1).map(str))
         parts.append(st.sampled_from(["1.5", "1e3", "9" * 5000]))
     else:
-        below = {"max_value": float(low), "exclude_max": allowed.gt is None}
+        below: dict[str, Any] = {"max_value": float(low), "exclude_max": allowed.gt is None}
         parts.append(st.floats(allow_nan=False, allow_infinity=False, **below).map(repr))
         if high is not None:
-            above = {"min_value": float(high), "exclude_min": allowed.lt is None}
+            above: dict[str, Any] = {"min_value": float(high), "exclude_min": allowed.lt is None}
             parts.append(st.floats(allow_nan=False, **above).map(repr))
     words = ["nan", "-inf", "-nan", "", " ", "ten", "0x10", "1,", "--", "None"]
     words += [] if allowed.allows_inf else ["inf", "Infinity", "1e999"]

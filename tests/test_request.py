@@ -1,6 +1,7 @@
 """Requests of an engine without workers: tokens come by hand."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ class Sent(list):
 
 @pytest.fixture
 async def engine():
-    made = Engine(EngineConfig("demo"))
+    made: Any = Engine(EngineConfig("demo"))
     made._pipeline.state = "ready"
     made.sent = Sent()
     made._client.connect(made.sent)

@@ -76,13 +76,13 @@ class Family:
 
     name: str
     options: dict[str, Any]
-    base: dict[str, Any] = None  # type: ignore[assignment]
+    base: dict[str, Any] | None = None
     model: str = "ForCausalLM"
-    rewrite: Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] = (
-        None  # type: ignore[assignment]
-    )
+    rewrite: (
+        Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None
+    ) = None
     """Configuration and tensors in the family's own format, where transformers writes another."""
-    reference: Callable[[], Any] = None  # type: ignore[assignment]
+    reference: Callable[[], Any] | None = None
     """A model of ours, where transformers has none."""
 
 

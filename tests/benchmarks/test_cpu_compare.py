@@ -159,7 +159,7 @@ def test_decode_is_what_a_batch_takes_beyond_its_first_token(
         nonlocal now
         now += 0.01 * sum(map(len, prompts)) + 0.5 * (new - 1)
 
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr("benchmarks.cpu.drivers.timing.time.perf_counter", lambda: now)
     given = timing.Task(
         model="",
         weights="bf16",

@@ -18,7 +18,7 @@ WEATHER: dict[str, Any] = {
 }
 TIME = {"name": "get_time", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": TIME}]
-ARGUMENTS = {"city": "Rome", "days": 3}
+ARGUMENTS: dict[str, Any] = {"city": "Rome", "days": 3}
 
 
 def user(text: str) -> list[dict[str, Any]]:

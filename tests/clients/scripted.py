@@ -12,12 +12,13 @@ import argparse
 import asyncio
 import random
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestClient
@@ -53,7 +54,7 @@ class ScriptedEngine(FakeEngine):
     )
 
     async def submit(
-        self, prompts: list[list[int]], params: SamplingParams, **more: object
+        self, prompts: Sequence[list[int]], params: SamplingParams, **more: Any
     ) -> list[FakeRequest]:
         """Check and compile the grammar first, as the engine does."""
         if params.structured is not None:

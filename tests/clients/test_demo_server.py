@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
 import openai
@@ -10,7 +11,7 @@ import pytest
 from examples import tool_call
 from tests.e2e.server import Server, serving
 
-QUESTION = {"role": "user", "content": "How is the weather in Rome?"}
+QUESTION: Any = {"role": "user", "content": "How is the weather in Rome?"}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -27,8 +28,9 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_a_guided_call(client: openai.OpenAI, choice: object) -> None:
-    asked = {"model": "demo", "messages": [QUESTION], "tools": [tool_call.TOOL], "seed": 1}
+def test_a_guided_call(client: openai.OpenAI, choice: Any) -> None:
+    asked: dict[str, Any] = {"model": "demo", "messages": [QUESTION], "tools": [tool_call.TOOL]}
+    asked["seed"] = 1
     (whole,) = client.chat.completions.create(tool_choice=choice, **asked).choices
     assert whole.finish_reason == "tool_calls"
     for call in whole.message.tool_calls:
@@ -37,6 +39,7 @@ def test_a_guided_call(client: openai.OpenAI, choice: object) -> None:
         jsonschema.validate(json.loads(call.function.arguments), schema)
     with client.chat.completions.stream(tool_choice=choice, **asked) as stream:
         (streamed,) = stream.get_final_completion().choices
+    assert streamed.message.tool_calls is not None
     assert [call.function.arguments for call in streamed.message.tool_calls] == [
         call.function.arguments for call in whole.message.tool_calls
     ]

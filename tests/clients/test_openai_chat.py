@@ -71,6 +71,7 @@ async def test_a_limit(ai, stream, field):
     else:
         choice = await chat(ai, stream, **{field: 4})
     assert choice.finish_reason == "length"
+    assert choice.message.content is not None
     assert choice.message.content[:3] == DEFAULT[:3]
     assert len(choice.message.content) < len(DEFAULT)
 

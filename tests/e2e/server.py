@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """The events of a streamed answer, without [DONE]."""
         data = json.dumps({**body, "stream": True}).encode()
         with self.open(path, data) as answer:

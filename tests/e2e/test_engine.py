@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,8 @@ def llm(request: pytest.FixtureRequest, poisoned: Path) -> Iterator[LLM]:
 
 def test_prompts_come_back_in_order_with_all_choices(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, n=2, max_tokens=6, seed=1, ignore_eos=True)
-    outputs = llm.generate([[7, 8], "Hello", "Hello"], params)
+    mixed: Any = [[7, 8], "Hello", "Hello"]
+    outputs = llm.generate(mixed, params)
     assert [output.prompt for output in outputs] == [[7, 8], "Hello", "Hello"]
     assert all(len(output.outputs) == 2 for output in outputs)
     assert outputs[1].outputs == outputs[2].outputs
@@ -153,7 +155,9 @@ async def test_the_asynchronous_engine(tiny_model: Path) -> None:
         assert engine.healthy()
         waiting = asyncio.ensure_future(collect(engine, [5] * 300))
         await asyncio.sleep(0)
-        os.kill(engine._pipeline.workers.processes[1].pid, signal.SIGKILL)
+        workers = engine._pipeline.workers
+        assert workers is not None
+        os.kill(workers.processes[1].pid, signal.SIGKILL)
         last = (await waiting)[-1]
         assert (last.finish_reason, "SIGKILL" in last.error) == ("error", True)
         assert not engine.healthy()

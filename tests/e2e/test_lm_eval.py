@@ -45,15 +45,15 @@ def write_task(folder: Path) -> None:
     """Each question with its own answer and those of three others."""
     rows = [json.loads(line) for line in QUESTIONS.read_text().splitlines()[:COUNT]]
     answers = [row["answer"] for row in rows]
-    with (folder / "questions.jsonl").open("w") as file:
+    questions = folder / "questions.jsonl"
+    with questions.open("w") as file:
         for i, row in enumerate(rows):
             choices = [answers[(i + step) % COUNT] for step in (0, 3, 7, 11)]
             print(
                 json.dumps({"question": row["question"], "choices": choices, "gold": 0}), file=file
             )
-    file = folder / "questions.jsonl"
-    (folder / "demo.yaml").write_text(TASK.format(file=file))
-    (folder / "chat.yaml").write_text(CHAT_TASK.format(file=file))
+    (folder / "demo.yaml").write_text(TASK.format(file=questions))
+    (folder / "chat.yaml").write_text(CHAT_TASK.format(file=questions))
 
 
 def run_harness(url: str, folder: Path, kind: str, task: str, *more: str) -> list[dict[str, Any]]:

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.server import DEADLINE, Server, serving, wait_until
 
 GLLM = [sys.executable, "-c", "import sys; from gllm.cli import main; sys.exit(main())"]
-TEXT = {"prompt": "quite a secret", "max_tokens": 8, "ignore_eos": True}
+TEXT: dict[str, Any] = {"prompt": "quite a secret", "max_tokens": 8, "ignore_eos": True}
 
 
 def metrics(server: Server) -> bytes:

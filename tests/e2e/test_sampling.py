@@ -158,7 +158,11 @@ def test_the_openai_client(server: Server) -> None:
         top_logprobs=4,
         temperature=0,
     )
-    content = answer.choices[0].logprobs.content
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    content = logprobs.content
+    assert content is not None
+    assert answer.usage is not None
     assert len(content) == answer.usage.completion_tokens
     for entry in content:
         assert entry.logprob == entry.top_logprobs[0].logprob
@@ -178,6 +182,7 @@ def test_the_demo_model_from_python(llm: LLM) -> None:
         temperature=0, max_tokens=12, n=2, seed=1, logprobs=2, prompt_logprobs=1
     )
     story, cut = llm.generate(["Once upon a time there was a fox.", "Once"], params)
+    assert isinstance(story.prompt, str)
     assert len(story.prompt_logprobs) == len(llm._engine.tokenizer.encode(story.prompt)) - 1
     assert len(cut.prompt_logprobs) == len(llm._engine.tokenizer.encode("Once")) - 1
     one, two = story.outputs
@@ -207,11 +212,12 @@ def test_bad_words_of_the_demo_model(llm: LLM) -> None:
 
 def test_ids_outside_of_the_vocabulary_name_their_field(llm: LLM) -> None:
     size = llm._engine.model.vocab_size
-    for name, value in {
+    values: dict[str, Any] = {
         "allowed_token_ids": (size,),
         "logit_bias": {size: 1.0},
         "stop_token_ids": (size,),
-    }.items():
+    }
+    for name, value in values.items():
         with pytest.raises(FieldError) as caught:
             llm.generate(["x"], SamplingParams(**{name: value}))
         assert caught.value.param == name

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -60,7 +61,7 @@ def test_a_seed_decides_whatever_else_is_in_the_batch(server: Server) -> None:
 def test_the_openai_client(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     assert [model.id for model in client.models.list()] == ["tiny"]
-    asked = {
+    asked: Any = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 16,
@@ -138,7 +139,9 @@ def test_malformed_requests_are_refused_and_leave_nothing(tiny_model: Path) -> N
     """200 of them named and refused; 2,000 more, over all endpoints, leave memory where it was."""
     limits = ["--max-choices", "8", "--max-model-len", "256", "--max-num-queued-requests", "64"]
     with serving(tiny_model, "--pp", "2", *limits) as server:
-        paths = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
+        paths: dict[str, Any] = {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}
+        }
         paths["/v1/completions"] = {"prompt": "x"}
         bodies = [(p, n, json.dumps({**paths[p], n: v}).encode()) for p, n, v in TABLE]
         too_long = json.dumps({"prompt": [5] * 257}).encode()

@@ -18,7 +18,7 @@ from tests.grammar.test_compiler import HANGS
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 12},
@@ -186,7 +186,8 @@ PROMPTS = [f"Story {i} of Otto the fox. " * 4 for i in range(6)]
 
 def test_forced_tokens_take_no_steps_and_survive_preemption() -> None:
     forced = SamplingParams(seed=2, max_tokens=150, structured=StructuredOutput(json=SCHEMA))
-    options = {"progress": False, "threads": 1, "max_model_len": 256, "prefix_cache": False}
+    options: dict[str, Any] = {"progress": False, "threads": 1}
+    options |= {"max_model_len": 256, "prefix_cache": False}
     with LLM("demo", **options, kv_cache_memory=2**25) as llm:
         engine = llm._engine
         begin = engine.stats.steps

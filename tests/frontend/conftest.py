@@ -26,7 +26,7 @@ CONFIG = ServerConfig(
     profile_dir="/profiles",
     allowed_hosts=("x",),  # tests that write requests by hand send `Host: x`
 )
-CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "Hi"}
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 
@@ -73,7 +73,9 @@ class Server:
     @property
     def connections(self) -> list[Connection]:
         """The connections that are open."""
-        return self.client.server.handler.connections
+        handler: Any = self.client.server.handler
+        opened: list[Connection] = handler.connections
+        return opened
 
     async def stream(self, path: str, **fields: object) -> list[Any]:
         """The events of a stream, `[DONE]` checked and left out."""
@@ -89,7 +91,9 @@ class Server:
 class RealServer(TestServer):
     """A test's server, run as a user's is."""
 
-    def __init__(self, engine: FakeEngine, config: ServerConfig, checks_schemas: bool) -> None:
+    def __init__(
+        self, engine: FakeEngine, config: ServerConfig, checks_schemas: bool = True
+    ) -> None:
         super().__init__(make_app(engine, config))
         self.schemas = SchemaCheck()
         if checks_schemas:

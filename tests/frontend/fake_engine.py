@@ -52,7 +52,7 @@ class FakeRequest:
         self._left = set(range(call.params.n))
         self._deltas: dict[int, list[Delta]] = {}
         self._error: Exception | None = None
-        self._news: Callable[[], None] = bool
+        self._news: Callable[[], object] = bool
         engine.num_requests += 1
         self._task = asyncio.create_task(self._run())
 

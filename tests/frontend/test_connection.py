@@ -118,8 +118,10 @@ def test_a_request_that_does_not_come(engine, cut, run):
 
 async def test_only_what_comes_slowly_is_too_slow(engine):
     engine.delay = 0.05
-    limits = {"read_timeout": 0.2, "header_timeout": 0.2}
-    async with serving(engine, **limits) as server, connected(server.client) as raw:
+    async with (
+        serving(engine, read_timeout=0.2, header_timeout=0.2) as server,
+        connected(server.client) as raw,
+    ):
         for _ in range(2):  # an answer that takes longer, and a silence between two requests
             await raw.send(post(CHAT_PATH, CHAT))
             assert (await raw.answer())[0] == 200

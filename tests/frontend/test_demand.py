@@ -1,6 +1,7 @@
 """What an output has to be is told to the engine as a grammar, which lets right ones through."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.text.output.judge import Judge
 
 TAGS = [tag for one in REASONING.values() for tag in (one.opening, one.closing)]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
 def judge_of(server):
@@ -190,7 +191,10 @@ def objects(**more):
 async def test_objects_are_closed_by_one_rule_for_calls_and_answers(server, strict):
     serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}")
     function = objects(strict=strict)
-    asked = {"type": "json_schema", "json_schema": {"schema": function["parameters"]}}
+    asked: dict[str, Any] = {
+        "type": "json_schema",
+        "json_schema": {"schema": function["parameters"]},
+    }
     asked["json_schema"]["strict"] = strict
     tools = [{"type": "function", "function": function}]
     for fields, before, after in (

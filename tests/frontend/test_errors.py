@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ BAD_SCHEMAS = [
     *({"anyOf": {}}, {"$ref": "http://x/y"}, {"enum": ["x" * 200_000]}, {"const": math.nan}),
 ]
 """The first three are no objects."""
-BAD_VALUES = {
+BAD_VALUES: dict[str, list[Any]] = {
     "model": [7, ["m"], {}, True, math.nan],
     "temperature": [*NUMBERS, -0.1, 2.1, HUGE],
     "top_p": [*NUMBERS, 0, -1, 1.1, HUGE],
@@ -83,10 +84,10 @@ BAD_VALUES = {
     "skip_special_tokens": [0, 1, "x", []],
     "include_stop_str_in_output": [0, 1, "x", []],
 }
-DEEP = []
+DEEP: list[Any] = []
 for _ in range(150):
     DEEP = [DEEP]
-BAD_CHATS = {
+BAD_CHATS: dict[str, list[Any]] = {
     "messages": [
         None,
         [],
@@ -107,7 +108,7 @@ BAD_CHATS = {
 }
 LONG = "long " * 400
 BAD_CHATS["messages"] += [[{"role": "user", "content": text}] for text in (LONG, "\ud800", 7)]
-BAD_TEXTS = {
+BAD_TEXTS: dict[str, list[Any]] = {
     "logprobs": [True, False, -1, 21, 2**31, BIG],
     "top_logprobs": [1, -1, True, 2**31],
     "echo": [0, 1, "x", []],

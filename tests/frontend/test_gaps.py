@@ -25,11 +25,13 @@ prompt of the other by itself."""
 async def longest_turn(server, case: Case) -> tuple[float, int]:
     """CPU seconds of the loop's longest turn during a request, and the status of its answer."""
     url = urlsplit(str(server.client.make_url("/")))
+    assert url.hostname is not None
+    host = url.hostname
     headers = {"Content-Encoding": "gzip"} if case.is_compressed else {}
     body = await asyncio.to_thread(case.body)
 
     def ask() -> int:
-        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=SECONDS)
+        connection = http.client.HTTPConnection(host, url.port, timeout=SECONDS)
         connection.request("POST", case.path, body, headers)
         with connection.getresponse() as response:
             response.read()

@@ -114,7 +114,11 @@ async def test_no_keys_no_questions(server):
 def test_every_key_is_compared(monkeypatch):
     compared = []
     keys = Keys(["a", "b", "c", "b"])
-    same = lambda given, known: compared.append(known) or given == known  # noqa: E731
+
+    def same(given, known):
+        compared.append(known)
+        return given == known
+
     monkeypatch.setattr("gllm.frontend.middleware.keys.hmac.compare_digest", same)
     assert [keys.find(key) for key in "abcd"] == [0, 1, 2, None]
     assert len(compared) == 4 * 3

@@ -1,5 +1,7 @@
 """Log-probabilities, echo and what else shows of single tokens, in both endpoints' shapes."""
 
+from typing import Any
+
 import pytest
 
 from gllm.frontend.logprobs import token_text
@@ -49,7 +51,7 @@ async def test_chat_without_top_logprobs(server):
 async def test_chat_stream_tells_each_token_with_its_ids(server, reply, token_ids):
     fields = {"logprobs": True, "top_logprobs": 1, "n": 2, "return_token_ids": token_ids}
     events = await server.stream(CHAT_PATH, **fields)
-    told = {0: [], 1: []}
+    told: dict[int, list[Any]] = {0: [], 1: []}
     for choice in (event["choices"][0] for event in events):
         content = (choice["logprobs"] or {"content": []})["content"]
         told[choice["index"]] += content

@@ -3,6 +3,7 @@ in the API's shape."""
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -198,7 +199,7 @@ def test_what_has_other_names_elsewhere():
 
 
 IMAGE = {"type": "image", "source": {}}
-BAD = {
+BAD: dict[str, list[Any]] = {
     "messages": [
         *(None, [], "x", 7, [7], [{}], [{"role": "user"}], [{"role": "odd", "content": "x"}]),
         *([{"role": "user", "content": [IMAGE]}], [{"role": "user", "content": [7]}]),

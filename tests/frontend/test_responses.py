@@ -1,6 +1,7 @@
 """POST /v1/responses: what is asked reaches the engine, what comes back is in the API's shape."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -154,7 +155,7 @@ async def test_instructions_come_first(server):
 
 def test_items_of_one_turn_are_one_message():
     call = {"type": "function_call", "name": "add", "arguments": '{"a": 1}'}
-    thought = {"type": "reasoning", "summary": [], "encrypted_content": None}
+    thought: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": None}
     items = [
         {"role": "user", "content": "1 + 1?"},
         {**thought, "content": [{"type": "reasoning_text", "text": "Hm."}]},
@@ -244,7 +245,7 @@ async def test_what_the_engine_refuses_is_named_as_the_client_knows_it(server, s
 
 
 PART = {"type": "input_image", "image_url": "data:"}
-BAD = {
+BAD: dict[str, list[Any]] = {
     "input": [
         *(
             None,

@@ -1,7 +1,9 @@
 """A job's requests, moved by hand: when deltas are taken, in which order, and what goes wrong."""
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -67,6 +69,12 @@ async def pouring(run, push):
     return task
 
 
+def extend(items: list[Any], more: Iterable[Any]) -> bool:
+    """Append to a list; True."""
+    items.extend(more)
+    return True
+
+
 def token(text, index=0, reason=None):
     return Delta(index, text, [7], reason)
 
@@ -75,8 +83,8 @@ async def test_deltas_are_taken_within_the_call_that_brings_them(hand):
     with run_of(hand) as run:
         await run.start()
         (request,) = hand.requests
-        seen = []
-        task = await pouring(run, lambda: seen.extend(d.text for d in run.take()) or True)
+        seen: list[str] = []
+        task = await pouring(run, lambda: extend(seen, (d.text for d in run.take())))
         request.bring(token("a"))
         assert seen == ["a"], "before any task has had a turn"
         request.bring(token("b"), token("c", reason="stop"))
@@ -91,13 +99,13 @@ async def test_what_comes_while_nobody_takes_is_kept(hand):
         await run.start()
         (request,) = hand.requests
         request.bring(token("a"))
-        seen = []
-        await run.pour(lambda: bool(seen.extend(d.text for d in run.take())))
+        seen: list[str] = []
+        await run.pour(lambda: not extend(seen, (d.text for d in run.take())))
         assert seen == ["a"], "once, for it says False"
         request.bring(token("b"))
         request.bring(token("c"))
         assert seen == ["a"]
-        await run.pour(lambda: bool(seen.extend(d.text for d in run.take())))
+        await run.pour(lambda: not extend(seen, (d.text for d in run.take())))
         assert seen == ["a", "b", "c"]
         task = await pouring(run, bool)
         task.cancel()
@@ -110,10 +118,8 @@ async def test_choices_of_several_prompts_are_counted_through(hand):
     with run_of(hand, prompts=3, n=2) as run:
         await run.start()
         assert [request.prompt for request in hand.requests] == [[5, 0], [5, 1], [5, 2]]
-        seen = []
-        task = await pouring(
-            run, lambda: seen.extend((d.index, d.text) for d in run.take()) or True
-        )
+        seen: list[tuple[int, str]] = []
+        task = await pouring(run, lambda: extend(seen, ((d.index, d.text) for d in run.take())))
         hand.requests[2].bring(token("a", 1, "stop"))
         hand.requests[0].bring(token("b", 0, "stop"), token("c", 1, "length"))
         hand.requests[1].bring(token("d", 0, "stop"), token("e", 1, "stop"))

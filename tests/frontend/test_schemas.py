@@ -5,6 +5,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -18,7 +19,7 @@ from tests.frontend.schema_check import complaint, document
 
 BODIES = [one for one in ENDPOINTS if one.body is not None]
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-WITH = {
+WITH: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "max_tokens": {"echo": True},
     "min_tokens": {"max_tokens": 2**31 - 1, "max_output_tokens": 2**31 - 1},

@@ -52,7 +52,8 @@ def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def test_a_line_every_ten_seconds_of_activity(engine: FakeEngine, told: Any) -> None:
-    loop, metrics = Loop(), Metrics(engine)
+    loop: Any = Loop()
+    metrics = Metrics(engine)
     line = StatusLine(engine, metrics)
     engine.num_requests = 1
     line.wake(loop)
@@ -77,7 +78,8 @@ def test_a_line_every_ten_seconds_of_activity(engine: FakeEngine, told: Any) -> 
 
 
 def test_the_line_is_about_no_one_request(engine: FakeEngine, told: Any) -> None:
-    loop, line = Loop(), StatusLine(engine, Metrics(engine))
+    loop: Any = Loop()
+    line = StatusLine(engine, Metrics(engine))
     seen: list[str] = []
 
     def look(record: logging.LogRecord) -> bool:
@@ -94,7 +96,7 @@ def test_the_line_is_about_no_one_request(engine: FakeEngine, told: Any) -> None
 
 
 def test_silence_and_no_timer_when_idle(engine: FakeEngine, told: Any) -> None:
-    loop = Loop()
+    loop: Any = Loop()
     line = StatusLine(engine, Metrics(engine))
     assert loop.timers == []
     line.wake(loop)
@@ -108,7 +110,7 @@ def test_silence_and_no_timer_when_idle(engine: FakeEngine, told: Any) -> None:
 
 
 def test_nothing_is_told_after_the_end(engine: FakeEngine, told: Any) -> None:
-    loop = Loop()
+    loop: Any = Loop()
     line = StatusLine(engine, Metrics(engine))
     line.wake(loop)
     line.close()

@@ -78,7 +78,7 @@ async def test_continuous_usage(server):
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
 async def test_token_ids_of_every_choice(server, path):
     events = await server.stream(path, n=3, max_tokens=5, return_token_ids=True)
-    ids = {0: [], 1: [], 2: []}
+    ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for choice in (event["choices"][0] for event in events):
         ids[choice["index"]] += choice.get("token_ids", [])
     expected = server.engine.tokenizer.encode(server.engine.reply)[:5]
@@ -223,7 +223,7 @@ async def test_openais_client_does_not_see_comments(server, monkeypatch):
 class BulkyTokenizer:
     """Every token is much text, so that sockets fill up."""
 
-    special_ids = frozenset()
+    special_ids: frozenset[int] = frozenset()
     is_byte_level = True
 
     def __init__(self, inner, tokens, size=500):

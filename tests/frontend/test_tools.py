@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -13,7 +14,7 @@ from tests.frontend.conftest import CHAT, CHAT_PATH
 from tests.text import tokenizers_for_tests as some
 from tests.text.output.formats import FORMATS
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
     {
         "type": "function",
@@ -25,7 +26,10 @@ TOOLS = [
     },
 ]
 NAMED = {"type": "function", "function": {"name": "f"}}
-CALLS = [("get_weather", {"city": 'Köln "am Rhein" 🎉'}), ("f", {"n": [1, 2]})]
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": 'Köln "am Rhein" 🎉'}),
+    ("f", {"n": [1, 2]}),
+]
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + some.CHATML
 THINKS = some.CHATML + "{# </think> #}"
 OPENS = some.CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"
@@ -57,7 +61,8 @@ def prompt_of(server):
 
 def assembled(events, index=0):
     """What a client makes of a choice's events: a message and its finish reason."""
-    message, reason = {"content": "", "reasoning": "", "tool_calls": []}, None
+    message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    reason = None
     for event in events:
         for choice in event["choices"]:
             if choice["index"] != index:

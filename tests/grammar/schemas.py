@@ -1,5 +1,6 @@
 """Random JSON Schemas over every keyword that is taken, each with some value that fits it."""
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -36,9 +37,10 @@ def schema(rng: Random) -> Schema:
 
 
 def _any(rng: Random, depth: int) -> Schema:
-    kinds = [_leaf] if depth == 0 else [_leaf, _leaf, _array, _record, _record, _union, _both]
-    kind = rng.choice(kinds)
-    made = kind(rng) if kind is _leaf else kind(rng, depth - 1)
+    kinds: list[Callable[[Random, int], Schema]] = [_array, _record, _record, _union, _both]
+    # Two in seven are leaves.
+    kind = rng.choice([None] if depth == 0 else [None, None, *kinds])
+    made = _leaf(rng) if kind is None else kind(rng, depth - 1)
     return _annotated(rng, made) if rng.random() < 0.1 else made
 
 
@@ -114,7 +116,7 @@ def _const(rng: Random) -> Schema:
 
 
 def _plain(rng: Random) -> Schema:
-    kinds = [
+    kinds: list[Schema] = [
         *({"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null", "boolean"]}),
         {"enum": ["a", "b", "c"], "not": {"enum": ["b"]}},
     ]
@@ -143,12 +145,12 @@ def _record(rng: Random, depth: int) -> Schema:
 def _map(rng: Random) -> Schema:
     """An object whose names are made up."""
     if rng.random() < 0.3:
-        values = {"^[ab]{1,3}$": _leaf(rng), "^n_": {"type": "integer"}}
-        return {"type": "object", "patternProperties": values, "additionalProperties": False}
-    names = rng.choice(
+        matching: Schema = {"^[ab]{1,3}$": _leaf(rng), "^n_": {"type": "integer"}}
+        return {"type": "object", "patternProperties": matching, "additionalProperties": False}
+    names: Schema = rng.choice(
         [{"type": "string"}, {"enum": ["left", "right"]}, {"pattern": "^[a-z]{2,9}$"}]
     )
-    values = {"type": "object", "propertyNames": names, "additionalProperties": _leaf(rng)}
+    values: Schema = {"type": "object", "propertyNames": names, "additionalProperties": _leaf(rng)}
     if "enum" in names:
         return values
     return rng.choice([values, {**values, "minProperties": 1, "maxProperties": 2}])

@@ -116,6 +116,7 @@ async def test_a_process_that_keeps_dying_is_no_fault_of_the_grammar(compiler, m
 
     async def start_and_kill(self):
         process = await start(self)
+        assert process is not None
         started.append(process.pid)
         os.kill(process.pid, signal.SIGKILL)
         return process

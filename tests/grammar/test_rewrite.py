@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from typing import Any
 
 import jsonschema
 import pytest
@@ -144,7 +145,7 @@ def test_what_nothing_stands_for_is_refused(schema):
         source_of(StructuredOutput(json=schema))
 
 
-ODD = [None, True, -1, 2.5, "x", [], [7], [{}], {}, {"": 1}, {"enum": 7}, 2**40]
+ODD: list[Any] = [None, True, -1, 2.5, "x", [], [7], [{}], {}, {"": 1}, {"enum": 7}, 2**40]
 
 
 @pytest.mark.parametrize("keyword", ["uniqueItems", "propertyNames", "not", "items", "minItems"])

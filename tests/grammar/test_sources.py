@@ -1,6 +1,7 @@
 """What is refused before anything is compiled, and how it is told."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ def nested(levels: int) -> dict:
     return schema
 
 
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "deep": {"json": nested(MAX_DEPTH)},
     "very deep": {"json": nested(10_000)},
     "deep text": {"json": "[" * 50_000},
@@ -143,4 +144,5 @@ def test_what_is_compiled():
 
 
 def test_depth():
-    assert [depth(one) for one in (1, [], [[]], {"a": [1, {"b": {}}]})] == [0, 0, 1, 3]
+    nested: list[Any] = [1, [], [[]], {"a": [1, {"b": {}}]}]
+    assert [depth(one) for one in nested] == [0, 0, 1, 3]

@@ -75,6 +75,7 @@ def write(states: list[SamplingState], limit: int, seed: int = 0) -> list[list[i
     return [ended[row] for row in range(len(states))]
 
 
-def text_of(output: list[int]) -> str:
-    """A whole output as text."""
+def text_of(output: list[int] | str) -> str:
+    """Return a whole output as text; an error fails."""
+    assert isinstance(output, list), output
     return TOKENIZER.decode([token for token in output if token != EOS], False)

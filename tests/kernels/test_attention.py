@@ -71,15 +71,16 @@ def check(
         keys.append(pair[0][-new:])
         values.append(pair[1][-new:])
         queries.append(query)
-        wanted.append(dense(query, *pair, kind, window))
+        wanted.append(dense(query, pair[0], pair[1], kind, window))
     starts = np.cumsum([0] + [new for _, new in contexts])
     decodes = next((i for i, (_, new) in enumerate(contexts) if new > 1), len(contexts))
     lengths = np.array(totals)
     rows = PagedRows(table, starts, lengths, decodes, block_size, num_blocks)
     plan = plan_attention(rows, dtype, window, backend=None if cached is None else "torch")
-    caches = [cache.to(kept) for cache in caches]
-    store_kv(torch.cat(keys).to(dtype), torch.cat(values).to(dtype), *caches, plan.slots)
-    actual = paged_attention(torch.cat(queries).to(dtype), *caches, plan, kind)
+    key_cache, value_cache = (cache.to(kept) for cache in caches)
+    key, value = torch.cat(keys).to(dtype), torch.cat(values).to(dtype)
+    store_kv(key, value, key_cache, value_cache, plan.slots)
+    actual = paged_attention(torch.cat(queries).to(dtype), key_cache, value_cache, plan, kind)
     limit = 1e-5 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(actual.float(), torch.cat(wanted), rtol=limit, atol=limit)
 
@@ -155,8 +156,9 @@ def test_a_token_does_not_depend_on_its_chunk(
             rows = PagedRows(table, starts, seen, int(chunk == 1), block_size, table.size)
             plan = plan_attention(rows, dtype, window)
             part = slice(begin, end)
-            store_kv(key[part], value[part], *caches, plan.slots)
-            results.append(paged_attention(query[part].contiguous(), *caches, plan, PLAIN))
+            store_kv(key[part], value[part], caches[0], caches[1], plan.slots)
+            several = query[part].contiguous()
+            results.append(paged_attention(several, caches[0], caches[1], plan, PLAIN))
             begin = end
         return torch.cat(results)
 
@@ -187,7 +189,7 @@ def test_a_cache_in_fp8_keeps_numbers_within_its_range() -> None:
     wanted = torch.tensor([1.0, -288.0, 448.0, 448.0, -448.0, 448.0, math.nan, 2.0**-9])
     caches = [torch.zeros(2, 2, 1, 8).to(torch.float8_e4m3fn) for _ in "kv"]
     rows = numbers.to(torch.bfloat16).expand(1, 1, 8)
-    store_kv(rows, rows, *caches, torch.tensor([2]))
+    store_kv(rows, rows, caches[0], caches[1], torch.tensor([2]))
     for cache in caches:
         found = cache.to(torch.float32)[:, :, 0]
         torch.testing.assert_close(found[1, 0], wanted, equal_nan=True, rtol=0, atol=0)

@@ -56,14 +56,14 @@ def check(
     decodes = next((i for i, (_, new) in enumerate(contexts) if new > 1), len(contexts))
     rows = PagedRows(table, starts, totals, decodes, block_size, len(caches[0]) - 1)
     query = torch.randn(int(starts[-1]), HEADS, DIM, generator=generator).to(dtype)
-    caches = [cache.to(dtype) for cache in caches]
+    keys, values = (cache.to(dtype) for cache in caches)
     plan = plan_attention(rows, torch.float32, window, backend="torch")
-    wanted = paged_attention(query.float(), *(each.float() for each in caches), plan, scores)
+    wanted = paged_attention(query.float(), keys.float(), values.float(), plan, scores)
     plan = dataclasses.replace(
         plan, backend="flash-attn", gathers=None, tables=device_tables(rows, CPU)
     )
     for _ in range(2):  # Layers share a plan.
-        actual = paged_attention(query, *caches, plan, scores)
+        actual = paged_attention(query, keys, values, plan, scores)
         assert actual.dtype == dtype
         limit = torch.finfo(dtype).eps
         torch.testing.assert_close(actual.float(), wanted, rtol=limit, atol=limit)

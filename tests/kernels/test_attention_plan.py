@@ -58,7 +58,8 @@ def test_a_plan_for_a_device_has_tables_there_and_no_gathers() -> None:
 def test_tiles_cover_each_token_of_the_chunks_once(tokens: int) -> None:
     rows = paged([(40, 1), (0, 1), (7, 5), (2, 1), (0, 16), (30, 17)])
     tiles = attention_plan.prefill_tiles(rows, tokens)
-    assert (tiles.dtype, tiles.shape[1]) == (np.int32, 2)
+    assert tiles.dtype == np.int32
+    assert tiles.shape[1] == 2
     counts = np.diff(rows.query_start)
     found = [
         (row, token)

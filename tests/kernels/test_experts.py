@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -177,20 +178,21 @@ def test_stacked_weights_in_8_bit_floats(block: tuple[int, int] | None, scales: 
     stacked = StackedExperts(stack(5, iter(up)), stack(5, iter(down)), "silu")
     assert isinstance(stacked.up, Fp8Stack)
     assert stacked.up.shape == (5, 8, 6)
-    floats = [
+    wide_up, wide_down = (
         torch.stack([torch.cat([*map(dequantize, one)]) for one in each]) for each in (up, down)
-    ]
-    wanted = run_stacked(x, experts, weights, StackedExperts(*floats, "silu"))
+    )
+    wanted = run_stacked(x, experts, weights, StackedExperts(wide_up, wide_down, "silu"))
     torch.testing.assert_close(run_stacked(x, experts, weights, stacked), wanted)
 
 
 def test_experts_that_are_not_stored_alike_are_not_stacked() -> None:
     eight, plain = quantized(4, 6, (4, 3)), torch.ones(4, 6)
-    for parts, named in (
+    cases: tuple[tuple[Any, str], ...] = (
         ([[eight], [plain]], "8-bit floats in part only"),
         ([[plain], [eight]], "8-bit floats in part only"),
         ([[plain], [torch.ones(5, 6)]], "different shapes"),
         ([[eight], [quantized(4, 6, (2, 3))]], "blocks of different sizes"),
-    ):
+    )
+    for parts, named in cases:
         with pytest.raises(ValueError, match=named):
             stack(2, parts)

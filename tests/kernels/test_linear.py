@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gllm.kernels.linear import linear, prepare, rows_of
+from gllm.kernels.linear import PlainMatrix, linear, prepare, rows_of
 from gllm.kernels.native.library import DTYPES
 
 SHAPES = [
@@ -86,11 +86,15 @@ def test_not_a_number_stays_in_its_row(way: str) -> None:
 def test_rows_come_back(way: str, dtype: torch.dtype, chosen: list[int]) -> None:
     _, weight, _ = operands(70, 62, 1, dtype)
     ids = torch.tensor(chosen, dtype=torch.int64)
-    assert torch.equal(rows_of(prepare(weight), ids), weight[ids])
+    matrix = prepare(weight)
+    assert isinstance(matrix, PlainMatrix)
+    assert torch.equal(rows_of(matrix, ids), weight[ids])
 
 
 @pytest.mark.parametrize("chosen", [[-1], [3, 70]])
 def test_rows_that_are_not_there_are_refused(way: str, chosen: list[int]) -> None:
     _, weight, _ = operands(70, 62, 1, torch.float32)
+    matrix = prepare(weight)
+    assert isinstance(matrix, PlainMatrix)
     with pytest.raises(IndexError):
-        rows_of(prepare(weight), torch.tensor(chosen))
+        rows_of(matrix, torch.tensor(chosen))

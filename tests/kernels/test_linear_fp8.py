@@ -15,7 +15,7 @@ def quantized(
     """A random weight; without blocks with so many scales."""
     generator = torch.Generator().manual_seed(seed)
     codes = (torch.randn(outputs, inputs, generator=generator) * 100).to(torch.float8_e4m3fn)
-    shape = (scales,)
+    shape: tuple[int, ...] = (scales,)
     if block is not None:
         shape = (-(-outputs // block[0]), -(-inputs // block[1]))
     factors = torch.rand(shape, generator=generator) / 100 + 0.001

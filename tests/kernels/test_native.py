@@ -1,6 +1,7 @@
 """The operations that have compiled kernels, every build of them against plain formulas."""
 
 import platform
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_norms(way: str, dtype: torch.dtype, wide: bool, rows: int, size: int, s
 def test_gates(way: str, dtype: torch.dtype, kind: str, rows: int, size: int, seed: int) -> None:
     both = 4 * random(seed, dtype, rows, 2 * size)
     first, second = both.to(torch.float64).chunk(2, dim=-1)
-    formulas = {
+    formulas: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": functional.silu,
         "gelu": functional.gelu,
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -98,7 +99,8 @@ def test_from_projections_to_the_cache(
     if norm is not None:
         kind = dtype if norm == "same" else torch.float32
         scales = [random(seed + i, kind, head_dim) for i in (2, 3)]
-    cache = tuple(torch.zeros(4, 2, kv_heads, head_dim, dtype=dtype) for _ in "kv")
+    empty = torch.zeros(4, 2, kv_heads, head_dim, dtype=dtype)
+    cache = (empty, empty.clone())
     slots = torch.tensor([6, 0, 3, 1, 4])
     parts = fused.to(torch.float64).split((heads, kv_heads, kv_heads), dim=1)
     wanted = []
@@ -109,7 +111,7 @@ def test_from_projections_to_the_cache(
             # The rotation has a test of its own; it computes in float32.
             part = apply_rotary(part.to(torch.float32), angles, interleaved)
         wanted.append(part)
-    how = Heads(heads, kv_heads, interleaved, *scales, 1e-5)
+    how = Heads(heads, kv_heads, interleaved, scales[0], scales[1], 1e-5)
     query = rotate_and_store(fused.clone(), how, angles, cache, slots)
     close(query, wanted[0])
     close(cache[0].flatten(0, 1)[slots], wanted[1])

@@ -24,7 +24,7 @@ DEFAULTS: dict[str, Any] = {
 
 def plan_of(rows: list[dict[str, Any]]) -> SamplingPlan:
     kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32}
-    columns = {
+    columns: dict[str, Any] = {
         name: np.array([(DEFAULTS | row)[name] for row in rows], dtype=kinds.get(name, np.int64))
         for name in DEFAULTS
     }

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def write(folder: Path, name: str, what: Any) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """One that has the default alone."""
     (tmp_path / "default.json").write_text((tiles.FOLDER / "default.json").read_text())
     monkeypatch.setattr(tiles, "FOLDER", tmp_path)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,11 +32,11 @@ class Fake:
         return self.off(self.seen[-1])
 
 
-def clock(fake: Fake) -> float:
+def clock(fake: Any) -> float:
     return fake.time(choose("linear_fp8", tokens=3))
 
 
-def tuned(*fakes: Fake, fits: Callable[[Use], bool] = lambda use: True) -> tune.Tuned:
+def tuned(*fakes: Any, fits: Callable[[Use], bool] = lambda use: True) -> tune.Tuned:
     measure = partial(tune.measured, fakes, clock)
     return tune.tune_row("linear_fp8", ROW, measure, lambda table, row, use: fits(use))
 

@@ -148,7 +148,7 @@ def reopened(path: Path, change: Callable[[str], str], **about: object) -> Journ
 
 def test_a_journal_is_read_again(tmp_path: Path) -> None:
     again = reopened(tmp_path / "journal", lambda text: text)
-    turned = dict(reversed(ROW.use.items()))
+    turned = dict(reversed([*ROW.use.items()]))
     assert again.time("activation", ROW, turned) == 1.5
     assert again.time("activation", ROW, {**ROW.use, "warps": 2}) is None
     assert ("activation", ROW, {**ROW.use, "warps": 8}) not in again

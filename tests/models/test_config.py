@@ -120,7 +120,11 @@ def test_refuses_what_it_does_not_compute(
 def test_qwen_has_a_switch_for_its_window(tmp_path: Path) -> None:
     """Its files name a window that the switch leaves unused."""
     for switch in (None, False):
-        window = {"sliding_window": 4096, "max_window_layers": 2, "use_sliding_window": switch}
+        window: dict[str, Any] = {
+            "sliding_window": 4096,
+            "max_window_layers": 2,
+            "use_sliding_window": switch,
+        }
         assert read_config(write(tmp_path, architectures=["Qwen2ForCausalLM"], **window))
 
 

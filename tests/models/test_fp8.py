@@ -159,7 +159,7 @@ def test_weights_that_stay_in_8_bits(
     made, _ = save_both(family, "blocks", tmp_path)
     wanted = logits(made)
     whole = Pipeline(made).executors[0].weight_bytes
-    init = loader.Checkpoint.__init__
+    init: Any = loader.Checkpoint.__init__
 
     def keeping(self: loader.Checkpoint, *args: Any) -> None:
         init(self, *args, keeps_fp8=True)

@@ -11,7 +11,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError

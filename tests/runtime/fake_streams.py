@@ -70,7 +70,7 @@ class FakeEvent:
             merge(self._queues.host_clock, self.clock)
         return self.reached[0]
 
-    def since(self, earlier: "FakeEvent") -> float:
+    def since(self, earlier: Any) -> float:
         """The device's time between the two, an operation a second; not to be asked before it got
         there."""
         assert self.reached[0], "the host did not wait"
@@ -79,7 +79,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Operations to come."""
+    """Operations to come. Events are those of the same queues: FakeEvent."""
 
     def __init__(self, queues: "FakeQueues", who: int, rank: float) -> None:
         self._queues, self.who, self.rank = queues, who, rank
@@ -94,13 +94,13 @@ class FakeStream:
         finally:
             self._queues.stream_now = outer
 
-    def wait(self, event: FakeEvent) -> None:
+    def wait(self, event: Any) -> None:
         if not self._queues.ignores_wait(sys._getframe(1)):
             reached = event.reached
             self._put(Operation("wait", lambda: None, ready=lambda: reached[0]))
             merge(self.clock, event.clock)
 
-    def record(self, event: FakeEvent) -> None:
+    def record(self, event: Any) -> None:
         reached = event.reached = [False]
 
         def reach() -> None:
@@ -204,7 +204,7 @@ class FakeQueues:
         with torch.utils._python_dispatch._disable_current_modes():
             return self._made(torch.zeros(tuple(shape), dtype=dtype), "device")
 
-    def capture(self, stream: FakeStream, work: Callable[[], None]) -> FakeGraph:
+    def capture(self, stream: Any, work: Callable[[], None]) -> FakeGraph:
         graph = self._graph = FakeGraph(self)
         try:
             with stream.current():

@@ -19,7 +19,7 @@ from gllm.config import EngineConfig
 from gllm.engine import Engine
 from gllm.logs import LogConfig
 from gllm.runtime import executor as executor_module
-from gllm.runtime.batch import Batch
+from gllm.runtime.batch import Batch, build_inputs
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.launch import Edge
 from gllm.runtime.spec import WorkerSpec
@@ -112,7 +112,7 @@ class InjectedError(RuntimeError):
 @contextmanager
 def failing(fault: Fault) -> Iterator[None]:
     """Within it, steps of all stages fail where `fault` says so."""
-    prepare, build = StageExecutor.prepare, executor_module.build_inputs
+    prepare, build = StageExecutor.prepare, build_inputs
     compute, sample = StageExecutor.compute, StageExecutor.sample
     preparing: list[tuple[int, int]] = []
 

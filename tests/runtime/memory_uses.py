@@ -95,7 +95,8 @@ def poisoned(
         made = torch.empty(tuple(shape), dtype=dtype)
         if stride is not None:
             made = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
-        made.untyped_storage().fill_(POISON)
+        bytes_of: Any = made.untyped_storage()
+        bytes_of.fill_(POISON)
         return made
 
 

@@ -55,7 +55,12 @@ async def end_of(stream: Stream) -> End:
 
 def submit(engine: Engine, **fields: Any) -> Stream:
     """Send a request as the engine does, without its checks."""
-    request = {"prompt": [5, 6], "sampling": GREEDY, "max_tokens": 40, "stop_ids": []} | fields
+    request: dict[str, Any] = {
+        "prompt": [5, 6],
+        "sampling": GREEDY,
+        "max_tokens": 40,
+        "stop_ids": [],
+    } | fields
     return engine._client.submit(**request)
 
 
@@ -124,7 +129,8 @@ async def test_what_cannot_be_sent_is_refused_and_leaves_nothing(
         with pytest.raises(FieldError):
             await engine.submit(prompts, made, **extra)
         assert engine.num_requests == 0
-        (request,) = await engine.submit([np.array([5, 6])], SamplingParams(max_tokens=2))
+        ids: Any = np.array([5, 6])
+        (request,) = await engine.submit([ids], SamplingParams(max_tokens=2))
         await asyncio.wait_for(request.wait(), 60)
         request.close()
 

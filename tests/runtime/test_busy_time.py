@@ -10,6 +10,7 @@ from gllm.messages import Register, Sampling
 from gllm.runtime.cuda import executor as executor_module
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.executor import DeviceTime
+from gllm.runtime.sampler import follow_grammars
 from gllm.scheduler.plan import ON_DEVICE
 from tests.grammar.writing import FOLDER, grammar_of
 from tests.runtime.device import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
@@ -40,7 +41,7 @@ def steps(queues: FakeQueues, executor: DeviceExecutor, book: Pipeline) -> list[
     """The times of a prompt and three decodes."""
     spent = []
     for tokens in (4, 1, 1, 1):
-        given = {} if tokens > 1 else {"token_ids": [ON_DEVICE]}
+        given: dict[str, Any] = {} if tokens > 1 else {"token_ids": [ON_DEVICE]}
         batch = executor.prepare(book.plan([book.row(1, tokens, **given)]))
         output = executor.compute(batch, None)
         spent.append(executor.finish(batch))
@@ -82,7 +83,7 @@ def test_a_wait_for_a_grammar_is_no_work(monkeypatch: pytest.MonkeyPatch) -> Non
         begun = executor.register(Register(1, 4, [5, 9, 3, 7], sampling))
         assert begun is not None
         begun.result(60)
-        follow = slowed(queues, executor_module.follow_grammars)
+        follow = slowed(queues, follow_grammars)
         monkeypatch.setattr(executor_module, "follow_grammars", follow)
         spent = steps(queues, executor, book)
     for time in spent:

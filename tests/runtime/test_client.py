@@ -1,9 +1,9 @@
 """Requests under way, as the parent sees them."""
 
 import asyncio
+from typing import Any
 
 from gllm.messages import Abort, Sampling, Submit, Tokens
-from gllm.runtime import client as client_module
 from gllm.runtime.client import EngineClient
 from gllm.scheduler.plan import End, First, Outcome, Stats
 
@@ -17,7 +17,8 @@ class Sent(list):
 
 def connected():
     client = EngineClient()
-    client.connect(Sent())
+    link: Any = Sent()
+    client.connect(link)
     return client, client._driver
 
 
@@ -175,7 +176,7 @@ async def test_nothing_runs_or_waits_once_the_engine_is_gone():
 
 async def test_work_without_a_finished_step_is_a_stall_and_idle_time_is_none(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(client_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: clock[0])
     client, _ = connected()
     clock[0] += 1000
     assert client.stalled_seconds == 0

@@ -117,8 +117,9 @@ def test_tiles_of_prefill_go_over_with_the_inputs_once_they_were_asked_for() -> 
     rows = PagedRows(table, np.array([0, 1, 15]), np.array([9, 20]), 1, 4, 50)
     asked: set[int] = set()
     first = plan_tables(rows, torch.float32, frozenset({None, 7}), asked)
-    assert first[None].tables is not None
-    wanted = {tokens: first[None].tables.tiles(rows, tokens) for tokens in (4, 16)}
+    of_first = first[None].tables
+    assert of_first is not None
+    wanted = {tokens: of_first.tiles(rows, tokens) for tokens in (4, 16)}
     with FakeQueues(1) as queues:
         stream, staging = queues.stream(), Staging(queues, 64)
         plans = plan_tables(rows, torch.float32, frozenset({None, 7}), asked)
@@ -130,8 +131,10 @@ def test_tiles_of_prefill_go_over_with_the_inputs_once_they_were_asked_for() -> 
                 assert queues.kind(tiles) == "device"
                 assert tiles.shape == expected.shape
         queues.synchronize()
+        assert plan.tables is not None
+        listed = plan.tables.listed
         with torch.utils._python_dispatch._disable_current_modes():
-            assert all(tiles.equal(wanted[n]) for n, tiles in plan.tables.listed.items())
+            assert all(tiles.equal(wanted[n]) for n, tiles in listed.items())
     only = PagedRows(table, np.arange(3), np.array([9, 20]), 2, 4, 50)
     decoding = plan_tables(only, torch.float32, frozenset({None}), asked)[None].tables
     assert decoding is not None

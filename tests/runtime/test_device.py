@@ -111,8 +111,8 @@ def test_bfloat16_needs_both_the_checkpoint_and_the_cpu(
         monkeypatch.setenv("GLLM_CPU_KERNELS", build)
         assert device.native_bfloat16(proc) == wanted
     monkeypatch.delenv("GLLM_CPU_KERNELS")
-    for native, wanted in ((True, torch.bfloat16), (False, torch.float32)):
+    for native, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(device, "native_bfloat16", lambda native=native: native)
-        assert device.compute_dtype("auto", "bfloat16") == wanted
+        assert device.compute_dtype("auto", "bfloat16") == dtype
         assert device.compute_dtype("auto", "float16") == torch.float32
     assert device.compute_dtype("float16", "bfloat16") == torch.float16

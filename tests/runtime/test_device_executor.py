@@ -77,7 +77,7 @@ def expected_of(
     kv_cache_dtype: str = "auto",
 ) -> list[Answer]:
     """What the CPU's executor samples and tells."""
-    shape = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
+    shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
     pipeline = Pipeline(folder, **shape, kv_cache_dtype=kv_cache_dtype)
     executor = pipeline.executors[0]
     for message in registered(**special):
@@ -161,15 +161,15 @@ def plainly(row: RowLogprobs) -> Any:
 
 
 def run(
-    folder: Path, plans: list[StepPlan], seed: int, graphs: int, **options: object
+    folder: Path, plans: list[StepPlan], seed: int, graphs: int, **options: Any
 ) -> tuple[list[Answer], FakeQueues]:
     special, given = options.pop("special", {}), options.pop("given", {})
     examples = options.pop("examples", False)
-    with as_on_a_device(), FakeQueues(seed, **options) as queues:  # type: ignore[arg-type]
-        executor = executor_on(queues, folder, graphs=graphs, **given)  # type: ignore[arg-type]
+    with as_on_a_device(), FakeQueues(seed, **options) as queues:
+        executor = executor_on(queues, folder, graphs=graphs, **given)
         if examples:
             executor.warm_up()
-        for message in registered(**special):  # type: ignore[arg-type]
+        for message in registered(**special):
             executor.register(message)
         queues.host_waits.clear()
         results = run_interleaved(queues, executor, plans, seed)

@@ -58,7 +58,8 @@ def with_grammars(executor: StageExecutor, folder: Path) -> None:
     """Give a stage whose folder has no tokenizer one of bytes."""
     size = read_config(folder).model.vocab_size
     executor._grammars = Grammars(folder, size, (0,))
-    executor._grammars._tokens = LLTokenizer(Bytes(size))
+    wrapper: Any = Bytes(size)
+    executor._grammars._tokens = LLTokenizer(wrapper)
 
 
 def run(pipeline: Told, folder: Path, rounds: int = 1) -> dict[int, list[int]]:

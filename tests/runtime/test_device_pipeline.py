@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def rounds(pipeline: Pipeline, sampling: Sampling) -> list[list[Sampled]]:
 def test_two_stages_are_as_one(tmp_path: Path, seed: int, sampling: Sampling) -> None:
     """Whose last one knows the tokens by what it was told alone."""
     folder = save("llama3", tmp_path)
-    given = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
+    given: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
     expected = rounds(Pipeline(folder, **given), sampling)
     book = Pipeline(folder, **given)
     for seq, prompt in PROMPTS.items():

@@ -13,6 +13,7 @@ from gllm.runtime import worker as worker_module
 from gllm.runtime.cuda import start as start_module
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.cuda.graphs import buckets
+from gllm.transport.registry import open_edges
 from tests.runtime.device import BLOCK_SIZE, as_on_a_device, executor_on
 from tests.runtime.fake_streams import FakeQueues
 from tests.runtime.local_workers import local_engine
@@ -44,7 +45,7 @@ async def test_edges_are_open_before_the_memory_left_is_divided(
 
     monkeypatch.setattr(start_module, "CudaQueues", lambda index: HostQueues())
     monkeypatch.setattr(worker_module, "gpus", lambda device: 1)
-    monkeypatch.setattr(worker_module, "open_edges", noted("edges", worker_module.open_edges))
+    monkeypatch.setattr(worker_module, "open_edges", noted("edges", open_edges))
     monkeypatch.setattr(DeviceExecutor, "room", noted("room", DeviceExecutor.room))
     with as_on_a_device():
         async with local_engine(stages, **SMALL) as (engine, workers):
@@ -63,9 +64,12 @@ def test_what_graphs_take_is_no_room(tmp_path: Any, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(FakeQueues, "room", lambda self, work, share: 10**9)
         held: list[int] = []
         hold = FakeQueues.held
-        monkeypatch.setattr(
-            FakeQueues, "held", lambda self, work: held.append(hold(self, work)) or held[-1]
-        )
+
+        def noting(self: FakeQueues, work: Callable[[], None]) -> int:
+            held.append(hold(self, work))
+            return held[-1]
+
+        monkeypatch.setattr(FakeQueues, "held", noting)
         room = executor.room(0.5, BLOCK_SIZE, 8)
         largest, second = held
         assert largest > 0

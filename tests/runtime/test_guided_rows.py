@@ -3,6 +3,7 @@
 import json
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from gllm.config import StructuredOutput
 from gllm.grammar import guide as guide_module
 from gllm.grammar.guide import Guide, GuideError, Rules
+from gllm.kernels.sampling import sample
 from gllm.messages import Register, Sampling
 from gllm.runtime import grammars as grammars_module
 from gllm.runtime.sampler import Drawn, draw, give_up, plan_rows, results
@@ -35,6 +37,11 @@ WORDS = StructuredOutput(regex="(blue|bread|red) [0-9]{2,3}")
 @pytest.fixture(scope="module")
 def owner():
     return grammars()
+
+
+def guide_of(state: SamplingState) -> Guide:
+    assert state.guide is not None
+    return state.guide
 
 
 def noise(rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -71,7 +78,9 @@ def test_log_probabilities_are_told_of_every_token(owner):
     for index in range(6):
         drawn = step([state], [index], noise(seed=index))
         assert drawn.forced == {0: ()}
-        assert drawn.logprobs[0].drawn.token == drawn.tokens[0]
+        logprobs = drawn.logprobs[0].drawn
+        assert logprobs is not None
+        assert logprobs.token == drawn.tokens[0]
 
 
 def test_rows_planned_before_a_token_was_forced_get_it(owner):
@@ -102,7 +111,7 @@ def test_an_end_that_is_drawn_is_the_last_token(owner):
     logits[0, EOS] = 100.0
     assert step([state], [0], logits).tokens != [EOS], "something has to be there"
     assert step([state], [1], logits).tokens == [EOS]
-    assert state.guide._tokens[-1] == EOS
+    assert guide_of(state)._tokens[-1] == EOS
 
 
 def test_edits_see_every_token_and_hold_within_the_grammar(owner):
@@ -140,8 +149,8 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_row(owner):
     wide = StructuredOutput(regex="[a-z]{1,4}")
     good, bad = state_of(wide, owner), state_of(wide, owner)
     step([good, bad], [0, 0], noise(2))
-    bad.guide.allowed(1)  # Waits: a thread may still look at the matcher.
-    bad.guide._matcher.consume_token(EOS + 1)  # "!" is no letter.
+    guide_of(bad).allowed(1)  # Waits: a thread may still look at the matcher.
+    guide_of(bad)._matcher.consume_token(EOS + 1)  # "!" is no letter.
     drawn = step([bad, good, plain(1)], [1, 1, 5], noise(3))
     assert [bool(error) for error in drawn.errors] == [True, False, False]
     drawn = step([bad], [1], noise())
@@ -152,7 +161,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_row(owner):
 def test_rows_drawn_one_by_one_after_a_fault_take_each_token_once(owner, monkeypatch):
     from gllm.runtime import sampler
 
-    sample, calls = sampler.sample, []
+    calls: list[int] = []
 
     def fails_first(logits, plan):
         calls.append(len(logits))
@@ -170,7 +179,7 @@ def test_rows_drawn_one_by_one_after_a_fault_take_each_token_once(owner, monkeyp
 def test_a_grammar_that_does_not_compile_is_told(owner):
     spec = Sampling(grammar='{"grammars": [{"lark_grammar": "start: ("}]}')
     state = states_of(Register(0, 1, [], spec), owner)[0]
-    assert isinstance(state.guide.begun.exception(20), GuideError)
+    assert isinstance(guide_of(state).begun.exception(20), GuideError)
     drawn = step([state, plain(1)], [0, 0], noise(2))
     assert ["does not compile" in error for error in drawn.errors] == [True, False]
 
@@ -181,7 +190,10 @@ def test_a_mask_that_never_comes_ends_its_own_row(monkeypatch):
     def never(work):
         return Future()
 
-    guide = Guide(never, never, lambda: None, Rules(VOCABULARY, EOS, True))
+    def no_matcher() -> Any:
+        return None
+
+    guide = Guide(never, never, no_matcher, Rules(VOCABULARY, EOS, True))
     stuck = SamplingState(Sampling(grammar="x"), None, [], guide)
     drawn: Drawn = draw(noise(2), plan_rows([(0, 0), (1, 0)], [stuck, plain(1)], [0, 0]))
     assert ["takes over" in error for error in drawn.errors] == [True, False]
@@ -199,7 +211,7 @@ def asked_meanwhile(guide: Guide, index: int) -> "Future[int | bytes]":
 
 def test_who_is_ahead_waits_for_the_token_before(owner):
     """As on a device, whose next step is given while this one's tokens are not back."""
-    guide = state_of(StructuredOutput(regex="[ab][cd][ef]x"), owner).guide
+    guide = guide_of(state_of(StructuredOutput(regex="[ab][cd][ef]x"), owner))
     mask = guide.allowed(0)
     assert isinstance(mask, bytes)
     asked = asked_meanwhile(guide, 1)
@@ -208,13 +220,15 @@ def test_who_is_ahead_waits_for_the_token_before(owner):
     asked = asked_meanwhile(guide, 3)
     guide.take(1, TOKENIZER.encode("c", add_special_tokens=False)[0])
     guide.take(2, TOKENIZER.encode("f", add_special_tokens=False)[0])
-    assert TOKENIZER.decode([asked.result(10)]) == "x"
+    last = asked.result(10)
+    assert isinstance(last, int)
+    assert TOKENIZER.decode([last]) == "x"
 
 
 def test_nobody_waits_for_a_sequence_that_has_failed(owner):
     state = state_of(WORDS, owner)
-    state.guide.allowed(0)
-    asked = asked_meanwhile(state.guide, 1)
+    guide_of(state).allowed(0)
+    asked = asked_meanwhile(guide_of(state), 1)
     give_up([state, plain(1)], "no memory")
     with pytest.raises(GuideError, match="its step failed: no memory"):
         asked.result(10)
@@ -236,7 +250,8 @@ def test_a_library_that_raises_ends_its_own_row_only(owner, method):
     state = state_of(WORDS, owner)
     compiled = owner._copy(state.spec.grammar)
     now = ThreadPoolExecutor(1).submit
-    state.guide = Guide(now, now, lambda: Broken(compiled), Rules(VOCABULARY, EOS, True))
+    broken: Any = Broken(compiled)
+    state.guide = Guide(now, now, lambda: broken, Rules(VOCABULARY, EOS, True))
     drawn = step([state, plain(1)], [0, 0], noise(2))
     assert "no memory" in drawn.errors[0]
     assert not drawn.errors[1]
@@ -246,7 +261,7 @@ def test_a_library_that_raises_ends_its_own_row_only(owner, method):
 def test_a_token_that_never_comes_ends_the_wait(owner, monkeypatch):
     monkeypatch.setattr(guide_module, "TOKEN_SECONDS", 0.01)
     with pytest.raises(GuideError, match="did not come"):
-        state_of(WORDS, owner).guide.allowed(1)
+        guide_of(state_of(WORDS, owner)).allowed(1)
 
 
 def test_compiled_grammars_are_kept_and_bounded(monkeypatch):

@@ -30,7 +30,7 @@ def test_the_same_tokens_in_every_setting(family: str, tmp_path: Path) -> None:
         for seq, prompt in enumerate(prompts()):
             pipeline.add(seq, prompt)
         made[name] = pipeline.run()
-    alone = {}
+    alone: dict[int, list[int]] = {}
     for seq, prompt in enumerate(prompts()):
         pipeline = Scheduled(folder, 1, options={"quantization": "int8"})
         pipeline.add(seq, prompt)
@@ -65,6 +65,7 @@ def test_what_is_quantized(tmp_path: Path) -> None:
         for family in ("qwen2-moe", "deepseek-v2")
     }
     for stage in stages.values():
+        assert stage.head is not None
         assert isinstance(stage.head.matrix, Int8Matrix)
     first, second = stages["qwen2-moe"].layers.each[:2]
     assert isinstance(first.attention, Attention)
@@ -75,8 +76,10 @@ def test_what_is_quantized(tmp_path: Path) -> None:
     ups, downs = first.mlp.experts
     gated = [*ups, second.mlp.up]
     assert all(isinstance(matrix, GatedMatrix) for matrix in gated)
-    matrices = [linear.matrix for linear in maps] + [up.both for up in gated] + downs
+    both = [up.both for up in gated if isinstance(up, GatedMatrix)]
+    matrices = [*(linear.matrix for linear in maps), *both, *downs]
     assert all(isinstance(matrix, Int8Matrix) for matrix in matrices)
+    assert first.mlp.shared_gate is not None
     assert isinstance(first.mlp.shared_gate.matrix, PlainMatrix)
     assert first.mlp.router.weight.dtype == torch.float32
     latent = stages["deepseek-v2"].layers.each[0].attention

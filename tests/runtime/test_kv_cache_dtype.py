@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,9 +110,12 @@ def test_torch_is_what_computes_where_it_is_asked_for(
     folder = save("llama3", tmp_path)
     called = []
     compute = attention_torch.paged_attention
-    monkeypatch.setattr(
-        attention_torch, "paged_attention", lambda *given: called.append(1) or compute(*given)
-    )
+
+    def counted(*given: Any) -> torch.Tensor:
+        called.append(1)
+        return compute(*given)
+
+    monkeypatch.setattr(attention_torch, "paged_attention", counted)
     pipeline = Pipeline(folder, attention_backend="torch")
     pipeline.add(1, [5, 6, 7])
     pipeline.run([pipeline.row(1, 3)])

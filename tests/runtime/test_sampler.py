@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from gllm.kernels.sampling import SamplingPlan, sample
 from gllm.messages import Register, Sampling
 from gllm.runtime import sampler
 from gllm.runtime.sampler import Drawn, SampledRows, draw, plan_rows, results
-from gllm.runtime.sampling_state import SamplingState, states_of
+from gllm.runtime.sampling_state import SamplingState, edit_logits, states_of
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
@@ -81,9 +82,9 @@ def test_everything_forbidden_is_an_error_of_the_row(spec: Sampling) -> None:
 
 def test_an_exception_ends_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rows are drawn once more, from the logits as they were before they were edited."""
-    kernel = sampler.sample
+    kernel = sample
 
-    def breaks(logits: torch.Tensor, plan: sampler.SamplingPlan) -> torch.Tensor:
+    def breaks(logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
         if (logits[:, 0] == 7).any():
             raise RuntimeError("no luck")
         return kernel(logits, plan)
@@ -136,7 +137,7 @@ def test_bias_and_bans_and_penalties_come_in_their_order() -> None:
     spec = Sampling(**GREEDY, logit_bias={2: -4.0}, repetition_penalty=2.0, bad_words=((1,),))
     state = state_of(spec, prompt=(2, 0))
     edited = logits.clone()
-    sampler.edit_logits(edited, [state], [0], [0])
+    edit_logits(edited, [state], [0], [0])
     assert edited.tolist() == [[0.5, -math.inf, -2.0, 0.5]]
 
 
@@ -222,6 +223,7 @@ def test_what_is_told_is_of_the_raw_logits() -> None:
     spec = Sampling(temperature=0.3, allowed=(11, 12), logit_bias={11: 50.0}, logprobs=3)
     got = drawn(logits, [spec], [0])
     entry = got.logprobs[0].drawn
+    assert entry is not None
     wanted = logits[0].double().log_softmax(-1)
     assert (got.tokens, entry.token) == ([11], 11)
     assert entry.logprob == pytest.approx(wanted[11].item(), abs=1e-5)
@@ -230,4 +232,5 @@ def test_what_is_told_is_of_the_raw_logits() -> None:
     assert entry.top_logprobs == pytest.approx(wanted.sort(descending=True)[0][:3].tolist())
     assert got.logprobs[0].prompt == []
     none = drawn(logits, [Sampling(logprobs=0)], [0]).logprobs[0].drawn
+    assert none is not None
     assert (none.top_ids, none.top_logprobs) == ([], [])

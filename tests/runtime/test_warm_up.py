@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from array import array
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ class Steps:
         planned = []
         for start, tokens, sampling in sorted(rows, key=lambda row: row[1]):
             self._count += 1
-            seq, prompt = self._count, array("q", [1] * (start + tokens))
+            seq, prompt = self._count, [1] * (start + tokens)
             self._executor.register(Register(seq, len(prompt), prompt, sampling))
             blocks = [block % NUM_BLOCKS for block in range(-(-len(prompt) // BLOCK_SIZE))]
             planned.append(Row(seq, 0, start, tokens, blocks, [], True))

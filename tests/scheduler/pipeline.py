@@ -13,6 +13,7 @@ fails.
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.mirror import Followed, Mirror
@@ -123,7 +124,8 @@ class Pipeline:
 
     def __init__(self, config: SchedulerConfig, forces: bool = False) -> None:
         """`forces`: some tokens that are drawn force those that follow."""
-        self.config = config
+        self.config: Any = config
+        """Resolved: its limits are numbers."""
         self.forces = forces
         self.forced: dict[tuple[int, int], tuple[int, ...]] = {}
         """By step and sequence, what comes with the token drawn."""

@@ -158,7 +158,7 @@ def test_queue_seconds_end_with_the_first_chunk() -> None:
     pipe = pipeline(max_num_seqs=1, lookahead=False)
     pipe.add(Request(0, prompt(20), 3))
     pipe.add(Request(1, prompt(20, mark=2), 1))
-    firsts = {}
+    firsts: dict[int, float] = {}
     while pipe.alive:
         if pipe.schedule() is None:
             firsts.update((first.seq, first.queue_seconds) for first in pipe.commit().firsts)

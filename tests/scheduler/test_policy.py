@@ -1,6 +1,7 @@
 """The policies' equations, number by number."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from gllm.scheduler.policy import Load
 from gllm.scheduler.work import pairs
 
 
-def resolved(stages: int = 4, **options: float) -> SchedulerConfig:
+def resolved(stages: int = 4, **options: Any) -> SchedulerConfig:
     return SchedulerConfig(**options).resolve(stages, 1000, 1000)
 
 
@@ -135,6 +136,6 @@ def test_auto_is_sarathi_at_one_stage_and_throttle_at_more() -> None:
         ({"policy": "best"}, "policy"),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(options: dict[str, float], name: str) -> None:
+def test_values_out_of_range_are_refused_by_name(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         SchedulerConfig(**options)

@@ -1,6 +1,7 @@
 """The online fit, and the policy that weighs by it."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -82,7 +83,8 @@ def test_work_of_a_plan() -> None:
 
 
 def load(**values: float) -> Load:
-    return Load(**dict.fromkeys(Load._fields, 0) | {"kv_free": 1.0} | values)
+    fields: dict[str, Any] = {**dict.fromkeys(Load._fields, 0), "kv_free": 1.0, **values}
+    return Load(**fields)
 
 
 def learnt() -> Balance:

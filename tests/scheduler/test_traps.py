@@ -1,5 +1,7 @@
 """Loads that are known to hang, starve or leak in systems of this kind, one by one."""
 
+from typing import Any
+
 import pytest
 
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
@@ -16,7 +18,7 @@ def prompt(tokens: int, mark: int = 1) -> list[int]:
 
 
 def pipeline(
-    stages: int, num_blocks: int, max_model_len: int, policy: str = "throttle", **options: int
+    stages: int, num_blocks: int, max_model_len: int, policy: str = "throttle", **options: Any
 ) -> Pipeline:
     config = SchedulerConfig(policy=policy, **options)
     return Pipeline(config.resolve(stages, num_blocks, max_model_len))

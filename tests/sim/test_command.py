@@ -87,6 +87,7 @@ def test_a_profile_predicts_and_is_compared(
 def test_bad_flags_are_told_with_the_fix(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    status: str | int | None
     try:
         status = main([*SMALL, *flags])
     except SystemExit as end:  # argparse's own way out

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import hypot
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,10 +222,15 @@ def test_the_cache_is_what_the_fullest_stage_leaves() -> None:
         ({"max_model_len": 10**7}, "max_model_len 10000000 needs .*lower --max-model-len"),
     ],
 )
-def test_what_cannot_be_deployed_says_why(options: dict[str, object], message: str) -> None:
-    known = {"model": "qwen2.5-14b", "device": "L20", "stages": 4, "max_model_len": 8192}
+def test_what_cannot_be_deployed_says_why(options: dict[str, Any], message: str) -> None:
+    known: dict[str, Any] = {
+        "model": "qwen2.5-14b",
+        "device": "L20",
+        "stages": 4,
+        "max_model_len": 8192,
+    }
     with pytest.raises(ValueError, match=message):
-        roofline(**{**known, **options})
+        roofline(**known | options)
 
 
 # Against measurements.

@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import accumulate, pairwise
 from math import inf, nan
 from statistics import fmean, median, pstdev
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -250,9 +251,10 @@ def test_the_rate_changes_when_but_not_what() -> None:
         ({"arrivals": "replay", "workload": "azure-code", "time_scale": -1}, "time_scale is -1"),
     ],
 )
-def test_bad_input_is_refused_with_the_fix(options: dict[str, object], message: str) -> None:
+def test_bad_input_is_refused_with_the_fix(options: dict[str, Any], message: str) -> None:
+    known: dict[str, Any] = {"workload": "fixed:8,8", "count": 5}
     with pytest.raises(ValueError, match=message):
-        make_jobs(**{"workload": "fixed:8,8", "count": 5, **options})
+        make_jobs(**known | options)
 
 
 # Requests.

@@ -1,6 +1,7 @@
 """Chats are rendered as transformers renders them, and nothing a client sends breaks out."""
 
 import json
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -119,7 +120,7 @@ def test_developer_is_system_unless_the_template_knows_it():
     assert chat == [{"role": "developer", "content": "x"}]
 
 
-BAD_MESSAGES = [
+BAD_MESSAGES: list[Any] = [
     None,
     [],
     {},
@@ -207,7 +208,7 @@ NAMED_TOKENS = (
     "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ image_token }}|{{ boi }}|{{ audio_token }}"
 )
 OBJECT = {"content": "<s>", "lstrip": False, "normalized": False, "rstrip": False}
-SETTINGS = {
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "map alone": ({}, {"bos_token": "<s>", "eos_token": OBJECT | {"content": "</s>"}}),
     "map over configuration": ({"bos_token": "<old>", "pad_token": "<p>"}, {"bos_token": OBJECT}),
     "map ignored": (

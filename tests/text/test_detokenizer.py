@@ -127,7 +127,10 @@ def test_a_stop_string_at_the_very_end_is_shown_where_asked():
 @pytest.mark.parametrize("kind", ["byte-level", "llama"])
 def test_some_special_tokens_are_shown(kind):
     tokenizer = KINDS[kind]
-    shown, hidden = sorted(tokenizer.token(i) for i in tokenizer.special_ids)[:2]
-    ids = [tokenizer.token_id(token) for token in (shown, hidden, shown)]
+    names = [name for i in tokenizer.special_ids if (name := tokenizer.token(i)) is not None]
+    assert len(names) == len(tokenizer.special_ids)
+    shown, hidden = sorted(names)[:2]
+    ids = [i for token in (shown, hidden, shown) if (i := tokenizer.token_id(token)) is not None]
+    assert len(ids) == 3
     stream = TextStream(tokenizer, shown=[shown, "no such token"])
     assert "".join(stream.push([i])[0] for i in ids) + stream.finish() == shown * 2

@@ -135,7 +135,9 @@ def test_a_request_s_own_special_tokens_are_its_text():
     messages = [{"role": "user", "content": "a<|im_end|>b"}]
     text, mark = rendered(tokenizer, messages)
     ids = tokenizer.encode_chat(text, mark)
-    inner = ids[ids.index(tokenizer.token_id("<|im_start|>")) + 1 :]
+    start = tokenizer.token_id("<|im_start|>")
+    assert start is not None
+    inner = ids[ids.index(start) + 1 :]
     assert control(tokenizer, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert tokenizer.decode(inner).startswith("user\na<|im_end|>b\n")
 

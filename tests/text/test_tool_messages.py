@@ -1,5 +1,7 @@
 """Chats with tools come out of templates as transformers renders them, however they write calls."""
 
+from typing import Any
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +46,7 @@ def chat(arguments, content=None):
     ]
 
 
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "é"}}]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "description": "é"}}]
 
 
 @pytest.mark.parametrize("content", [None, "", "See:"])
@@ -129,7 +131,8 @@ def test_bad_messages(messages):
 
 
 def test_empty_arguments_are_an_empty_object():
-    for given in ("", None, "{}", {}):
+    empty: list[Any] = ["", None, "{}", {}]
+    for given in empty:
         assert "call {}." in ChatTemplate(AS_TEXT, {}).render(chat(given))
 
 
@@ -168,13 +171,14 @@ def test_a_template_in_place_of_the_models(tmp_path):
 
 def test_continued_messages():
     trims = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}"
-    hello = {"role": "user", "content": "Hi"}
+    hello: dict[str, Any] = {"role": "user", "content": "Hi"}
+    messages: list[Any]
     for content in ("So it", "So it ", [{"type": "text", "text": "So it "}]):
         text = content if isinstance(content, str) else "So it "
         messages = [hello, {"role": "assistant", "content": content}]
         rendered = ChatTemplate(trims, {}).render(messages, False, continue_final=True)
         assert rendered == f"<user>Hi</s>\n<assistant>{text}"
-    for messages in ([hello], chat("{}")[:2]):
+    for messages in [[hello], chat("{}")[:2]]:
         with pytest.raises(FieldError) as caught:
             ChatTemplate(trims, {}).render(messages, False, continue_final=True)
         assert caught.value.param == "continue_final_message"

@@ -1,5 +1,7 @@
 """Tools and the choice among them: what is taken, as what, and what is refused by name."""
 
+from typing import Any
+
 import pytest
 
 from gllm.config import FieldError
@@ -68,7 +70,8 @@ def test_choices(choice, found):
 
 
 def test_no_tools():
-    for tools in (None, []):
+    absent: list[Any] = [None, []]
+    for tools in absent:
         for choice in (None, "none", "auto"):
             assert tool_use(tools, choice) == ToolUse()
     assert tool_use(GOOD, "none") == ToolUse()
@@ -76,7 +79,7 @@ def test_no_tools():
 
 def nested(levels):
     """A schema of lists of lists of .."""
-    value = {}
+    value: dict[str, Any] = {}
     for _ in range(levels - 1):
         value = {"items": value}
     return {"properties": {"a": value}}
@@ -140,7 +143,8 @@ def test_a_custom_tool_is_a_function_of_one_string():
     assert made["type"] == "function"
     assert list(made["function"]) == ["name", "description", "parameters"]
     assert use.schemas["c"]["properties"] == {"input": {"type": "string", "pattern": "^(?:a|b)$"}}
-    assert (use.named, use.custom) == ("c", {"c"})
+    assert use.named == "c"
+    assert use.custom == {"c"}
     assert tool_use([custom("c", format={"type": "text"})], None).schemas["c"]["required"]
 
 
@@ -164,7 +168,8 @@ def test_the_older_functions():
         with pytest.raises(FieldError) as caught:
             function_use(functions, bad)
         assert caught.value.param == "function_call"
-    for bad in (7, ["f"], [{"name": "a b"}], [functions[0]] * 2):
+    several: list[Any] = [7, ["f"], [{"name": "a b"}], [functions[0]] * 2]
+    for listed in several:
         with pytest.raises(FieldError) as caught:
-            function_use(bad, "auto")
+            function_use(listed, "auto")
         assert caught.value.param == "functions"

@@ -3,6 +3,7 @@
 import queue
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,8 @@ def test_a_copy_that_fails_is_reported(edge: Edge) -> None:
             def synchronize(self) -> None:
                 raise RuntimeError("an illegal memory access was encountered")
 
-        sender._sent.put((0, 4, Lost()))
+        lost: Any = Lost()
+        sender._sent.put((0, 4, lost))
         assert "illegal memory" in str(reported.get(timeout=60))
         assert queues.bound == {"host-staging"}
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def received(seed: int, ignored: str = "", checks: bool = True) -> tuple[list[fl
     with closing(edge), FakeQueues(seed, ignored, checks, eagerness=seed % 3 * 0.3) as queues:
         here, there, wire = queues.stream(), queues.stream(), FakeWire(queues)
         ends = edge.descriptors, SHAPE, torch.float32, queues
-        common = {"make": lambda store, rank: wire, "in_background": False}
+        common: dict[str, Any] = {"make": lambda store, rank: wire, "in_background": False}
         sender = NcclSender(*ends, here, **common)
         receiver = NcclReceiver(*ends, there, **common)
         hidden, done = queues.zeros((8, 5), torch.float32), queues.event()
@@ -175,7 +176,7 @@ class DirectQueues:
         return torch.zeros(*shape, dtype=dtype)
 
 
-def gloo(store: distributed.Store, rank: int) -> nccl.Group:
+def gloo(store: Any, rank: int) -> Any:
     return distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
 
 
@@ -211,7 +212,7 @@ def test_two_ends_meet_and_failed_steps_need_no_transfer(edge: Edge) -> None:
                 with pytest.raises(StepFailed, match=f"step {step} is lost"):
                     receiver.receive(step, len(hidden))
                 continue
-            thread = beside(lambda step=step, hidden=hidden: sender.send(step, hidden))
+            thread = beside(partial(sender.send, step, hidden))
             assert torch.equal(receiver.receive(step, len(hidden)), hidden)
             thread.join(60)
         sender.fail(7, "of another plan")
@@ -260,7 +261,8 @@ class Watched(Watch):
     """A watch whose transfers are their own events, and what it reported."""
 
     def __init__(self) -> None:
-        self.group, self.faults = Aborted(), []
+        self.group = Aborted()
+        self.faults: list[BaseException] = []
         super().__init__(self.group, 10.0, self.faults.append)  # type: ignore[arg-type]
 
     def follow(self, step: int, transfer: FakeTransfer, now: float) -> None:
@@ -337,7 +339,7 @@ def test_a_host_that_waits_sleeps_longer_from_look_to_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(nccl.time, "sleep", pauses.append)
+    monkeypatch.setattr("gllm.transport.nccl.time.sleep", pauses.append)
     assert nccl.wait_until(lambda: len(pauses) == 20)
     assert pauses[1] == 2 * pauses[0]
     assert pauses[-1] == nccl.LONGEST_PAUSE
@@ -348,7 +350,7 @@ def test_ends_wait_for_each_other_before_nccl_does(edge: Edge) -> None:
     there: list[int] = []
 
     def come(rank: int) -> Any:
-        def make(store: distributed.Store, rank: int) -> Any:
+        def make(store: Any, rank: int) -> Any:
             nccl.wait_for_peer(store, rank)
             there.append(rank)
 

@@ -146,8 +146,8 @@ class Case:
     def expected(self, scores: Scores, window: int | None = None) -> Tensor:
         plan = plan_attention(self.paged, torch.float32, window)
         assert plan.gathers is not None
-        caches = (cache.to(torch.float32) for cache in self.caches)
-        return reference.paged_attention(self.query.float(), *caches, plan, scores)
+        keys, values = (cache.to(torch.float32) for cache in self.caches)
+        return reference.paged_attention(self.query.float(), keys, values, plan, scores)
 
     def plan(self, window: int | None = None) -> AttentionPlan:
         """As for a device."""

@@ -101,8 +101,9 @@ def test_rows_may_be_apart() -> None:
 
 
 def test_an_activation_without_a_kernel_is_refused() -> None:
+    x, experts, weights, up, down = made(0, 1, (1, 1, 2, 2))
     with pytest.raises(ValueError, match="no kernel for the activation 'swish'"):
-        gpu.run_experts(*made(0, 1, (1, 1, 2, 2)), "swish")
+        gpu.run_experts(x, experts, weights, up, down, "swish")
 
 
 def eights(

@@ -1,5 +1,7 @@
 """Products by weights in 8-bit floats against floats."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,7 +86,7 @@ def test_inputs_are_cut_into_parts(
     asked: list[tuple[int, ...]] = []
     empty = torch.empty
 
-    def poisoned(*size: int, **more: object) -> torch.Tensor:
+    def poisoned(*size: int, **more: Any) -> torch.Tensor:
         asked.append(size)
         made = empty(*size, **more)
         return made.fill_(torch.nan) if made.is_floating_point() else made

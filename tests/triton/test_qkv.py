@@ -28,6 +28,9 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "library", lambda: None)
 
 
+Cache = tuple[Tensor, Tensor]
+
+
 def random(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -45,10 +48,11 @@ def close(actual: Tensor, wanted: Tensor) -> None:
     assert (actual.to(torch.float64) - wanted).abs().le(limit).all()
 
 
-def empty_cache(slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def empty_cache(slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Cache:
     """Keys and values, blocks of two slots, full of what is no number."""
     shape = (-(-slots // 2), 2, kv_heads, head_dim)
-    return tuple(torch.full(shape, torch.nan).to(dtype) for _ in "kv")
+    keys = torch.full(shape, torch.nan).to(dtype)
+    return keys, keys.clone()
 
 
 @settings(max_examples=40, deadline=None)
@@ -78,7 +82,7 @@ def test_matches_the_reference(
     if norm is not None:
         kind = dtype if norm == "same" else torch.float32
         scales = [random(seed + i, kind, head_dim) for i in (2, 3)]
-    how = Heads(heads, kv_heads, interleaved, *scales, 1e-5)
+    how = Heads(heads, kv_heads, interleaved, scales[0], scales[1], 1e-5)
     slots = torch.randperm(2 * tokens + 1, generator=torch.Generator().manual_seed(seed))[:tokens]
     wanted_cache = empty_cache(2 * tokens + 1, kv_heads, head_dim, dtype)
     wanted = operation(fused.clone(), how, angles, wanted_cache, slots)

@@ -132,7 +132,7 @@ async def test_search(user: User, tmp_path: Path) -> None:
         "Numbers": [("One?", "Two.\n\n" * 60), ("Three?", "Four.\n\n" * 60)],
     }
     for title, turns in chats.items():
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": role, "content": text}
             for turn in turns
             for role, text in zip(("user", "assistant"), turn, strict=True)

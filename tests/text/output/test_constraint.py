@@ -1,5 +1,7 @@
 """A grammar lets through what a family's models write, and nothing that is no call."""
 
+from typing import Any
+
 import pytest
 from tokenizers import AddedToken
 
@@ -58,14 +60,15 @@ def test_calls_and_nothing_else(name, write, spelled):
     made = judge(name, write, tokenizer)
     assert made.takes(write(GOOD))
     assert made.takes(write([*GOOD, ("now", {}), *GOOD])) == (name != "llama3")
-    for calls in (
+    wrong: tuple[list[tuple[str, dict[str, Any]]], ...] = (
         [("unknown", {})],
         [("get_weather", {"city": "x"})],
         [("get_weather", {"city": "x", "days": [], "more": 1})],
         [("now", {"more": 1})],
         [("get_weather", {"city": "x", "days": ["y"]})],
         [("get_weather", {"city": "x", "unit": "k", "days": []})],
-    ):
+    )
+    for calls in wrong:
         assert not made.takes(write(calls))
     assert not made.takes("Hello")
     assert not made.takes(f"Hello {write(GOOD)}")

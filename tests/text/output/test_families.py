@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -50,7 +51,10 @@ def said(message):
     return message.reasoning, message.content, calls
 
 
-CALLS = [("f", {"a": 'x "y"\n<z> ü', "n": 7}), ("get_weather", {"unit": "c", "days": [1, {}]})]
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("f", {"a": 'x "y"\n<z> ü', "n": 7}),
+    ("get_weather", {"unit": "c", "days": [1, {}]}),
+]
 
 
 @pytest.mark.parametrize(("name", "write"), FORMATS, ids=IDS)
