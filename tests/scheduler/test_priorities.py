@@ -90,7 +90,7 @@ def test_nobody_gives_way_where_that_would_not_help() -> None:
     assert set(pipe.ended) == {0, 1, 2}
 
 
-@settings(max_examples=25, deadline=None, database=None)
+@settings(max_examples=10, deadline=None, database=None)
 @given(
     policy=st.sampled_from(POLICIES),
     stages=st.integers(1, 4),
