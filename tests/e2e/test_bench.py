@@ -51,7 +51,7 @@ def test_ctrl_c_ends_the_load_with_a_report(tiny_model: Path) -> None:
 
         def served() -> bool:
             with urllib.request.urlopen(server.url + "/metrics") as answer:
-                found = re.findall(rb"^gllm:request_success.* (\d+)", answer.read(), re.M)
+                found = re.findall(rb"^gllm:request_success_total.* (\d+)", answer.read(), re.M)
             return sum(map(int, found)) >= 4
 
         flags = ["--base-url", server.url, "--workload", "fixed:5,2", "--no-progress"]

@@ -147,7 +147,7 @@ def test_a_second_signal_ends_at_once(tiny_model: Path) -> None:
         (["--layers", "1,1"], "layers"),
         (["--max-model-len", "100000"], "context is 512"),
         (["--kv-cache-memory", "64KiB"], "raise --kv-cache-memory"),
-        (["--policy", "throttle", "--kv-threshold", "1.5"], "kv_threshold"),
+        (["--policy", "throttle", "--kv-threshold", "1.5"], "--kv-threshold"),
     ],
 )
 def test_a_configuration_that_cannot_be(tiny_model: Path, flags: list[str], reason: str) -> None:

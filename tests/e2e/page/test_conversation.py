@@ -147,7 +147,7 @@ async def test_a_conversation_that_does_not_fit(user: User, engine: GatedEngine)
     await user.answered()
     notice = await user.last(".notice")
     assert "no longer fits" in notice
-    assert "context is 60 tokens" in notice
+    assert "context length is 60 tokens" in notice
     await user.tab.click(".choices button:nth-child(2)")
     await user.tab.evaluate("document.querySelector('#input').select()")
     await user.tab.type("Hi")
