@@ -4,8 +4,8 @@ Owns the order of events. Knows nothing of the endpoints' own shapes: they give 
 """
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 import msgspec
@@ -26,8 +26,15 @@ MAX_SCORED = 2048
 """Log-probabilities written at once on the event loop; more are written in a thread."""
 
 
-class Writer(Protocol):
-    """How an endpoint writes one answer. The tally counts what was generated so far."""
+class WholeWriter(Protocol):
+    """How an endpoint writes a whole answer. The tally counts what was generated."""
+
+    def whole(self, choices: list[Choice], tally: Tally) -> Json:
+        """The answer to a request that does not stream."""
+
+
+class Writer(WholeWriter, Protocol):
+    """How an endpoint writes one answer, streamed or whole."""
 
     def opening(self, tally: Tally) -> list[Event]:
         """What a stream begins with."""
@@ -41,21 +48,22 @@ class Writer(Protocol):
     def failed(self, error: ApiError) -> list[Event]:
         """What a stream ends with instead."""
 
-    def whole(self, choices: list[Choice], tally: Tally) -> Json:
-        """The answer to a request that does not stream."""
-
 
 async def answer(
     request: web.Request, context: Context, job: Job, writer: Writer
 ) -> web.StreamResponse:
     """Run a job and answer with what it brings."""
-    tally = Tally(sum(map(len, job.prompts)), job.params.n, job.reasoning)
-    request_id = job.fields.request_id or request[REQUEST_ID]
-    made = Run(context.engine, context.metrics, job, request_id, request[ARRIVAL])
-    with closing(made) as run:
-        request[OUTCOME] = Outcome(job.params, bool(job.fields.stream), tally, run.records)
-        if job.fields.stream:
-            return await _stream(request, run, writer, tally)
+    if not job.fields.stream:
+        return await answer_whole(request, context, job, writer)
+    with _running(request, context, job) as (run, tally):
+        return await _stream(request, run, writer, tally)
+
+
+async def answer_whole(
+    request: web.Request, context: Context, job: Job, writer: WholeWriter
+) -> web.Response:
+    """Run a job and answer once all of it is there."""
+    with _running(request, context, job) as (run, tally):
         await run.start()
         choices = await _collect(run, job, tally)
         if num_scored(choices) > MAX_SCORED:
@@ -63,6 +71,17 @@ async def answer(
         else:
             body = msgspec.json.encode(writer.whole(choices, tally))
     return web.Response(body=body, content_type="application/json")
+
+
+@contextmanager
+def _running(request: web.Request, context: Context, job: Job) -> Iterator[tuple[Run, Tally]]:
+    """Run a job within the block; the request's record of it is kept."""
+    tally = Tally(sum(map(len, job.prompts)), job.params.n, job.reasoning)
+    request_id = job.fields.request_id or request[REQUEST_ID]
+    run = Run(context.engine, context.metrics, job, request_id, request[ARRIVAL])
+    with closing(run):
+        request[OUTCOME] = Outcome(job.params, bool(job.fields.stream), tally, run.records)
+        yield run, tally
 
 
 def num_scored(parts: Sequence[Delta] | Sequence[Choice]) -> int:
@@ -76,7 +95,7 @@ def num_scored(parts: Sequence[Delta] | Sequence[Choice]) -> int:
     return sum(scored)
 
 
-def _encode_whole(writer: Writer, choices: list[Choice], tally: Tally) -> bytes:
+def _encode_whole(writer: WholeWriter, choices: list[Choice], tally: Tally) -> bytes:
     return encode_piecewise(writer.whole(choices, tally))
 
 

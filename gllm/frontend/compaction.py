@@ -6,15 +6,12 @@ model's summary of all the rest. The server keeps nothing: the item holds the su
 
 import time
 
-from gllm.engine_api import Delta
 from gllm.frontend.answer import Json
 from gllm.frontend.collect import Choice, Tally
-from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.response_items import compacted
 from gllm.frontend.output import Outputs
 from gllm.frontend.response_writer import usage
 from gllm.frontend.run import Job
-from gllm.frontend.sse import Event
 
 REQUEST = (
     "Summarize the conversation above, so that it can go on without it: facts, decisions, results "
@@ -32,7 +29,7 @@ class CompactionWriter:
         self._name = name
 
     def whole(self, choices: list[Choice], tally: Tally) -> Json:
-        """As of Writer."""
+        """As of WholeWriter."""
         message, _ = self._outputs.whole(choices[0])
         item = {
             "id": f"cmp_{self._name}",
@@ -56,19 +53,3 @@ class CompactionWriter:
             "status": "completed",
             "content": [{"type": "input_text", "text": text}],
         }
-
-    def opening(self, tally: Tally) -> list[Event]:
-        """As of Writer; compactions are not streamed."""
-        raise NotImplementedError
-
-    def delta(self, delta: Delta, tally: Tally) -> list[Event]:
-        """As of Writer; compactions are not streamed."""
-        raise NotImplementedError
-
-    def closing(self, tally: Tally) -> list[Event]:
-        """As of Writer; compactions are not streamed."""
-        raise NotImplementedError
-
-    def failed(self, error: ApiError) -> list[Event]:
-        """As of Writer; compactions are not streamed."""
-        raise NotImplementedError

@@ -5,7 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gllm.frontend.answer import answer
+from gllm.frontend.answer import answer, answer_whole
 from gllm.frontend.chat_job import chat_job, chat_prompt
 from gllm.frontend.compaction import REQUEST, CompactionWriter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
@@ -64,7 +64,7 @@ async def compact(request: web.Request) -> web.StreamResponse:
     with context.admit(), named(NAMES):
         job = await chat_job(context, chat)
         writer = CompactionWriter(job, messages, request[REQUEST_ID])
-        return await answer(request, context, job, writer)
+        return await answer_whole(request, context, job, writer)
 
 
 def _counted(fields: InputTokensFields) -> ChatFields:
