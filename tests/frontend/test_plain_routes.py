@@ -104,7 +104,7 @@ async def test_two_servers_share_no_metrics(server, engine):
     "path", [one.path for one in ENDPOINTS if one.method == "GET" and not one.reason]
 )
 async def test_head_answers_as_get_without_a_body(server, path):
-    url = path.format(name="app.js", model="fake/model")
+    url = path.format(path="app.js", model="fake/model")
     async with server.client.get(url) as response:
         expected, kind = response.status, response.content_type
         await response.read()
