@@ -147,7 +147,8 @@ async def measure_round(
         Median milliseconds of a full decode step: SERVED and one entry for each phase.
     """
     num_old_events = len(made.events)
-    await made.round([Job(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * setting.requests, seed)
+    await made.serve([Job(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * setting.requests, seed)
+    await made.news()
     run = run_of(made.events, warm_ups=True)
     replay = Replay(made.events)
     new_plans = (
@@ -218,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/phases.md"))
     options = parser.parse_args()
     config = EngineConfig.of(

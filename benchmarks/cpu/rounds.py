@@ -71,12 +71,16 @@ class Bench:
     async def round(self, jobs: list[Job], seed: int) -> Round:
         """Serve the jobs, with prompts that no other seed has, and compute the same again."""
         foreign = ForeignCpu()
-        begin = time.perf_counter()
-        await serve_jobs(self._engine, jobs, seed)
-        served = time.perf_counter() - begin
+        served = await self.serve(jobs, seed)
         run = run_of(await self.news())
         seconds = await asyncio.to_thread(self.loops.seconds)
         return Round(jobs, served, run, seconds, foreign.cores())
+
+    async def serve(self, jobs: list[Job], seed: int) -> float:
+        """Serve the jobs; return the seconds that it took."""
+        begin = time.perf_counter()
+        await serve_jobs(self._engine, jobs, seed)
+        return time.perf_counter() - begin
 
     async def news(self) -> list[Event]:
         """The log's start and what was logged since the last call; the loops are fed with it."""
