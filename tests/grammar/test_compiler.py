@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +94,9 @@ async def test_a_process_that_dies_over_a_good_grammar_is_replaced(compiler, num
     await compiler.compile(GOOD)
     first = compiler._process.pid
     os.kill(first, signal.SIGSTOP)
+    status = Path(f"/proc/{first}/stat")
+    while status.read_text().rpartition(")")[2].split()[0] != "T":
+        await asyncio.sleep(0.005)
     waiting = asyncio.create_task(compiler.compile(Source("regex", "innocent")))
     await asyncio.sleep(0.05)
     os.kill(first, number)
