@@ -29,7 +29,7 @@ class CompactionWriter:
         self._name = name
 
     def whole(self, choices: list[Choice], tally: Tally) -> Json:
-        """As of WholeWriter."""
+        """Return the compacted conversation as input items."""
         message, _ = self._outputs.whole(choices[0])
         item = {
             "id": f"cmp_{self._name}",
