@@ -17,7 +17,7 @@ from typing import Any
 
 from gllm.config import check_key
 from gllm.flags import FlagParser, FlagType, number, parse_url
-from gllm.scheduler.options import INT32_MAX
+from gllm.options import INT32_MAX
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = "/clear forgets the conversation, /quit leaves, Ctrl-C stops an answer"

@@ -5,14 +5,13 @@ of models and devices: what depends on them is resolved where they are known.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gllm.field_types import FieldError as FieldError
-from gllm.field_types import convert_fields, convert_values, shortened
+from gllm.field_types import convert_fields, rule_error
 from gllm.flags import add_flags as add_flags
 from gllm.flags import from_flags as from_flags
 from gllm.flags import input_file, output_file, output_folder, parse_layers
@@ -20,11 +19,10 @@ from gllm.flags import parse_bytes as parse_bytes
 from gllm.limits import MAX_LOGPROBS as MAX_LOGPROBS
 from gllm.limits import check_sampling_sizes
 from gllm.logs import FORMATS
+from gllm.options import INT32_MAX as INT32_MAX
+from gllm.options import INT64_MAX, MAX_SECONDS, bounded, option
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.options import INT32_MAX as INT32_MAX
-from gllm.scheduler.options import MAX_SECONDS, check_values, option
 
-INT64_MAX = 2**63 - 1
 MAX_N = 16384
 """Most choices of one request; a server allows fewer (`--max-choices`)."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -118,29 +116,19 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
         convert_fields(self)
-        check_values(self)
         stages = self.pipeline_parallel_size
         if self.layers is not None and len(self.layers) != stages:
             raise ValueError(
                 f"layers {self.layers} has to give at least one layer to each of the "
                 f"{stages} stages (pipeline_parallel_size)"
             )
-        chosen = (
-            *(("dtype", DTYPES), ("quantization", QUANTIZATIONS), ("device", DEVICES)),
-            *(("kv_cache_dtype", KV_CACHE_DTYPES), ("attention_backend", ATTENTION_BACKENDS)),
-        )
-        for name, choices in chosen:
-            if getattr(self, name) not in choices:
-                given = getattr(self, name)
-                raise ValueError(f"{name} is {given!r}, but has to be one of {', '.join(choices)}")
 
     @classmethod
     def of(cls, model: str, **options: Any) -> "EngineConfig":
         """A configuration from flat keywords; those of the scheduler are put where they belong."""
         names = {f.name for f in dataclasses.fields(SchedulerConfig)}
         scheduler = {k: options.pop(k) for k in list(options) if k in names - {"max_model_len"}}
-        converted = convert_values(SchedulerConfig, scheduler)
-        return cls(model=model, scheduler=SchedulerConfig(**converted), **options)
+        return cls(model=model, scheduler=SchedulerConfig(**scheduler), **options)
 
 
 @dataclass(frozen=True)
@@ -165,15 +153,12 @@ class ServerConfig:
     max_body_bytes: int = option(
         8 * 2**20, "largest request body, as 8MiB", ge=1, le=INT64_MAX, parse=parse_bytes
     )
-    api_key: tuple[str, ...] = field(
-        default=(),
-        repr=False,
-        metadata={
-            "help": "a key that clients have to send, any number of times, besides those in "
-            "$GLLM_API_KEY, separated by commas; ps may show it: a file is safer",
-            "repeat": True,
-            "secret": True,
-        },
+    api_key: tuple[str, ...] = option(
+        (),
+        "a key that clients have to send, any number of times, besides those in $GLLM_API_KEY, "
+        "separated by commas; ps may show it: a file is safer",
+        repeat=True,
+        secret=True,
     )
     api_key_file: str | None = option(
         None, "file of such keys, one a line, with # before comments; default: none"
@@ -242,7 +227,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix, and no key."""
-        check_values(self)
+        convert_fields(self)
         for number, key in enumerate(self.api_key, 1):
             check_key(key, f"api_key {number}")
         for origin in self.allowed_origins:
@@ -313,26 +298,26 @@ class SamplingParams:
     number is refused, and so is NaN. One string stands for a sequence of it; None for an empty one.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    seed: int | None = None
-    n: int = 1
-    max_tokens: int | None = None
-    min_tokens: int = 0
+    temperature: float = bounded(1.0, ge=0, le=2)
+    top_p: float = bounded(1.0, gt=0, le=1)
+    top_k: int = bounded(-1, ge=-1, le=INT32_MAX)
+    min_p: float = bounded(0.0, ge=0, le=1)
+    seed: int | None = bounded(None, ge=-(2**63), le=INT64_MAX)
+    n: int = bounded(1, ge=1, le=MAX_N)
+    max_tokens: int | None = bounded(None, ge=1, le=INT32_MAX)
+    min_tokens: int = bounded(0, ge=0, le=INT32_MAX)
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = bounded((), ge=0, le=INT32_MAX)
     ignore_eos: bool = False
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    repetition_penalty: float = bounded(1.0, gt=0)
+    presence_penalty: float = bounded(0.0, ge=-2, le=2)
+    frequency_penalty: float = bounded(0.0, ge=-2, le=2)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = bounded(None, ge=0, le=INT32_MAX)
     bad_words: tuple[str, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
+    logprobs: int | None = bounded(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = bounded(None, ge=0, le=MAX_LOGPROBS)
+    truncate_prompt_tokens: int | None = bounded(None, ge=-1, le=INT32_MAX)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     shown_tokens: tuple[str, ...] = ()
@@ -342,47 +327,25 @@ class SamplingParams:
         """Raises FieldError for a value of another type or out of its range."""
         convert_fields(self)
         check_sampling_sizes(self)
-        self._check("temperature", 0 <= self.temperature <= 2, "in [0, 2]")
-        self._check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
-        self._check("top_k", self.top_k in (-1, 0) or 1 <= self.top_k <= INT32_MAX, "-1, 0 or >= 1")
-        self._check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
-        seed = self.seed
-        self._check("seed", seed is None or -(2**63) <= seed < 2**63, "a 64-bit signed integer")
-        self._check("n", 1 <= self.n <= MAX_N, f"in 1..{MAX_N}")
-        limit = self.max_tokens
-        self._check("max_tokens", limit is None or 1 <= limit <= INT32_MAX, ">= 1 and below 2^31")
-        top = INT32_MAX if limit is None else limit
-        self._check("min_tokens", 0 <= self.min_tokens <= top, "in 0..max_tokens")
-        free = self.structured is None or not self.min_tokens
-        self._check("min_tokens", free, "0 with structured output, which ends by its own rules")
+        if self.min_tokens:
+            limit = self.max_tokens
+            self._check("min_tokens", limit is None or self.min_tokens <= limit, "in 0..max_tokens")
+            rule = "0 with structured output, which ends by its own rules"
+            self._check("min_tokens", self.structured is None, rule)
         self._check("stop", all(self.stop), "non-empty strings")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            ids_fit = all(0 <= i <= INT32_MAX for i in getattr(self, name) or ())
-            self._check(name, ids_fit, "token ids, 0 or above")
-        self._check_edits()
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            self._check(name, count is None or 0 <= count <= MAX_LOGPROBS, f"in 0..{MAX_LOGPROBS}")
-        kept = self.truncate_prompt_tokens
-        good = kept is None or kept == -1 or 1 <= kept <= INT32_MAX
-        self._check("truncate_prompt_tokens", good, "-1 or >= 1")
-
-    def _check_edits(self) -> None:
-        """What changes logits. That ids are in the vocabulary is for the model to say."""
-        repetition = self.repetition_penalty
-        self._check("repetition_penalty", 0 < repetition < math.inf, "above 0 and finite")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]")
-        biases_fit = all(-100 <= bias <= 100 for bias in self.logit_bias.values())
-        self._check("logit_bias", biases_fit, "token ids with values in [-100, 100]")
-        allowed = self.allowed_token_ids
-        self._check("allowed_token_ids", allowed is None or bool(allowed), "None or some token ids")
         self._check("bad_words", all(self.bad_words), "non-empty strings")
+        if self.logit_bias:
+            ids_fit = all(0 <= i <= INT32_MAX for i in self.logit_bias)
+            self._check("logit_bias", ids_fit, "token ids, 0 or above")
+            biases_fit = all(-100 <= bias <= 100 for bias in self.logit_bias.values())
+            self._check("logit_bias", biases_fit, "token ids with values in [-100, 100]")
+        # That ids are in the vocabulary is for the model to say.
+        self._check("allowed_token_ids", self.allowed_token_ids != (), "None or some token ids")
+        self._check("truncate_prompt_tokens", self.truncate_prompt_tokens != 0, "-1 or >= 1")
 
     def _check(self, name: str, good: bool, rule: str) -> None:
         if not good:
-            given = shortened(getattr(self, name))
-            raise FieldError(name, f"{name} is {given}, but has to be {rule}")
+            raise rule_error(name, getattr(self, name), rule)
 
 
 def check_key(key: str, origin: str) -> None:

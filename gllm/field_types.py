@@ -1,8 +1,8 @@
-"""Conversion of values that a caller passes to the types of the fields that receive them.
+"""Check the values of dataclass fields: convert them to the fields' types, refuse the others.
 
-Converts equivalent types, numpy's numbers and arrays among them, and refuses the others by the
-field's name. A converted value has exactly the annotated type, so that it can be encoded as a
-message. Ranges are checked by the owner of the field.
+Converts equivalent types, numpy's numbers and arrays among them. A converted value has exactly the
+annotated type, so that it can be encoded as a message. Ranges and choices are those that
+`gllm.options` declares; the owner of the fields checks what depends on several of them.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
+
+from gllm.options import Range, describe, number_kind
 
 Converter = Callable[[str, Any], Any]
 
@@ -26,28 +28,18 @@ class FieldError(ValueError):
 
 
 def convert_fields(instance: Any) -> None:
-    """Convert the fields of a dataclass in place, frozen ones too. Raises FieldError."""
+    """Convert the fields of a dataclass in place, frozen ones too, and check their ranges.
+
+    Raises FieldError.
+    """
     config: type = type(instance)
-    exact = _exact_types(config)
-    for name, convert in _converters(config).items():
+    for name, default, convert in _field_converters(config):
         value = getattr(instance, name)
-        if type(value) in exact[name]:
+        if value is default:
             continue
         converted = convert(name, value)
         if converted is not value:
             object.__setattr__(instance, name, converted)
-
-
-def convert_values(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert keyword arguments of a dataclass; unknown names stay as they are.
-
-    Raises FieldError.
-    """
-    converters = _converters(config)
-    return {
-        name: converters[name](name, value) if name in converters else value
-        for name, value in values.items()
-    }
 
 
 def to_int(name: str, value: Any) -> int:
@@ -136,18 +128,73 @@ def _to_bias(name: str, values: Any) -> dict[int, float]:
 
 
 @cache
-def _converters(config: type) -> dict[str, Converter]:
-    """Return the converter of each field of a dataclass, by its annotation."""
+def _field_converters(config: type) -> tuple[tuple[str, Any, Converter], ...]:
+    """Return each field's name, the object that needs no conversion, and the field's converter.
+
+    That object is the field's default, if converting it changes nothing.
+    """
     hints = typing.get_type_hints(config)
-    return {field.name: _converter(hints[field.name]) for field in dataclasses.fields(config)}
+    fields = []
+    for spec in dataclasses.fields(config):
+        convert = _field_converter(spec, hints[spec.name])
+        default: Any = spec.default
+        if default is not dataclasses.MISSING and convert(spec.name, default) is not default:
+            default = dataclasses.MISSING
+        fields.append((spec.name, default, convert))
+    return tuple(fields)
 
 
-@cache
-def _exact_types(config: type) -> dict[str, frozenset[type]]:
-    """Return the types of each field whose values need no conversion."""
-    scalars = {int, float, bool, type(None)}
-    hints = typing.get_type_hints(config)
-    return {name: frozenset(scalars.intersection(_members(hint))) for name, hint in hints.items()}
+def _field_converter(spec: "dataclasses.Field[Any]", hint: Any) -> Converter:
+    """Return what converts and checks the values of a field."""
+    convert = _converter(hint)
+    if "range" in spec.metadata:
+        convert = _with_range(convert, number_kind(hint) or float, spec.metadata["range"])
+    if "choices" in spec.metadata:
+        convert = _with_choices(convert, spec.metadata["choices"])
+    return _without_value(convert) if spec.metadata.get("secret") else convert
+
+
+def _with_range(convert: Converter, kind: type, allowed: Range) -> Converter:
+    """Return a converter that refuses numbers, or tuples of numbers, out of a range."""
+
+    def check(name: str, value: Any) -> Any:
+        number = convert(name, value)
+        if isinstance(number, tuple):
+            # The ends stand for all integers; NaN among floats has no place in an order.
+            numbers = {min(number), max(number)} if number and kind is int else number
+            fits = all(one in allowed for one in numbers)
+        else:
+            fits = number is None or number in allowed
+        if not fits:
+            raise rule_error(name, number, describe(kind, allowed))
+        return number
+
+    return check
+
+
+def _with_choices(convert: Converter, choices: tuple[str, ...]) -> Converter:
+    """Return a converter that refuses all but some strings."""
+
+    def check(name: str, value: Any) -> Any:
+        choice = convert(name, value)
+        if choice not in choices:
+            raise rule_error(name, choice, f"one of {', '.join(choices)}")
+        return choice
+
+    return check
+
+
+def _without_value(convert: Converter) -> Converter:
+    """Return a converter whose errors do not show the value."""
+
+    def check(name: str, value: Any) -> Any:
+        try:
+            return convert(name, value)
+        except FieldError as error:
+            message = f"{name} has a value that it cannot hold, not shown because it is secret"
+            raise FieldError(error.param, message) from None
+
+    return check
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
@@ -161,6 +208,7 @@ SIMPLE: dict[Any, Converter] = {
     bool: to_bool,
     str: to_str,
     tuple[int, ...]: to_ints,
+    tuple[float, ...]: lambda name, values: _to_tuple(to_float, name, values),
     tuple[str, ...]: lambda name, values: _to_tuple(to_str, name, values),
     Mapping[int, float]: _to_bias,
 }
@@ -191,6 +239,11 @@ def _type_error(name: str, value: Any, rule: str) -> FieldError:
     param = name.partition("[")[0].partition("'")[0]
     kind = type(value).__name__
     return FieldError(param, f"{name} is {shortened(value)} ({kind}), but has to be {rule}")
+
+
+def rule_error(name: str, value: Any, rule: str) -> FieldError:
+    """Return the error of a field whose value breaks a rule, as `in [0, 2]`."""
+    return FieldError(name, f"{name} is {shortened(value)}, but has to be {rule}")
 
 
 def shortened(value: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gllm.scheduler.options import Range, describe, number_kind
+from gllm.options import Range, describe, number_kind
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -116,7 +116,9 @@ def check_lengths(param: str, strings: Iterable[str], largest: int) -> None:
 def check_sampling_sizes(params: object) -> None:
     """Raise FieldError if a field of SamplingParams is larger than its limit."""
     for name, (count, length) in SAMPLING_SIZES.items():
-        values = getattr(params, name) or ()
+        values = getattr(params, name)
+        if not values:
+            continue
         check_size(name, values, count)
         if length is not None:
             check_lengths(name, values, length)

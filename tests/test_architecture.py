@@ -16,19 +16,24 @@ MODULES = sorted(
 STANDARD = sys.stdlib_module_names
 
 ALLOWED: dict[str, set[str]] = {
-    "gllm.scheduler": {"gllm.scheduler"},
+    "gllm.options": set(),
+    "gllm.field_types": {"gllm.options"},
+    "gllm.scheduler": {"gllm.field_types", "gllm.options", "gllm.scheduler"},
     "gllm.metrics": set(),
     "gllm.logs": set(),
     "gllm.bubbles": {"gllm.scheduler"},
-    "gllm.field_types": set(),
     "gllm.limits": {"gllm.field_types"},
-    "gllm.config": {"gllm.field_types", "gllm.flags", "gllm.limits", "gllm.logs", "gllm.scheduler"},
-    "gllm.flags": {"gllm.scheduler", "yaml"},
+    "gllm.config": {
+        *("gllm.field_types", "gllm.flags", "gllm.limits", "gllm.logs", "gllm.options"),
+        "gllm.scheduler",
+    },
+    "gllm.flags": {"gllm.options", "yaml"},
     "gllm.messages": {"gllm.scheduler", "msgspec"},
     "gllm.step_log": {"gllm.scheduler", "msgspec"},
     "gllm.sim": {
-        *("gllm.bubbles", "gllm.config", "gllm.flags", "gllm.metrics", "gllm.scheduler"),
-        *("gllm.sim", "gllm.step_log", "matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
+        *("gllm.bubbles", "gllm.config", "gllm.field_types", "gllm.flags", "gllm.metrics"),
+        *("gllm.options", "gllm.scheduler", "gllm.sim", "gllm.step_log"),
+        *("matplotlib", "msgspec", "numpy", "sklearn", "tqdm"),
     },
     "gllm.kernels": {"flash_attn", "gllm.kernels", "numpy", "torch", "triton"},
     "gllm.models": {
@@ -100,7 +105,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "gllm.experiments": {
         *("gllm.config", "gllm.engine", "gllm.experiments", "gllm.models", "gllm.scheduler"),
-        *("gllm.flags", "gllm.sim", "gllm.step_log", "tqdm"),
+        *("gllm.flags", "gllm.options", "gllm.sim", "gllm.step_log", "tqdm"),
     },
     "gllm.bench": {
         *(
@@ -109,11 +114,13 @@ ALLOWED: dict[str, set[str]] = {
             "gllm.config",
             "gllm.engine",
             "gllm.experiments",
+            "gllm.field_types",
             "gllm.metrics",
+            "gllm.options",
         ),
         *("gllm.scheduler", "gllm.sim", "aiohttp", "matplotlib", "msgspec", "tqdm", "uvloop"),
     },
-    "gllm.chat": {"gllm.config", "gllm.flags", "gllm.scheduler"},
+    "gllm.chat": {"gllm.config", "gllm.flags", "gllm.options"},
     "gllm.top": {"gllm.config", "gllm.flags", "gllm.top", "prometheus_client"},
     "gllm.cli": {"gllm"},
 }

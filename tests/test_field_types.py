@@ -12,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.config import EngineConfig, FieldError, SamplingParams, StructuredOutput
+from gllm.bench.options import ServeConfig
+from gllm.config import EngineConfig, FieldError, SamplingParams, ServerConfig, StructuredOutput
 from gllm.engine import Engine
 from gllm.field_types import shortened
 from gllm.messages import Submit, decode, encode
 from gllm.request import make_sampling
+from gllm.scheduler.config import SchedulerConfig
 
 CONVERTED: list[tuple[str, Any, Any]] = [
     ("seed", np.int64(3), 3),
@@ -200,6 +202,39 @@ async def test_parameters_of_another_class_are_refused(engine: Any) -> None:
         await engine.submit([[5]], {"temperature": 0})
     with pytest.raises(FieldError, match="prompt"):
         await engine.embed("\ud800")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "rule"),
+    [
+        (
+            SamplingParams,
+            {"temperature": 3},
+            "is 3.0, but has to be a number in [0, 2]",
+        ),
+        (SamplingParams, {"seed": 2**63}, "in [-2^63, 2^63 - 1]"),
+        (SamplingParams, {"stop_token_ids": (5, -1, 7)}, "stop_token_ids is (5, -1, 7)"),
+        (SchedulerConfig, {"policy": "best"}, "policy is 'best', but has to be one of auto, "),
+        (ServerConfig, {"log_level": "loud"}, "log_level is 'loud', but has to be one of debug"),
+        (ServeConfig, {"metric_percentiles": (math.nan, 5)}, "metric_percentiles is (nan, 5.0)"),
+        (ServeConfig, {"metric_percentiles": (5, math.nan)}, "metric_percentiles is (5.0, nan)"),
+    ],
+)
+def test_declared_ranges_and_choices_are_checked(
+    config: type, options: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(FieldError) as caught:
+        config(**options)
+    assert rule in str(caught.value)
+    assert caught.value.param == next(iter(options))
+
+
+@pytest.mark.parametrize("key", [b"sk-1234", ("sk-1234\ud800",)], ids=["bytes", "surrogate"])
+def test_errors_of_secret_fields_do_not_show_the_value(key: Any) -> None:
+    with pytest.raises(FieldError, match=r"^api_key") as caught:
+        ServerConfig(api_key=key)
+    assert "1234" not in str(caught.value)
+    assert "1234" not in repr(ServerConfig(api_key=("sk-1234",)))
 
 
 def test_configurations_convert_their_fields_too() -> None:

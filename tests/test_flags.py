@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gllm.config import EngineConfig, ServerConfig
 from gllm.flags import FlagType, number, parse_bytes
-from gllm.scheduler.options import INT32_MAX, Range, describe
+from gllm.options import INT32_MAX, Range, describe
 
 PARSERS = {
     "serve": ("gllm.serve", "parser"),

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from gllm.flags import parse_bytes
-from gllm.scheduler.options import option
+from gllm.options import option
 
 MODES = ("server", "poisson", "in-process", "docs")
 

@@ -17,9 +17,10 @@ from tqdm import tqdm
 from gllm.config import EngineConfig
 from gllm.engine import Engine, EngineError
 from gllm.experiments.real import serve_jobs
+from gllm.field_types import convert_fields
 from gllm.flags import FlagParser, add_flags, from_flags, output_file
 from gllm.metrics import percentile
-from gllm.scheduler.options import INT32_MAX, check_values, option
+from gllm.options import INT32_MAX, option
 from gllm.sim.workload import Job
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
@@ -38,7 +39,7 @@ class LatencyConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        check_values(self)
+        convert_fields(self)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.field_types import convert_fields
 from gllm.flags import output_file, output_folder, parse_url
-from gllm.scheduler.options import INT32_MAX, MAX_SECONDS, check_values, option
+from gllm.options import INT32_MAX, MAX_SECONDS, option
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -77,7 +78,7 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        check_values(self)
+        convert_fields(self)
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        check_values(self)
+        convert_fields(self)
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"base_url is {self.base_url}, but has to begin with http:// or https://"

@@ -12,7 +12,7 @@ from pathlib import Path
 from gllm.engine import EngineError
 from gllm.experiments.base import Options, Result, claims_table, write_result
 from gllm.flags import FlagParser, FlagType, number, output_folder
-from gllm.scheduler.options import INT32_MAX
+from gllm.options import INT32_MAX
 
 EXPERIMENTS = {
     "latency-vs-rate": ("latency_vs_rate", "TTFT, TPOT, E2EL, throughput against request rate"),

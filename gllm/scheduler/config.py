@@ -9,7 +9,8 @@ Serving with Token Throttling" (SC'25, arXiv 2504.14775), section on token throt
 
 from dataclasses import dataclass, field, replace
 
-from gllm.scheduler.options import INT32_MAX, check_values, option
+from gllm.field_types import convert_fields
+from gllm.options import INT32_MAX, option
 
 POLICY_NAMES = (
     *("auto", "throttle", "throttle-paper", "throttle-no-wt", "throttle-no-ut"),
@@ -78,14 +79,12 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        check_values(self)
+        convert_fields(self)
         if self.min_prefill_tokens > self.max_prefill_tokens:
             raise ValueError(
                 f"min_prefill_tokens ({self.min_prefill_tokens}) is above "
                 f"max_prefill_tokens ({self.max_prefill_tokens}): lower one or raise the other"
             )
-        if self.policy not in POLICY_NAMES:
-            raise ValueError(f"policy {self.policy!r} is not one of {', '.join(POLICY_NAMES)}")
 
     def resolve(self, stages: int, num_blocks: int, max_model_len: int) -> "SchedulerConfig":
         """This configuration for one pipeline, every None derived.

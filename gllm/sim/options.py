@@ -5,8 +5,9 @@ Owns the way from options to a deployment and its jobs. Knows nothing of output.
 
 from dataclasses import dataclass, field
 
+from gllm.field_types import convert_fields
+from gllm.options import INT32_MAX, MAX_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.options import INT32_MAX, MAX_SECONDS, check_values, option
 from gllm.sim.costs.fitted import FittedCost
 from gllm.sim.deployment import Deployment, roofline
 from gllm.sim.profile import read_profile
@@ -63,7 +64,7 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and the fix."""
-        check_values(self)
+        convert_fields(self)
 
 
 def jobs_of(config: SimulationConfig) -> list[Job]:
