@@ -71,5 +71,5 @@ setup(
         "otel": requirements("requirements-otel.txt"),
         "gpu": ["triton>=3.6", "flash-attn"],
     },
-    entry_points={"console_scripts": ["gllm = gllm.cli:main"]},
+    entry_points={"console_scripts": ["gllm = gllm.__main__:main"]},
 )

@@ -20,11 +20,14 @@ from dataclasses import dataclass
 import uvloop
 from aiohttp import web
 
-from gllm.config import EngineConfig, ServerConfig
-from gllm.engine import Engine
+from gllm.config.engine import EngineConfig
+from gllm.config.server import ServerConfig
+from gllm.engine.engine import Engine
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.sse import HEADERS
-from gllm.messages import Abort, Message, RowLogprobs, Submit, Tokens
+from gllm.messages.base import Message
+from gllm.messages.requests import Abort, Submit, Tokens
+from gllm.messages.sampling import RowLogprobs
 from gllm.scheduler.plan import End, First, Outcome, Stats
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -27,11 +27,14 @@ from aiohttp import web
 from benchmarks.frontend import EndlessPipeline
 from benchmarks.gap_cases import CASES, CHAT, Case, chat
 from benchmarks.loop_watch import Gaps, LoopWatch
-from gllm.config import EngineConfig, ServerConfig
-from gllm.engine import Engine
+from gllm.config.engine import EngineConfig
+from gllm.config.server import ServerConfig
+from gllm.engine.engine import Engine
 from gllm.frontend.app import make_app, make_runner
-from gllm.messages import Message, RowLogprobs, Sampling, Submit, TokenLogprobs
-from gllm.server import SWITCH_SECONDS
+from gllm.frontend.server import SWITCH_SECONDS
+from gllm.messages.base import Message
+from gllm.messages.requests import Submit
+from gllm.messages.sampling import RowLogprobs, Sampling, TokenLogprobs
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "frontend-gaps.md"
 MARKS = "<!-- figures, overwritten by the command -->\n", "<!-- end of figures -->\n"

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
-from gllm.config import EngineConfig
-from gllm.engine import Engine
+from gllm.config.engine import EngineConfig
+from gllm.engine.engine import Engine
 from gllm.experiments.real import logged_run, serve_jobs
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import simulate

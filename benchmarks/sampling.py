@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime.sampler import draw, plan_rows
 from gllm.runtime.sampling_state import SamplingState, states_of
 

@@ -12,12 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.experiments.real import serve
+from gllm.observability.step_log import Event, LoggedScheduler, StepLog, call_again
 from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.run import run_of
 from gllm.sim.workload import make_jobs
-from gllm.step_log import Event, LoggedScheduler, StepLog, call_again
 
 
 def calling_seconds(scheduler: Scheduler, events: list[Event]) -> float:

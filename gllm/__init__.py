@@ -3,19 +3,20 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gllm.config import EngineConfig, SamplingParams, StructuredOutput
-    from gllm.engine import Engine
-    from gllm.llm import LLM
+    from gllm.config.engine import EngineConfig
+    from gllm.config.sampling import SamplingParams, StructuredOutput
+    from gllm.engine.engine import Engine
+    from gllm.engine.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "StructuredOutput"]
 
 _HOMES = {
-    "Engine": "gllm.engine",
-    "LLM": "gllm.llm",
-    "EngineConfig": "gllm.config",
-    "SamplingParams": "gllm.config",
-    "StructuredOutput": "gllm.config",
+    "Engine": "gllm.engine.engine",
+    "LLM": "gllm.engine.llm",
+    "EngineConfig": "gllm.config.engine",
+    "SamplingParams": "gllm.config.sampling",
+    "StructuredOutput": "gllm.config.sampling",
 }
 
 

@@ -13,10 +13,11 @@ from collections.abc import MutableMapping
 import setproctitle
 
 from gllm import __version__
-from gllm.config import EngineConfig, ServerConfig, check_key
-from gllm.flags import FlagParser, add_flags, from_flags
-from gllm.logs import LogConfig, configure
-from gllm.preflight import plan_model
+from gllm.config.engine import EngineConfig
+from gllm.config.flags import FlagParser, add_flags, from_flags
+from gllm.config.server import ServerConfig, check_key
+from gllm.engine.preflight import plan_model
+from gllm.observability.logs import LogConfig, configure
 from gllm.runtime.launch import Workers
 
 log = logging.getLogger("gllm")
@@ -78,11 +79,13 @@ def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers, logs: L
     # Here, not above: the workers import torch beside this process's own imports.
     import uvloop
 
-    from gllm.engine import EngineError
-    from gllm.server import Server
+    from gllm.engine.engine import Engine, EngineError
+    from gllm.frontend.server import Server
 
     try:
-        return uvloop.run(Server(engine, server, workers).run())
+        shows_progress = logs.format == "text"
+        served = Engine(engine, server.served_model_name, logs, shows_progress, workers)
+        return uvloop.run(Server(served, server).run())
     except (ValueError, OSError) as error:
         return _refuse(error, 2, logs)
     except EngineError as error:

@@ -5,9 +5,9 @@ Owns the page's own words. Knows nothing of endpoints and fields.
 
 from pathlib import Path
 
+from gllm.config.limits import limits_table
 from gllm.frontend.app import ENDPOINTS
 from gllm.frontend.describe import page
-from gllm.limits import limits_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 INTRODUCTION = """\

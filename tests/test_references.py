@@ -126,7 +126,7 @@ def test_what_a_text_names_exists(page: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "unknown"),
     [
-        ("see gllm/config.py and docs/api.md, or `Scheduler.schedule`", set()),
+        ("see gllm/serve.py and docs/api.md, or `Scheduler.schedule`", set()),
         ("see gllm/kernels/gone.py", {"gllm/kernels/gone.py"}),
         ("`gllm.scheduler.gone`", {"gllm.scheduler.gone"}),
         ("`Scheduler.gone`", {"Scheduler.gone"}),

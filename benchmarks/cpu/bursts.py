@@ -18,13 +18,13 @@ import msgspec
 import uvloop
 
 from benchmarks.cpu.page import ForeignCpu, origin, write_results
-from gllm.config import EngineConfig
-from gllm.engine import Engine
+from gllm.config.engine import EngineConfig
+from gllm.engine.engine import Engine
 from gllm.experiments.real import LOG_SECONDS, serve_jobs
+from gllm.observability.step_log import Start, read_step_log
 from gllm.sim.report import look_up, show, summarize, text_table
 from gllm.sim.run import Run, run_of
 from gllm.sim.workload import Job, make_jobs, scaled
-from gllm.step_log import Start, read_step_log
 
 POLICIES = ("throttle", "sarathi", "prefill-first")
 WORKLOADS = ("azure-code", "azure-conv")

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from benchmarks.cpu.model import FIRST_WORD, VOCABULARY, word
 from benchmarks.cpu.options import CompareConfig
 from benchmarks.cpu.peers import Server
-from gllm.bench.client import request_body
-from gllm.bench.load import Planned, planned_load
-from gllm.bench.options import LoadConfig, ServeConfig
+from gllm.commands.bench.client import request_body
+from gllm.commands.bench.load import Planned, planned_load
+from gllm.commands.bench.options import LoadConfig, ServeConfig
 
 LENGTH_SCALE = 1 / 8
 """Of the traces' lengths: what a CPU can serve in a time that one waits for."""

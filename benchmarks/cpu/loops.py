@@ -11,11 +11,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from gllm.config import EngineConfig
-from gllm.messages import Register, Sampling
+from gllm.config.engine import EngineConfig
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
-from gllm.step_log import Add, Event, Schedule, Start
+from gllm.observability.step_log import Add, Event, Schedule, Start
 
 MOST_TOKENS = 8192
 """Largest micro-batch that `phase_seconds` transfers."""

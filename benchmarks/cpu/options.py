@@ -7,8 +7,8 @@ are measured.
 import math
 from dataclasses import dataclass
 
-from gllm.flags import parse_bytes
-from gllm.options import option
+from gllm.config.flags import parse_bytes
+from gllm.config.options import option
 
 MODES = ("server", "poisson", "in-process", "docs")
 

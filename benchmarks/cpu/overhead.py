@@ -18,7 +18,7 @@ import uvloop
 
 from benchmarks.cpu.page import origin, write_results
 from benchmarks.cpu.rounds import Bench, bench
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.sim.report import show, text_table
 from gllm.sim.workload import Job
 

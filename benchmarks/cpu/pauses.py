@@ -20,9 +20,11 @@ from typing import Any
 import uvloop
 
 from benchmarks.cpu.page import origin, write_results
-from gllm.config import EngineConfig, ServerConfig
+from gllm.config.engine import EngineConfig
+from gllm.config.server import ServerConfig
+from gllm.engine.engine import Engine
+from gllm.frontend.server import Server
 from gllm.runtime.launch import Workers
-from gllm.server import Server
 from gllm.sim.report import show, text_table
 
 PROMPT, OUTPUT = 128, 64
@@ -50,7 +52,7 @@ async def load(port: int, streams: int) -> None:
     command = [
         sys.executable,
         "-c",
-        "from gllm.cli import main; raise SystemExit(main())",
+        "from gllm.__main__ import main; raise SystemExit(main())",
         "bench",
         "serve",
     ]
@@ -67,7 +69,7 @@ async def measure(config: EngineConfig, streams: int, workers: Workers) -> tuple
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = Server(config, ServerConfig(port=port), workers)
+    server = Server(Engine(config, workers=workers), ServerConfig(port=port))
     running = asyncio.ensure_future(server.run())
     await load(port, 1)  # waits for the server, and warms it
     pauses, begin = Pauses(), time.perf_counter()

@@ -22,15 +22,17 @@ import uvloop
 
 from benchmarks.cpu.page import origin, write_results
 from benchmarks.cpu.rounds import Bench, bench
-from gllm.config import EngineConfig
-from gllm.messages import Result, Step, Tokens, decode, encode
+from gllm.config.engine import EngineConfig
+from gllm.messages.codec import decode, encode
+from gllm.messages.requests import Tokens
+from gllm.messages.steps import Result, Step
 from gllm.models.hub import resolve
+from gllm.observability.step_log import Add, Commit, Event, Schedule, Start, Times, request_of
 from gllm.scheduler.plan import Outcome, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.report import text_table
 from gllm.sim.run import run_of
 from gllm.sim.workload import Job
-from gllm.step_log import Add, Commit, Event, Schedule, Start, Times, request_of
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ import uvloop
 
 from benchmarks.cpu.page import origin, write_results
 from benchmarks.cpu.rounds import Round, bench
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.sim.report import show, text_table
 from gllm.sim.run import Run
 from gllm.sim.workload import Job

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.cpu.environments import LLAMA_SOURCES
 from benchmarks.cpu.workplace import PeerError, Workplace, run, variables
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 
 LLAMA_BINARIES = ("llama-server", "llama-batched-bench")
 CMAKE_FLAGS = (

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.policies import processor
 from gllm import LLM, SamplingParams
-from gllm.messages import TokenLogprobs
+from gllm.messages.sampling import TokenLogprobs
 from gllm.sim.report import text_table
 from scripts.demo_model import grammar
 from scripts.demo_model.chat import TURN_END, Message, render_prompt

@@ -15,13 +15,13 @@ import msgspec
 
 from benchmarks.cpu.loops import Loops
 from benchmarks.cpu.page import ForeignCpu
-from gllm.config import EngineConfig
-from gllm.engine import Engine
+from gllm.config.engine import EngineConfig
+from gllm.engine.engine import Engine
 from gllm.experiments.real import LOG_SECONDS, serve_jobs
 from gllm.models.hub import resolve
+from gllm.observability.step_log import Event, Start, read_step_log
 from gllm.sim.run import Run, run_of
 from gllm.sim.workload import Job
-from gllm.step_log import Event, Start, read_step_log
 
 
 @dataclass(frozen=True)

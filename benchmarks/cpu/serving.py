@@ -20,12 +20,12 @@ from benchmarks.cpu.peers import Peer, Server
 from benchmarks.cpu.results import Row
 from benchmarks.cpu.watch import CpuWatch, pss_bytes, tree
 from benchmarks.cpu.workplace import PeerError, Workplace, background, tail, variables
-from gllm.bench.client import Outcome, open_session, send
-from gllm.bench.load import Planned
-from gllm.bench.options import ServeConfig
-from gllm.bench.report import failure_lines, summarize
-from gllm.bench.runner import run_load
-from gllm.bench.server import ServerError, wait_until_ready
+from gllm.commands.bench.client import Outcome, open_session, send
+from gllm.commands.bench.load import Planned
+from gllm.commands.bench.options import ServeConfig
+from gllm.commands.bench.report import failure_lines, summarize
+from gllm.commands.bench.runner import run_load
+from gllm.commands.bench.server import ServerError, wait_until_ready
 
 START_SECONDS = 600.0
 """In which a server has to be ready: some compile their kernels first."""

@@ -22,7 +22,8 @@ from benchmarks.gpu import models
 from benchmarks.gpu.models import Executor
 from benchmarks.gpu.peers import Peer
 from benchmarks.gpu.rows import Measured, Skip
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.scheduler.plan import Row, StepPlan
 
 ERRORS, MARGIN = 2.0, 4.0

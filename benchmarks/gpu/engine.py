@@ -23,7 +23,8 @@ from torch import Tensor
 from benchmarks.gpu import agreement, models, peers
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.rows import Measured, Named, Skip
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import DeviceTime
 from gllm.scheduler.plan import StepPlan, StepResult

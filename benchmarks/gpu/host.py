@@ -21,7 +21,7 @@ from gllm.kernels.attention_plan import (
     plan_attention,
 )
 from gllm.runtime.batch import PlanAttention, Windows
-from gllm.streams import Event, Graph, Stream
+from gllm.transport.device_streams import Event, Graph, Stream
 
 
 class HostEvent:
@@ -31,14 +31,14 @@ class HostEvent:
         self.at = 0.0
 
     def synchronize(self) -> None:
-        """As in gllm.streams.Event: it is over."""
+        """As in gllm.transport.device_streams.Event: it is over."""
 
     def query(self) -> bool:
-        """As in gllm.streams.Event: it is over."""
+        """As in gllm.transport.device_streams.Event: it is over."""
         return True
 
     def since(self, earlier: Event) -> float:
-        """As in gllm.streams.Event."""
+        """As in gllm.transport.device_streams.Event."""
         assert isinstance(earlier, HostEvent)
         return self.at - earlier.at
 
@@ -48,14 +48,14 @@ class HostStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """As in gllm.streams.Stream."""
+        """As in gllm.transport.device_streams.Stream."""
         yield
 
     def wait(self, event: Event) -> None:
-        """As in gllm.streams.Stream: it is over."""
+        """As in gllm.transport.device_streams.Stream: it is over."""
 
     def record(self, event: Event) -> None:
-        """As in gllm.streams.Stream."""
+        """As in gllm.transport.device_streams.Stream."""
         assert isinstance(event, HostEvent)
         event.at = time.perf_counter()
 
@@ -68,7 +68,7 @@ class HostGraph:
 
 
 class HostQueues:
-    """The CPU as gllm.streams.Queues."""
+    """The CPU as gllm.transport.device_streams.Queues."""
 
     device = torch.device("cpu")
 

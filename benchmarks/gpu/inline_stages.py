@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.host import HostQueues
-from gllm.config import EngineConfig
-from gllm.messages import Register, Sampling
+from gllm.config.engine import EngineConfig
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.models.split import split_layers
@@ -22,7 +23,7 @@ from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
-from gllm.streams import CudaQueues, Queues
+from gllm.transport.device_streams import CudaQueues, Queues
 
 NUM_BLOCKS, LONGEST, GRAPH_ROWS = 256, 512, 16
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.place import Place
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gllm.streams import CudaQueues, Queues
+from gllm.transport.device_streams import CudaQueues, Queues
 
 if TYPE_CHECKING:
     from gllm.runtime.batch import PlanAttention

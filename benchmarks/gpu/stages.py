@@ -53,8 +53,8 @@ class Baseline:
         count, tokens = (2, 4) if self.is_dry else (len(PROMPTS), TOKENS)
         if self.lacking:
             return self._generate_inline(stages, PROMPTS[:count], tokens, options)
-        from gllm.config import SamplingParams
-        from gllm.llm import LLM
+        from gllm.config.sampling import SamplingParams
+        from gllm.engine.llm import LLM
 
         options |= {"kv_cache_memory": KV_BYTES, "pipeline_parallel_size": stages}
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)

@@ -1,0 +1,1 @@
+"""Experiments that repeat tables and figures of the papers, one file each."""

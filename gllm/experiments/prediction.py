@@ -6,10 +6,11 @@ Owns the loads: Poisson arrivals at shares of what the engine serves at most, an
 import asyncio
 from pathlib import Path
 
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.experiments.base import Claim, Options, Result
 from gllm.experiments.profile import measure
 from gllm.experiments.real import Turns, logged_run, serve, serve_in_turns
+from gllm.observability.step_log import Event
 from gllm.sim.compare import (
     METRICS,
     Comparison,
@@ -23,7 +24,6 @@ from gllm.sim.profile import Profile
 from gllm.sim.report import show, text_table
 from gllm.sim.run import run_of
 from gllm.sim.workload import make_jobs
-from gllm.step_log import Event
 
 WORKLOAD = "uniform:16,400,8,60"
 STAGES = (1, 2)

@@ -19,10 +19,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gllm.config import EngineConfig
-from gllm.engine import Engine, EngineError
+from gllm.config.engine import EngineConfig
+from gllm.config.flags import FlagParser, FlagType, add_flags, from_flags, output_file
+from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import Turns, logged_run, serve_jobs
-from gllm.flags import FlagParser, FlagType, add_flags, from_flags, output_file
 from gllm.models.errors import ModelError
 from gllm.sim.profile import Profile, profile_of, write_profile
 from gllm.sim.run import run_of

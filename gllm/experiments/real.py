@@ -12,10 +12,11 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from gllm.config import EngineConfig, SamplingParams
-from gllm.engine import Engine
+from gllm.config.engine import EngineConfig
+from gllm.config.sampling import SamplingParams
+from gllm.engine.engine import Engine
+from gllm.observability.step_log import Event, read_step_log
 from gllm.sim.workload import Job
-from gllm.step_log import Event, read_step_log
 
 LOG_SECONDS = 1.2
 """How long stages may take to report their last times."""

@@ -6,7 +6,7 @@ Owns the load: the demo model at two and four stages, short conversations at a s
 from statistics import median
 from typing import Any
 
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.experiments.ablation import (
     BASE,
     POLICIES,

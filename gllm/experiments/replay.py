@@ -3,7 +3,7 @@
 Owns the runs that are replayed.
 """
 
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.experiments.base import Claim, Options, Result
 from gllm.experiments.real import serve
 from gllm.sim.replay import replay_calls, replay_times

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
-from gllm.engine_api import Delta
+from gllm.engine.interface import Delta
 from gllm.frontend.collect import Choice, Tally
 from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, Context
 from gllm.frontend.encoding import encode_piecewise

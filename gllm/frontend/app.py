@@ -8,8 +8,8 @@ import re
 
 from aiohttp import web
 
-from gllm.config import ServerConfig
-from gllm.engine_api import EngineLike
+from gllm.config.server import ServerConfig
+from gllm.engine.interface import EngineLike
 from gllm.frontend import answer_schemas as schemas
 from gllm.frontend import control_schemas, errors
 from gllm.frontend.connection import Runner

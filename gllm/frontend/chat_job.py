@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from gllm.config import FieldError, ServerConfig
-from gllm.engine_api import check_request, prompt_limit, truncated
+from gllm.config.field_types import FieldError
+from gllm.config.server import ServerConfig
+from gllm.engine.interface import check_request, prompt_limit, truncated
 from gllm.frontend.context import Context
 from gllm.frontend.demand import demand
 from gllm.frontend.fields.chat import ChatFields, TemplateOptions

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from gllm.engine_api import Delta
+from gllm.engine.interface import Delta
 from gllm.frontend.answer import Json
 from gllm.frontend.collect import Choice, Tally
 from gllm.frontend.context import CONTEXT, REQUEST_ID

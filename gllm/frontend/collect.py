@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gllm.engine_api import Delta
-from gllm.messages import TokenLogprobs
+from gllm.engine.interface import Delta
+from gllm.messages.sampling import TokenLogprobs
 from gllm.text.output.reasoning import ReasoningCounter
 
 

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.errors import ApiError, error_response, to_api_error
 from gllm.frontend.request_id import current_id, request_id
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from gllm.config import ServerConfig
-from gllm.engine_api import EngineLike, EngineUnavailable
+from gllm.config.server import ServerConfig
+from gllm.engine.interface import EngineLike, EngineUnavailable
 from gllm.frontend.errors import ApiError
 from gllm.frontend.metrics import Metrics
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gllm.config import FieldError, StructuredOutput
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import StructuredOutput
 from gllm.grammar.rewrite import rewrite_schema
 from gllm.grammar.schema import check_schema
 from gllm.grammar.source import Source, source_of

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gllm.config import FieldError, ServerConfig
-from gllm.engine_api import EngineUnavailable, PromptTooLong
+from gllm.config.field_types import FieldError
+from gllm.config.server import ServerConfig
+from gllm.engine.interface import EngineUnavailable, PromptTooLong
 from gllm.frontend.request_id import current_id
 
 log = logging.getLogger(__name__)

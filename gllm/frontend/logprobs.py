@@ -7,7 +7,7 @@ token begins in a text. Knows nothing of how they were computed.
 from collections.abc import Sequence
 from typing import Any
 
-from gllm.messages import TokenLogprobs
+from gllm.messages.sampling import TokenLogprobs
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 

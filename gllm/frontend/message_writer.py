@@ -5,7 +5,7 @@ Owns the API's shapes. Knows nothing of requests.
 
 import json
 
-from gllm.engine_api import Delta, EngineLike
+from gllm.engine.interface import Delta, EngineLike
 from gllm.frontend.answer import Json
 from gllm.frontend.blocks import Block, Blocks
 from gllm.frontend.collect import Choice, Tally

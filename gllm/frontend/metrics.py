@@ -18,8 +18,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gllm.engine_api import Delta, EngineLike
-from gllm.metrics import Timeline
+from gllm.engine.interface import Delta, EngineLike
+from gllm.observability.metrics import Timeline
 
 PREFIX = "gllm:"
 FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from gllm.config import SamplingParams
+from gllm.config.sampling import SamplingParams
 from gllm.frontend.collect import Tally
 from gllm.frontend.metrics import RequestRecord
 

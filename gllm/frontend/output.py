@@ -6,7 +6,7 @@ what comes out of here. Knows nothing of the endpoints' shapes.
 
 from collections.abc import Callable
 
-from gllm.engine_api import Delta
+from gllm.engine.interface import Delta
 from gllm.frontend.collect import Choice
 from gllm.text.output.events import CallBroken, CallStart, Content, Event, Message
 from gllm.text.output.parser import OutputFormat, OutputParser

@@ -6,7 +6,7 @@ Owns what an id may look like. Knows nothing of answers.
 import re
 import uuid
 
-from gllm.logs import REQUEST_ID
+from gllm.observability.logs import REQUEST_ID
 
 MAX_LENGTH = 128
 

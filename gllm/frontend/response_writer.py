@@ -6,7 +6,7 @@ Owns the API's shapes. Knows nothing of requests but what an answer repeats of t
 import time
 from collections import defaultdict
 
-from gllm.engine_api import Delta, EngineLike
+from gllm.engine.interface import Delta, EngineLike
 from gllm.frontend.answer import Json
 from gllm.frontend.blocks import Block, Blocks
 from gllm.frontend.collect import Choice, Tally

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from gllm.config import SamplingParams
-from gllm.engine_api import Delta, EngineLike, RequestLike
+from gllm.config.sampling import SamplingParams
+from gllm.engine.interface import Delta, EngineLike, RequestLike
 from gllm.frontend.fields.generation import Generation
 from gllm.frontend.metrics import Metrics, RequestRecord
 from gllm.text.output.parser import PLAIN, OutputFormat

@@ -9,7 +9,7 @@ import logging
 from contextvars import Context
 from typing import NamedTuple
 
-from gllm.engine_api import EngineLike
+from gllm.engine.interface import EngineLike
 from gllm.frontend.metrics import Metrics
 
 log = logging.getLogger("gllm")

@@ -5,7 +5,7 @@ Owns the messages for files that do not do. Knows nothing of HTTP.
 
 import ssl
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gllm.config import FieldError, StructuredOutput
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import StructuredOutput
 from gllm.grammar.child import CPU_SECONDS, MEMORY, STACK
 from gllm.grammar.source import Source, source_of
 

@@ -6,7 +6,8 @@ Owns the bounds on size and the checks that need no compiler. Knows nothing of t
 import json
 from typing import NamedTuple
 
-from gllm.config import FieldError, StructuredOutput
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import StructuredOutput
 from gllm.grammar.rewrite import rewrite_schema
 from gllm.grammar.schema import MAX_DEPTH, check_schema, depth
 

@@ -3,8 +3,8 @@
 Owns the table. A backend is a module with `paged_attention`, as the operation in attention.py, and
 where it cannot compute everything `refusal`: why not what a stage wants, and what to do about it.
 `auto_refusal`, where there is one, says why another backend is the better choice. A
-new one is one file and one line here (and its name among the choices of gllm/config.py). Modules
-are imported when first asked for. Does not know what they compute.
+new one is one file and one line here (and its name among the choices of gllm/config/engine.py).
+Modules are imported when first asked for. Does not know what they compute.
 """
 
 import importlib

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gllm.config import INT32_MAX, FieldError, SamplingParams
+from gllm.config.field_types import FieldError
+from gllm.config.options import INT32_MAX
+from gllm.config.sampling import SamplingParams
 from gllm.models.errors import ModelError
 from gllm.models.keys import Keys
 from gllm.models.registry import architecture_of, family

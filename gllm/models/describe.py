@@ -7,7 +7,7 @@ families use. Knows no family.
 from collections.abc import Sequence
 from typing import Any
 
-from gllm.config import INT32_MAX
+from gllm.config.options import INT32_MAX
 from gllm.models.errors import ModelError
 from gllm.models.keys import Keys
 from gllm.models.rope import rope_of

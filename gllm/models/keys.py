@@ -7,7 +7,7 @@ computed wrongly. Knows nothing of what keys mean.
 
 from typing import Any, TypeVar
 
-from gllm.config import INT32_MAX
+from gllm.config.options import INT32_MAX
 from gllm.models.errors import ModelError
 
 HARMLESS = {

@@ -5,7 +5,7 @@ Parameters keep the names of config.json; gllm/kernels/rotary.py computes with t
 
 from typing import Any
 
-from gllm.config import INT32_MAX
+from gllm.config.options import INT32_MAX
 from gllm.models.errors import ModelError
 from gllm.models.keys import Keys, is_finite
 from gllm.models.spec import Rope

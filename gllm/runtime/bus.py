@@ -13,7 +13,8 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from gllm.messages import AnyMessage, Message, decode, encode
+from gllm.messages.base import Message
+from gllm.messages.codec import AnyMessage, decode, encode
 
 FRONTEND = 1_000_000
 """The frontend's sender number; a stage's is its index."""

@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from gllm.messages import Abort, Bubbles, Sampling, StageLoad, Submit, TokenLogprobs, Tokens
+from gllm.messages.reports import Bubbles, StageLoad
+from gllm.messages.requests import Abort, Submit, Tokens
+from gllm.messages.sampling import Sampling, TokenLogprobs
 from gllm.runtime.bus import Outbox
 from gllm.scheduler.plan import End, First, Stats
 

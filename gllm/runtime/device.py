@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 from gllm.kernels.native.builds import BFLOAT16, OFF, VARIABLE
 
 if TYPE_CHECKING:

@@ -11,24 +11,14 @@ from typing import Protocol
 
 import msgspec
 
-from gllm.bubbles import BubbleMeter
-from gllm.messages import (
-    Abort,
-    Begun,
-    Bubbles,
-    Done,
-    ForgetPrefixes,
-    Message,
-    Register,
-    Rejected,
-    Result,
-    RowLogprobs,
-    StageTimes,
-    Step,
-    Submit,
-    Tokens,
-    encode,
-)
+from gllm.messages.base import Message
+from gllm.messages.codec import encode
+from gllm.messages.control import Done, ForgetPrefixes
+from gllm.messages.reports import Bubbles, StageTimes
+from gllm.messages.requests import Abort, Rejected, Submit, Tokens
+from gllm.messages.sampling import RowLogprobs
+from gllm.messages.steps import Begun, Register, Result, Step
+from gllm.observability.bubbles import BubbleMeter
 from gllm.scheduler.plan import End, Outcome, Stats, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request

@@ -17,10 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gllm.config import EngineConfig, FieldError
+from gllm.config.engine import EngineConfig
+from gllm.config.field_types import FieldError
 from gllm.kernels.attention_backends import Wanted, choose
 from gllm.kernels.native.library import log_kernels
-from gllm.messages import Register, RowLogprobs, Sampling
+from gllm.messages.sampling import RowLogprobs, Sampling
+from gllm.messages.steps import Register
 from gllm.models.attention import head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights

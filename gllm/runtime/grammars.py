@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gllm.grammar.guide import Guide, GuideError, Rules, usable_eos
-from gllm.messages import Sampling
+from gllm.messages.sampling import Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

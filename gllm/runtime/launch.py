@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.kernels.native.builds import select
-from gllm.logs import LogConfig
+from gllm.observability.logs import LogConfig
 from gllm.runtime.spec import WorkerSpec
 
 STOP_SECONDS = 5.0

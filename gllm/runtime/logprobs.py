@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.logprobs import Scores, log_probabilities, score
-from gllm.messages import TokenLogprobs
+from gllm.messages.sampling import TokenLogprobs
 from gllm.runtime.sampling_state import SamplingState
 from gllm.scheduler.plan import Row
 

@@ -13,25 +13,15 @@ from pathlib import Path
 
 import zmq
 
-from gllm.config import EngineConfig
-from gllm.logs import LogConfig
-from gllm.messages import (
-    AnyMessage,
-    Bubbles,
-    Done,
-    Fatal,
-    ForgetPrefixes,
-    Loaded,
-    Message,
-    Profile,
-    Progress,
-    Ready,
-    Sampling,
-    Shutdown,
-    StageLoad,
-    Start,
-    Tokens,
-)
+from gllm.config.engine import EngineConfig
+from gllm.messages.base import Message
+from gllm.messages.codec import AnyMessage
+from gllm.messages.control import Done, ForgetPrefixes, Profile
+from gllm.messages.lifecycle import Fatal, Loaded, Progress, Ready, Shutdown, Start
+from gllm.messages.reports import Bubbles, StageLoad
+from gllm.messages.requests import Tokens
+from gllm.messages.sampling import Sampling
+from gllm.observability.logs import LogConfig
 from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
 from gllm.runtime.client import EngineClient
 from gllm.runtime.device import kv_blocks

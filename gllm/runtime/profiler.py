@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gllm.messages import Done
+from gllm.messages.control import Done
 from gllm.runtime.bus import Outbox
 
 if TYPE_CHECKING:

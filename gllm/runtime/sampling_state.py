@@ -17,7 +17,8 @@ from torch import Tensor
 from gllm.grammar.guide import Guide
 from gllm.kernels.masking import add_bias, ban, keep_only
 from gllm.kernels.penalties import SeenTokens, penalize
-from gllm.messages import Register, Sampling, TokenLogprobs
+from gllm.messages.sampling import Sampling, TokenLogprobs
+from gllm.messages.steps import Register
 from gllm.runtime.grammars import Grammars
 
 EDITING = (

@@ -5,8 +5,8 @@ Owns the one message that goes by standard input. Imports no torch: the parent w
 
 import msgspec
 
-from gllm.config import EngineConfig
-from gllm.logs import LogConfig
+from gllm.config.engine import EngineConfig
+from gllm.observability.logs import LogConfig
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):

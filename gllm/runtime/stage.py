@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 import torch
 
-from gllm.messages import Begun, Register, Result, RowLogprobs
+from gllm.messages.sampling import RowLogprobs
+from gllm.messages.steps import Begun, Register, Result
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import DeviceTime, StageExecutor
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime

@@ -20,32 +20,19 @@ import setproctitle
 import uvloop
 import zmq
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 from gllm.kernels.native.library import share_measurements
-from gllm.logs import configure
-from gllm.messages import (
-    Abort,
-    AnyMessage,
-    Begun,
-    Fatal,
-    ForgetPrefixes,
-    Linked,
-    Loaded,
-    Profile,
-    Progress,
-    Ready,
-    Register,
-    Rejected,
-    Result,
-    Shutdown,
-    StageLoad,
-    StageTimes,
-    Start,
-    Step,
-    Submit,
-)
+from gllm.messages.codec import AnyMessage
+from gllm.messages.control import ForgetPrefixes, Profile
+from gllm.messages.lifecycle import Fatal, Linked, Loaded, Progress, Ready, Shutdown, Start
+from gllm.messages.reports import StageLoad, StageTimes
+from gllm.messages.requests import Abort, Rejected, Submit
+from gllm.messages.steps import Begun, Register, Result, Step
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
+from gllm.observability.logs import configure
+from gllm.observability.step_log import LoggedScheduler, StepLog
+from gllm.observability.step_log import Start as LogStart
 from gllm.runtime.bus import Inbox, Outbox
 from gllm.runtime.device import gpus, return_memory, set_threads, threads
 from gllm.runtime.driver import Driver
@@ -55,8 +42,6 @@ from gllm.runtime.spec import WorkerSpec
 from gllm.runtime.stage import Stage, describe
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.scheduler import Scheduler
-from gllm.step_log import LoggedScheduler, StepLog
-from gllm.step_log import Start as LogStart
 from gllm.transport.base import EdgeShape, Receiver, Sender
 from gllm.transport.registry import open_edges
 

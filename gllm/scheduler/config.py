@@ -9,8 +9,8 @@ Serving with Token Throttling" (SC'25, arXiv 2504.14775), section on token throt
 
 from dataclasses import dataclass, field, replace
 
-from gllm.field_types import convert_fields
-from gllm.options import INT32_MAX, option
+from gllm.config.field_types import convert_fields
+from gllm.config.options import INT32_MAX, option
 
 POLICY_NAMES = (
     *("auto", "throttle", "throttle-paper", "throttle-no-wt", "throttle-no-ut"),

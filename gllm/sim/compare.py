@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from gllm.metrics import percentile
+from gllm.observability.metrics import percentile
+from gllm.observability.step_log import Abort, Add, Event, read_step_log, request_of
 from gllm.scheduler.sequence import Request
 from gllm.sim.costs.fitted import FittedCost, SlowedCost
 from gllm.sim.deployment import Deployment, serve_requests
@@ -16,7 +17,6 @@ from gllm.sim.profile import Profile, read_profile
 from gllm.sim.report import show, text_table
 from gllm.sim.run import Run, run_of
 from gllm.sim.step_costs import step_costs
-from gllm.step_log import Abort, Add, Event, read_step_log, request_of
 
 METRICS = ("ttft", "tpot", "e2el")
 

@@ -7,6 +7,7 @@ of how results are shown.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gllm.observability.step_log import Event, Start
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import Request
 from gllm.sim.costs.base import Cost
@@ -16,7 +17,6 @@ from gllm.sim.pipeline import Pipeline
 from gllm.sim.run import Run, Told, run_of
 from gllm.sim.shapes import DEVICES, LINKS, MODELS, even_layers
 from gllm.sim.workload import Job, requests_of
-from gllm.step_log import Event, Start
 
 MEMORY_SHARE = 0.9
 """Of a device's memory for weights and KV cache; the rest is for activations and the system."""

@@ -5,8 +5,8 @@ Owns the way from options to a deployment and its jobs. Knows nothing of output.
 
 from dataclasses import dataclass, field
 
-from gllm.field_types import convert_fields
-from gllm.options import INT32_MAX, MAX_SECONDS, option
+from gllm.config.field_types import convert_fields
+from gllm.config.options import INT32_MAX, MAX_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.fitted import FittedCost
 from gllm.sim.deployment import Deployment, roofline

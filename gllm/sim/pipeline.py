@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from gllm.observability.step_log import Event as Logged
+from gllm.observability.step_log import LoggedScheduler
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, StepPlan, StepResult, StepTime
 from gllm.scheduler.sequence import Request
 from gllm.scheduler.work import Work, work_of
 from gllm.sim.costs.base import Cost
 from gllm.sim.events import Event
-from gllm.step_log import Event as Logged
-from gllm.step_log import LoggedScheduler
 
 COMMIT, ARRIVAL, TURN, PIPELINE = range(4)
 """Ranks of events at one time: the driver hears all that is new before it schedules."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gllm.metrics import Timeline, latencies, percentile
+from gllm.observability.metrics import Timeline, latencies, percentile
 from gllm.sim.intervals import (
     Bar,
     Bubble,

@@ -8,13 +8,21 @@ makes the same plans. `python -m gllm.sim.replay LOG` prints both.
 import sys
 from dataclasses import dataclass
 
+from gllm.observability.step_log import (
+    Add,
+    Event,
+    Schedule,
+    Start,
+    call_again,
+    read_step_log,
+    request_of,
+)
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.compare import aborts_of_log
 from gllm.sim.costs.recorded import RecordedCost
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.run import run_of
-from gllm.step_log import Add, Event, Schedule, Start, call_again, read_step_log, request_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from gllm.metrics import latencies, percentile, slo_attainment
+from gllm.observability.metrics import latencies, percentile, slo_attainment
 from gllm.sim.run import Run
 
 PERCENTS = (50, 90, 99)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 
-from gllm.bubbles import Change, Spell, Sweep
-from gllm.metrics import Timeline
+from gllm.observability.bubbles import Change, Spell, Sweep
+from gllm.observability.metrics import Timeline
+from gllm.observability.step_log import Abort, Add, Commit, Event, Schedule, Start, Times
 from gllm.scheduler.plan import Row, Sampled, StepTime
 from gllm.scheduler.work import Work, work_of
-from gllm.step_log import Abort, Add, Commit, Event, Schedule, Start, Times
 
 
 @dataclass

@@ -6,8 +6,8 @@ Owns the messages' schema. Knows nothing of templates, tokens and HTTP.
 import json
 from typing import Any, NoReturn
 
-from gllm.config import FieldError
-from gllm.limits import MAX_CALLS, MAX_MESSAGES
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_CALLS, MAX_MESSAGES
 from gllm.text.tools import INPUT
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

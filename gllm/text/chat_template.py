@@ -18,7 +18,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 from gllm.text.chat_messages import Message, checked_messages
 
 MAX_TEXT = 32 * 2**20

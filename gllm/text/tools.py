@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from gllm.config import FieldError
-from gllm.limits import MAX_TOOL_BYTES, MAX_TOOL_DEPTH, MAX_TOOLS, check_size
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_TOOL_BYTES, MAX_TOOL_DEPTH, MAX_TOOLS, check_size
 
 MAX_PATTERN = 8192
 """Characters of a custom tool's regular expression."""

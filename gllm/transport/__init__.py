@@ -1,0 +1,1 @@
+"""Moves activations between stages, one file per transport; registry.py lists them."""

@@ -11,8 +11,8 @@ import threading
 import torch
 from torch import Tensor
 
-from gllm.streams import Event, Queues, Stream
 from gllm.transport.base import EdgeShape, OnFault
+from gllm.transport.device_streams import Event, Queues, Stream
 from gllm.transport.shared_memory import Ring
 
 

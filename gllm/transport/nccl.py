@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FileStore, Store
 
-from gllm.streams import Event, Queues, Stream
 from gllm.transport.base import EdgeShape, OnFault, TransportFault
+from gllm.transport.device_streams import Event, Queues, Stream
 from gllm.transport.shared_memory import Ring
 
 log = logging.getLogger(__name__)

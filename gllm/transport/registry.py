@@ -11,7 +11,7 @@ from gllm.transport.base import EdgeShape, OnFault, Receiver, Sender
 if TYPE_CHECKING:
     import torch
 
-    from gllm.streams import Queues, Stream
+    from gllm.transport.device_streams import Queues, Stream
 
 TRANSPORTS = {
     "host-staging": ("gllm.transport.host_staging", "HostStagingReceiver", "HostStagingSender"),

@@ -5,7 +5,7 @@ import sys
 
 from aiohttp import web
 
-from tests.bench.fake_server import DONE, piece, usage
+from tests.commands.bench.fake_server import DONE, piece, usage
 
 SHORT = web.AppKey("short", int)
 

@@ -238,7 +238,9 @@ sys.meta_path.insert(0, Refuse())
 WITHOUT_MSGSPEC = """
 from benchmarks.gpu.stand_ins import provide_msgspec
 assert provide_msgspec()
-from gllm.messages import Register, Sampling, Submit
+from gllm.messages.steps import Register
+from gllm.messages.sampling import Sampling
+from gllm.messages.requests import Submit
 import benchmarks.gpu.engine, benchmarks.gpu.kernels
 assert Sampling().temperature == 1.0
 assert Sampling(0.0).logit_bias == {} and Sampling().logit_bias is not Sampling().logit_bias

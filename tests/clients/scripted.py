@@ -24,8 +24,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 from llguidance import LLMatcher, LLTokenizer
 
-from gllm.config import FieldError, SamplingParams, ServerConfig, StructuredOutput
-from gllm.engine_api import Delta
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import SamplingParams, StructuredOutput
+from gllm.config.server import ServerConfig
+from gllm.engine.interface import Delta
 from gllm.frontend.app import make_app, make_runner
 from gllm.grammar.child import _set_bits, compiled
 from gllm.grammar.source import source_of

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.app import ENDPOINTS
 from gllm.frontend.metrics import Metrics
 from gllm.runtime.launch import STOP_SECONDS

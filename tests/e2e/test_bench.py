@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gllm.bench.command import main
+from gllm.commands.bench.command import main
 from tests.e2e.server import DEADLINE, serving, wait_until
 
 LOAD = ["--workload", "uniform:3,40,2,9", "--num-prompts", "12", "--no-progress"]
@@ -45,7 +45,7 @@ def test_serve(
 
 
 def test_ctrl_c_ends_the_load_with_a_report(tiny_model: Path) -> None:
-    code = "import sys; from gllm.cli import main; sys.exit(main())"
+    code = "import sys; from gllm.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "bench", "serve", "--request-rate", "20"]
     with serving(tiny_model) as server:
 

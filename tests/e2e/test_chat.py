@@ -9,7 +9,7 @@ from tests.e2e.server import serving
 
 def gllm(*arguments: str, typed: str = "") -> "subprocess.CompletedProcess[str]":
     """Run the console script with something typed into it."""
-    command = [sys.executable, "-c", "import sys; from gllm.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-c", "import sys; from gllm.__main__ import main; sys.exit(main())"]
     return subprocess.run(
         [*command, *arguments], input=typed, capture_output=True, text=True, timeout=120
     )

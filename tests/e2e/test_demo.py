@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gllm.config import SamplingParams
-from gllm.llm import LLM
+from gllm.config.sampling import SamplingParams
+from gllm.engine.llm import LLM
 from gllm.models.hub import DEMO
 from scripts.demo_model import grammar, metrics
 from scripts.demo_model.chat import Message, render_prompt

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from gllm.config import EngineConfig, FieldError, SamplingParams
-from gllm.engine import Engine, EngineError
-from gllm.engine_api import Delta, EmbeddingError, EngineUnavailable
-from gllm.llm import LLM
+from gllm.config.engine import EngineConfig
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import SamplingParams
+from gllm.engine.engine import Engine, EngineError
+from gllm.engine.interface import Delta, EmbeddingError, EngineUnavailable
+from gllm.engine.llm import LLM
 
 POISON = 300
 """A token whose embedding is not a number."""

@@ -8,8 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from gllm.config import FieldError, SamplingParams
-from gllm.llm import LLM
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import SamplingParams
+from gllm.engine.llm import LLM
 from tests.e2e.server import Server, serving
 
 PATH = "/v1/completions"

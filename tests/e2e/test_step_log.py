@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from gllm.config import EngineConfig, SamplingParams
-from gllm.engine import Engine
-from gllm.messages import Bubbles
+from gllm.config.engine import EngineConfig
+from gllm.config.sampling import SamplingParams
+from gllm.engine.engine import Engine
+from gllm.messages.reports import Bubbles
+from gllm.observability.step_log import read_step_log
 from gllm.sim.replay import replay_calls
 from gllm.sim.run import run_of
-from gllm.step_log import read_step_log
 
 
 async def serve(config: EngineConfig, count: int) -> Bubbles:

@@ -11,8 +11,9 @@ import jsonschema
 import openai
 import pytest
 
-from gllm.config import FieldError, SamplingParams, StructuredOutput
-from gllm.llm import LLM
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import SamplingParams, StructuredOutput
+from gllm.engine.llm import LLM
 from tests.e2e.server import Server, alive, serving, wait_until
 from tests.grammar.test_compiler import HANGS
 

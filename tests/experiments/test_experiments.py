@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from gllm.commands.experiment import EXPERIMENTS, REAL, main
 from gllm.experiments.ablation import BASE
 from gllm.experiments.base import Claim, Result, claims_table, write_result
-from gllm.experiments.command import EXPERIMENTS, REAL, main
 from gllm.experiments.latency_vs_rate import slope, turning_point
 from gllm.experiments.real_ablation import middle
 from gllm.experiments.slo import rate_at

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.connection import Connection, Runner
 from gllm.text.chat_template import ChatTemplate

@@ -10,10 +10,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gllm.config import SamplingParams
-from gllm.engine_api import Delta, ModelInfo, ProfileError, check_request, truncated
+from gllm.config.sampling import SamplingParams
+from gllm.engine.interface import Delta, ModelInfo, ProfileError, check_request, truncated
 from gllm.grammar.source import source_of
-from gllm.messages import Bubbles, StageLoad, TokenLogprobs
+from gllm.messages.reports import Bubbles, StageLoad
+from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.detokenizer import TextStream
 from gllm.text.stops import StopStrings

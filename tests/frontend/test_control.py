@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gllm import __version__
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.context import CONTEXT
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH
 

@@ -8,7 +8,7 @@ import math
 import openai
 import pytest
 
-from gllm.engine_api import EmbeddingError
+from gllm.engine.interface import EmbeddingError
 
 PATH = "/v1/embeddings"
 

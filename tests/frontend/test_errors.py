@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gllm.engine_api import EngineUnavailable
+from gllm.engine.interface import EngineUnavailable
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT, TEXT_PATH
 
 BIG = 2**63

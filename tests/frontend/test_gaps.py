@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gap_cases import CASES, LONG, MANY, Case, chat
 from benchmarks.loop_watch import LoopWatch
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from tests.frontend.conftest import CHAT_PATH, serving
 from tests.frontend.raw import SECONDS
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.app import ENDPOINTS
 from gllm.frontend.middleware.keys import Keys, read_keys
 from gllm.serve import keys_of_environment

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gllm.engine_api import EngineUnavailable
+from gllm.engine.interface import EngineUnavailable
 from gllm.frontend.fields.messages import MessageFields, as_chat
 from gllm.frontend.fields.reading import convert
 from tests.frontend.sse import named_events_of

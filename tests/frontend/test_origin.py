@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.app import ENDPOINTS, make_app, make_runner
 from gllm.frontend.middleware.origin import host_check, host_name
 from gllm.frontend.tls import tls_context

@@ -7,7 +7,7 @@ import pytest
 
 from gllm import __version__
 from gllm.frontend.app import ENDPOINTS
-from gllm.logs import RepeatHandler
+from gllm.observability.logs import RepeatHandler
 
 
 async def get(server, path):

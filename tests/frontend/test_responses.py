@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gllm.config import FieldError
-from gllm.engine_api import EngineUnavailable
+from gllm.config.field_types import FieldError
+from gllm.engine.interface import EngineUnavailable
 from gllm.frontend.fields.reading import convert
 from gllm.frontend.fields.responses import ResponseFields, as_chat
 from tests.frontend.conftest import CHAT_PATH

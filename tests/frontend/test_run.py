@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gllm.config import SamplingParams
-from gllm.engine_api import Delta
+from gllm.config.sampling import SamplingParams
+from gllm.engine.interface import Delta
 from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.run import Job, Run

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gllm.config.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields import json_size
 from gllm.frontend.fields.inflate import BodyTooLarge, inflate
-from gllm.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")

@@ -11,7 +11,7 @@ import pytest
 
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.status_line import StatusLine
-from gllm.logs import REQUEST_ID, JsonLines
+from gllm.observability.logs import REQUEST_ID, JsonLines
 from gllm.scheduler.plan import Stats
 from tests.frontend.conftest import Server
 from tests.frontend.fake_engine import FakeEngine

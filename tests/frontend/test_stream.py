@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from gllm.engine_api import Delta, EngineUnavailable
+from gllm.engine.interface import Delta, EngineUnavailable
 from gllm.frontend import sse
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH
 from tests.frontend.sse import events_of

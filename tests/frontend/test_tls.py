@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.tls import tls_context
 from tests.certificates import make_certificate

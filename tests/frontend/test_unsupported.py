@@ -2,7 +2,7 @@
 
 import pytest
 
-from gllm.config import StructuredOutput
+from gllm.config.sampling import StructuredOutput
 from gllm.frontend.app import ENDPOINTS
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH, serving
 from tests.frontend.examples import EXAMPLES

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gllm.config import FieldError, StructuredOutput
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import StructuredOutput
 from gllm.grammar import child
 from gllm.grammar import compiler as module
 from gllm.grammar.compiler import BadGrammar, CompilerBusy, GrammarCompiler

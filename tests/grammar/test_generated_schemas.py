@@ -6,7 +6,7 @@ from random import Random
 
 import jsonschema
 
-from gllm.config import StructuredOutput
+from gllm.config.sampling import StructuredOutput
 from gllm.grammar.schema import KEYWORDS
 from tests.grammar.schemas import schema
 from tests.grammar.writing import EOS, grammars, state_of, text_of, write

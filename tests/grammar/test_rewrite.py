@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from gllm.config import FieldError, StructuredOutput
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import StructuredOutput
 from gllm.grammar.rewrite import MAX_ARRANGEMENTS, UnsupportedKeywordError, rewrite_schema
 from gllm.grammar.source import source_of
 from tests.grammar.writing import TOKENIZER, TOKENS, grammar_of

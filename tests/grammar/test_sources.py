@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from gllm.config import FieldError, SamplingParams, StructuredOutput
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.grammar.schema import MAX_DEPTH, check_schema, depth
 from gllm.grammar.source import MAX_BYTES, MAX_CHOICES, source_of
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from llguidance import LLMatcher
 
-from gllm.config import StructuredOutput
+from gllm.config.sampling import StructuredOutput
 from gllm.grammar.child import compiled
 from gllm.grammar.source import source_of
 from gllm.grammar.vocabulary import limits, load_vocabulary

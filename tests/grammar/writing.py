@@ -8,7 +8,8 @@ from torch import Tensor
 from gllm.grammar.child import compiled
 from gllm.grammar.source import source_of
 from gllm.grammar.vocabulary import load_vocabulary
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime.grammars import Grammars
 from gllm.runtime.sampler import Drawn, draw, plan_rows
 from gllm.runtime.sampling_state import SamplingState, states_of

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from gllm.config import ATTENTION_BACKENDS
+from gllm.config.engine import ATTENTION_BACKENDS
 from gllm.kernels.attention_backends import (
     AUTO,
     BACKENDS,

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from gllm.config import EngineConfig, SamplingParams
-from gllm.engine import Engine
+from gllm.config.engine import EngineConfig
+from gllm.config.sampling import SamplingParams
+from gllm.engine.engine import Engine
 from gllm.models.config import notes_of, read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.runtime.executor import StageExecutor

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.kernels.attention_plan import PagedRows
 from gllm.models import attention
 from gllm.models.config import read_config

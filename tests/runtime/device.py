@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.kernels import sampling
 from gllm.kernels.attention_plan import (
     AttentionPlan,
@@ -26,7 +26,7 @@ from gllm.kernels.attention_plan import (
     plan_attention,
 )
 from gllm.kernels.native import library
-from gllm.messages import RowLogprobs
+from gllm.messages.sampling import RowLogprobs
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import PlanAttention

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.config import EngineConfig
-from gllm.engine import Engine
-from gllm.logs import LogConfig
+from gllm.config.engine import EngineConfig
+from gllm.engine.engine import Engine
+from gllm.observability.logs import LogConfig
 from gllm.runtime import executor as executor_module
 from gllm.runtime.batch import Batch, build_inputs
 from gllm.runtime.executor import StageExecutor

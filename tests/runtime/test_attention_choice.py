@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gllm.config import EngineConfig, FieldError
+from gllm.config.engine import EngineConfig
+from gllm.config.field_types import FieldError
 from gllm.kernels.attention_plan import PagedRows
 from gllm.models.config import read_config
 from gllm.runtime.cuda.executor import DeviceExecutor

@@ -7,9 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from gllm.config import FieldError, SamplingParams
-from gllm.engine import Engine
-from gllm.messages import Register, Rejected, Sampling, Submit, decode, encode
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import SamplingParams
+from gllm.engine.engine import Engine
+from gllm.messages.codec import decode, encode
+from gllm.messages.requests import Rejected, Submit
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime import executor as executor_module
 from gllm.runtime.client import Stream
 from gllm.runtime.sampling_state import states_of

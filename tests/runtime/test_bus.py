@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from gllm.messages import Abort, AnyMessage, Start, Step, Submit
-from gllm.messages import Sampling as Spec
+from gllm.messages.codec import AnyMessage
+from gllm.messages.lifecycle import Start
+from gllm.messages.requests import Abort, Submit
+from gllm.messages.sampling import Sampling as Spec
+from gllm.messages.steps import Step
 from gllm.runtime.bus import BusFault, Inbox, Outbox
 from gllm.scheduler.plan import Row, StepPlan
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from gllm.config import StructuredOutput
-from gllm.messages import Register, Sampling
+from gllm.config.sampling import StructuredOutput
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime.cuda import executor as executor_module
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.executor import DeviceTime

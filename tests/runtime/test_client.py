@@ -3,7 +3,8 @@
 import asyncio
 from typing import Any
 
-from gllm.messages import Abort, Sampling, Submit, Tokens
+from gllm.messages.requests import Abort, Submit, Tokens
+from gllm.messages.sampling import Sampling
 from gllm.runtime.client import EngineClient
 from gllm.scheduler.plan import End, First, Outcome, Stats
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from gllm.config import SamplingParams
-from gllm.engine_api import EngineUnavailable, ProfileError
+from gllm.config.sampling import SamplingParams
+from gllm.engine.interface import EngineUnavailable, ProfileError
 from tests.runtime.local_workers import local_engine
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from gllm.kernels import sampling
 from gllm.kernels.logprobs import Scores
-from gllm.messages import Register, RowLogprobs, Sampling
+from gllm.messages.sampling import RowLogprobs, Sampling
+from gllm.messages.steps import Register
 from gllm.runtime.cuda import drawing, edits
 from gllm.runtime.cuda.graphs import DecodeGraphs
 from gllm.runtime.cuda.plans import plan_tables

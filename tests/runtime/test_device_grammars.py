@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from gllm.messages import Sampling
+from gllm.messages.sampling import Sampling
 from gllm.models.config import read_config
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.grammars import Grammars

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime.launch import Edge
 from gllm.scheduler.plan import Sampled
 from gllm.transport.base import EdgeShape

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from gllm.config import EngineConfig
-from gllm.messages import Register, Sampling
+from gllm.config.engine import EngineConfig
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.sampler import ALL_FORBIDDEN, plan_rows

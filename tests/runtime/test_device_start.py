@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.host import HostQueues
-from gllm.config import SamplingParams
-from gllm.engine import Engine
+from gllm.config.sampling import SamplingParams
+from gllm.engine.engine import Engine
 from gllm.runtime import worker as worker_module
 from gllm.runtime.cuda import start as start_module
 from gllm.runtime.cuda.executor import DeviceExecutor

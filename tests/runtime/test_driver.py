@@ -4,21 +4,11 @@ import time
 
 import pytest
 
-from gllm.messages import (
-    Abort,
-    Begun,
-    Bubbles,
-    Message,
-    Register,
-    Result,
-    RowLogprobs,
-    Sampling,
-    StageTimes,
-    Step,
-    Submit,
-    TokenLogprobs,
-    Tokens,
-)
+from gllm.messages.base import Message
+from gllm.messages.reports import Bubbles, StageTimes
+from gllm.messages.requests import Abort, Submit, Tokens
+from gllm.messages.sampling import RowLogprobs, Sampling, TokenLogprobs
+from gllm.messages.steps import Begun, Register, Result, Step
 from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, StepResult, StepTime

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
 from tests.runtime.pipeline import GREEDY, Pipeline
 from tests.tiny_models import FAMILIES, SMALL, reference, save

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from gllm.config import SamplingParams, StructuredOutput
-from gllm.engine import Engine
-from gllm.engine_api import Delta
+from gllm.config.sampling import SamplingParams, StructuredOutput
+from gllm.engine.engine import Engine
+from gllm.engine.interface import Delta
 from gllm.grammar import guide
 from gllm.runtime.executor import StageExecutor
 from tests.runtime.local_workers import failing, local_engine

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.config import EngineConfig
-from gllm.messages import Register, RowLogprobs, Sampling
+from gllm.config.engine import EngineConfig
+from gllm.messages.sampling import RowLogprobs, Sampling
+from gllm.messages.steps import Register
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import Batch

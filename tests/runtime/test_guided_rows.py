@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.config import StructuredOutput
+from gllm.config.sampling import StructuredOutput
 from gllm.grammar import guide as guide_module
 from gllm.grammar.guide import Guide, GuideError, Rules
 from gllm.kernels.sampling import sample
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime import grammars as grammars_module
 from gllm.runtime.sampler import Drawn, draw, give_up, plan_rows, results
 from gllm.runtime.sampling_state import SamplingState, states_of

@@ -1,6 +1,8 @@
 """Requests whose grammars are being compiled wait at the driver, not in the pipeline."""
 
-from gllm.messages import Abort, Begun, Register, Result, Sampling, Step, Submit, Tokens
+from gllm.messages.requests import Abort, Submit, Tokens
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Begun, Register, Result, Step
 from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, Stats, StepResult

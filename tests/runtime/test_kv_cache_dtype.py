@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 from gllm.kernels import attention_torch
 from gllm.kernels.native.library import library
 from gllm.runtime.device import cache_dtype

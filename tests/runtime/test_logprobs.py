@@ -12,7 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from gllm.messages import Register, RowLogprobs, Sampling, TokenLogprobs
+from gllm.messages.sampling import RowLogprobs, Sampling, TokenLogprobs
+from gllm.messages.steps import Register
 from gllm.scheduler.plan import Outcome, StepResult
 from gllm.scheduler.sequence import Request
 from tests.runtime.test_greedy import NEW_TOKENS, Scheduled, prompts

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gllm.kernels.sampling import SamplingPlan, sample
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime import sampler
 from gllm.runtime.sampler import Drawn, SampledRows, draw, plan_rows, results
 from gllm.runtime.sampling_state import SamplingState, edit_logits, states_of

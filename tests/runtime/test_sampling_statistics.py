@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime.sampler import draw, plan_rows
 from gllm.runtime.sampling_state import states_of
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.messages import Result, RowLogprobs
+from gllm.messages.sampling import RowLogprobs
+from gllm.messages.steps import Result
 from gllm.runtime.executor import DeviceTime
 from gllm.runtime.stage import Stage
 from gllm.scheduler.plan import Row, Sampled, StepPlan, StepResult

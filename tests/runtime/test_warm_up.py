@@ -13,10 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.gpu.host import HostQueues
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.kernels.linear_fp8 import Fp8Matrix
 from gllm.kernels.triton import linear_fp8, tiles
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.models.config import read_config
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.cuda.plans import plan_tables

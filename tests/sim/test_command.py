@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from gllm.commands.simulate import main
+from gllm.observability.step_log import StepLog, read_step_log
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.command import main
 from gllm.sim.deployment import roofline, simulate
 from gllm.sim.profile import profile_of, write_profile
 from gllm.sim.run import run_of
 from gllm.sim.workload import make_jobs
-from gllm.step_log import StepLog, read_step_log
 
 SMALL = ["--model", "qwen2.5-14b", "--device", "A100-40G", "--requests", "20"]
 
@@ -98,7 +98,7 @@ def test_bad_flags_are_told_with_the_fix(
 
 def test_the_command_loads_no_torch() -> None:
     code = (
-        "import sys; from gllm.cli import main; "
+        "import sys; from gllm.__main__ import main; "
         "main(['simulate', '--requests', '8', '--rate', '2']); "
         "print(sorted({'torch', 'transformers', 'sklearn'} & set(sys.modules)))"
     )

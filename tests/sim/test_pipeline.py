@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gllm.observability.step_log import Commit, Schedule, Start, Times
+from gllm.observability.step_log import Event as Logged
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import End, Outcome, StepPlan, StepResult, StepTime
 from gllm.scheduler.work import Work
@@ -24,8 +26,6 @@ from gllm.sim.events import Event, run
 from gllm.sim.pipeline import Pipeline
 from gllm.sim.run import Run, Served, run_of
 from gllm.sim.workload import Job, make_jobs, requests_of
-from gllm.step_log import Commit, Schedule, Start, Times
-from gllm.step_log import Event as Logged
 
 ROOT = Path(__file__).parents[2]
 ROUNDING = 2e-9

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gllm.metrics import Timeline
+from gllm.observability.metrics import Timeline
+from gllm.observability.step_log import Start
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.work import Work
@@ -35,7 +36,6 @@ from gllm.sim.plots import (
 )
 from gllm.sim.run import Run, Served, Step
 from gllm.sim.workload import make_jobs
-from gllm.step_log import Start
 
 matplotlib = pytest.importorskip("matplotlib")
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gllm.observability.step_log import Event, Schedule, StepLog
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import StepPlan
 from gllm.sim.compare import compare, comparison_table, error_of_median, median_error
@@ -13,7 +14,6 @@ from gllm.sim.profile import Profile, profile_of, read_profile, write_profile
 from gllm.sim.replay import main, replay_calls, replay_times
 from gllm.sim.run import Run
 from gllm.sim.workload import make_jobs
-from gllm.step_log import Event, Schedule, StepLog
 
 
 def deployment(policy: str = "throttle", stages: int = 4) -> Deployment:

@@ -4,12 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import ON_DEVICE, Row, Sampled, StepPlan, StepResult, StepTime
-from gllm.sim.intervals import bubbles_of
-from gllm.sim.report import metrics_table, summarize
-from gllm.sim.run import Run, run_of
-from gllm.step_log import (
+from gllm.observability.step_log import (
     Abort,
     Add,
     Commit,
@@ -21,6 +16,11 @@ from gllm.step_log import (
     Times,
     read_step_log,
 )
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import ON_DEVICE, Row, Sampled, StepPlan, StepResult, StepTime
+from gllm.sim.intervals import bubbles_of
+from gllm.sim.report import metrics_table, summarize
+from gllm.sim.run import Run, run_of
 
 STOP = 9
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from gllm.config import FieldError
-from gllm.limits import MAX_MESSAGES
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_MESSAGES
 from gllm.text import chat_template
 from gllm.text.chat_template import ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 from gllm.text.chat_messages import checked_messages
 from gllm.text.chat_template import ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer

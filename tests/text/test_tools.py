@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from gllm.config import FieldError
-from gllm.limits import MAX_TOOL_DEPTH, MAX_TOOLS
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_TOOL_DEPTH, MAX_TOOLS
 from gllm.text.tools import ToolUse, function_use, tool_use
 
 

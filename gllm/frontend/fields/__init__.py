@@ -1,0 +1,1 @@
+"""Fields of request bodies: their types, ranges and conversion, one file per subject."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.generation import Sampling
 from gllm.frontend.fields.reading import convert

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from gllm.config import INT32_MAX
+from gllm.config.options import INT32_MAX
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)]

@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_LOGPROBS
 from gllm.frontend.fields.body import Int, about
 from gllm.frontend.fields.generation import Generation
-from gllm.limits import MAX_LOGPROBS
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from gllm.config import MAX_LOGPROBS, FieldError
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_LOGPROBS
 from gllm.frontend.fields.body import CountOrZero, Int, Int32, about
 from gllm.frontend.fields.generation import Generation
 

@@ -5,7 +5,7 @@ Owns the schemas. Knows nothing of what they cause.
 
 from typing import Annotated, ClassVar
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 from gllm.frontend.fields.body import Body, about
 from gllm.frontend.fields.generation import Id
 

@@ -9,10 +9,12 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from gllm.config import INT32_MAX, MAX_LOGPROBS, FieldError, SamplingParams
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_LOGPROBS, MAX_LOGPROBS_PER_STEP
+from gllm.config.options import INT32_MAX
+from gllm.config.sampling import SamplingParams
 from gllm.frontend.fields.body import Body, Count, Int, Int32, Refused, about
 from gllm.frontend.fields.structured import ResponseFormat, StructuredOutputs, structured_output
-from gllm.limits import MAX_LOGPROBS_PER_STEP
 
 Salt = Annotated[str, Meta(max_length=128)]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]

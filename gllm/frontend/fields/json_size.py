@@ -6,8 +6,8 @@ Knows nothing of fields.
 
 from collections.abc import Iterator
 
+from gllm.config.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from gllm.frontend.errors import ApiError
-from gllm.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 
 SMALL_BYTES = 2**16
 """Texts up to this size hold too few values to be counted."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 from gllm.frontend.fields.body import Body, Count, Refused, about
 from gllm.frontend.fields.generation import UNSUPPORTED, ParseSpecial, Sampling
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS
 from gllm.frontend.connection import too_slow
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
@@ -23,7 +24,6 @@ from gllm.frontend.fields.body import Body
 from gllm.frontend.fields.inflate import BodyTooLarge, check_encoding, inflate
 from gllm.frontend.fields.json_size import SMALL_BYTES, check_json_size
 from gllm.frontend.request_id import current_id
-from gllm.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS
 
 log = logging.getLogger(__name__)
 

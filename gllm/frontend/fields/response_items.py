@@ -5,7 +5,7 @@ import binascii
 import json
 from typing import Any
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
 from gllm.text.tools import INPUT, KINDS
 

@@ -6,7 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gllm.config import MAX_LOGPROBS, FieldError
+from gllm.config.field_types import FieldError
+from gllm.config.limits import (
+    MAX_LOGPROBS,
+    MAX_METADATA,
+    MAX_METADATA_KEY,
+    MAX_METADATA_VALUE,
+    check_lengths,
+    check_size,
+)
 from gllm.frontend.fields.body import Body, Count, Int, Refused, about
 from gllm.frontend.fields.generation import UNSUPPORTED, Sampling
 from gllm.frontend.fields.response_items import (
@@ -17,13 +25,6 @@ from gllm.frontend.fields.response_items import (
     convert_tool_choice,
 )
 from gllm.frontend.fields.turns import refuse
-from gllm.limits import (
-    MAX_METADATA,
-    MAX_METADATA_KEY,
-    MAX_METADATA_VALUE,
-    check_lengths,
-    check_size,
-)
 
 Json = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"

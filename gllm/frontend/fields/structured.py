@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from gllm.config import FieldError, StructuredOutput
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import StructuredOutput
 
 
 class JsonSchema(msgspec.Struct):

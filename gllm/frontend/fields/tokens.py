@@ -5,7 +5,7 @@ Owns the schemas. Knows nothing of tokenizers.
 
 from typing import Annotated, Any, ClassVar
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 from gllm.frontend.fields.body import Body, Int32, about
 from gllm.frontend.fields.chat import PROMPT_FIELDS, ChatFields, Effort, TemplateOptions
 

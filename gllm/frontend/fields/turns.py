@@ -6,7 +6,7 @@ Owns the building of messages, and the reading of what is nested. Knows nothing 
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from gllm.config import FieldError
+from gllm.config.field_types import FieldError
 
 Json = dict[str, Any]
 

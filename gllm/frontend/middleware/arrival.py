@@ -7,12 +7,12 @@ import time
 
 from aiohttp import web
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.connection import SERVER
 from gllm.frontend.context import ARRIVAL, REQUEST_ID
 from gllm.frontend.errors import Handler
 from gllm.frontend.request_id import request_id
-from gllm.logs import REQUEST_ID as LOGGED_ID
+from gllm.observability.logs import REQUEST_ID as LOGGED_ID
 
 
 def install(app: web.Application, config: ServerConfig) -> None:

@@ -10,7 +10,7 @@ import re
 
 from aiohttp import web
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.errors import Handler
 
 EXPOSED = "X-Request-Id, Retry-After, WWW-Authenticate, " + ", ".join(

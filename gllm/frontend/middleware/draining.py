@@ -6,7 +6,7 @@ they ask next. Knows nothing of who is refused (context.py).
 
 from aiohttp import web
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.context import CONTEXT
 
 

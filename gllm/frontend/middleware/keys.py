@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from gllm.config import ServerConfig, check_key
+from gllm.config.server import ServerConfig, check_key
 from gllm.frontend.context import CLIENT
 from gllm.frontend.endpoint import endpoint_of
 from gllm.frontend.errors import ApiError, Handler

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.context import ARRIVAL, CONTEXT
 from gllm.frontend.errors import Handler
 from gllm.frontend.outcome import OUTCOME

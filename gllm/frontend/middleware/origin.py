@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.errors import ApiError, Handler
 
 DEFAULT_PORTS = {"http": 80, "https": 443}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.context import CLIENT
 from gllm.frontend.endpoint import endpoint_of
 from gllm.frontend.errors import ApiError, Handler

@@ -1,0 +1,1 @@
+"""Endpoints, one file per API: completions, chat, responses, messages, embeddings, operations."""

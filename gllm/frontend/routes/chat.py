@@ -5,7 +5,7 @@ Owns the endpoint's shape. Knows nothing of how answers are streamed.
 
 from aiohttp import web
 
-from gllm.engine_api import Delta
+from gllm.engine.interface import Delta
 from gllm.frontend.answer import Json, answer
 from gllm.frontend.chat_job import chat_job
 from gllm.frontend.chunks import ChunkWriter

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 from aiohttp import web
 
-from gllm.config import FieldError, SamplingParams
-from gllm.engine_api import Delta, EngineLike, check_request, encode_prompt, truncated
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_PROMPTS
+from gllm.config.sampling import SamplingParams
+from gllm.engine.interface import Delta, EngineLike, check_request, encode_prompt, truncated
 from gllm.frontend.answer import Json, answer
 from gllm.frontend.chunks import ChunkWriter
 from gllm.frontend.collect import Choice
@@ -23,7 +25,6 @@ from gllm.frontend.fields.generation import sampling_params
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from gllm.frontend.run import Job
-from gllm.limits import MAX_PROMPTS
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 

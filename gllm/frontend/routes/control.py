@@ -5,7 +5,7 @@ Owns the endpoints. Knows nothing of how the engine does it.
 
 from aiohttp import web
 
-from gllm.engine_api import ProfileError
+from gllm.engine.interface import ProfileError
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.control import AbortFields

@@ -11,15 +11,16 @@ from functools import partial
 
 from aiohttp import web
 
-from gllm.config import FieldError, SamplingParams
-from gllm.engine_api import EmbeddingError, EngineLike, check_request, encode_prompt
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_PROMPTS
+from gllm.config.sampling import SamplingParams
+from gllm.engine.interface import EmbeddingError, EngineLike, check_request, encode_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.completions import parse_prompts
 from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.reading import read_fields
-from gllm.limits import MAX_PROMPTS
 
 
 async def create(request: web.Request) -> web.Response:

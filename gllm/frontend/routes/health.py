@@ -5,7 +5,7 @@ Owns the two answers. Knows nothing of what makes an engine healthy.
 
 from aiohttp import web
 
-from gllm.engine_api import EngineUnavailable
+from gllm.engine.interface import EngineUnavailable
 from gllm.frontend.context import CONTEXT
 
 

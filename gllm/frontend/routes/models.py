@@ -5,7 +5,7 @@ Owns how a model is described. Knows nothing of files and weights.
 
 from aiohttp import web
 
-from gllm.engine_api import ModelInfo
+from gllm.engine.interface import ModelInfo
 from gllm.frontend.context import CONTEXT
 
 

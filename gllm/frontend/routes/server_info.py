@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from gllm import __version__
-from gllm.config import ServerConfig
+from gllm.config.server import ServerConfig
 from gllm.frontend.context import CONTEXT
 
 

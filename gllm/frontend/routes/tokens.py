@@ -5,14 +5,15 @@ import asyncio
 import msgspec
 from aiohttp import web
 
-from gllm.config import FieldError, ServerConfig
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_TOKENIZE_BYTES, check_size
+from gllm.config.server import ServerConfig
 from gllm.frontend.chat_job import chat_prompt
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.logprobs import token_text
-from gllm.limits import MAX_TOKENIZE_BYTES, check_size
 from gllm.text.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -1,0 +1,1 @@
+"""Compiled kernels for CPUs, in C++: one build per instruction set, selected at run time."""

@@ -1,0 +1,1 @@
+"""Model families, one file each; registry.py above lists their architectures."""

@@ -13,11 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gllm.config.limits import MAX_LOGPROBS
 from gllm.kernels.logprobs import Scores, log_probabilities, packed, score
 from gllm.kernels.masking import keep_masked
 from gllm.kernels.sampling import SamplingPlan, finite_rows, sample
-from gllm.limits import MAX_LOGPROBS
-from gllm.messages import Register, Sampling
+from gllm.messages.sampling import Sampling
+from gllm.messages.steps import Register
 from gllm.runtime.batch import Batch
 from gllm.runtime.cuda.edits import EditPlanner, Edits
 from gllm.runtime.logprobs import NOT_FINITE, SCORED_ROWS, PromptRows, entries_of

@@ -19,7 +19,7 @@ from torch.nn import functional
 from gllm.kernels.history import Histories
 from gllm.kernels.masking import Phrases, add_at, ban_phrases, keep_masked, mask_of, words_of
 from gllm.kernels.penalties import penalize_histories
-from gllm.messages import Sampling
+from gllm.messages.sampling import Sampling
 from gllm.runtime.sampler import SampledRows
 from gllm.runtime.sampling_state import LogitEdits
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedRows
 from gllm.kernels.masking import words_of
 from gllm.kernels.triton.tiles import token_counts
-from gllm.messages import RowLogprobs, Sampling
+from gllm.messages.sampling import RowLogprobs, Sampling
 from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
 from gllm.runtime.batch import Batch, CacheShape, PlanAttention, plan_each, token_ids
@@ -41,7 +41,7 @@ from gllm.runtime.kv_cache import KVCache
 from gllm.runtime.sampler import follow_grammars, results, take_forced, tell_embedded
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, StepPlan
-from gllm.streams import Event, Queues
+from gllm.transport.device_streams import Event, Queues
 
 INTS_PER_TOKEN = 8
 """Of a step's inputs, about: staging grows where they are more."""

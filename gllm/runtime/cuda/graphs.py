@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedRows
 from gllm.runtime.cuda.staging import Layout
-from gllm.streams import Graph, Queues, Stream
+from gllm.transport.device_streams import Graph, Queues, Stream
 
 FEW = (1, 2, 4, 8)
 APART = 8

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gllm.streams import Event, Queues, Stream
+from gllm.transport.device_streams import Event, Queues, Stream
 
 T = TypeVar("T")
 

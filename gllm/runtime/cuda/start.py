@@ -6,12 +6,12 @@ of messages.
 
 import logging
 
-from gllm.config import EngineConfig
+from gllm.config.engine import EngineConfig
 from gllm.kernels.triton.compilations import CompilationCounter
 from gllm.models.config import ModelConfig
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.scheduler.config import SchedulerConfig
-from gllm.streams import CudaQueues
+from gllm.transport.device_streams import CudaQueues
 
 log = logging.getLogger(__name__)
 

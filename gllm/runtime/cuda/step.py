@@ -11,7 +11,7 @@ from torch import Tensor
 from gllm.models.stage import StageInputs
 from gllm.runtime.cuda.drawing import DrawInputs
 from gllm.runtime.cuda.tokens import Told
-from gllm.streams import Event
+from gllm.transport.device_streams import Event
 
 
 class Inputs(NamedTuple):

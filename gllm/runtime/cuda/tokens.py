@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gllm.config.limits import MAX_LOGPROBS
 from gllm.kernels.logprobs import Scores, packed_width, unpacked
-from gllm.limits import MAX_LOGPROBS
-from gllm.streams import Event, Queues, Stream
+from gllm.transport.device_streams import Event, Queues, Stream
 
 WIDEST = packed_width(MAX_LOGPROBS)
 """Numbers of a scored row at most."""

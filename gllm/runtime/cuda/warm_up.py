@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gllm.kernels.attention_plan import PagedRows
-from gllm.messages import Sampling
+from gllm.messages.sampling import Sampling
 
 PLAIN = Sampling(temperature=1.0)
 """Sampling without filters and edits."""

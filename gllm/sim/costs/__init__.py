@@ -1,0 +1,1 @@
+"""Predictors of the time of one step on one stage."""

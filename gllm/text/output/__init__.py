@@ -1,0 +1,4 @@
+"""Parsers of chat output: reasoning sections and tool calls, streamed or whole.
+
+families/ has one file per format.
+"""

@@ -1,0 +1,1 @@
+"""`gllm bench`: load on a server over HTTP, and measurements of an engine without HTTP."""

@@ -1,0 +1,87 @@
+"""`gllm bench latency`: how long an engine in this process takes for one batch of equal requests.
+
+Owns the command and its output. Knows nothing of HTTP and of how the engine works.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import uvloop
+from tqdm import tqdm
+
+from gllm.config.engine import EngineConfig
+from gllm.config.field_types import convert_fields
+from gllm.config.flags import FlagParser, add_flags, from_flags, output_file
+from gllm.config.options import INT32_MAX, option
+from gllm.engine.engine import Engine, EngineError
+from gllm.experiments.real import serve_jobs
+from gllm.observability.metrics import percentile
+from gllm.sim.workload import Job
+
+PERCENTS = (10, 25, 50, 75, 90, 99)
+
+
+@dataclass(frozen=True)
+class LatencyConfig:
+    """The batch, and how often."""
+
+    input_len: int = option(32, "prompt tokens of each request", ge=1, le=INT32_MAX)
+    output_len: int = option(128, "output tokens of each request", ge=1, le=INT32_MAX)
+    batch_size: int = option(8, "requests in the batch", ge=1, le=INT32_MAX)
+    num_iters_warmup: int = option(10, "batches before the measurement", ge=0, le=INT32_MAX)
+    num_iters: int = option(30, "batches measured", ge=1, le=INT32_MAX)
+    output_json: str | None = option(None, "file for the result", parse=output_file)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field and the fix."""
+        convert_fields(self)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's flags: those of the engine and of the batch."""
+    parser = FlagParser(prog="gllm bench latency", description=(__doc__ or "").splitlines()[0])
+    parser.add_config_flag()
+    add_flags(parser, EngineConfig)
+    add_flags(parser, LatencyConfig)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """The command."""
+    values = make_parser().parse_args(argv)
+    try:
+        engine, batch = from_flags(EngineConfig, values), from_flags(LatencyConfig, values)
+        seconds = uvloop.run(_measure(engine, batch))
+        percentiles = {percent: percentile(seconds, percent) for percent in PERCENTS}
+        print(f"Avg latency: {fmean(seconds)} seconds")
+        for percent, value in percentiles.items():
+            print(f"{percent}% percentile latency: {value} seconds")
+        if batch.output_json:
+            figures = {
+                "avg_latency": fmean(seconds),
+                "latencies": seconds,
+                "percentiles": {str(percent): value for percent, value in percentiles.items()},
+            }
+            Path(batch.output_json).write_bytes(msgspec.json.encode(figures) + b"\n")
+    except (ValueError, OSError, EngineError) as error:
+        print(f"gllm bench latency: {error}", file=sys.stderr)
+        return 1 if isinstance(error, EngineError) else 2
+    return 0
+
+
+async def _measure(config: EngineConfig, batch: LatencyConfig) -> list[float]:
+    """Seconds of each measured batch; no two batches have prompts in common."""
+    jobs = [Job(0.0, batch.input_len, batch.output_len)] * batch.batch_size
+    seconds = []
+    async with Engine(config, progress=True) as engine:
+        rounds = range(batch.num_iters_warmup + batch.num_iters)
+        for seed in tqdm(rounds, desc="batches"):
+            begin = time.monotonic()
+            await serve_jobs(engine, jobs, seed)
+            seconds.append(time.monotonic() - begin)
+    return seconds[batch.num_iters_warmup :]

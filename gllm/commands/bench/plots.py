@@ -1,0 +1,51 @@
+"""Pictures of a load on a server: distributions of latencies, and what happened when.
+
+Owns which curves are drawn. Knows nothing of how they look. Needs matplotlib.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gllm.commands.bench.report import tokens_by_second
+from gllm.observability.metrics import Timeline, percentile
+from gllm.sim.plots import Panel, Series, plot_distributions, plot_grid
+
+BINS = 30
+PERCENTS = (50, 99)
+
+
+def plot_load(lines: Sequence[Timeline], caption: str, folder: Path) -> list[str]:
+    """latencies.svg and over-time.svg in a folder, made if need be; their names.
+
+    Raises ImportError without matplotlib, OSError as open does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plot_distributions(lines, caption, folder / "latencies.svg")
+    tokens = sorted(tokens_by_second(lines).items())
+    seconds = "seconds since the first request"
+    panels = [
+        Panel("TTFT by time of sending", seconds, "ms", _over_time(lines, "ttft")),
+        Panel("TPOT by time of sending", seconds, "ms", _over_time(lines, "tpot")),
+        Panel("output", seconds, "tokens/s", {"tokens": [(s + 0.5, float(n)) for s, n in tokens]}),
+    ]
+    plot_grid(panels, folder / "over-time.svg", columns=1)
+    return ["latencies.svg", "over-time.svg"]
+
+
+def _over_time(lines: Sequence[Timeline], name: str) -> Series:
+    """Percentiles in milliseconds of the requests sent in each of BINS stretches of time."""
+    begin = min((line.arrival for line in lines), default=0.0)
+    span = max((line.arrival for line in lines), default=0.0) - begin
+    bins: dict[int, list[float]] = {}
+    for line in lines:
+        value: float | None = getattr(line, name)
+        if value is not None:
+            place = min(int((line.arrival - begin) / span * BINS), BINS - 1) if span else 0
+            bins.setdefault(place, []).append(value * 1e3)
+    return {
+        f"p{percent}": [
+            ((place + 0.5) * span / BINS, percentile(values, percent))
+            for place, values in bins.items()
+        ]
+        for percent in PERCENTS
+    }

@@ -1,0 +1,175 @@
+"""The figures of a load on a server, under the names that `vllm bench serve` made common.
+
+Owns which figures there are, the printed lines and the JSON keys, so that scripts that read those
+of vLLM read these. Knows nothing of how they were measured.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from gllm.commands.bench.client import Outcome
+from gllm.commands.bench.options import METRICS
+from gllm.observability.metrics import Timeline, latencies, percentile, slo_attainment
+
+TITLES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+WIDTH = 50
+SHOWN_FAILURES = 3
+"""Messages printed of each kind of failure."""
+
+
+def summarize(
+    outcomes: Sequence[Outcome],
+    seconds: float,
+    percents: Sequence[float] = (99.0,),
+    slo: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """The figures, by the JSON file's keys. Latencies count requests that did not fail.
+
+    seconds: the load's duration. slo: limits in milliseconds, by ttft, tpot and e2el.
+    """
+    done = [outcome for outcome in outcomes if not outcome.failure]
+    lines = [outcome.line for outcome in done]
+    prompt, output = sum(o.prompt_tokens for o in done), sum(line.tokens for line in lines)
+    span = seconds or float("nan")
+    figures: dict[str, Any] = {
+        "duration": seconds,
+        "completed": len(done),
+        "failed": len(outcomes) - len(done),
+        "total_input_tokens": prompt,
+        "total_output_tokens": output,
+        "request_throughput": len(done) / span,
+        "request_goodput": None,
+        "output_throughput": output / span,
+        "total_token_throughput": (prompt + output) / span,
+        "max_output_tokens_per_s": max(tokens_by_second(lines).values(), default=0.0),
+        "max_concurrent_requests": most_at_once((o.line.arrival, o.end) for o in outcomes),
+    }
+    if slo:
+        limits = {name: limit / 1e3 for name, limit in slo.items()}
+        figures["request_goodput"] = slo_attainment(lines, **limits) * len(lines) / span
+    for name, values in latencies(lines).items():
+        figures |= _spread(name, [value * 1e3 for value in values], percents)
+    return figures
+
+
+def _spread(name: str, values: list[float], percents: Sequence[float]) -> dict[str, float]:
+    """Mean, median, deviation and percentiles; 0 of no values, as these keys are known to be."""
+    some = values or [0.0]
+    return {
+        f"mean_{name}_ms": fmean(some),
+        f"median_{name}_ms": median(some),
+        f"std_{name}_ms": pstdev(some),
+        **{f"p{percent:g}_{name}_ms": percentile(some, percent) for percent in percents},
+    }
+
+
+def tokens_by_second(lines: Sequence[Timeline]) -> dict[int, float]:
+    """Output tokens in each second since the first request was sent.
+
+    What one request brought is spread evenly over the chunks it came in: how many tokens a chunk
+    of text has is the server's secret.
+    """
+    begin = min((line.arrival for line in lines), default=0.0)
+    counts: defaultdict[int, float] = defaultdict(float)
+    for line in lines:
+        for time in line.times:
+            counts[int(time - begin)] += line.tokens / len(line.times)
+    return dict(counts)
+
+
+def most_at_once(spans: Iterable[tuple[float, float]]) -> int:
+    """The largest number of spans (begin, end) that overlap."""
+    changes = [change for begin, end in spans for change in ((begin, 1), (end, -1))]
+    # At one moment, ends count before begins.
+    return max(accumulate(step for _, step in sorted(changes)), default=0)
+
+
+def report_lines(
+    figures: dict[str, Any],
+    request_rate: float,
+    max_concurrency: int | None,
+    metrics: Sequence[str] = METRICS,
+    percents: Sequence[float] = (99.0,),
+) -> list[str]:
+    """The printed report."""
+    rows: list[tuple[str, Any]] = [
+        ("Successful requests:", figures["completed"]),
+        ("Failed requests:", figures["failed"]),
+    ]
+    if max_concurrency is not None:
+        rows.append(("Maximum request concurrency:", max_concurrency))
+    if request_rate != float("inf"):
+        rows.append(("Request rate configured (RPS):", float(request_rate)))
+    rows += [
+        ("Benchmark duration (s):", figures["duration"]),
+        ("Total input tokens:", figures["total_input_tokens"]),
+        ("Total generated tokens:", figures["total_output_tokens"]),
+        ("Request throughput (req/s):", figures["request_throughput"]),
+    ]
+    if figures["request_goodput"] is not None:
+        rows.append(("Request goodput (req/s):", figures["request_goodput"]))
+    rows += [
+        ("Output token throughput (tok/s):", figures["output_throughput"]),
+        ("Peak output token throughput (tok/s):", float(figures["max_output_tokens_per_s"])),
+        ("Peak concurrent requests:", float(figures["max_concurrent_requests"])),
+        ("Total token throughput (tok/s):", figures["total_token_throughput"]),
+    ]
+    return [
+        f"{' Serving Benchmark Result ':=^{WIDTH}}",
+        *(_row(*row) for row in rows),
+        *(line for name in metrics for line in _latency_lines(figures, name, percents)),
+        "=" * WIDTH,
+    ]
+
+
+def _latency_lines(figures: dict[str, Any], name: str, percents: Sequence[float]) -> list[str]:
+    wanted = {"Mean": "mean", "Median": "median"}
+    wanted |= {f"P{percent:g}": f"p{percent:g}" for percent in percents}
+    return [
+        f"{TITLES[name]:-^{WIDTH}}",
+        *(
+            _row(f"{word} {name.upper()} (ms):", figures[f"{key}_{name}_ms"])
+            for word, key in wanted.items()
+        ),
+    ]
+
+
+def _row(label: str, value: float) -> str:
+    shown = f"{value:<10.2f}" if isinstance(value, float) else f"{value:<10}"
+    return f"{label:<40} {shown}"
+
+
+def failure_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """Failures by kind, the first messages of each."""
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    lines = []
+    for kind, count in Counter(outcome.failure for outcome in failed).most_common():
+        lines.append(f"{count} failed: {kind}")
+        details = [outcome.detail for outcome in failed if outcome.failure == kind]
+        lines += [f"  {detail}" for detail in list(dict.fromkeys(details))[:SHOWN_FAILURES]]
+    return lines
+
+
+def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
+    """Every request's figures, one list for each, in the load's order; seconds."""
+    begin = min((outcome.line.arrival for outcome in outcomes), default=0.0)
+    return {
+        "input_lens": [outcome.prompt_tokens for outcome in outcomes],
+        "output_lens": [outcome.line.tokens for outcome in outcomes],
+        "start_times": [outcome.line.arrival - begin for outcome in outcomes],
+        "ttfts": [outcome.line.ttft or 0.0 for outcome in outcomes],
+        "itls": [outcome.line.itl for outcome in outcomes],
+        "generated_texts": ["".join(outcome.pieces) for outcome in outcomes],
+        "errors": [
+            f"{outcome.failure}: {outcome.detail}" if outcome.failure else ""
+            for outcome in outcomes
+        ],
+    }

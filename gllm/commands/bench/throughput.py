@@ -1,0 +1,85 @@
+"""`gllm bench throughput`: how much an engine in this process serves, all requests there at once.
+
+Owns the command and its output. Knows nothing of HTTP and of how the engine works.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from tqdm import tqdm
+
+from gllm.commands.bench.load import jobs_of
+from gllm.commands.bench.options import LoadConfig
+from gllm.config.engine import EngineConfig
+from gllm.config.flags import FlagParser, FlagType, add_flags, from_flags, output_file
+from gllm.engine.engine import Engine, EngineError
+from gllm.experiments.real import serve_jobs
+from gllm.sim.workload import Job
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags: those of the engine and of the load."""
+    parser = FlagParser(
+        prog="gllm bench throughput",
+        description=(__doc__ or "").splitlines()[0],
+        conflict_handler="resolve",
+    )
+    parser.add_config_flag()
+    add_flags(parser, EngineConfig)
+    # Both have --seed: one flag for the load and for sampling.
+    add_flags(parser, LoadConfig)
+    parser.add_argument(
+        "--output-json", metavar="FILE", type=FlagType(output_file), help="file for the result"
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """The command."""
+    values = make_parser().parse_args(argv)
+    try:
+        engine, load = from_flags(EngineConfig, values), from_flags(LoadConfig, values)
+        jobs = jobs_of(load)
+        figures = figures_of(jobs, uvloop.run(_seconds(engine, jobs, load.seed)))
+        print(
+            f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
+            f"{figures['tokens_per_second']:.2f} total tokens/s, "
+            f"{figures['output_tokens_per_second']:.2f} output tokens/s"
+        )
+        print(f"Total num prompt tokens:  {figures['total_prompt_tokens']}")
+        print(f"Total num output tokens:  {figures['total_output_tokens']}")
+        if values.output_json:
+            Path(values.output_json).write_bytes(msgspec.json.encode(figures) + b"\n")
+    except (ValueError, OSError, EngineError) as error:
+        print(f"gllm bench throughput: {error}", file=sys.stderr)
+        return 1 if isinstance(error, EngineError) else 2
+    return 0
+
+
+def figures_of(jobs: list[Job], seconds: float) -> dict[str, Any]:
+    """The result, by the JSON file's keys."""
+    prompt, output = sum(job.prompt for job in jobs), sum(job.output for job in jobs)
+    return {
+        "elapsed_time": seconds,
+        "num_requests": len(jobs),
+        "total_prompt_tokens": prompt,
+        "total_output_tokens": output,
+        "total_num_tokens": prompt + output,
+        "requests_per_second": len(jobs) / seconds,
+        "tokens_per_second": (prompt + output) / seconds,
+        "output_tokens_per_second": output / seconds,
+    }
+
+
+async def _seconds(config: EngineConfig, jobs: list[Job], seed: int) -> float:
+    """From the first request's way into the engine to the last token's way out."""
+    async with Engine(config, progress=True) as engine:
+        with tqdm(total=len(jobs), desc="requests") as bar:
+            begin = time.monotonic()
+            await serve_jobs(engine, jobs, seed, bar.update)
+            return time.monotonic() - begin

@@ -1,0 +1,84 @@
+"""`gllm experiment NAME`: runs a named experiment and writes its page.
+
+Owns the table of experiments. Knows nothing of what they do: each is imported when it is called.
+"""
+
+import argparse
+import importlib
+import shlex
+import sys
+from pathlib import Path
+
+from gllm.config.flags import FlagParser, FlagType, number, output_folder
+from gllm.config.options import INT32_MAX
+from gllm.engine.engine import EngineError
+from gllm.experiments.base import Options, Result, claims_table, write_result
+
+EXPERIMENTS = {
+    "latency-vs-rate": ("latency_vs_rate", "TTFT, TPOT, E2EL, throughput against request rate"),
+    "scalability": ("scalability", "maximum throughput for 1, 2 and 4 stages"),
+    "slo": ("slo", "SLO attainment against request rate"),
+    "ablation": ("ablation", "throttling without its parts; --real: on this machine's engine"),
+    "sensitivity": ("sensitivity", "#T, #MaxP, KV_thresh, #MinP"),
+    "volatility": ("volatility", "tokens per micro-batch over time, bubbles of each stage"),
+    "chunking": ("chunking", "a lone prompt on an idle pipeline: chunks of which size"),
+    "balance": ("balance", "throttling by predicted time against throttling by tokens"),
+    "replay": ("replay", "real runs of this machine's engine again in the simulator"),
+    "prediction": ("prediction", "the simulator against this machine's engine"),
+}
+"""By name: module of gllm.experiments with a function `run`, and what it shows."""
+
+REAL = {"ablation": "real_ablation"}
+"""Modules that run an experiment on this machine's engine, for --real."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    names = "\n".join(f"  {name:16}{text}" for name, (_, text) in EXPERIMENTS.items())
+    parser = FlagParser(
+        prog="gllm experiment",
+        epilog=f"experiments:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=tuple(EXPERIMENTS), metavar="NAME")
+    parser.add_argument(
+        "--output",
+        default="docs/experiments",
+        type=FlagType(output_folder),
+        help="folder of page and plots",
+    )
+    parser.add_argument(
+        "--requests",
+        type=number(int, ge=8, le=INT32_MAX),
+        default=Options.requests,
+        help="of each simulation",
+    )
+    parser.add_argument("--quick", action="store_true", help="few points, to see that it works")
+    parser.add_argument("--real", action="store_true", help="on this machine's engine")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """The command."""
+    values = make_parser().parse_args(argv)
+    if values.real and values.name not in REAL:
+        print(f"gllm experiment: --real is for {', '.join(REAL)}, not for {values.name}")
+        return 2
+    options = Options(values.requests, values.quick)
+    file = REAL[values.name] if values.real else EXPERIMENTS[values.name][0]
+    module = importlib.import_module(f"gllm.experiments.{file}")
+    name = values.name + ("-real" if values.real else "")
+    try:
+        result: Result = module.run(options)
+        shown = [word for word in argv if not word.startswith("--output")]
+        page = write_result(
+            result, name, f"gllm experiment {shlex.join(shown)}", Path(values.output)
+        )
+    except (ValueError, OSError, EngineError) as error:
+        print(f"gllm experiment: {error}", file=sys.stderr)
+        return 2
+    print(f"{result.text.strip()}\n")
+    if result.claims:
+        print(claims_table(result.claims))
+    print(f"wrote {page}")
+    return 0

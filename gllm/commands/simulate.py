@@ -1,0 +1,101 @@
+"""`gllm simulate`: predicts what a deployment would do, or puts a prediction beside a real run.
+
+Owns the command's output: table, JSON, plots, log. Knows nothing of how a simulation works.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gllm.config.flags import (
+    FlagParser,
+    FlagType,
+    add_flags,
+    from_flags,
+    output_file,
+    output_folder,
+)
+from gllm.observability.step_log import Event, StepLog
+from gllm.sim.compare import compare, comparison_table
+from gllm.sim.deployment import simulate
+from gllm.sim.options import SimulationConfig, deployment_of, jobs_of
+from gllm.sim.report import metrics_table, summarize
+from gllm.sim.run import Run
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags: those of SimulationConfig, and where output goes."""
+    parser = FlagParser(prog="gllm simulate", description=__doc__.splitlines()[0])
+    parser.add_config_flag()
+    add_flags(parser, SimulationConfig)
+    parser.add_argument("--compare", metavar="LOG", help="step log of a real run to predict")
+    parser.add_argument(
+        "--output", metavar="FOLDER", type=FlagType(output_folder), help="folder for JSON and plots"
+    )
+    parser.add_argument(
+        "--step-log",
+        metavar="FILE",
+        type=FlagType(output_file),
+        help="file for the run as a step log",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """The command."""
+    values = make_parser().parse_args(argv)
+    try:
+        config = from_flags(SimulationConfig, values)
+        if values.compare:
+            return _compare(config, values.compare, values.output)
+        jobs = jobs_of(config)
+        longest = max(job.prompt + job.output for job in jobs)
+        run, events = simulate(deployment_of(config, longest), jobs)
+        summary = summarize(run, config.slo_ttft, config.slo_tpot)
+        print(metrics_table({run.start.scheduler.policy: summary}))
+        if values.step_log:
+            _write_log(values.step_log, events)
+        if values.output:
+            write_outputs(run, summary, Path(values.output))
+    except (ValueError, OSError) as error:
+        print(f"gllm simulate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write_outputs(run: Run, summary: dict[str, Any], folder: Path) -> None:
+    """metrics.json, latencies.svg, tokens.svg and gantt.svg. Raises OSError."""
+    # Plots need matplotlib, which the rest of the simulator does without.
+    from gllm.sim.plots import plot_gantt, plot_latencies, plot_tokens
+
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"start": run.start, "metrics": summary}
+    (folder / "metrics.json").write_bytes(
+        msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+    )
+    plot_latencies(run, folder / "latencies.svg")
+    plot_tokens(run, folder / "tokens.svg")
+    plot_gantt(run, folder / "gantt.svg")
+    print(f"wrote metrics.json, latencies.svg, tokens.svg and gantt.svg to {folder}")
+
+
+def _write_log(path: str, events: Iterable[Event]) -> None:
+    log = StepLog(path)
+    for event in events:
+        log.write(event)
+    log.close()
+
+
+def _compare(config: SimulationConfig, log: str, output: str | None) -> int:
+    """Print a real run beside its prediction from the profile."""
+    if config.profile is None:
+        raise ValueError("--compare needs --profile, a profile of the same model and stages")
+    comparison = compare(log, config.profile)
+    print(comparison_table(comparison))
+    if output:
+        write_outputs(comparison.predicted, summarize(comparison.predicted), Path(output))
+    return 0

@@ -1,0 +1,113 @@
+"""Declare the fields of configuration dataclasses: flag, help text, and the range of a number.
+
+field_types.py checks values against the declarations; flags.py makes command-line flags of them.
+"""
+
+import math
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+MAX_SECONDS = 1e8
+"""Longest time-out, about three years: timers of the event loop overflow far above it."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The permitted values of a number, by the names of `msgspec.Meta`: ge, gt, le, lt."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    allows_inf: bool = False
+    _low: float = field(init=False, repr=False, compare=False)
+    _high: float = field(init=False, repr=False, compare=False)
+    _excluded: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    """Numbers of [_low, _high] that are not permitted."""
+
+    def __post_init__(self) -> None:
+        lows = [bound for bound in (self.ge, self.gt) if bound is not None] or [-math.inf]
+        highs = [bound for bound in (self.le, self.lt) if bound is not None] or [math.inf]
+        low, high = max(lows), min(highs)
+        excluded = [bound for bound in (self.gt, self.lt) if bound is not None]
+        if not self.allows_inf:
+            excluded += [bound for bound in (low, high) if math.isinf(bound)]
+        object.__setattr__(self, "_low", low)
+        object.__setattr__(self, "_high", high)
+        object.__setattr__(self, "_excluded", tuple(excluded))
+
+    def __contains__(self, value: float) -> bool:
+        """Return whether a number is in the range; NaN never is."""
+        return self._low <= value <= self._high and value not in self._excluded
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether both ends are limited, infinity counting as a limit where it is permitted."""
+        lower = self.ge is not None or self.gt is not None
+        return lower and (self.le is not None or self.lt is not None or self.allows_inf)
+
+    def __str__(self) -> str:
+        """Return the rule: `in [0, 65535]`, `in (0, 1]`, `>= 1`, `<= 5`."""
+        low = self.ge if self.ge is not None else self.gt
+        high = self.le if self.le is not None else self.lt
+        if low is None or high is None:
+            text = "" if low is None else f"{'>=' if self.ge is not None else '>'} {low:g}"
+            return text or ("any" if high is None else f"<= {high:g}")
+        begin, end = ("(", "["), (")", "]")
+        edges = begin[self.ge is not None], end[self.le is not None]
+        return f"in {edges[0]}{_short(low)}, {_short(high)}{edges[1]}"
+
+
+def option(default: Any, text: str, **metadata: Any) -> Any:
+    """Declare a dataclass field with a flag.
+
+    text: the flag's help.
+    metadata: the arguments of `bounded`, `choices`, `flags`, `parse`, `repeat`, `secret`.
+    """
+    return bounded(default, help=text, **metadata)
+
+
+def bounded(
+    default: Any,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    allows_inf: bool = False,
+    **metadata: Any,
+) -> Any:
+    """Declare a dataclass field, which has a flag only if `metadata` has a help text.
+
+    ge, gt, le, lt: range of a number, or of each number of a tuple.
+    allows_inf: infinity is permitted.
+    """
+    bounds = (ge, gt, le, lt)
+    if any(bound is not None for bound in bounds) or allows_inf:
+        metadata["range"] = Range(*bounds, allows_inf)
+    return field(default=default, metadata=metadata, repr=not metadata.get("secret", False))
+
+
+def describe(kind: type, allowed: Range) -> str:
+    """Return the rule for a number of a type, as `an integer in [0, 65535]`."""
+    return f"{'an integer' if kind is int else 'a number'} {allowed}"
+
+
+def number_kind(hint: Any) -> type | None:
+    """Return int or float where a type hint is or contains it: `int | None`, `tuple[int, ...]`."""
+    if hint in (int, float):
+        return hint
+    return next((kind for part in typing.get_args(hint) if (kind := number_kind(part))), None)
+
+
+def _short(bound: float) -> str:
+    """Return a bound as text: 2^31 - 1, -2^63 and their like as powers of two."""
+    if isinstance(bound, int) and abs(bound) >= INT32_MAX:
+        sign, size = "-" if bound < 0 else "", abs(bound)
+        exponent = (size + 1).bit_length() - 1
+        if size in (2**exponent - 1, 2**exponent):
+            return f"{sign}2^{exponent}" + ("" if size == 2**exponent else " - 1")
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)

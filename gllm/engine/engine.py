@@ -1,0 +1,381 @@
+"""The embeddable engine: pipeline, tokenizer and requests behind one object.
+
+Owns the way from a prompt to text. Knows nothing of HTTP and of processes; imports no torch, which
+is the workers' business.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from gllm.config.engine import EngineConfig
+from gllm.config.field_types import FieldError, to_str, to_token_ids
+from gllm.config.sampling import SamplingParams
+from gllm.engine.interface import (
+    Delta,
+    EmbeddingError,
+    EngineUnavailable,
+    ModelInfo,
+    ProfileError,
+    check_options,
+    check_request,
+    encode_prompt,
+    truncated,
+)
+from gllm.engine.preflight import plan_model
+from gllm.engine.request import Request, Words, make_sampling
+from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
+from gllm.messages.reports import Bubbles, StageLoad
+from gllm.messages.sampling import Sampling
+from gllm.models.config import notes_of
+from gllm.observability.logs import QUIET, LogConfig
+from gllm.runtime.client import Stream
+from gllm.runtime.launch import Workers
+from gllm.runtime.pipeline import EngineError as EngineError
+from gllm.runtime.pipeline import Pipeline
+from gllm.scheduler.plan import Stats
+from gllm.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """One pipeline. `async with Engine(EngineConfig("demo")) as engine: ...`
+
+    Construction reads the model's configuration and raises ModelError or ValueError; `start` makes
+    the workers, if none are given that were made before. `progress`: show a bar for the weights.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        served_model_name: str | None = None,
+        logs: LogConfig = QUIET,
+        progress: bool = False,
+        workers: Workers | None = None,
+    ) -> None:
+        plan = plan_model(config)
+        self._folder, read = plan.folder, plan.config
+        self.config = replace(config, max_model_len=plan.max_model_len)
+        self.tokenizer = Tokenizer.load(self._folder, config.chat_template)
+        for note in notes_of(read.model, plan.max_model_len):
+            log.warning("%s", note)
+        self.model = ModelInfo(
+            name=served_model_name or config.model,
+            max_model_len=plan.max_model_len,
+            vocab_size=read.model.vocab_size,
+            eos_ids=read.eos_ids,
+            defaults=read.sampling,
+            created=int(time.time()),
+        )
+        self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
+        self._compiling: dict[asyncio.Future[str], str] = {}
+        """Grammars that requests wait for, by whose id; an abort takes them out."""
+        self._pipeline = Pipeline(self.config, plan.layers, self._show_progress)
+        self._client = self._pipeline.client
+        self._logs = logs
+        self._given = workers
+        self._seeds = secrets.SystemRandom() if config.seed is None else Random(config.seed)
+        """Gives seeds to requests that have none."""
+        self._progress = progress
+        self._bar: tqdm | None = None
+        """Of the weights, from their first bytes on: an error before shows no empty bar."""
+
+    async def __aenter__(self) -> "Engine":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def state(self) -> str:
+        """loading, ready, draining or dead."""
+        return self._pipeline.state
+
+    @property
+    def cause(self) -> str:
+        """Why the engine is dead."""
+        return self._pipeline.cause
+
+    @property
+    def died(self) -> asyncio.Event:
+        """Set when the engine is dead."""
+        return self._pipeline.died
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks, the same on every stage; known once the workers have loaded."""
+        return self._pipeline.num_blocks
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of them over all stages."""
+        return self._pipeline.kv_bytes
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not been closed."""
+        return self._client.num_requests
+
+    @property
+    def stats(self) -> Stats:
+        """The scheduler's state after the last step."""
+        return self._client.stats
+
+    @property
+    def step_sizes(self) -> Mapping[int, int]:
+        """Micro-batches so far, by their tokens rounded up to a power of two."""
+        return self._client.step_sizes
+
+    @property
+    def stage_loads(self) -> dict[int, StageLoad]:
+        """What each stage computed so far, by stage."""
+        return self._client.stage_loads
+
+    @property
+    def bubbles(self) -> Bubbles:
+        """What the pipeline lost so far."""
+        return self._client.bubbles
+
+    def healthy(self) -> bool:
+        """Whether the engine lives and no pending work is stuck."""
+        if self.state not in ("ready", "draining"):
+            return False
+        return self._client.stalled_seconds < self.config.health_timeout
+
+    async def start(self) -> None:
+        """Start the workers and wait until a step has gone through all of them.
+
+        Raises EngineError where one fails.
+        """
+        workers = self._given or Workers(len(self._pipeline.layers))
+        try:
+            await self._pipeline.start(self._folder, workers, self._logs)
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests and give running ones this long to end."""
+        await self._pipeline.drain(seconds)
+
+    async def stop(self) -> None:
+        """End the workers; requests that still run end with an error."""
+        await self._pipeline.stop()
+        await self._grammars.close()
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of the request's choices, interleaved; closing the generator aborts it, and so
+        does `abort` by its id.
+
+        prompt: text, or token ids. Raises FieldError for a request that cannot be,
+        EngineUnavailable before the first delta.
+        """
+        if isinstance(prompt, str):
+            text = to_str("prompt", prompt)
+            prompt = await asyncio.to_thread(self._encode, text, params)
+        (request,) = await self.submit(
+            [prompt], params, priority=priority, cache_salt=cache_salt, request_id=request_id
+        )
+        try:
+            while not request.ended:
+                await request.wait()
+                for delta in request.take():
+                    yield delta
+        finally:
+            request.close()
+
+    async def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+    ) -> list[Request]:
+        """As `generate`, for several prompts and for who takes the deltas within the step that
+        brings them. A request for each prompt, all or none; each has to be closed."""
+        priority, cache_salt = check_options(params, priority, cache_salt, request_id)
+        prompts = [to_token_ids("prompt", prompt) for prompt in prompts]
+        prompts = [truncated(prompt, params, self.model) for prompt in prompts]
+        for prompt in prompts:
+            check_request(prompt, params, self.model)
+        words: Words = ()
+        if params.bad_words:
+            words = await asyncio.to_thread(self._token_sequences, params.bad_words)
+        self._check_ready()
+        grammar = await self._grammar(params, request_id)
+        self._check_ready()
+        send = partial(self._send, params, priority, cache_salt, request_id, words, grammar or "")
+        streams: list[Stream] = []
+        try:
+            for prompt in prompts:
+                streams.append(send(prompt))
+        except (TypeError, ValueError, OverflowError) as error:
+            for stream in streams:
+                self._client.release(stream)
+            raise FieldError("params", f"the request cannot be sent: {error}") from error
+        if grammar is None:
+            self._client.cut(streams)
+        return [Request(self._client, stream, self.tokenizer, params) for stream in streams]
+
+    async def embed(
+        self,
+        prompt: str | list[int],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+    ) -> list[float]:
+        """What the model knows at the prompt's last token: its hidden state behind the final norm,
+        as many numbers as the model is wide.
+
+        Raises FieldError, EngineUnavailable, and EmbeddingError where it cannot be computed.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0)
+        priority, cache_salt = check_options(params, priority, cache_salt, request_id)
+        if isinstance(prompt, str):
+            text = to_str("prompt", prompt)
+            prompt = await asyncio.to_thread(self._encode, text, params)
+        prompt = to_token_ids("prompt", prompt)
+        check_request(prompt, params, self.model)
+        self._check_ready()
+        # The first token is drawn on the way, and not looked at.
+        sampling = Sampling(temperature=0, embeds=True)
+        stream = self._client.submit(
+            prompt,
+            sampling,
+            1,
+            [],
+            priority=priority,
+            cache_salt=cache_salt,
+            request_id=request_id,
+        )
+        embedding, end = b"", None
+        try:
+            while end is None:
+                await stream.wait()
+                piece = stream.take()[0]
+                embedding, end = embedding or piece.embedding, piece.end
+        finally:
+            self._client.release(stream)
+        if end.error or not embedding:
+            raise EmbeddingError(end.error or "the request was aborted")
+        return array("f", embedding).tolist()
+
+    def abort(self, request_id: str | None) -> int:
+        """End the requests of this id, all for None; their choices finish with reason `abort`.
+        The number of requests."""
+        if self.state not in ("ready", "draining"):
+            return 0
+        compiling = [task for task, named in self._compiling.items() if request_id in (None, named)]
+        for task in compiling:
+            del self._compiling[task]
+            task.cancel()
+        return self._client.end(request_id) + len(compiling)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what the prefix cache holds. Raises EngineUnavailable."""
+        self._check_ready()
+        if cause := await self._pipeline.forget_prefixes():
+            raise EngineUnavailable("dead", cause)
+
+    async def profile(self, folder: str) -> None:
+        """Let every stage record what it computes, for a file in this folder; an empty one ends
+        that and writes the files. Raises EngineUnavailable, ProfileError where a stage cannot."""
+        self._check_ready()
+        if cause := await self._pipeline.profile(folder):
+            raise ProfileError(cause)
+
+    def info(self) -> dict[str, Any]:
+        """What runs here, as JSON values."""
+        return {
+            "state": self.state,
+            "layers": [len(layers) for layers in self._pipeline.layers],
+            "kv_blocks": self.num_blocks,
+            "kv_bytes": self.kv_bytes,
+            "config": msgspec.to_builtins(self.config),
+        }
+
+    def _check_ready(self) -> None:
+        if self.state != "ready":
+            raise EngineUnavailable(self.state, self.cause or f"the engine is {self.state}")
+
+    async def _grammar(self, params: SamplingParams, request_id: str) -> str | None:
+        """What the output has to fit, compiled; empty for anything, None where the request was
+        aborted meanwhile."""
+        if params.structured is None:
+            return ""
+        task = asyncio.ensure_future(self._grammars.grammar_of(params.structured))
+        self._compiling[task] = request_id
+        try:
+            await asyncio.wait([task])
+            return task.result() if task in self._compiling else None
+        except CompilerBusy as error:
+            raise EngineUnavailable("full", str(error)) from error
+        finally:
+            self._compiling.pop(task, None)
+            task.cancel()
+
+    def _encode(self, prompt: str, params: SamplingParams) -> list[int]:
+        return encode_prompt(prompt, params, self.model, self.tokenizer)
+
+    def _token_sequences(self, words: tuple[str, ...]) -> Words:
+        """What the model may write the words with: each alone and behind a space."""
+        bare = {word.removeprefix(" ") for word in words}
+        texts = bare | {" " + word for word in bare}
+        found = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        vocabulary = self.model.vocab_size
+        return tuple(sorted({ids for ids in found if ids and max(ids) < vocabulary}))
+
+    def _send(
+        self,
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str,
+        request_id: str,
+        bad_words: Words,
+        grammar: str,
+        prompt: list[int],
+    ) -> Stream:
+        room = self.model.max_model_len - len(prompt)
+        # A grammar's end is the text's, which nothing can follow.
+        ends = not params.ignore_eos or grammar
+        stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
+        return self._client.submit(
+            prompt,
+            make_sampling(params, stop_ids, bad_words, grammar, self._seeds),
+            min(params.max_tokens or room, room),
+            sorted(stop_ids),
+            params.n,
+            priority,
+            cache_salt,
+            request_id,
+        )
+
+    def _show_progress(self, done: int, total: int) -> None:
+        if self._bar is None:
+            hidden = not self._progress
+            self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=hidden)
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)

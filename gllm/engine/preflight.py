@@ -1,0 +1,98 @@
+"""Check a configuration against its model's config.json, before any worker process starts.
+
+Owns what the parent process can know without torch: the folder, the stages' layers, the context
+length, and a KV cache that cannot hold one sequence.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gllm.config.engine import EngineConfig
+from gllm.config.flags import output_file
+from gllm.models.config import ModelConfig, read_config
+from gllm.models.hub import resolve
+from gllm.models.split import split_layers
+
+ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
+"""Bytes of a cached number by `kv_cache_dtype`; `auto` and the others: at least 2."""
+
+
+BACKEND_DEVICES = {
+    "flash-attn": ("cuda",),
+    "native": ("cpu",),
+    "torch": ("cpu", "cuda"),
+    "triton": ("cuda",),
+}
+"""Devices that each attention backend computes on."""
+QUANTIZATION_DEVICES = {"none": ("cpu", "cuda"), "int8": ("cpu",)}
+"""Devices that have kernels for each quantization."""
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model and how a configuration serves it."""
+
+    folder: Path
+    config: ModelConfig
+    layers: list[range]
+    """Of each stage."""
+    max_model_len: int
+    """Tokens of the longest sequence."""
+
+
+def plan_model(config: EngineConfig) -> ModelPlan:
+    """Read the model's configuration, downloading the model if necessary, and cut it into stages.
+
+    Raises ModelError for a model that cannot be served, and ValueError for a configuration that the
+    model cannot have; both say what to change.
+    """
+    if config.step_log is not None:
+        try:
+            output_file(config.step_log)
+        except ValueError as error:
+            raise ValueError(f"step_log {config.step_log}: {error}") from None
+    _check_device(config)
+    folder = resolve(config.model)
+    read = read_config(folder)
+    layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
+    length = config.max_model_len or read.model.context_length
+    if length > read.model.context_length:
+        raise ValueError(
+            f"max_model_len is {length}, but the model's context is {read.model.context_length} "
+            "tokens"
+        )
+    _check_kv_cache(config, read, length)
+    return ModelPlan(folder, read, layers, length)
+
+
+def _check_device(config: EngineConfig) -> None:
+    """Raises ValueError for what the requested device does not compute; for `auto`, the worker that
+    finds a GPU checks it."""
+    for field, devices_of in (
+        ("attention_backend", BACKEND_DEVICES),
+        ("quantization", QUANTIZATION_DEVICES),
+    ):
+        value, device = getattr(config, field), config.device
+        if "auto" in (value, device) or device in devices_of[value]:
+            continue
+        usable = [other for other, devices in devices_of.items() if device in devices]
+        raise ValueError(
+            f"{field} {value} does not compute on device {device}: choose {', '.join(usable)}, or "
+            f"device {devices_of[value][0]}"
+        )
+
+
+def _check_kv_cache(config: EngineConfig, read: ModelConfig, length: int) -> None:
+    """Raises ValueError where `kv_cache_memory` is certainly too small for one sequence."""
+    if config.kv_cache_memory is None:
+        return
+    elements = sum(layer.attention.cached.elements for layer in read.model.layers)
+    size = config.scheduler.block_size
+    block_bytes = size * elements * ITEM_BYTES.get(config.kv_cache_dtype, 2)
+    needed = -(-length // size)
+    if config.kv_cache_memory // block_bytes < needed:
+        raise ValueError(
+            f"kv_cache_memory is {config.kv_cache_memory} bytes, but one sequence of max_model_len "
+            f"{length} needs {needed * block_bytes} at least: raise --kv-cache-memory or lower "
+            "--max-model-len"
+        )

@@ -1,0 +1,129 @@
+"""One pipeline behind HTTP: the engine, the HTTP server, and the signals that end them.
+
+Owns their order from start to end. Knows nothing of command lines, routes and requests.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+
+from aiohttp import web
+
+from gllm.config.server import ServerConfig
+from gllm.engine.engine import Engine
+from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.connection import Runner
+from gllm.frontend.open_files import raise_open_files_limit
+from gllm.frontend.tls import tls_context
+
+log = logging.getLogger("gllm")
+
+DEAD_SECONDS = 5.0
+"""For how long a server whose engine died still answers, with 503, before it ends."""
+
+
+LAST_SECONDS = 1.0
+"""What clients get at least, when the drain is over, to read the end of their answers."""
+
+
+SWITCH_SECONDS = 0.001
+"""After which a thread that renders or tokenizes lets the event loop run; Python's own 5 ms would
+be added to every token of every stream meanwhile."""
+
+
+class Server:
+    """The engine, the HTTP server, and the signals that end them."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        """Serve an engine that has not been started."""
+        self._config = config
+        self._engine = engine
+        self._told_to_end = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal or the engine's death; the exit status.
+
+        Raises ValueError that names the flag for keys and certificates that cannot be.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        raise_open_files_limit()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        tls = tls_context(self._config)
+        runner = make_runner(make_app(self._engine, self._config), self._config)
+        await runner.setup()
+        host, port = self._config.host, self._config.port
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        except OSError as error:
+            await runner.cleanup()
+            code = error.errno or 0
+            why = os.strerror(code) if code > 0 else error.strerror
+            raise ValueError(
+                f"--host {host} --port {port}: cannot listen there: {why}; choose an address of "
+                "this machine and a free port"
+            ) from error
+        try:
+            return await self._serve(runner)
+        finally:
+            await runner.cleanup()
+
+    async def _serve(self, runner: Runner) -> int:
+        told = asyncio.ensure_future(self._told_to_end.wait())
+        started = asyncio.ensure_future(self._engine.start())
+        await asyncio.wait({told, started}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            await asyncio.wait({started})
+            return 0
+        await started
+        self._greet(runner)
+        # What start-up made stays: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        died = asyncio.ensure_future(self._engine.died.wait())
+        await asyncio.wait({told, died}, return_when=asyncio.FIRST_COMPLETED)
+        if not died.done():
+            log.info("draining %d requests", self._engine.num_requests)
+            deadline = time.monotonic() + self._config.shutdown_timeout
+            await self._engine.drain(self._config.shutdown_timeout)
+            # Answers that clients are slow to read get what is left of the time.
+            runner.limit_shutdown(max(LAST_SECONDS, deadline - time.monotonic()))
+        if self._engine.state == "dead":
+            log.error("the engine is down: %s", self._engine.cause)
+            await asyncio.wait({told}, timeout=DEAD_SECONDS)
+            await self._engine.stop()
+            return 1
+        await self._engine.stop()
+        return 0
+
+    def _on_signal(self) -> None:
+        if self._told_to_end.is_set():
+            # Workers die with their parent.
+            os._exit(1)
+        self._told_to_end.set()
+
+    def _greet(self, runner: web.AppRunner) -> None:
+        """Say what is served, how much fits, and how to ask."""
+        engine = self._engine
+        host, port = runner.addresses[0][:2]
+        length, blocks = engine.model.max_model_len, engine.num_blocks
+        tokens = blocks * engine.config.scheduler.block_size
+        log.info(
+            "KV cache: %.1f MiB, %d blocks, %.1f requests of full length (%d tokens)",
+            engine.kv_bytes / 2**20, blocks, tokens / length, length,
+        )  # fmt: skip
+        question = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
+        url = f"http{'s' if self._config.ssl_certfile else ''}://{host}:{port}"
+        key = ""
+        if self._config.api_key or self._config.api_key_file:
+            key = '-H "Authorization: Bearer $KEY" '
+        log.info(
+            "%s is ready: chat at %s/, or\ncurl -N %s/v1/chat/completions %s"
+            "-H 'Content-Type: application/json' -d '%s'",
+            engine.model.name, url, url, key, question,
+        )  # fmt: skip

@@ -1,0 +1,38 @@
+"""What stages and the driver report about their use of time."""
+
+import msgspec
+
+from gllm.messages.base import Message
+from gllm.scheduler.plan import StepTime
+
+
+class StageTimes(Message, frozen=True):
+    """When a stage computed the steps since its last message."""
+
+    stage: int
+    steps: list[StepTime]
+    until: float
+    """Every step that it began before this time has been told."""
+
+
+class Bubbles(Message, frozen=True):
+    """What the pipeline lost since its start, as gllm.observability.bubbles defines it."""
+
+    seconds: list[float] = msgspec.field(default_factory=list)
+    """Of each stage."""
+    work_seconds: float = 0.0
+    """Time in which there was work for at least one stage."""
+
+
+class StageLoad(Message, frozen=True):
+    """What a stage computed since its start."""
+
+    stage: int
+    steps: int
+    busy_seconds: float
+    """Time spent computing; on a device by its own clock, within each step's graph or layers and
+    within its sampling."""
+    host_seconds: float = 0.0
+    """On a device: time that the host took to build steps and to put their work into its queues."""
+    compilations: int = 0
+    """On a device: kernels that were compiled since the stage is ready."""

@@ -1,0 +1,49 @@
+"""Messages between the frontend and the driver about requests."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from gllm.messages.base import Message, TokenId
+from gllm.messages.sampling import RowLogprobs, Sampling
+from gllm.scheduler.plan import Outcome, Stats
+
+
+class Submit(Message, frozen=True):
+    """A request. Its choices are the sequences seq .. seq + n - 1."""
+
+    seq: int
+    prompt: list[TokenId]
+    sampling: Sampling
+    max_tokens: int
+    """Tokens to generate at most, for each choice; prompt + max_tokens fit the context."""
+    stop_ids: list[TokenId]
+    """Token ids that end a sequence, those of EOS among them unless the request ignores EOS."""
+    n: Annotated[int, Meta(ge=1)] = 1
+    priority: int = 0
+    """Smaller runs earlier."""
+    cache_salt: str = ""
+
+
+class Rejected(Message, frozen=True):
+    """A Submit that could not be decoded; `decode` returns it, nobody sends it."""
+
+    seq: int
+    n: int
+    error: str
+
+
+class Abort(Message, frozen=True):
+    """Sequences nobody waits for any more."""
+
+    seqs: list[int]
+
+
+class Tokens(Message, frozen=True):
+    """What a commit brought, for all its sequences at once; an empty outcome brings statistics."""
+
+    outcome: Outcome
+    stats: Stats
+    logprobs: list[RowLogprobs] = msgspec.field(default_factory=list)
+    """Of sequences in the outcome that asked for them."""

@@ -1,0 +1,23 @@
+"""Write the generated parts of docs/architecture.md: `python -m scripts.architecture_page`."""
+
+from pathlib import Path
+
+from scripts.layers import layers_table
+from scripts.package_tree import package_tree
+
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PARTS = {"packages": package_tree, "layers": layers_table}
+"""By name of the part: the function that returns its text."""
+
+
+def with_current_parts(page: str) -> str:
+    """Return the page with current text between the markers of each part."""
+    for name, generate in PARTS.items():
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{generate()}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_current_parts(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

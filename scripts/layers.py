@@ -1,0 +1,89 @@
+"""The layers of gllm: which packages each part may import.
+
+tests/test_architecture.py enforces the rule; docs/architecture.md shows it as a table.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        name: frozenset(allowed.split())
+        for name, allowed in {
+            "gllm.config.options": "",
+            "gllm.config.field_types": "gllm.config.options",
+            "gllm.scheduler": "gllm.config.field_types gllm.config.options",
+            "gllm.observability": "",
+            "gllm.observability.bubbles": "gllm.scheduler",
+            "gllm.observability.step_log": "gllm.scheduler msgspec",
+            "gllm.config": "gllm.observability gllm.scheduler yaml",
+            "gllm.messages": "gllm.scheduler msgspec",
+            "gllm.kernels": "flash_attn numpy torch triton",
+            "gllm.models": "gllm.config gllm.kernels huggingface_hub numpy safetensors torch",
+            "gllm.transport": "msgspec torch",
+            "gllm.grammar": "gllm.config llguidance setproctitle",
+            "gllm.runtime": (
+                "gllm.config gllm.grammar gllm.kernels gllm.messages gllm.models "
+                "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
+                "gllm.scheduler gllm.transport llguidance msgspec numpy setproctitle torch uvloop "
+                "zmq"
+            ),
+            "gllm.text": "gllm.config jinja2 msgspec tokenizers",
+            "gllm.engine.interface": "gllm.config gllm.messages gllm.scheduler gllm.text msgspec",
+            "gllm.engine": (
+                "gllm.config gllm.engine.interface gllm.grammar gllm.messages gllm.models "
+                "gllm.observability gllm.runtime gllm.scheduler gllm.text msgspec tqdm"
+            ),
+            "gllm.frontend": (
+                "aiohttp gllm gllm.config gllm.engine.interface gllm.grammar gllm.messages "
+                "gllm.observability gllm.text msgspec "
+                "opentelemetry prometheus_client"
+            ),
+            "gllm.frontend.server": "aiohttp gllm.config gllm.engine gllm.frontend",
+            "gllm.serve": (
+                "gllm gllm.config gllm.engine gllm.frontend.server gllm.observability "
+                "gllm.runtime setproctitle uvloop"
+            ),
+            "gllm.sim": (
+                "gllm.config gllm.observability.bubbles gllm.observability "
+                "gllm.observability.step_log gllm.scheduler matplotlib msgspec numpy sklearn tqdm"
+            ),
+            "gllm.experiments": (
+                "gllm.config gllm.engine gllm.models gllm.observability.step_log gllm.scheduler "
+                "gllm.sim tqdm"
+            ),
+            "gllm.commands": (
+                "aiohttp gllm.config gllm.engine gllm.experiments gllm.observability "
+                "gllm.observability.step_log gllm.scheduler gllm.sim matplotlib msgspec "
+                "prometheus_client tqdm uvloop"
+            ),
+            "gllm.__main__": "gllm",
+        }.items()
+    }
+)
+"""By package or module: the packages that it may import, with all modules in them, besides itself
+and the standard library. The longest name that fits a module is its layer."""
+
+
+def layer_of(module: str) -> str:
+    """Return the layer of one of gllm's modules, or the top-level name of another module."""
+    parts = module.split(".")
+    if parts[0] != "gllm":
+        return parts[0]
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in LAYERS), module)
+
+
+def may_import(layer: str, other: str) -> bool:
+    """Return whether modules of a layer may import another layer or another project's package."""
+    allowed = LAYERS[layer] | {layer}
+    return any(other == name or other.startswith(f"{name}.") for name in allowed)
+
+
+def layers_table() -> str:
+    """Return the rule as a table in Markdown."""
+    rows = ["| package | may import |", "| --- | --- |"]
+    for name, allowed in LAYERS.items():
+        cells = ", ".join(f"`{other}`" for other in sorted(allowed)) or "the standard library"
+        rows.append(f"| `{name}` | {cells} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,79 @@
+"""The view as text."""
+
+import math
+
+import pytest
+
+from gllm.commands.top.draw import bar, draw, duration, fit, sparkline
+from gllm.commands.top.figures import Figures, Latency, Stage
+
+FIGURES = Figures(
+    model="fake/model",
+    running=3,
+    waiting=1,
+    kv_usage=0.25,
+    in_flight=2,
+    preemptions=4,
+    prompt_rate=512.04,
+    output_rate=84.2,
+    ttft=Latency(0.12, 1.5),
+    itl=Latency(0.0125, math.nan),
+    prefix_hits=0.4,
+    step_rate=45,
+    step_tokens=17.25,
+    stages=(Stage(0.75, 0.05), Stage(math.nan, math.nan)),
+)
+
+VIEW = """\
+gllm top: fake/model                                       http://127.0.0.1:8000
+
+requests       3 running, 1 waiting
+tokens/s       512.0 prompt, 84.2 generated
+               ▅█
+TTFT           p50 120.0 ms, p99 1.50 s
+ITL            p50 12.5 ms, p99 -
+KV cache       ███████······················  25.0 % used
+prefix cache   40.0 % of prompt tokens found
+preemptions    4
+micro-batches  2 in flight, 45.0/s, 17.2 tokens each
+stage 0        ██████████████████████·······  75.0 % busy, 5.0 % bubble
+stage 1        ·····························       - busy, - bubble"""
+
+
+def test_the_view() -> None:
+    assert "\n".join(draw(FIGURES, [50, 100], "http://127.0.0.1:8000", 80)) == VIEW
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 80, 300])
+@pytest.mark.parametrize("height", [1, 5, 13, 50])
+def test_it_fits_wherever_it_is_shown(width: int, height: int) -> None:
+    lines = draw(FIGURES, [1.0] * 500, "http://127.0.0.1:8000", width, height)
+    assert len(lines) <= height
+    assert all(len(line) <= width for line in lines)
+    if width >= 80 and height >= 13:
+        assert "5.0 % bubble" in lines[11]
+
+
+def test_no_escape_of_a_name_reaches_the_terminal() -> None:
+    assert fit(["a\x1b[2Jb\u202e"], 80, None) == ["a?[2Jb?"]
+
+
+@pytest.mark.parametrize(
+    ("share", "drawn"),
+    [(0, "····"), (0.5, "██··"), (1, "████"), (2, "████"), (-1, "····"), (math.nan, "····")],
+)
+def test_bars(share: float, drawn: str) -> None:
+    assert bar(share, 4) == drawn
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, 1, 2, 4, 8], 5) == "▁▂▃▅█"
+    assert sparkline([8, 1, math.nan, 2], 3) == "▅ █"
+    assert sparkline([0, 0], 9) == "▁▁"
+    assert sparkline([1], 0) == ""
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.0004, 0.9994, 12.5, math.nan)] == [
+        *("0.4 ms", "999.4 ms", "12.50 s", "-")
+    ]

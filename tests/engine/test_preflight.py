@@ -1,0 +1,88 @@
+"""What the parent refuses before a worker process is started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gllm import serve
+from gllm.config.engine import EngineConfig
+from gllm.engine.preflight import BACKEND_DEVICES, plan_model
+
+
+class Started(AssertionError):
+    """Worker processes were made."""
+
+
+@pytest.fixture(autouse=True)
+def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(stages: int) -> None:
+        raise Started(f"{stages} workers were started")
+
+    monkeypatch.setattr(serve, "Workers", start)
+    monkeypatch.setattr("gllm.serve.setproctitle.setproctitle", lambda title: None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--pp", "99"], "pipeline_parallel_size is 99, but the model has only"),
+        (["--pp", "2", "--layers", "1,2000"], "layers 1,2000 has to"),
+        (["--pp", "3", "--layers", "1,2"], "layers (1, 2) has to"),
+        (["--max-model-len", "99999999"], "max_model_len is 99999999"),
+        (["--kv-cache-memory", "4KiB"], "kv_cache_memory is 4096 bytes, but one sequence"),
+        (
+            ["--device", "cpu", "--attention-backend", "triton"],
+            "attention_backend triton does not compute on device cpu: choose native",
+        ),
+        (["--device", "cuda", "--attention-backend", "native"], "choose flash-attn"),
+        (["--model", "/nowhere"], "there is no folder '/nowhere'"),
+    ],
+)
+def test_a_configuration_that_the_model_cannot_have(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(flags) == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith("gllm: ")
+    assert words in errors[0]
+
+
+def test_a_model_that_is_not_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Nothing"]}))
+    assert serve.main(["--model", str(tmp_path)]) == 2
+    assert "Nothing" in capsys.readouterr().err
+
+
+def test_one_that_can_be_gets_its_workers() -> None:
+    with pytest.raises(Started, match="2 workers"):
+        serve.main(["demo", "--pp", "2"])
+
+
+def test_the_smallest_cache_that_may_be_enough_passes() -> None:
+    plan = plan_model(EngineConfig(max_model_len=64))
+    elements = sum(layer.attention.cached.elements for layer in plan.config.model.layers)
+    for dtype, size in (("auto", 2), ("fp8", 1)):
+        enough = 64 * elements * size
+        made = EngineConfig(max_model_len=64, kv_cache_memory=enough, kv_cache_dtype=dtype)
+        assert plan_model(made).max_model_len == 64
+        less = EngineConfig(max_model_len=64, kv_cache_memory=enough - 1, kv_cache_dtype=dtype)
+        with pytest.raises(ValueError, match=f"{enough} at least"):
+            plan_model(less)
+
+
+def test_it_loads_no_torch() -> None:
+    code = (
+        "import sys, gllm.engine.preflight as p; p.plan_model(p.EngineConfig()); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_backends_are_those_of_the_kernels() -> None:
+    from gllm.kernels.attention_backends import BACKENDS
+
+    assert {name: backend.devices for name, backend in BACKENDS.items()} == BACKEND_DEVICES

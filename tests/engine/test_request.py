@@ -1,0 +1,144 @@
+"""Requests of an engine without workers: tokens come by hand."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gllm.config.engine import EngineConfig
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import SamplingParams, StructuredOutput
+from gllm.engine.engine import Engine
+from gllm.engine.interface import EngineUnavailable
+from gllm.messages.requests import Abort, Submit, Tokens
+from gllm.scheduler.plan import End, First, Outcome, Stats
+
+PARAMS = SamplingParams(temperature=0)
+CHOICE = SamplingParams(structured=StructuredOutput(choice=("yes", "no")))
+
+
+class Sent(list):
+    """A link that keeps what is sent."""
+
+    def send(self, message):
+        self.append(message)
+
+
+@pytest.fixture
+async def engine():
+    made: Any = Engine(EngineConfig("demo"))
+    made._pipeline.state = "ready"
+    made.sent = Sent()
+    made._client.connect(made.sent)
+    yield made
+    await made._grammars.close()
+
+
+def bring(engine, *tokens, ends=()):
+    """A step with (sequence, token) pairs."""
+    seqs = [seq for seq, _ in tokens]
+    firsts = [First(seq, 2, 0.5) for seq in seqs]
+    step = Outcome(seqs, [token for _, token in tokens], firsts, list(ends))
+    engine._client.hear(Tokens(step, Stats()))
+
+
+def ids(engine, text):
+    return engine.tokenizer.encode(text, add_special_tokens=False)
+
+
+async def test_each_prompt_is_a_request(engine):
+    one, two = await engine.submit([[5], [6, 7]], PARAMS)
+    assert [message.prompt for message in engine.sent] == [[5], [6, 7]]
+    word, other = ids(engine, "cat")[0], ids(engine, "dog")[0]
+    bring(engine, (0, word), (1, other), ends=[End(1, "length")])
+    (delta,) = one.take()
+    assert (delta.token_ids, delta.cached_tokens, delta.finish_reason) == ([word], 2, None)
+    (delta,) = two.take()
+    assert (delta.token_ids, delta.finish_reason) == ([other], "length")
+    assert (one.ended, two.ended, engine.num_requests) == (False, True, 2)
+    one.close()
+    two.close()
+    assert engine.sent[-1] == Abort([0])
+    assert engine.num_requests == 0
+
+
+async def test_one_prompt_that_cannot_be_refuses_all(engine):
+    with pytest.raises(FieldError):
+        await engine.submit([[5], []], PARAMS)
+    assert engine.sent == []
+    assert engine.num_requests == 0
+
+
+async def test_a_stop_string_ends_its_choice_where_it_is_heard(engine):
+    params = SamplingParams(stop=("dog",), n=2)
+    (request,) = await engine.submit([[5]], params)
+    seen = []
+    request.listen(lambda: seen.extend(request.take()))
+    for token in ids(engine, "a dog"):
+        bring(engine, (0, token))
+    assert "".join(delta.text for delta in seen) == "a "
+    assert (seen[-1].finish_reason, seen[-1].stop_reason) == ("stop", "dog")
+    assert engine.sent[-1] == Abort([0])
+    bring(engine, (0, 7), (1, 8))
+    assert seen[-1].index == 1, "nothing follows the end of a choice"
+    request.close()
+
+
+async def compiling(engine, monkeypatch):
+    """A request of two prompts whose grammar is under way for ever."""
+    begun = asyncio.Event()
+
+    async def wait(_):
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine._grammars, "grammar_of", wait)
+    task = asyncio.create_task(engine.submit([[5], [6]], CHOICE, request_id="mine"))
+    await begun.wait()
+    return task
+
+
+async def test_abort_reaches_requests_whose_grammar_is_being_compiled(engine, monkeypatch):
+    task = await compiling(engine, monkeypatch)
+    assert engine.abort("another") == 0
+    assert [engine.abort("mine"), engine.abort("mine")] == [1, 0]
+    requests = await task
+    taken = []
+    for request in requests:
+        request.listen(lambda request=request: taken.append(request.take()))
+    assert [[delta.finish_reason for delta in deltas] for deltas in taken] == [["abort"]] * 2
+    sent = [type(message) for message in engine.sent]
+    assert sent == [Submit, Submit, Abort, Abort]
+    for request in requests:
+        request.close()
+    assert (engine.num_requests, engine.abort(None)) == (0, 0)
+
+
+async def test_abort_reaches_a_request_whose_grammar_has_just_been_compiled(engine, monkeypatch):
+    async def at_once(_):
+        assert engine.abort("mine") == 1
+        return "grammar"
+
+    monkeypatch.setattr(engine._grammars, "grammar_of", at_once)
+    (request,) = await engine.submit([[5]], CHOICE, request_id="mine")
+    assert [delta.finish_reason for delta in request.take()] == ["abort"]
+    request.close()
+
+
+async def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(engine, monkeypatch):
+    task = await compiling(engine, monkeypatch)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (engine.sent, engine.abort(None), engine.num_requests) == ([], 0, 0)
+
+
+async def test_an_engine_that_ends_meanwhile_takes_nothing(engine, monkeypatch):
+    async def ends(_):
+        engine._pipeline.state = "draining"
+        return "grammar"
+
+    monkeypatch.setattr(engine._grammars, "grammar_of", ends)
+    with pytest.raises(EngineUnavailable):
+        await engine.submit([[5]], CHOICE)
+    assert engine.sent == []
