@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve lint test test-installed test-cpus test-triton-3.6 check mutants format browser
+.PHONY: setup serve lint test test-long test-installed test-cpus test-triton-3.6 check mutants format browser
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --ignore tests/e2e --cov --cov-report=term:skip-covered
 	$(BIN)/python -m pytest -q -rs tests/e2e
+
+# Soaks, full sizes, many seeds: the tests marked `long`, and the property tests with their long profile.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --hypothesis-profile long -m "long or hypothesis" $(ARGS)
 
 # PyTorch 2.11, the oldest supported on GPUs, requires this Triton: the kernels must compile with it too.
 OLD_TRITON := 3.6.0

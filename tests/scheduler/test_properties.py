@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.sequence import Request
+from tests.examples import num_examples
 from tests.scheduler.pipeline import Pipeline, generate
 
 STEPS = 600
-EXAMPLES = 200
-"""Together at least 10^5 calls of schedule and commit, each followed by all checks."""
+EXAMPLES = num_examples(30, 200)
+"""In the long profile together 10^5 calls of schedule and commit, each followed by all checks."""
 
 
 @st.composite
@@ -101,7 +102,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     assert not pipeline.scheduler.stats().unfinished
 
 
-@settings(max_examples=50, deadline=None, database=None)
+@settings(max_examples=num_examples(20, 50), deadline=None, database=None)
 @given(stages=st.integers(1, 8), decoding=st.integers(1, 40), lag=st.integers(0, 100))
 def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
     """RD constant, no memory stall: every sequence once per min(RD, stages) decode plans."""
@@ -130,7 +131,7 @@ def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
         assert set().union(*window) == set(range(decoding))
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=num_examples(20, 60), deadline=None, database=None)
 @given(stages=st.integers(1, 8), seed=st.integers(0, 2**32))
 def test_a_ready_decode_waits_a_bounded_number_of_plans(stages: int, seed: int) -> None:
     """Without memory stalls at most ceil(RD / max(1, floor(RD / stages))) plans, RD varying."""

@@ -10,6 +10,7 @@ values into the cache itself (its reshapes are in), and the trip of a token back
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Self
 
 import numpy as np
@@ -56,7 +57,7 @@ class ForestCost:
         across_nodes: bool = False,
         layers: Sequence[int] | None = None,
     ) -> None:
-        """Fit all forests and tabulate them, which takes seconds.
+        """Fit and tabulate all forests; takes seconds for the first pipeline of a process.
 
         node: the measured interconnect. across_nodes: stages are linked over the network.
         layers: layers of each stage; as even as can be, the first stages larger, by default.
@@ -77,8 +78,7 @@ class ForestCost:
             self._layer = self._layer.plus(reduce, 2)
         per_node = 1 if across_nodes else 2
         self._send = _ByTokens.of(collective_samples(node, "send_recv", 2, per_node), token_bytes)
-        self._prefill = _PrefillTable(Forest(prefill_samples()))
-        self._decode = _DecodeTable(Forest(decode_samples()))
+        self._prefill, self._decode = _attention_tables()
         self._prepare = _HostLine(device, model, tp, ("prepare_inputs_ms",))
         self._sample = _HostLine(device, model, tp, ("sampler_ms",))
         self._finish = _HostLine(device, model, tp, ("sampler_ms", "process_outputs_ms"))
@@ -162,6 +162,7 @@ class _ByTokens:
         return self._times[tokens - self.low]
 
 
+@cache
 def _token_tables(device: str, model: str, tp: int) -> tuple[_ByTokens, _ByTokens, _ByTokens]:
     """The final norm, the embedding, and all of a layer that depends on tokens alone."""
     tables = {
@@ -219,6 +220,12 @@ class _DecodeTable:
         if not self._kv[0] <= kv <= self._kv[1]:
             raise out_of_range(self.operator, "mean kv", kv, *self._kv)
         return self._rows[batch - self._batch[0]][round((kv - self._kv[0]) / STEP)]
+
+
+@cache
+def _attention_tables() -> tuple[_PrefillTable, _DecodeTable]:
+    """Return the tables of prefill and decode attention, which were profiled for one model."""
+    return _PrefillTable(Forest(prefill_samples())), _DecodeTable(Forest(decode_samples()))
 
 
 class _HostLine:
