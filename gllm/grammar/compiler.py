@@ -23,6 +23,8 @@ from gllm.grammar.source import Source, source_of
 
 log = logging.getLogger(__name__)
 
+CHILD = "gllm.grammar.child"
+"""Module that the process runs."""
 MAX_ENTRIES = 1024
 MAX_CHARACTERS = 2**24
 """Of all grammars that are remembered."""
@@ -168,7 +170,7 @@ class GrammarCompiler:
         except ConnectionError:
             return b""
         try:
-            return await asyncio.wait_for(process.stdout.readline(), PATIENCE)
+            line = await asyncio.wait_for(process.stdout.readline(), PATIENCE)
         except TimeoutError:
             await self._end()
             # Its own bound is CPU time, which it did not get: that is the machine's fault.
@@ -179,6 +181,7 @@ class GrammarCompiler:
             # The rest of the line would be taken for the next answer.
             await self._end()
             raise BadGrammar(f"it is too complex: it becomes more than {LINE >> 20} MiB") from None
+        return _whole(line)
 
     async def _start(self) -> Process | None:
         """Start a process; None where it ends before it is ready.
@@ -187,7 +190,7 @@ class GrammarCompiler:
         """
         # One thread is all that is bounded and all that is used.
         environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = (sys.executable, "-m", "gllm.grammar.child", *self._arguments)
+        command = (sys.executable, "-m", CHILD, *self._arguments)
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, limit=LINE, env=environment
         )
@@ -195,7 +198,7 @@ class GrammarCompiler:
         assert process.stdout is not None
         line = b""
         with suppress(TimeoutError):
-            line = await asyncio.wait_for(process.stdout.readline(), PATIENCE)
+            line = _whole(await asyncio.wait_for(process.stdout.readline(), PATIENCE))
         error = json.loads(line)[1] if line else ""
         if error or not line:
             await self._end()
@@ -213,6 +216,11 @@ class GrammarCompiler:
         await process.wait()
         assert process.stdin is not None
         process.stdin.close()
+
+
+def _whole(line: bytes) -> bytes:
+    """Return a line, or nothing in place of the part that a process wrote before it ended."""
+    return line if line.endswith(b"\n") else b""
 
 
 def _ending(code: int) -> str:
