@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,15 +20,13 @@ from torch import Tensor
 from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, prepare_fp8
 from gllm.models.errors import ModelError
 from gllm.models.spec import Model
+from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, split_experts
 from gllm.models.tensor_names import TensorNames
 from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-CPU = torch.device("cpu")
-Home = tuple[Any, str]
-"""An open file, and the name of a tensor there."""
 COMPARED_ROWS = 1024
 SCALES = ("weight_scale_inv", "weight_scale")
 """What codes of 8-bit floats are multiplied by; both names mean this."""
@@ -61,6 +59,7 @@ class Checkpoint:
         self._done = 0
         self._files = ExitStack()
         homes = self._open(model.optional_prefix)
+        split_experts(homes, model)
         self.model = self._with_head(model, homes, layers)
         """The model, with a head of its own where the checkpoint has one that differs."""
         self._names = TensorNames(self.model)
@@ -69,7 +68,7 @@ class Checkpoint:
             name: home for name, home in homes.items() if self._names.is_read(name, layers)
         }
         self._unread = set(self._homes)
-        self._total = sum(_stored_bytes(*home) for home in self._homes.values())
+        self._total = sum(home.nbytes for home in self._homes.values())
 
     def __enter__(self) -> Self:
         return self
@@ -140,7 +139,7 @@ class Checkpoint:
                 f"computed wrongly: {', '.join(names[:5])} ({len(names)} in all){reason}"
             )
 
-    def _with_head(self, model: Model, homes: dict[str, Home], layers: range) -> Model:
+    def _with_head(self, model: Model, homes: StoredTensors, layers: range) -> Model:
         """Return the model with the LM head that the files have; drops the copy of a tied one.
 
         transformers does not tie weights that differ, whatever config.json says.
@@ -173,7 +172,7 @@ class Checkpoint:
     def _is_fp8(self, name: str) -> bool:
         """Whether a tensor is stored in 8-bit floats."""
         home = self._homes.get(name)
-        return home is not None and home[0].get_slice(home[1]).get_dtype() == "F8_E4M3"
+        return home is not None and home.dtype == "F8_E4M3"
 
     def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Fp8Matrix:
         tensor = self._take(name)
@@ -214,17 +213,15 @@ class Checkpoint:
         """A tensor as it is stored."""
         if name not in self._homes:
             raise ModelError(f"{self.folder} lacks the tensor {name!r}")
-        handle, stored = self._homes[name]
-        with CPU:  # whatever the default is meanwhile
-            tensor: Tensor = handle.get_tensor(stored)
+        tensor = self._homes[name].read()
         self._unread.discard(name)
         self._done += tensor.nbytes
         self._progress(self._done, self._total)
         return tensor
 
-    def _open(self, prefix: str) -> dict[str, Home]:
-        """The open file of each tensor in the folder, and its name there, by its full name."""
-        homes: dict[str, Home] = {}
+    def _open(self, prefix: str) -> StoredTensors:
+        """Open the files of the folder; return their tensors by their full names."""
+        homes: StoredTensors = {}
         for path in find_weight_files(self.folder):
             try:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
@@ -234,7 +231,7 @@ class Checkpoint:
                 if is_lfs_pointer(path):
                     raise ModelError(lfs_error(path)) from error
                 raise ModelError(f"{path} cannot be read: {error}") from error
-            homes |= {name: (handle, name) for name in handle.keys()}  # noqa: SIM118
+            homes |= {name: StoredTensor(handle, name) for name in handle.keys()}  # noqa: SIM118
         if prefix and not any(name.startswith(prefix) for name in homes):
             homes = {prefix + name: home for name, home in homes.items()}
         return homes
@@ -290,21 +287,12 @@ def _head_names(model: Model) -> tuple[str, str]:
     return name, model.optional_prefix + name
 
 
-def _are_equal(one: Home, other: Home) -> bool:
+def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two matrices have the same values, comparing some rows at a time."""
-    first, second = (handle.get_slice(name) for handle, name in (one, other))
-    shape = first.get_shape()
-    if shape != second.get_shape() or len(shape) != 2:
+    shape = first.shape
+    if shape != second.shape or len(shape) != 2:
         return False
-    with CPU:
-        parts = (slice(begin, begin + COMPARED_ROWS) for begin in range(0, shape[0], COMPARED_ROWS))
-        return all(torch.equal(first[rows].float(), second[rows].float()) for rows in parts)
-
-
-def _stored_bytes(handle: Any, name: str) -> int:
-    """Bytes of a tensor in its file, from the header alone."""
-    described = handle.get_slice(name)
-    size = {"F32": 4, "BF16": 2, "F16": 2}.get(described.get_dtype(), 1)
-    for length in described.get_shape():
-        size *= length
-    return size
+    parts = (slice(begin, begin + COMPARED_ROWS) for begin in range(0, shape[0], COMPARED_ROWS))
+    return all(
+        torch.equal(first.read_rows(rows).float(), second.read_rows(rows).float()) for rows in parts
+    )

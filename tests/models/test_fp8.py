@@ -177,7 +177,7 @@ def test_weights_that_stay_in_8_bits(
 def test_experts_that_stay_in_8_bits(family: str, style: str, tmp_path: Path) -> None:
     """As for a GPU: stacked, the same outputs, in a quarter of float32's memory."""
     made, plain = save_both(family, style, tmp_path)
-    blocks = [_experts(folder, keeps) for folder, keeps in ((made, True), (plain, False))]
+    blocks = [load_experts(folder, keeps) for folder, keeps in ((made, True), (plain, False))]
     eights, floats = (block.experts for block in blocks)
     assert isinstance(eights, StackedExperts)
     assert isinstance(floats, StackedExperts)
@@ -189,7 +189,7 @@ def test_experts_that_stay_in_8_bits(family: str, style: str, tmp_path: Path) ->
     torch.testing.assert_close(blocks[0](x), blocks[1](x), rtol=1e-4, atol=1e-5)
 
 
-def _experts(folder: Path, keeps_fp8: bool) -> Experts:
+def load_experts(folder: Path, keeps_fp8: bool) -> Experts:
     """The last layer's experts, stacked."""
     model = read_config(folder).model
     every, described = range(model.num_layers), model.layers[-1].mlp

@@ -1,0 +1,167 @@
+"""Tensors of open safetensors files, and the views that split stacks of experts.
+
+transformers 5 stacks experts: `experts.gate_up_proj` [experts, 2 * inner, hidden] and
+`experts.down_proj` [experts, hidden, inner], with block scales `..._scale_inv` stacked alike. It
+writes weights of each expert by default, but keeps the scales of weights that it has quantized
+itself stacked; with `save_original_format=False` everything is. `split_experts` gives each expert
+tensors of its own, by the names that its family has.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gllm.models import spec
+from gllm.models.errors import ModelError
+
+CPU = torch.device("cpu")
+STACKS_BLOCK = "mlp"
+"""Name of a layer's feed-forward block that has stacks, whatever the family calls the block."""
+SUFFIXES = {"": "weight", "_scale_inv": "weight_scale_inv", "_activation_scale": "activation_scale"}
+"""Ends of a stack's name, and of the names of the tensors in it."""
+SIZES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Bytes of an element, by safetensors' name of its type; 1 for all others that are read."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in an open safetensors file, or the part of a stack that belongs to one expert."""
+
+    handle: Any
+    name: str
+    expert: int | None = None
+    """Index in the first dimension; None for the whole tensor."""
+    rows: range = range(1)
+    """Range of the second dimension; only with `expert`, and not of vectors."""
+
+    @property
+    def dtype(self) -> str:
+        """The type of the elements, by safetensors' name."""
+        kind: str = self.handle.get_slice(self.name).get_dtype()
+        return kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, from the file's header."""
+        shape = tuple(self.handle.get_slice(self.name).get_shape())
+        if self.expert is None:
+            return shape
+        return (len(self.rows), *shape[2:]) if len(shape) > 1 else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file, from its header."""
+        size = SIZES.get(self.dtype, 1)
+        for length in self.shape:
+            size *= length
+        return size
+
+    def read(self) -> Tensor:
+        """Return the tensor on the CPU; it may be the file's memory."""
+        with CPU:  # whatever the default is meanwhile
+            if self.expert is None:
+                whole: Tensor = self.handle.get_tensor(self.name)
+                return whole
+            stack = self.handle.get_slice(self.name)
+            is_vector = len(stack.get_shape()) == 1
+            rows = slice(self.rows.start, self.rows.stop)
+            part: Tensor = stack[self.expert] if is_vector else stack[self.expert, rows]
+            return part
+
+    def read_rows(self, rows: slice) -> Tensor:
+        """Return rows of a whole tensor."""
+        with CPU:
+            part: Tensor = self.handle.get_slice(self.name)[rows]
+            return part
+
+
+StoredTensors = dict[str, StoredTensor]
+"""Tensors by the names that a model reads them by."""
+
+
+def split_experts(tensors: StoredTensors, model: spec.Model) -> None:
+    """Replace the stacks of experts in `tensors` by the tensors of each expert.
+
+    Raises ModelError if a stack's shape is not the one that config.json requires.
+    """
+    for number, layer in enumerate(model.layers):
+        if isinstance(layer.mlp, spec.Experts):
+            _split_layer(tensors, layer.mlp, model, model.layer_name.format(number))
+
+
+def _split_layer(
+    tensors: StoredTensors, experts: spec.Experts, model: spec.Model, layer: str
+) -> None:
+    up, down = experts.expert.up.names, experts.expert.down.names
+    inner, hidden = experts.expert.inner, model.hidden_size
+    folder = up[0].partition(".{}")[0]
+    _rename_block(tensors, layer, folder.rpartition(".")[0])
+    for stack, names, outputs, inputs in (
+        ("gate_up_proj", up, inner, hidden),
+        ("down_proj", down, hidden, inner),
+    ):
+        weights = (experts.count, len(names) * outputs, inputs)
+        shapes: dict[str, list[tuple[int, ...]]] = {
+            "weight": [weights],
+            "weight_scale_inv": _scale_shapes(weights, len(names), model.stored),
+            "activation_scale": [(experts.count,)],
+        }
+        for suffix, end in SUFFIXES.items():
+            name = f"{layer}.{folder}.{stack}{suffix}"
+            targets = [
+                [f"{layer}.{one.format(e)}.{end}" for one in names] for e in range(weights[0])
+            ]
+            # Tensors in both forms stay as they are, and are refused as superfluous.
+            if name in tensors and targets[0][0] not in tensors:
+                _check_shape(name, tensors[name].shape, shapes[end])
+                _split(tensors, tensors.pop(name), targets)
+
+
+def _split(tensors: StoredTensors, stack: StoredTensor, targets: list[list[str]]) -> None:
+    """Add the parts of a stack to `tensors`, by the names `targets` [experts][projections]."""
+    count = len(targets[0])
+    rows = stack.shape[1] if len(stack.shape) > 1 else 1
+    size = max(1, rows // count)
+    for expert, names in enumerate(targets):
+        for i, name in enumerate(names):
+            # A single row of scales holds for gate and up.
+            first = min(i * size, rows - size)
+            part = StoredTensor(stack.handle, stack.name, expert, range(first, first + size))
+            tensors[name] = part
+
+
+def _rename_block(tensors: StoredTensors, layer: str, block: str) -> None:
+    """Give the tensors of a feed-forward block with stacks the family's name of the block."""
+    begin = f"{layer}.{STACKS_BLOCK}."
+    if block == STACKS_BLOCK or f"{begin}experts.gate_up_proj" not in tensors:
+        return
+    for name in [name for name in tensors if name.startswith(begin)]:
+        tensors[f"{layer}.{block}.{name.removeprefix(begin)}"] = tensors.pop(name)
+
+
+def _scale_shapes(
+    weights: tuple[int, int, int], count: int, stored: spec.Fp8 | None
+) -> list[tuple[int, ...]]:
+    """Return the permitted shapes of the scales of stacked weights of `count` projections.
+
+    weights: shape of the stack, [experts, outputs of all projections, inputs].
+    """
+    experts, outputs, inputs = weights
+    if stored is None or stored.block is None:
+        return [(experts, 1, 1), (experts, count, 1), (experts, outputs, 1), (experts,)]
+    rows, columns = stored.block
+    # A block that holds outputs of both gate and up cannot be split.
+    is_aligned = count == 1 or outputs // count % rows == 0
+    return [(experts, -(-outputs // rows), -(-inputs // columns))] if is_aligned else []
+
+
+def _check_shape(name: str, shape: tuple[int, ...], permitted: list[tuple[int, ...]]) -> None:
+    """Raise ModelError if the shape of a stack is not permitted."""
+    if not permitted:
+        raise ModelError(f"tensor {name!r} has scales of blocks that hold both gate and up")
+    if shape not in permitted:
+        raise ModelError(
+            f"tensor {name!r} has shape {shape}, but by config.json it has to be {permitted[0]}"
+        )
