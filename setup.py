@@ -14,6 +14,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAVORS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
     FLAVORS["avx512"] += ["-mprefer-vector-width=512"]
     FLAVORS["avx512_bf16"] = [*FLAVORS["avx512"], "-mavx512bf16", "-mavx512vnni"]
+    FLAVORS["amx_bf16"] = [*FLAVORS["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
 
 
 RANGES = {"aiohttp": "~=3.14.5"}

@@ -13,7 +13,8 @@ import time
 from gllm.kernels.native.builds import VARIABLE, select
 
 LIMITS: dict[str, dict[str, str]] = {
-    "avx512_bf16": {},
+    "amx_bf16": {},
+    "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "avx512": {
         "ATEN_CPU_CAPABILITY": "avx512",
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",

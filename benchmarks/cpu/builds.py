@@ -38,7 +38,8 @@ def _limit(aten: str, onednn: str, mkl: str, openblas: str) -> dict[str, str]:
 
 LIMITS = MappingProxyType(
     {
-        "avx512_bf16": dict[str, str](),
+        "amx_bf16": dict[str, str](),
+        "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
         "avx512": _limit("avx512", "AVX512_CORE", "AVX512", "SkylakeX"),
         "avx2": _limit("avx2", "AVX2", "AVX2", "Haswell"),
         "portable": _limit("default", "SSE41", "SSE4_2", "Nehalem"),

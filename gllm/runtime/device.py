@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gllm.config.field_types import FieldError
-from gllm.kernels.native.builds import BFLOAT16, OFF, VARIABLE
+from gllm.kernels.native.builds import AMX, BFLOAT16, OFF, VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -160,7 +160,7 @@ def gpus(requested: str) -> int:
 def native_bfloat16(proc: Path = PROC) -> bool:
     """Whether the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX), and no build of compiled
     kernels is named that does without."""
-    if os.environ.get(VARIABLE, BFLOAT16) not in (BFLOAT16, OFF):
+    if os.environ.get(VARIABLE, BFLOAT16) not in (AMX, BFLOAT16, OFF):
         return False
     try:
         text = (proc / "cpuinfo").read_text()

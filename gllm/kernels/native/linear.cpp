@@ -9,8 +9,8 @@
 
 #include <algorithm>
 
-#include "activation.h"
-#include "panels.h"
+#include "linear_amx.h"
+#include "linear_output.h"
 #include "scratch.h"
 
 namespace gllm {
@@ -35,16 +35,6 @@ constexpr int ALONE = 3, IN_BLOCKS = 3, SIDE = 1;
 constexpr int64_t ROWS = 96, DEPTH = 256;
 #endif
 constexpr int64_t MOST_PANELS = 16;  // of a block
-
-struct LinearArguments {
-    void* output;        // [rows, outputs], floats where float_output, else as input
-    const void* input;   // [rows, inputs], rows input_row elements apart
-    const void* weight;  // packed
-    const void* bias;    // [outputs] as input, or null; twice as many where gated: gates first
-    int64_t rows, inputs, outputs, input_row;
-    int32_t gate;  // Activation: NONE where nothing is gated
-    int32_t float_output, dtype, threads;
-};
 
 namespace {
 
@@ -107,7 +97,7 @@ class Linear {
 
   public:
     explicit Linear(const LinearArguments& given)
-        : a(given), weight(static_cast<const Weight*>(given.weight)), units(a.inputs / PER),
+        : a(given), output(given), weight(static_cast<const Weight*>(given.weight)), units(a.inputs / PER),
           panels(blocks_of(a.outputs, PANEL) * (a.gate ? 2 : 1)), few(a.rows <= ALONE) {}
 
     void run() const {
@@ -138,6 +128,7 @@ class Linear {
 
   private:
     const LinearArguments& a;
+    const LinearOutput<T> output;
     const Weight* weight;
     const int64_t units, panels;
     const bool few;
@@ -180,9 +171,9 @@ class Linear {
             multiply(x, inputs_row(), now, 0, units, to, PANEL,
                      reinterpret_cast<const char*>(now + AHEAD * PANEL));
             if (is_gated)
-                write_gated(0, a.rows, panel - 1, sums, to, PANEL);
+                output.write_gated(0, a.rows, panel - 1, sums, to, PANEL);
             else if (!a.gate)
-                write(0, a.rows, panel, 1, sums);
+                output.write(0, a.rows, panel, 1, sums);
         }
     }
 
@@ -202,9 +193,9 @@ class Linear {
         for (int64_t p = panel; p < end; p += 2) {
             const float* both = sums + (p - panel) * rows * PANEL;
             if (a.gate)
-                write_gated(row, rows, p, both, both + PANEL, 2 * PANEL);
+                output.write_gated(row, rows, p, both, both + PANEL, 2 * PANEL);
             else
-                write(row, rows, p, 2, both);
+                output.write(row, rows, p, 2, both);
         }
     }
 
@@ -246,58 +237,14 @@ class Linear {
             if (ahead) ahead += size * sizeof(Weight);
         }
     }
-
-    // sums [rows, count, PANEL].
-    void write(int64_t row, int64_t rows, int64_t panel, int64_t count, const float* sums) const {
-        const int64_t column = panel * PANEL, width = std::min(count * PANEL, a.outputs - column);
-        const T* bias = a.bias ? static_cast<const T*>(a.bias) + column : nullptr;
-        for (int64_t r = 0; r < rows; ++r, sums += count * PANEL) {
-            const int64_t to = (row + r) * a.outputs + column;
-            if (a.float_output)
-                write_row(static_cast<float*>(a.output) + to, sums, bias, width);
-            else
-                write_row(static_cast<T*>(a.output) + to, sums, bias, width);
-        }
-    }
-
-    // Sums of two panels, rows of each so many floats apart.
-    void write_gated(int64_t row, int64_t rows, int64_t panel, const float* gates, const float* others,
-                     int64_t apart) const {
-        const int64_t column = panel / 2 * PANEL, width = std::min(PANEL, a.outputs - column);
-        const T* bias = a.bias ? static_cast<const T*>(a.bias) + column : nullptr;
-        float numbers[2 * PANEL] = {};
-        if (bias)
-            for (int64_t i = 0; i < width; ++i) {
-                numbers[i] = to_float(bias[i]);
-                numbers[PANEL + i] = to_float(bias[a.outputs + i]);
-            }
-        for (int64_t r = 0; r < rows; ++r, gates += apart, others += apart) {
-            T* to = static_cast<T*>(a.output) + (row + r) * a.outputs + column;
-            for (int64_t i = 0; i < width; i += LANES) {
-                const Vector gate = activated(load(gates + i) + load(numbers + i), a.gate);
-                const Vector product = gate * (load(others + i) + load(numbers + PANEL + i));
-                if (i + LANES <= width)
-                    store(to + i, product);
-                else
-                    for (int64_t j = i; j < width; ++j) assign(to[j], product[j - i]);
-            }
-        }
-    }
-
-    template <class To>
-    static void write_row(To* to, const float* sums, const T* bias, int64_t count) {
-        int64_t i = 0;
-        for (; i + LANES <= count; i += LANES) {
-            const Vector sum = load(sums + i);
-            store(to + i, bias ? sum + load(bias + i) : sum);
-        }
-        for (; i < count; ++i) assign(to[i], bias ? sums[i] + to_float(bias[i]) : sums[i]);
-    }
 };
 
 }  // namespace
 }  // namespace gllm
 
 extern "C" __attribute__((visibility("default"))) void gllm_linear(const gllm::LinearArguments* a) {
+#ifdef GLLM_AMX
+    if (a->dtype == gllm::BFLOAT16) return gllm::AmxLinear(*a).run();
+#endif
     gllm::with_dtype(a->dtype, [&](auto type) { gllm::Linear<decltype(type)>(*a).run(); });
 }
