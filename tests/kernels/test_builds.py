@@ -11,8 +11,17 @@ from torch.nn import functional
 
 from gllm.kernels.attention_backends import HeadShape, Wanted, choose
 from gllm.kernels.linear import PlainMatrix, linear, prepare
-from gllm.kernels.native import library
-from gllm.kernels.native.builds import FLAVORS, OFF, VARIABLE, Selection, select
+from gllm.kernels.native import builds, library
+from gllm.kernels.native.builds import (
+    AMX,
+    FLAVORS,
+    OFF,
+    TILES_PERMITTED,
+    VARIABLE,
+    Selection,
+    processor_features,
+    select,
+)
 from gllm.kernels.native.library import LinearArguments, MeasuredLibrary, native
 from gllm.kernels.native.measure import measure
 
@@ -29,7 +38,8 @@ def folder_of(path: Path, *names: str) -> Path:
 @pytest.mark.parametrize(
     ("features", "wanted"),
     [
-        (EVERY, "avx512_bf16"),
+        (EVERY, "amx_bf16"),
+        (EVERY - {TILES_PERMITTED}, "avx512_bf16"),
         (FLAVORS["avx512"] | ONLY_AVX2, "avx512"),
         (ONLY_AVX2, "avx2"),
         (frozenset({"sse2"}), "portable"),
@@ -55,6 +65,27 @@ def test_off_is_torch_alone(tmp_path: Path) -> None:
     assert (build.name, build.path) == (OFF, None)
 
 
+def test_the_reason_tells_that_amx_is_not_permitted(tmp_path: Path) -> None:
+    libraries = folder_of(tmp_path, *FLAVORS)
+    assert (
+        f"not {AMX}: Linux does not let" in select({}, EVERY - {TILES_PERMITTED}, libraries).reason
+    )
+    for features in (EVERY, EVERY - {"amx_tile", TILES_PERMITTED}):
+        assert AMX not in select({}, features, libraries).reason
+
+
+@pytest.mark.parametrize("is_permitted", [True, False])
+def test_permission_is_requested_where_the_processor_has_amx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_permitted: bool
+) -> None:
+    monkeypatch.setattr(builds, "_permit_tiles", lambda: is_permitted)
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nflags\t\t: fpu avx2 amx_tile\n")
+    assert (TILES_PERMITTED in processor_features(file)) == is_permitted
+    file.write_text("flags\t\t: fpu avx2\n")
+    assert TILES_PERMITTED not in processor_features(file)
+
+
 def test_without_builds_the_reason_is_told(tmp_path: Path) -> None:
     assert "none was compiled" in select({}, EVERY, tmp_path).reason
     build = select({}, frozenset(), folder_of(tmp_path, "avx2"))
@@ -65,9 +96,16 @@ def test_without_builds_the_reason_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "features", "compiled", "reason"),
     [
-        ("sse9", EVERY, FLAVORS, r"'sse9', but has to be one of avx512_bf16, .*portable, off"),
+        ("sse9", EVERY, FLAVORS, r"'sse9', but has to be one of amx_bf16, .*portable, off"),
         ("AVX2", EVERY, FLAVORS, r"'AVX2', but has to be one of"),
         ("avx512", ONLY_AVX2, FLAVORS, r"lacks avx512bw, .*: choose one of avx2, portable, off"),
+        (AMX, EVERY - {"amx_tile"}, FLAVORS, r"lacks amx_tile: choose one of avx512_bf16"),
+        (
+            AMX,
+            EVERY - {TILES_PERMITTED},
+            FLAVORS,
+            r"Linux does not let .* choose one of avx512_bf16",
+        ),
         ("avx2", EVERY, ("portable",), r"not compiled: choose one of portable, off, or install"),
     ],
 )

@@ -16,6 +16,7 @@ SHAPES = [
     (70, 64, 24),
     (70, 64, 25),
     (200, 900, 300),
+    (33, 1060, 33),
 ]
 """(outputs, inputs, rows): within a panel and beyond, odd inputs, few rows and many."""
 
@@ -52,7 +53,7 @@ def test_rows_do_not_depend_on_others(way: str, dtype: torch.dtype) -> None:
     x, weight, bias = operands(129, 900, 200, dtype)
     matrix = prepare_gated(weight, bias, "silu")
     whole = gated_linear(x, matrix)
-    for rows in (1, 3, 13, 14, 17, 28, 29, 193):
+    for rows in (1, 3, 13, 14, 16, 17, 28, 29, 32, 33, 193):
         assert torch.equal(gated_linear(x[:rows], matrix), whole[:rows])
 
 

@@ -16,8 +16,12 @@ SHAPES = [
     (70, 64, 28),
     (70, 64, 29),
     (129, 900, 200),
+    (33, 34, 17),
+    (65, 1060, 33),
+    (40, 1090, 260),
 ]
-"""(outputs, inputs, rows): within a panel and beyond, odd inputs, few rows and many."""
+"""(outputs, inputs, rows): within a panel and beyond, odd inputs, few rows and many; for AMX inputs
+that are no multiple of 32 and rows that are no multiple of 16."""
 
 
 def operands(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -66,10 +70,10 @@ def test_rows_may_be_apart(way: str) -> None:
 def test_rows_do_not_depend_on_others(way: str, dtype: torch.dtype) -> None:
     if way == "torch":
         pytest.skip("torch rounds differently for other numbers of rows")
-    x, weight, _ = operands(129, 900, 200, dtype)
+    x, weight, _ = operands(129, 1100, 290, dtype)
     matrix = prepare(weight)
     whole = linear(x, matrix, None)
-    for rows in (1, 3, 13, 14, 17, 28, 29, 193):
+    for rows in (1, 3, 13, 14, 16, 17, 28, 29, 32, 33, 193):
         assert torch.equal(linear(x[:rows], matrix, None), whole[:rows])
 
 

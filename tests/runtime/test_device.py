@@ -107,7 +107,12 @@ def test_bfloat16_needs_both_the_checkpoint_and_the_cpu(
     assert not device.native_bfloat16(proc)
     write(proc / "cpuinfo", "flags\t: fpu avx512_bf16 avx2\n")
     assert device.native_bfloat16(proc)
-    for build, wanted in (("avx2", False), ("avx512_bf16", True), ("off", True)):
+    for build, wanted in (
+        ("avx2", False),
+        ("avx512_bf16", True),
+        ("amx_bf16", True),
+        ("off", True),
+    ):
         monkeypatch.setenv("GLLM_CPU_KERNELS", build)
         assert device.native_bfloat16(proc) == wanted
     monkeypatch.delenv("GLLM_CPU_KERNELS")

@@ -20,7 +20,8 @@ class AmxLinear {
   public:
     explicit AmxLinear(const LinearArguments& given)
         : a(given), output(given), weight(static_cast<const uint32_t*>(a.weight)),
-          units(a.inputs / 2), panels(blocks_of(a.outputs, PANEL) * (a.gate ? 2 : 1)) {}
+          units(a.inputs / 2), tiles(blocks_of(units, TILE)),
+          panels(blocks_of(a.outputs, PANEL) * (a.gate ? 2 : 1)) {}
 
     void run() const {
         if (a.rows == 0) return;
@@ -33,82 +34,79 @@ class AmxLinear {
         const int64_t groups = blocks_of(panels, group);
 #pragma omp parallel num_threads(a.threads)
         {
-            const int64_t upper = is_few ? std::min(a.rows, TILE) : TILE;
-            const amx::Registers registers(upper, a.rows > TILE && is_few ? a.rows - TILE : TILE);
+            const amx::Registers registers(is_few ? std::min(a.rows, TILE) : TILE,
+                                           is_few && a.rows > TILE ? a.rows - TILE : TILE);
             Memory<uint32_t> inputs;
             Memory<float> sums;
-            if (is_few) {
-                copy_inputs(0, a.rows, 0, units, upper, inputs);
-                sums.resize(a.rows * 2 * PANEL);
-            }
+            int64_t copied = -1;
 #pragma omp for schedule(dynamic, 1)
             for (int64_t task = 0; task < row_blocks * groups; ++task) {
                 const int64_t row = task / groups * ROWS, panel = task % groups * group;
+                const int64_t rows = std::min(ROWS, a.rows - row);
+                if (row != copied) copy_inputs(row, rows, is_few ? std::min(rows, TILE) : TILE, inputs);
+                copied = row;
                 const int64_t end = std::min(panel + group, panels);
                 if (is_few)
-                    stream(inputs.data(), panel, end, sums.data());
+                    stream(inputs.data(), panel, end, sums);
                 else
-                    block(row, std::min(ROWS, a.rows - row), panel, end, inputs, sums);
+                    block(row, rows, panel, end, inputs.data(), sums);
             }
         }
     }
 
   private:
     static constexpr int64_t TILE = amx::TILE, FEW = 2 * TILE;
-    static constexpr int64_t ROWS = 128, DEPTH = 256, MOST_PANELS = 64;
+    static constexpr int64_t ROWS = 256, DEPTH = 512, MOST_PANELS = 32;
     static constexpr int64_t AHEAD = 16;  // tiles of a panel fetched before they are needed
     static constexpr int64_t TILE_BYTES = amx::TILE_UNITS * 4;
 
     const LinearArguments& a;
     const LinearOutput<bfloat16> output;
     const uint32_t* weight;
-    const int64_t units, panels;
+    const int64_t units, tiles, panels;
 
     // Rows to [tiles of rows, tiles of units, height, TILE]. Rows behind the last one stay as they are:
     // their sums are not used.
-    void copy_inputs(int64_t row, int64_t rows, int64_t begin, int64_t depth,
-                     int64_t height, Memory<uint32_t>& to) const {
-        const int64_t steps = blocks_of(depth, TILE);
-        to.resize(blocks_of(rows, TILE) * height * steps * TILE);
-        const auto* from = static_cast<const bfloat16*>(a.input) + row * a.input_row + begin * 2;
+    void copy_inputs(int64_t row, int64_t rows, int64_t height, Memory<uint32_t>& to) const {
+        to.resize(blocks_of(rows, TILE) * tiles * height * TILE);
+        const auto* from = static_cast<const bfloat16*>(a.input) + row * a.input_row;
         for (int64_t r = 0; r < rows; ++r, from += a.input_row) {
-            uint32_t* tile = &to[(r / TILE * steps * height + r % TILE) * TILE];
+            uint32_t* tile = &to[(r / TILE * tiles * height + r % TILE) * TILE];
             int64_t k = 0;
-            for (; k + TILE <= depth; k += TILE, tile += height * TILE)
+            for (; k + TILE <= units; k += TILE, tile += height * TILE)
                 std::memcpy(tile, from + 2 * k, amx::ROW_BYTES);
-            if (k == depth) continue;
+            if (k == units) continue;
             std::memset(tile, 0, amx::ROW_BYTES);
-            std::memcpy(tile, from + 2 * k, (depth - k) * 4);
+            std::memcpy(tile, from + 2 * k, (units - k) * 4);
         }
     }
 
     // All rows at once, so that weights pass by once; they are fetched over the end of the panel.
-    void stream(const uint32_t* inputs, int64_t panel, int64_t end, float* sums) const {
-        const int64_t size = units * PANEL;
+    void stream(const uint32_t* inputs, int64_t panel, int64_t end, Memory<float>& sums) const {
+        const int64_t size = units * PANEL * 4, height = std::min(a.rows, TILE);
+        sums.resize(a.rows * 2 * PANEL);
         for (; panel < end; panel += 2) {
-            const int64_t next = 2 * size * 4;
             const Weights now = weights_of(panel, 0, units);
             const auto prefetch = [&](int64_t step) {
                 // Behind the end of this panel the one after the next comes.
                 const int64_t at = (step + AHEAD) * TILE_BYTES;
-                const int64_t skip = step + AHEAD < now.steps ? 0 : next / 2;
+                const int64_t skip = step + AHEAD < now.steps ? 0 : size;
                 for (const char* from : now.panels) fetch(from + at + skip, TILE);
             };
-            multiply(inputs, a.rows, std::min(a.rows, TILE), now, sums, false, prefetch);
-            write(0, a.rows, panel, sums);
+            multiply(inputs, a.rows, height, now, sums.data(), false, prefetch);
+            write(0, a.rows, panel, sums.data());
         }
     }
 
-    void block(int64_t row, int64_t rows, int64_t panel, int64_t end, Memory<uint32_t>& inputs,
+    void block(int64_t row, int64_t rows, int64_t panel, int64_t end, const uint32_t* inputs,
                Memory<float>& sums) const {
         const int64_t pair_sums = blocks_of(rows, TILE) * TILE * 2 * PANEL;
         sums.resize(blocks_of(end - panel, 2) * pair_sums);
         for (int64_t begin = 0; begin < units; begin += DEPTH) {
             const int64_t depth = std::min(DEPTH, units - begin);
-            copy_inputs(row, rows, begin, depth, TILE, inputs);
             float* to = sums.data();
             for (int64_t p = panel; p < end; p += 2, to += pair_sums)
-                strips(inputs.data(), rows, weights_of(p, begin, depth), to, begin > 0, p + 2 < end);
+                strips(inputs + begin * TILE, rows, weights_of(p, begin, depth), to, begin > 0, p + 2 < end);
         }
         for (int64_t p = panel; p < end; p += 2)
             write(row, rows, p, sums.data() + (p - panel) / 2 * pair_sums);
@@ -133,7 +131,7 @@ class AmxLinear {
     void strips(const uint32_t* inputs, int64_t rows, const Weights& now, float* sums, bool add,
                 bool has_next) const {
         const int64_t count = blocks_of(rows, 2 * TILE), next = 2 * units * PANEL * 4;
-        const int64_t steps = now.steps + (now.rest > 0), lines = blocks_of(TILE, count);
+        const int64_t lines = blocks_of(TILE, count);
         for (int64_t strip = 0; strip < count; ++strip) {
             const int64_t first = strip * 2 * TILE;
             const auto prefetch = [&](int64_t step) {
@@ -141,7 +139,7 @@ class AmxLinear {
                 const int64_t at = next + (strip * now.steps + step) * lines * amx::ROW_BYTES;
                 for (const char* from : now.panels) fetch(from + at, lines);
             };
-            multiply(inputs + first * steps * TILE, std::min(2 * TILE, rows - first), TILE, now,
+            multiply(inputs + first * tiles * TILE, std::min(2 * TILE, rows - first), TILE, now,
                      sums + first * 2 * PANEL, add, prefetch);
         }
     }
@@ -153,10 +151,9 @@ class AmxLinear {
 
     // One or two tiles of rows, each stored with `height` of them, by both panels; sums [rows, 2, PANEL].
     template <class Prefetch>
-    static void multiply(const uint32_t* inputs, int64_t rows, int64_t height, const Weights& now,
-                         float* sums, bool add, const Prefetch& prefetch) {
+    void multiply(const uint32_t* inputs, int64_t rows, int64_t height, const Weights& now, float* sums,
+                  bool add, const Prefetch& prefetch) const {
         const amx::Strides strides{amx::ROW_BYTES, height * amx::ROW_BYTES, amx::ROW_BYTES};
-        const int64_t tiles = now.steps + (now.rest > 0);
         const char* upper = reinterpret_cast<const char*>(inputs);
         const char* lower = upper + tiles * strides.a_tile;
         const auto run = rows > TILE ? amx::multiply<2, 2, Prefetch> : amx::multiply<1, 2, Prefetch>;
