@@ -1,7 +1,5 @@
 """What stages and the driver report about their use of time."""
 
-import msgspec
-
 from gllm.messages.base import Message
 from gllm.scheduler.plan import StepTime
 
@@ -18,7 +16,7 @@ class StageTimes(Message, frozen=True):
 class Bubbles(Message, frozen=True):
     """What the pipeline lost since its start, as gllm.observability.bubbles defines it."""
 
-    seconds: list[float] = msgspec.field(default_factory=list)
+    seconds: list[float] = []
     """Of each stage."""
     work_seconds: float = 0.0
     """Time in which there was work for at least one stage."""

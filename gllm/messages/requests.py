@@ -2,7 +2,6 @@
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
 from gllm.messages.base import Message, TokenId
@@ -45,5 +44,5 @@ class Tokens(Message, frozen=True):
 
     outcome: Outcome
     stats: Stats
-    logprobs: list[RowLogprobs] = msgspec.field(default_factory=list)
+    logprobs: list[RowLogprobs] = []
     """Of sequences in the outcome that asked for them."""

@@ -1,7 +1,5 @@
 """Messages between the driver and the stages about micro-batches."""
 
-import msgspec
-
 from gllm.messages.base import Message
 from gllm.messages.sampling import RowLogprobs, Sampling
 from gllm.scheduler.plan import StepPlan, StepResult
@@ -12,7 +10,7 @@ class Register(Message, frozen=True):
 
     seq: int
     prompt_len: int
-    prompt: list[int] = msgspec.field(default_factory=list)
+    prompt: list[int] = []
     sampling: Sampling | None = None
     n: int = 1
     """It stands for n sequences, seq .. seq + n - 1, whose `choice` counts up."""
@@ -28,7 +26,7 @@ class Result(Message, frozen=True):
     """The tokens of a micro-batch."""
 
     result: StepResult
-    logprobs: list[RowLogprobs] = msgspec.field(default_factory=list)
+    logprobs: list[RowLogprobs] = []
     """Of the rows that were asked for them."""
 
 

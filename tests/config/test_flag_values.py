@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gllm import cli
+from gllm import __main__ as cli
 from gllm.config.engine import EngineConfig
 from gllm.config.flags import (
     FlagParser,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gllm import limits
+from gllm.config import limits
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 
