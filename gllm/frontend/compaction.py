@@ -8,6 +8,7 @@ import time
 
 from gllm.frontend.answer import Json
 from gllm.frontend.collect import Choice, Tally
+from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.response_items import compacted
 from gllm.frontend.output import Outputs
 from gllm.frontend.response_writer import usage
@@ -21,11 +22,13 @@ REQUEST = (
 
 
 class CompactionWriter:
-    """Writes the answer. `messages`: the conversation as chat messages; `name` is in ids."""
+    """Writes the answer to a chat whose last message is REQUEST. `name` is in ids."""
 
-    def __init__(self, job: Job, messages: list[Json], name: str) -> None:
+    def __init__(self, job: Job, name: str) -> None:
+        assert isinstance(job.fields, ChatFields), "the conversation was converted to a chat"
         self._outputs = Outputs(job.output)
-        self._users = [one["content"] for one in messages if one["role"] == "user"]
+        conversation = job.fields.messages[:-1]
+        self._users = [one["content"] for one in conversation if one["role"] == "user"]
         self._name = name
 
     def whole(self, choices: list[Choice], tally: Tally) -> Json:

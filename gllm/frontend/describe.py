@@ -13,7 +13,7 @@ import msgspec
 from gllm import __version__
 from gllm.frontend.endpoint import Endpoint
 from gllm.frontend.errors import TYPES
-from gllm.frontend.fields.body import Body
+from gllm.frontend.fields.body import Body, ModelBody
 
 Json = dict[str, Any]
 ERROR = {
@@ -133,7 +133,8 @@ def page(endpoints: Sequence[Endpoint]) -> str:
         if body is None:
             continue
         lines += ["", f"## {endpoint.method} {endpoint.path}", ""]
-        parents = [one for one in body.__mro__[1:] if issubclass(one, Body) and one is not Body]
+        parents = [base for base in body.__mro__[1:] if issubclass(base, Body)]
+        parents = [base for base in parents if base not in (Body, ModelBody)]
         shared.update(dict.fromkeys(parents))
         lines += _fields(body)
         lines += ["", f"And {', and '.join(_title(one).lower() for one in parents)}."] * bool(
@@ -154,10 +155,13 @@ def _fields(body: type[Body]) -> Iterator[str]:
     effect, what is refused."""
     (_,), schemas = msgspec.json.schema_components([body])
     properties = schemas[body.__name__]["properties"]
+    own = set(body.__annotations__)
+    if ModelBody in body.__bases__:
+        own |= ModelBody.__annotations__.keys()
     yield "| field | type | what it does |"
     yield "| --- | --- | --- |"
     for name, schema in properties.items():
-        if name in body.__annotations__:
+        if name in own:
             yield f"| `{name}` | {_kind(schema)} | {schema.get('description', '')} |"
     for name, why in vars(body).get("inert", {}).items():
         yield f"| `{name}` | any | accepted without effect: {why} |"

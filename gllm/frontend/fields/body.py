@@ -52,3 +52,9 @@ class Body(msgspec.Struct):
 
     def check(self) -> None:
         """Raises FieldError for fields that do not go together."""
+
+
+class ModelBody(Body):
+    """A request body that may name the model."""
+
+    model: Annotated[str | None, about("the served model's name; another one is 404")] = None

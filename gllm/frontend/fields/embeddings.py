@@ -6,18 +6,17 @@ Owns the schema. Knows nothing of how texts become vectors.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from gllm.frontend.fields.body import Body, Count, Int32, about
+from gllm.frontend.fields.body import Count, Int32, ModelBody, about
 from gllm.frontend.fields.completions import PROMPTS
 from gllm.frontend.fields.generation import Salt
 
 
-class EmbeddingFields(Body):
+class EmbeddingFields(ModelBody):
     """POST /v1/embeddings."""
 
     required: ClassVar[tuple[str, ...]] = ("input",)
     inert: ClassVar[Mapping[str, str]] = {"user": "who asks"}
 
-    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     input: Annotated[
         Any,
         about("a string, a list of strings, token ids, or a list of token ids' lists", **PROMPTS),

@@ -13,7 +13,7 @@ from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_LOGPROBS, MAX_LOGPROBS_PER_STEP
 from gllm.config.options import INT32_MAX
 from gllm.config.sampling import SamplingParams
-from gllm.frontend.fields.body import Body, Count, Int, Int32, Refused, about
+from gllm.frontend.fields.body import Count, Int, Int32, ModelBody, Refused, about
 from gllm.frontend.fields.structured import ResponseFormat, StructuredOutputs, structured_output
 
 Salt = Annotated[str, Meta(max_length=128)]
@@ -51,10 +51,9 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Sampling(Body):
+class Sampling(ModelBody):
     """Fields of every endpoint that generates."""
 
-    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     temperature: Annotated[
         float | None,
         about(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from gllm.config.field_types import FieldError
-from gllm.frontend.fields.body import Body, Count, Refused, about
+from gllm.frontend.fields.body import Count, ModelBody, Refused, about
 from gllm.frontend.fields.generation import UNSUPPORTED, ParseSpecial, Sampling
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
 
@@ -118,14 +118,13 @@ class MessageFields(Sampling):
             raise FieldError("max_tokens", "max_tokens has to be given")
 
 
-class CountFields(Body):
+class CountFields(ModelBody):
     """POST /v1/messages/count_tokens."""
 
     required: ClassVar[tuple[str, ...]] = ("messages",)
     inert: ClassVar[Mapping[str, str]] = INERT
     refused: ClassVar[Mapping[str, Refused]] = REFUSED
 
-    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     messages: Chat = None
     system: System = None
     tools: Tools = None

@@ -15,7 +15,7 @@ from gllm.config.limits import (
     check_lengths,
     check_size,
 )
-from gllm.frontend.fields.body import Body, Count, Int, Refused, about
+from gllm.frontend.fields.body import Count, Int, ModelBody, Refused, about
 from gllm.frontend.fields.generation import UNSUPPORTED, Sampling
 from gllm.frontend.fields.response_items import (
     ITEMS,
@@ -156,7 +156,7 @@ class ResponseFields(Sampling):
             )
 
 
-class InputTokensFields(Body):
+class InputTokensFields(ModelBody):
     """POST /v1/responses/input_tokens."""
 
     required: ClassVar[tuple[str, ...]] = ("input",)
@@ -170,7 +170,6 @@ class InputTokensFields(Body):
         "conversation": Refused(NOT_KEPT),
     }
 
-    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     input: Input = None
     instructions: Instructions = None
     text: Text = None
@@ -179,7 +178,7 @@ class InputTokensFields(Body):
     tool_choice: Choice = None
 
 
-class CompactFields(Body):
+class CompactFields(ModelBody):
     """POST /v1/responses/compact."""
 
     required: ClassVar[tuple[str, ...]] = ("input",)
@@ -192,7 +191,6 @@ class CompactFields(Body):
     }
     refused: ClassVar[Mapping[str, Refused]] = {"previous_response_id": Refused(NOT_KEPT)}
 
-    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     input: Input = None
     instructions: Instructions = None
 

@@ -6,16 +6,15 @@ Owns the schemas. Knows nothing of tokenizers.
 from typing import Annotated, Any, ClassVar
 
 from gllm.config.field_types import FieldError
-from gllm.frontend.fields.body import Body, Int32, about
+from gllm.frontend.fields.body import Int32, ModelBody, about
 from gllm.frontend.fields.chat import PROMPT_FIELDS, ChatFields, Effort, TemplateOptions
 
 
-class TokenizeFields(Body):
+class TokenizeFields(ModelBody):
     """POST /tokenize."""
 
     required_one_of: ClassVar[tuple[str, ...]] = ("prompt", "messages")
 
-    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     prompt: Annotated[str | None, about("a text; or else messages")] = None
     add_special_tokens: Annotated[
         bool | None, about("those that begin a completion's prompt; default true; only with prompt")
@@ -49,10 +48,9 @@ class TokenizeFields(Body):
             raise FieldError("messages", "messages cannot be given together with prompt")
 
 
-class DetokenizeFields(Body):
+class DetokenizeFields(ModelBody):
     """POST /detokenize."""
 
     required: ClassVar[tuple[str, ...]] = ("tokens",)
 
-    model: Annotated[str | None, about("the served model's name; another one is 404")] = None
     tokens: Annotated[list[Int32] | None, about("token ids")] = None

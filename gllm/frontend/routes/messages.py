@@ -3,20 +3,16 @@
 Owns that errors have what Anthropic's clients look for. Knows nothing of shapes otherwise.
 """
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
 
 from gllm.frontend.answer import answer
-from gllm.frontend.chat_job import chat_job, chat_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
+from gllm.frontend.converted_chat import converted_job, count_tokens
 from gllm.frontend.errors import to_api_error
-from gllm.frontend.fields.as_chat import chat_fields, named
-from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.messages import NAMES, CountFields, MessageFields, as_chat
-from gllm.frontend.fields.reading import off_loop, read_fields
 from gllm.frontend.message_writer import MessageWriter
 
 
@@ -24,32 +20,16 @@ async def create(request: web.Request) -> web.StreamResponse:
     """An answer to the messages, in the shape of Anthropic's Messages API."""
     context = request.app[CONTEXT]
     with _errors_of_its_own():
-        fields = await read_fields(request, MessageFields)
-        context.check_model(fields.model)
-        chat = await off_loop(request, _chat, fields)
-        with context.admit(), named(NAMES):
-            job = await chat_job(context, chat)
+        async with converted_job(request, MessageFields, as_chat, NAMES) as (_, job):
             writer = MessageWriter(context.engine, job, request[REQUEST_ID])
             return await answer(request, context, job, writer)
 
 
-def _chat(fields: MessageFields | CountFields) -> ChatFields:
-    return chat_fields(fields, as_chat(fields), NAMES)
-
-
 async def count(request: web.Request) -> web.StreamResponse:
     """How many tokens the messages are."""
-    context = request.app[CONTEXT]
     with _errors_of_its_own():
-        fields = await read_fields(request, CountFields)
-        context.check_ready()
-        context.check_model(fields.model)
-        chat = await off_loop(request, _chat, fields)
-        with named(NAMES):
-            prompt = await asyncio.to_thread(
-                chat_prompt, context.engine.tokenizer, chat, context.config
-            )
-        return web.json_response({"input_tokens": len(prompt.ids)})
+        num_tokens = await count_tokens(request, CountFields, as_chat, NAMES)
+        return web.json_response({"input_tokens": num_tokens})
 
 
 @contextmanager

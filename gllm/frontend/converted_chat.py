@@ -1,0 +1,63 @@
+"""Requests of other chat APIs, converted to chat completions.
+
+The routes give the schema of a body, its conversion, and the API's names of the converted fields.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from gllm.frontend.chat_job import chat_job, chat_prompt
+from gllm.frontend.context import CONTEXT
+from gllm.frontend.fields.as_chat import chat_fields, named
+from gllm.frontend.fields.body import ModelBody
+from gllm.frontend.fields.reading import off_loop, read_fields
+from gllm.frontend.run import Job
+
+Fields = TypeVar("Fields", bound=ModelBody)
+
+
+@asynccontextmanager
+async def converted_job(
+    request: web.Request,
+    schema: type[Fields],
+    as_chat: Callable[[Fields], Mapping[str, Any]],
+    names: Mapping[str, str],
+) -> AsyncIterator[tuple[Fields, Job]]:
+    """Yield a request's fields and its job; the request counts as admitted within the block.
+
+    as_chat: returns fields of chat completions that ask for the same.
+    names: what the API calls a field of chat completions; errors have these names.
+    Raises FieldError and ApiError.
+    """
+    context = request.app[CONTEXT]
+    fields = await read_fields(request, schema)
+    context.check_model(fields.model)
+    chat = await off_loop(request, lambda: chat_fields(fields, as_chat(fields), names))
+    with context.admit(), named(names):
+        yield fields, await chat_job(context, chat)
+
+
+async def count_tokens(
+    request: web.Request,
+    schema: type[Fields],
+    as_chat: Callable[[Fields], Mapping[str, Any]],
+    names: Mapping[str, str],
+) -> int:
+    """Return the number of tokens of a request's prompt.
+
+    Arguments and errors are those of `converted_job`.
+    """
+    context = request.app[CONTEXT]
+    fields = await read_fields(request, schema)
+    context.check_ready()
+    context.check_model(fields.model)
+    chat = await off_loop(request, lambda: chat_fields(fields, as_chat(fields), names))
+    with named(names):
+        prompt = await asyncio.to_thread(
+            chat_prompt, context.engine.tokenizer, chat, context.config
+        )
+    return len(prompt.ids)
