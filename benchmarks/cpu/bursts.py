@@ -6,7 +6,6 @@ prefill-first serve the very same ones, in turns. Run as
 docs/benchmarks/bursts.md. Figures of workloads that were not run again stay.
 """
 
-import argparse
 import asyncio
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
 from gllm.experiments.real import LOG_SECONDS, serve_jobs
@@ -164,13 +163,10 @@ def page(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser = make_parser(__doc__, "bursts", rounds=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals in a run")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/bursts.md"))
     options = parser.parse_args()
     config = EngineConfig.of(
         options.model,

@@ -7,16 +7,14 @@ arithmetic's cores. Run as `python -m benchmarks.cpu.overhead --model FOLDER`; i
 and writes them into docs/benchmarks/overhead.md.
 """
 
-import argparse
 import asyncio
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import uvloop
 
-from benchmarks.cpu.page import origin, write_results
+from benchmarks.cpu.page import make_parser, origin, write_results
 from benchmarks.cpu.rounds import Bench, bench
 from gllm.config.engine import EngineConfig
 from gllm.sim.report import show, text_table
@@ -104,12 +102,9 @@ def page(measured: dict[int, list[Steps]], rounds: int) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser = make_parser(__doc__, "overhead", rounds=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/overhead.md"))
     options = parser.parse_args()
     config = EngineConfig.of(
         options.model, dtype=options.dtype, max_model_len=1024, kv_cache_memory=2**29

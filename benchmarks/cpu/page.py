@@ -4,6 +4,7 @@ Owns the marks between the two and what a page says of the machine. Knows nothin
 measured.
 """
 
+import argparse
 import datetime
 import os
 import platform
@@ -28,6 +29,20 @@ def origin(module: str) -> str:
         f"Made by `{command}`. {os.cpu_count()} cores, {processor()}, {versions}, "
         f"{datetime.date.today()}."
     )
+
+
+def make_parser(doc: str | None, page: str, rounds: int) -> argparse.ArgumentParser:
+    """Return the flags that benchmarks of a served model share: model, rounds, output.
+
+    doc: the command's docstring; its first line is the description.
+    page: name of the page in docs/benchmarks, without its suffix.
+    rounds: default number of rounds.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--output", type=Path, default=Path(f"docs/benchmarks/{page}.md"))
+    return parser
 
 
 def write_figures(path: Path, title: str, figures: str) -> None:

@@ -8,19 +8,17 @@ waiting and switching between threads and processes. Run as
 docs/benchmarks/phases.md.
 """
 
-import argparse
 import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import uvloop
 
-from benchmarks.cpu.page import origin, write_results
+from benchmarks.cpu.page import make_parser, origin, write_results
 from benchmarks.cpu.rounds import Bench, bench
 from gllm.config.engine import EngineConfig
 from gllm.messages.codec import decode, encode
@@ -218,11 +216,8 @@ def page(measured: dict[str, dict[str, list[float]]], rounds: int) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser = make_parser(__doc__, "phases", rounds=3)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/phases.md"))
     options = parser.parse_args()
     config = EngineConfig.of(
         options.model, dtype=options.dtype, max_model_len=1024, kv_cache_memory=2**29

@@ -6,15 +6,13 @@ instead of sampling, and nothing else. Run as `python -m benchmarks.cpu.pipeline
 prints the figures and writes them into docs/benchmarks/pipeline.md.
 """
 
-import argparse
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import uvloop
 
-from benchmarks.cpu.page import origin, write_results
+from benchmarks.cpu.page import make_parser, origin, write_results
 from benchmarks.cpu.rounds import Round, bench
 from gllm.config.engine import EngineConfig
 from gllm.sim.report import show, text_table
@@ -164,11 +162,8 @@ async def measure(config: EngineConfig, rounds: int) -> dict[str, dict[str, Any]
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser = make_parser(__doc__, "pipeline", rounds=5)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/pipeline.md"))
     options = parser.parse_args()
     longest = max(work.prompt + work.output for work in WORKLOADS.values())
     config = EngineConfig.of(

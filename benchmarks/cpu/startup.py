@@ -6,7 +6,6 @@ model into memory; both sides in turns, files in the system's cache. Run as
 docs/benchmarks/startup.md.
 """
 
-import argparse
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
 from gllm.models.hub import resolve
 from gllm.sim.report import show, text_table
 
@@ -119,11 +118,8 @@ def page(results: dict[str, Any], rounds: int) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser = make_parser(__doc__, "startup", rounds=5)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/startup.md"))
     options = parser.parse_args()
     results = measure(resolve(options.model), options.stages, options.rounds)
     title = "From the command to a ready server"

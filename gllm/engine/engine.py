@@ -40,7 +40,7 @@ from gllm.messages.sampling import Sampling
 from gllm.models.config import notes_of
 from gllm.observability.logs import QUIET, LogConfig
 from gllm.runtime.client import Stream
-from gllm.runtime.launch import Workers
+from gllm.runtime.launch import PipelineWorkers, Workers
 from gllm.runtime.pipeline import EngineError as EngineError
 from gllm.runtime.pipeline import Pipeline
 from gllm.scheduler.plan import Stats
@@ -62,7 +62,7 @@ class Engine:
         served_model_name: str | None = None,
         logs: LogConfig = QUIET,
         progress: bool = False,
-        workers: Workers | None = None,
+        workers: PipelineWorkers | None = None,
     ) -> None:
         plan = plan_model(config)
         self._folder, read = plan.folder, plan.config

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -43,39 +44,45 @@ class Edge:
             os.close(descriptor)
 
 
-class Workers:
-    """The processes of one pipeline on this host. They import torch from the moment this is made;
-    `tell` says what they are to be."""
+class PipelineWorkers(ABC):
+    """The workers of one pipeline on this host: addresses of their sockets, edges, specs.
 
-    def __init__(self, stages: int) -> None:
-        """Raises ValueError where GLLM_CPU_KERNELS names a build that cannot be used."""
-        select()
-        self._sockets = Path(tempfile.mkdtemp(prefix="gllm-"))
+    Subclasses run them, as processes or within this one.
+    """
+
+    def __init__(self, stages: int, name: str = "gllm") -> None:
+        self._sockets = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         self.frontend = f"ipc://{self._sockets}/frontend"
-        self.inboxes = [f"ipc://{self._sockets}/stage-{i}" for i in range(stages)]
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self._watched: dict[int, int] = {}
+        self.inboxes = [f"ipc://{self._sockets}/stage-{stage}" for stage in range(stages)]
+        self._edges = [Edge(f"{name}-edge-{stage}") for stage in range(stages - 1)]
         # Of stage i: edges i and i + 1. Nothing comes in at the beginning or goes out at the end.
-        edges = [Edge(f"gllm-edge-{i}") for i in range(stages - 1)]
-        self._kernel_ratios = os.memfd_create("gllm-kernel-ratios")
-        self._edges = [[], *(edge.descriptors for edge in edges), []]
-        try:
-            for stage in range(stages):
-                self.processes.append(self._spawn(stage))
-        except BaseException:
-            self.kill()
-            raise
-        finally:
-            for edge in edges:
-                edge.close()
-            os.close(self._kernel_ratios)
+        self._edge_ends = [[], *(edge.descriptors for edge in self._edges), []]
+        self._kernel_ratios: int | None = None
 
+    @abstractmethod
     def tell(
         self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
     ) -> None:
-        """Give each process its stage of the model in the folder; one entry of `layers` each."""
-        for stage, part in enumerate(layers):
-            spec = WorkerSpec(
+        """Give each worker its stage of the model in the folder; one entry of `layers` each."""
+
+    @abstractmethod
+    def watch(self, died: Callable[[int, str], None]) -> None:
+        """Call `died` with the stage and how, once, when a worker is gone. Needs a running loop."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Wait until the workers, told to end, are gone."""
+
+    def hide(self) -> None:
+        """Remove the sockets' names once everybody is connected: nobody else can come in."""
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def _specs(
+        self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
+    ) -> list[WorkerSpec]:
+        """Return the spec of each stage."""
+        return [
+            WorkerSpec(
                 stage=stage,
                 stages=len(layers),
                 layers=(part.start, part.stop),
@@ -84,12 +91,45 @@ class Workers:
                 config=config,
                 frontend=self.frontend,
                 inboxes=self.inboxes,
-                incoming=self._edges[stage],
-                outgoing=self._edges[stage + 1],
+                incoming=self._edge_ends[stage],
+                outgoing=self._edge_ends[stage + 1],
                 logs=logs,
                 kernel_ratios=self._kernel_ratios,
             )
-            pipe = self.processes[stage].stdin
+            for stage, part in enumerate(layers)
+        ]
+
+
+class Workers(PipelineWorkers):
+    """Workers as processes. They import torch from the moment this is made; `tell` says what they
+    are to be."""
+
+    def __init__(self, stages: int) -> None:
+        """Raises ValueError where GLLM_CPU_KERNELS names a build that cannot be used."""
+        select()
+        super().__init__(stages)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._watched: dict[int, int] = {}
+        ratios = self._kernel_ratios = os.memfd_create("gllm-kernel-ratios")
+        try:
+            for stage in range(stages):
+                inherited = [*self._edge_ends[stage], *self._edge_ends[stage + 1], ratios]
+                self.processes.append(self._spawn(stage, inherited))
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            for edge in self._edges:
+                edge.close()
+            os.close(ratios)
+
+    def tell(
+        self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
+    ) -> None:
+        """Write each process's spec to its standard input."""
+        specs = self._specs(config, folder, layers, logs)
+        for process, spec in zip(self.processes, specs, strict=True):
+            pipe = process.stdin
             assert pipe is not None
             # One that is gone already is found by `watch`.
             with suppress(BrokenPipeError), pipe:
@@ -106,10 +146,6 @@ class Workers:
         for stage, process in enumerate(self.processes):
             self._watched[stage] = os.pidfd_open(process.pid)
             loop.add_reader(self._watched[stage], gone, stage)
-
-    def hide(self) -> None:
-        """Remove the sockets' names once everybody is connected: nobody else can come in."""
-        shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def stop(self) -> None:
         """Wait until the workers, told to end, are gone; kill those that take too long."""
@@ -132,9 +168,9 @@ class Workers:
                 process.stdin.close()
         self.hide()
 
-    def _spawn(self, stage: int) -> "subprocess.Popen[bytes]":
+    @staticmethod
+    def _spawn(stage: int, inherited: list[int]) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "gllm.runtime", str(stage), str(os.getpid())]
-        inherited = [*self._edges[stage], *self._edges[stage + 1], self._kernel_ratios]
         return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
 
     def _unwatch(self, stage: int) -> None:

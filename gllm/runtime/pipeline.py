@@ -25,7 +25,7 @@ from gllm.observability.logs import LogConfig
 from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
 from gllm.runtime.client import EngineClient
 from gllm.runtime.device import kv_blocks
-from gllm.runtime.launch import Workers
+from gllm.runtime.launch import PipelineWorkers
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Pipeline:
         self.kv_bytes = 0
         self.client = EngineClient()
         self.layers = layers
-        self.workers: Workers | None = None
+        self.workers: PipelineWorkers | None = None
         self._config = config
         self._tell = tell
         self._stages: list[Outbox] = []
@@ -60,7 +60,7 @@ class Pipeline:
         self._questions: dict[int, asyncio.Queue[Done]] = {}
         """Answers to the questions that somebody waits for, by their number."""
 
-    async def start(self, folder: Path, workers: Workers, logs: LogConfig) -> None:
+    async def start(self, folder: Path, workers: PipelineWorkers, logs: LogConfig) -> None:
         """Have the workers load the model in a folder and wait until a step has gone through all
         of them. Raises EngineError where one fails."""
         self.workers = workers

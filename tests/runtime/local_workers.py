@@ -1,12 +1,10 @@
 """Real workers in the process of the test, so that a test can make their steps fail.
 
-Owns the place of `gllm.runtime.launch.Workers`: the same sockets, edges and messages, but no
-processes. `engine` is the embeddable engine over them.
+The same sockets, edges and messages as `gllm.runtime.launch.Workers`, but no
+processes. `local_engine` is the embeddable engine over them.
 """
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -21,8 +19,7 @@ from gllm.observability.logs import LogConfig
 from gllm.runtime import executor as executor_module
 from gllm.runtime.batch import Batch, build_inputs
 from gllm.runtime.executor import StageExecutor
-from gllm.runtime.launch import Edge
-from gllm.runtime.spec import WorkerSpec
+from gllm.runtime.launch import PipelineWorkers
 from gllm.runtime.worker import Worker
 from gllm.scheduler.plan import StepPlan
 
@@ -37,14 +34,11 @@ class ClosedLoop:
         """Nothing: nobody hears of it."""
 
 
-class LocalWorkers:
+class LocalWorkers(PipelineWorkers):
     """Workers of a pipeline on the running event loop."""
 
     def __init__(self, stages: int) -> None:
-        self._sockets = Path(tempfile.mkdtemp(prefix="gllm-test-"))
-        self.frontend = f"ipc://{self._sockets}/frontend"
-        self.inboxes = [f"ipc://{self._sockets}/stage-{stage}" for stage in range(stages)]
-        self._edges = [Edge(f"edge-{stage}") for stage in range(stages - 1)]
+        super().__init__(stages, "gllm-test")
         self.workers: list[Worker] = []
         self._runs: list[asyncio.Task[None]] = []
 
@@ -52,30 +46,12 @@ class LocalWorkers:
         self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
     ) -> None:
         """Start each worker with its stage of the model."""
-        ends = [[], *(edge.descriptors for edge in self._edges), []]
-        for stage, part in enumerate(layers):
-            spec = WorkerSpec(
-                stage=stage,
-                stages=len(layers),
-                layers=(part.start, part.stop),
-                layer_counts=[len(each) for each in layers],
-                folder=str(folder),
-                config=config,
-                frontend=self.frontend,
-                inboxes=self.inboxes,
-                incoming=ends[stage],
-                outgoing=ends[stage + 1],
-                logs=logs,
-            )
+        for spec in self._specs(config, folder, layers, logs):
             self.workers.append(Worker(spec))
             self._runs.append(asyncio.create_task(self.workers[-1].run()))
 
     def watch(self, died: Callable[[int, str], None]) -> None:
         """Nothing: there are no processes."""
-
-    def hide(self) -> None:
-        """Remove the sockets' names."""
-        shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def stop(self) -> None:
         """Wait until the workers have ended."""
@@ -101,7 +77,7 @@ async def local_engine(stages: int = 1, **options: Any) -> AsyncIterator[tuple[E
         threads=torch.get_num_threads(),
         **{"dtype": "float32", "max_model_len": 256, "kv_cache_memory": 2**25, **options},
     )
-    async with Engine(config, workers=workers) as engine:  # type: ignore[arg-type]
+    async with Engine(config, workers=workers) as engine:
         yield engine, workers
 
 
