@@ -1,0 +1,133 @@
+"""Docstrings and class names follow the rules for names and language of CONTRIBUTING.md."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "gllm").rglob("*.py"))
+OPENINGS = re.compile(r"(What|Whether|How|As of|Where|Why|That|Who|Of|So that)\b")
+"""First words that hide what an object is or does."""
+PENDING = frozenset(
+    {
+        "commands",
+        "config",
+        "engine",
+        "experiments",
+        "frontend",
+        "grammar",
+        "kernels",
+        "messages",
+        "models",
+        "observability",
+        "runtime",
+        "scheduler",
+        "sim",
+        "text",
+        "transport",
+    }
+)
+"""Packages whose docstrings have not been rewritten yet."""
+
+
+def docstrings(source: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the docstring of a module and of each class, function and constant."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := ast.get_docstring(node):
+                yield getattr(node, "name", "module"), text
+            for target, after in zip(node.body, node.body[1:], strict=False):
+                if isinstance(target, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+                    value = after.value
+                    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                        yield ast.unparse(target).split(" =")[0], value.value
+
+
+def bad_openings(source: str) -> list[str]:
+    """Return the names of objects whose docstring starts with a word of OPENINGS."""
+    return [name for name, text in docstrings(source) if OPENINGS.match(text)]
+
+
+@pytest.mark.parametrize("package", sorted({path.parent for path in SOURCES}), ids=str)
+def test_docstrings_say_what_an_object_is(package: Path) -> None:
+    parts = package.relative_to(ROOT / "gllm").parts
+    if parts and parts[0] in PENDING:
+        pytest.skip("not rewritten yet")
+    bad = {
+        str(path.relative_to(ROOT)): names
+        for path in SOURCES
+        if path.parent == package and (names := bad_openings(path.read_text(encoding="utf-8")))
+    }
+    assert bad == {}
+
+
+def test_bad_opening_is_found() -> None:
+    source = '"""Fine."""\nLIMIT = 1\n"""What is allowed."""\ndef f():\n    """Whether it is."""\n'
+    assert sorted(bad_openings(source)) == ["LIMIT", "f"]
+
+
+def classes_by_name() -> dict[str, list[str]]:
+    """Return the files of gllm that define each class name."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(str(path.relative_to(ROOT)))
+    return files
+
+
+PENDING_CLASSES = frozenset(
+    [
+        "Abort",
+        "Attention",
+        "Choice",
+        "Delta",
+        "Embedding",
+        "Event",
+        "Experts",
+        "File",
+        "Head",
+        "History",
+        "Job",
+        "Keys",
+        "LatentAttention",
+        "Layer",
+        "Linear",
+        "Link",
+        "MLP",
+        "Message",
+        "Norm",
+        "Outcome",
+        "Pipeline",
+        "Profile",
+        "Reasoning",
+        "Request",
+        "Result",
+        "Row",
+        "Run",
+        "Sampling",
+        "Scores",
+        "Served",
+        "ServerError",
+        "Shape",
+        "Stage",
+        "Start",
+        "Step",
+        "Stream",
+        "Tally",
+        "Told",
+        "Turns",
+        "Work",
+    ]
+)
+"""Class names that occur twice and have not been changed yet."""
+
+
+def test_class_names_occur_once() -> None:
+    twice = {name: files for name, files in classes_by_name().items() if len(files) > 1}
+    assert {name: twice[name] for name in twice.keys() - PENDING_CLASSES} == {}
