@@ -22,26 +22,10 @@ from gllm.config.engine import EngineConfig
 from gllm.kernels.native.builds import select
 from gllm.observability.logs import LogConfig
 from gllm.runtime.spec import WorkerSpec
+from gllm.transport.edge import Edge, create_edge
 
 STOP_SECONDS = 5.0
 """What a worker gets to end by itself before it is killed."""
-
-
-class Edge:
-    """What two neighbouring stages share: an anonymous file for what is sent, an event for each
-    step, and another file for transports whose ends have to find each other.
-
-    Descriptors are inherited, so nothing has a name and nothing is left behind.
-    """
-
-    def __init__(self, name: str) -> None:
-        event = os.eventfd(0, os.EFD_SEMAPHORE)
-        self.descriptors = [os.memfd_create(name), event, os.memfd_create(f"{name}-meeting")]
-
-    def close(self) -> None:
-        """Close this process's copies."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
 
 
 class PipelineWorkers(ABC):
@@ -54,9 +38,7 @@ class PipelineWorkers(ABC):
         self._sockets = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         self.frontend = f"ipc://{self._sockets}/frontend"
         self.inboxes = [f"ipc://{self._sockets}/stage-{stage}" for stage in range(stages)]
-        self._edges = [Edge(f"{name}-edge-{stage}") for stage in range(stages - 1)]
-        # Of stage i: edges i and i + 1. Nothing comes in at the beginning or goes out at the end.
-        self._edge_ends = [[], *(edge.descriptors for edge in self._edges), []]
+        self._edges = [create_edge(f"{name}-edge-{stage}") for stage in range(stages - 1)]
         self._kernel_ratios: int | None = None
 
     @abstractmethod
@@ -91,13 +73,20 @@ class PipelineWorkers(ABC):
                 config=config,
                 frontend=self.frontend,
                 inboxes=self.inboxes,
-                incoming=self._edge_ends[stage],
-                outgoing=self._edge_ends[stage + 1],
+                incoming=incoming,
+                outgoing=outgoing,
                 logs=logs,
                 kernel_ratios=self._kernel_ratios,
             )
             for stage, part in enumerate(layers)
+            for incoming, outgoing in [self._edges_of(stage)]
         ]
+
+    def _edges_of(self, stage: int) -> tuple[Edge | None, Edge | None]:
+        """Return the edges from the previous stage and to the next one."""
+        incoming = self._edges[stage - 1] if stage > 0 else None
+        outgoing = self._edges[stage] if stage < len(self._edges) else None
+        return incoming, outgoing
 
 
 class Workers(PipelineWorkers):
@@ -113,8 +102,9 @@ class Workers(PipelineWorkers):
         ratios = self._kernel_ratios = os.memfd_create("gllm-kernel-ratios")
         try:
             for stage in range(stages):
-                inherited = [*self._edge_ends[stage], *self._edge_ends[stage + 1], ratios]
-                self.processes.append(self._spawn(stage, inherited))
+                edges = [edge for edge in self._edges_of(stage) if edge is not None]
+                descriptors = [each for edge in edges for each in edge.descriptors]
+                self.processes.append(self._spawn(stage, [*descriptors, ratios]))
         except BaseException:
             self.kill()
             raise

@@ -7,6 +7,7 @@ import msgspec
 
 from gllm.config.engine import EngineConfig
 from gllm.observability.logs import LogConfig
+from gllm.transport.edge import Edge
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -26,12 +27,10 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Address of the parent's inbox."""
     inboxes: list[str]
     """Address of each stage's inbox."""
-    incoming: list[int]
-    """Descriptors of the edge from the stage before; none on the first."""
-    outgoing: list[int]
-    """Descriptors of the edge to the next stage; none on the last."""
+    incoming: Edge | None
+    """Edge from the previous stage; None on the first."""
+    outgoing: Edge | None
+    """Edge to the next stage; None on the last."""
     logs: LogConfig
     kernel_ratios: int | None = None
     """Descriptor of the file in which stages share measurements of compiled kernels."""
-    transport: str = "shared-memory"
-    """How activations travel; a name of gllm.transport.registry."""

@@ -223,12 +223,12 @@ class Worker:
             executor.model.hidden_size,
             executor.dtype.itemsize,
         )
-        transport, device = spec.transport, None
+        transport, device = "shared-memory", None
         if self._gpu is not None:
             transport = self._gpu.transport
             device = self._gpu.queues, self._gpu.executor.stream
         ends = spec.incoming, spec.outgoing
-        return open_edges(transport, *ends, shape, executor.dtype, device, self._on_edge_fault)
+        return open_edges(*ends, transport, shape, executor.dtype, device, self._on_edge_fault)
 
     def _link(self, stage: int) -> None:
         """The driver is ready when every stage has reached it: once all are ready the sockets'

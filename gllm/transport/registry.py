@@ -4,9 +4,10 @@ Owns the table. A transport is one file in this folder and one line here.
 """
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gllm.transport.base import EdgeShape, OnFault, Receiver, Sender
+from gllm.transport.edge import AUTO, Edge
 
 if TYPE_CHECKING:
     import torch
@@ -21,23 +22,32 @@ TRANSPORTS = {
 
 
 def open_edges(
-    transport: str,
-    incoming: list[int],
-    outgoing: list[int],
+    incoming: Edge | None,
+    outgoing: Edge | None,
+    default: str,
     shape: EdgeShape,
     dtype: "torch.dtype",
     device: "tuple[Queues, Stream] | None" = None,
     on_fault: OnFault = lambda error: None,
 ) -> tuple[Receiver | None, Sender | None]:
-    """A stage's two edges by their descriptors; none where the pipeline begins and ends.
+    """Open this stage's ends of its edges.
 
-    device: what computes the stage, and the stream that it computes in; None on a CPU.
-    on_fault: called where an edge breaks on a thread of its own.
+    Args:
+        incoming: edge from the previous stage; None on the first stage.
+        outgoing: edge to the next stage; None on the last stage.
+        default: transport of an edge that leaves the choice to the workers.
+        shape: largest steps that the edges carry.
+        dtype: of activations.
+        device: the device that computes the stage and its compute stream; None on a CPU.
+        on_fault: called where an edge breaks on a thread of its own.
     """
-    module, receiver, sender = TRANSPORTS[transport]
-    ends = vars(importlib.import_module(module))
     common = (shape, dtype) if device is None else (shape, dtype, *device, on_fault)
+
+    def open_end(edge: Edge, end: int) -> Any:
+        module, *classes = TRANSPORTS[default if edge.transport == AUTO else edge.transport]
+        return getattr(importlib.import_module(module), classes[end])(edge.descriptors, *common)
+
     return (
-        ends[receiver](incoming, *common) if incoming else None,
-        ends[sender](outgoing, *common) if outgoing else None,
+        None if incoming is None else open_end(incoming, 0),
+        None if outgoing is None else open_end(outgoing, 1),
     )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.runtime.launch import Edge
 from gllm.transport.base import EdgeShape, StepFailed, TransportFault
+from gllm.transport.edge import Edge, create_edge
 from gllm.transport.host_staging import HostStagingReceiver, HostStagingSender
 from tests.runtime.fake_streams import FakeQueues
 
@@ -19,7 +19,7 @@ STEPS = 9
 
 @pytest.fixture
 def edge() -> Iterator[Edge]:
-    made = Edge("test-edge")
+    made = create_edge("test-edge")
     yield made
     made.close()
 

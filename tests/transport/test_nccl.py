@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from gllm.runtime.launch import Edge
 from gllm.transport import nccl
 from gllm.transport.base import EdgeShape, StepFailed, TransportFault
+from gllm.transport.edge import Edge, create_edge
 from gllm.transport.nccl import NcclReceiver, NcclSender, Watch
 from tests.runtime.fake_streams import FakeEvent, FakeQueues, FakeStream
 from tests.runtime.memory_uses import Race
@@ -26,7 +26,7 @@ STEPS = 9
 
 @pytest.fixture
 def edge() -> Iterator[Edge]:
-    made = Edge("test-edge")
+    made = create_edge("test-edge")
     yield made
     made.close()
 
@@ -94,7 +94,7 @@ class FakeWire:
 def received(seed: int, ignored: str = "", checks: bool = True) -> tuple[list[float], FakeQueues]:
     """Twice each step's number, by two stages of which the first computes in one buffer. A slot is
     used again once the receiver asked for it, as when its step failed behind it."""
-    edge = Edge("test-edge")
+    edge = create_edge("test-edge")
     with closing(edge), FakeQueues(seed, ignored, checks, eagerness=seed % 3 * 0.3) as queues:
         here, there, wire = queues.stream(), queues.stream(), FakeWire(queues)
         ends = edge.descriptors, SHAPE, torch.float32, queues

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gllm.runtime.launch import Edge
 from gllm.transport.base import EdgeShape, StepFailed, TransportFault
+from gllm.transport.edge import create_edge
 from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 SHAPE = EdgeShape(slots=3, max_tokens=8, hidden_size=5, itemsize=4)
@@ -17,7 +17,7 @@ Ends = tuple[SharedMemorySender, SharedMemoryReceiver]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    edge = Edge("test-edge")
+    edge = create_edge("test-edge")
     yield (
         SharedMemorySender(edge.descriptors, SHAPE, torch.float32),
         SharedMemoryReceiver(edge.descriptors, SHAPE, torch.float32),
@@ -75,7 +75,7 @@ def test_activations_of_another_plan_are_a_fault(ends: Ends, step: int, tokens: 
 
 
 def test_untouched_slots_take_no_memory() -> None:
-    edge = Edge("test-lazy")
+    edge = create_edge("test-lazy")
     shape = EdgeShape(slots=4, max_tokens=2560, hidden_size=8192, itemsize=4)
     sender = SharedMemorySender(edge.descriptors, shape, torch.float32)
     sender.send(0, torch.ones(1, 8192))

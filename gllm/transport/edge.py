@@ -1,0 +1,39 @@
+"""Edges between neighbouring stages: created by the parent, inherited by the workers on both sides.
+
+This module imports no torch: the parent creates the edges before the workers open them.
+"""
+
+import os
+
+import msgspec
+
+AUTO = "auto"
+"""Transport of an edge whose workers choose: by the devices of the two stages."""
+
+
+class Edge(msgspec.Struct, frozen=True):
+    """Connection between two neighbouring stages, before either of them has opened it."""
+
+    transport: str
+    """A name of `gllm.transport.registry.TRANSPORTS`, or AUTO."""
+    addresses: list[str]
+    """Network addresses of both ends; empty where both stages run on one host."""
+    descriptors: list[int]
+    """An anonymous file for activations, an event that counts steps, and an anonymous file at which
+    the two ends of a process group find each other."""
+
+    def close(self) -> None:
+        """Close the descriptors in this process."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def create_edge(name: str, transport: str = AUTO) -> Edge:
+    """Create an edge between two processes of this host.
+
+    Its files have no path. They are passed by inheritance and vanish with the last process that
+    holds them.
+    """
+    event = os.eventfd(0, os.EFD_SEMAPHORE)
+    descriptors = [os.memfd_create(name), event, os.memfd_create(f"{name}-meeting")]
+    return Edge(transport, [], descriptors)
