@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gllm.kernels.attention_backends import BACKENDS
 from scripts.architecture_page import PAGE, with_current_parts
 from scripts.layers import layer_of, may_import
 
@@ -27,20 +28,22 @@ NAMES = {name_of(path) for path in (ROOT / "gllm").rglob("*.py")}
 """All modules and packages of gllm."""
 
 
-def imported(source: str, name: str = "gllm") -> set[str]:
-    """Return the modules that a source imports when it runs, not those for type checkers alone.
+def imported(source: str, name: str = "gllm", with_types: bool = False) -> set[str]:
+    """Return the modules that a source imports, at the top or within functions.
 
     A name imported from a package counts as the module of that name if there is one.
 
     Args:
         source: Python code.
         name: The package that relative imports start from.
+        with_types: Also return what is imported for type checkers alone.
     """
     modules: set[str] = set()
     nodes: list[ast.AST] = [ast.parse(source)]
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if for_types and not with_types:
             continue
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
@@ -126,11 +129,36 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
     return next((cycle for name in sorted(graph) if (cycle := visit(name, []))), [])
 
 
-def test_modules_import_without_cycles() -> None:
-    graph = {
-        name_of(path): imported(path.read_text(), package_of(path)) & NAMES for path in MODULES
+def import_graph(sources: dict[str, str], packages: dict[str, str]) -> dict[str, set[str]]:
+    """Return what each module imports of gllm.
+
+    In kernels/ imports for type checkers count too: a kernel's file for GPUs and the file that
+    calls it share types by a third one.
+    """
+    return {
+        name: NAMES & imported(source, packages[name], name.startswith("gllm.kernels."))
+        for name, source in sources.items()
     }
+
+
+def test_modules_import_without_cycles() -> None:
+    sources = {name_of(path): path.read_text() for path in MODULES}
+    graph = import_graph(sources, {name_of(path): package_of(path) for path in MODULES})
+    # Attention calls its kernels by name.
+    named = {f"gllm.kernels.{backend.module}" for backend in BACKENDS.values()}
+    graph["gllm.kernels.attention"] |= {name for name in named if ".triton." in name}
     assert find_cycle(graph) == []
+
+
+@pytest.mark.parametrize("line", ["", "if TYPE_CHECKING:\n    ", "def f():\n    "])
+def test_cycle_between_a_kernel_and_its_caller_is_found(line: str) -> None:
+    caller, kernel = "gllm.kernels.qkv", "gllm.kernels.triton.qkv"
+    sources = {
+        caller: "def f():\n    from gllm.kernels.triton import qkv as gpu",
+        kernel: f"{line}from gllm.kernels.qkv import rotate_and_store",
+    }
+    packages = {caller: "gllm.kernels", kernel: "gllm.kernels.triton"}
+    assert find_cycle(import_graph(sources, packages)) == [caller, kernel, caller]
 
 
 def test_cycle_through_a_package_is_found() -> None:

@@ -17,8 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.operations import TOLERANCES, Operation, Rival, measure, relative_error
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.rows import Measured, Named, Skip
-from gllm.kernels.attention import Scores, paged_attention
+from gllm.kernels.attention import paged_attention
 from gllm.kernels.attention_plan import AttentionPlan, PagedRows, plan_attention
+from gllm.kernels.attention_scores import Scores
 
 FP8 = torch.float8_e4m3fn
 BLOCK_SIZE = 16

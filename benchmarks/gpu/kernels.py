@@ -18,11 +18,14 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.rows import Measured, Named
 from gllm.kernels.activation import gate
 from gllm.kernels.experts import StackedExperts, run_stacked
-from gllm.kernels.linear_fp8 import Fp8Matrix, linear_fp8
-from gllm.kernels.qkv import Heads, rotate_and_store
+from gllm.kernels.fp8_weights import Fp8Matrix
+from gllm.kernels.linear_fp8 import linear_fp8
+from gllm.kernels.qkv import rotate_and_store
+from gllm.kernels.qkv_heads import Heads
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.kernels.rotary import inverse_frequencies, rotary_angles
-from gllm.kernels.sampling import plan_sampling, sample
+from gllm.kernels.sampling import sample
+from gllm.kernels.sampling_plan import plan_sampling
 from gllm.runtime.cuda.staging import mapped
 
 EPS = 1e-6

@@ -10,24 +10,12 @@ magnitude they are rounded by 1/16 of themselves at most, smaller ones by 2^-10,
 become 448.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from gllm.kernels.attention_backends import implementation
 from gllm.kernels.attention_plan import AttentionPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How scores come from queries and keys."""
-
-    scale: float
-    softcap: float | None = None
-    """A scaled score s becomes softcap * tanh(s / softcap)."""
-    slopes: Tensor | None = None
-    """[heads] float32: what each token of distance takes off a score (ALiBi)."""
+from gllm.kernels.attention_scores import Scores as Scores
 
 
 def store_kv(

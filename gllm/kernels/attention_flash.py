@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.attention import Scores
 from gllm.kernels.attention_backends import Wanted
 from gllm.kernels.attention_plan import AttentionPlan, DeviceTables
+from gllm.kernels.attention_scores import Scores
 
 OLDEST = (2, 6)
 """The first version with all of what is passed."""

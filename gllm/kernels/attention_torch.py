@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gllm.kernels.attention import Scores
 from gllm.kernels.attention_plan import QUERY_SLICE, AttentionPlan, DecodeGroup, PrefillChunk
+from gllm.kernels.attention_scores import Scores
 
 
 def paged_attention(

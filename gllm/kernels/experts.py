@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gllm.kernels.fp8_weights import Fp8Matrix, Fp8Stack
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear
 from gllm.kernels.linear import Matrix, linear, plain
-from gllm.kernels.linear_fp8 import Fp8Matrix, Fp8Stack, stack_fp8
+from gllm.kernels.linear_fp8 import stack_fp8
 
 
 @dataclass(frozen=True, slots=True)

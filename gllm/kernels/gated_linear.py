@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gllm.kernels.activation import gate
+from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.linear import (
     Matrix,
     PlainMatrix,
@@ -20,7 +21,6 @@ from gllm.kernels.linear import (
     packed_in_turns,
     prepare,
 )
-from gllm.kernels.linear_fp8 import Fp8Matrix
 from gllm.kernels.native.library import ACTIVATIONS
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, linear_fp8, stack_fp8
+from gllm.kernels.fp8_weights import Fp8Matrix
+from gllm.kernels.linear_fp8 import dequantize, linear_fp8, stack_fp8
 from gllm.kernels.linear_int8 import Int8Matrix, linear_int8, prepare_int8
 from gllm.kernels.native.library import (
     DTYPES,

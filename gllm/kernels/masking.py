@@ -5,30 +5,15 @@ bits, by places and by what the row's history ends with. Does not know where the
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gllm.kernels.history import Histories, tokens_at
+from gllm.kernels.phrases import Phrases
 
 WORD = 32
 """Tokens of a mask's word, the first one in its lowest bit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Phrases:
-    """Sequences of tokens, of which the last one is forbidden where an output ends with the others.
-    Tensors are [phrases] int64."""
-
-    owners: Tensor
-    """Which history each is for."""
-    lengths: Tensor
-    """Tokens before the last one."""
-    before: Tensor
-    """[phrases, longest] int64: those, at the end of each row; what is ahead of them is
-    arbitrary."""
-    last: Tensor
 
 
 def keep_only(logits: Tensor, ids: Tensor) -> None:

@@ -3,28 +3,14 @@
 Owns the order: normalisation of heads, rotation, the write. Does not know what the projections are.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from gllm.kernels.attention import store_kv
 from gllm.kernels.native.library import DTYPES, RotaryArguments, native, pointer
+from gllm.kernels.qkv_heads import Heads as Heads
 from gllm.kernels.rms_norm import rms_norm
 from gllm.kernels.rotary import Angles, apply_rotary
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How fused projections are cut, and what is done to their heads."""
-
-    heads: int
-    kv_heads: int
-    interleaved: bool = False
-    query_norm: Tensor | None = None
-    """[head_dim]: scale of an RMSNorm before the rotation."""
-    key_norm: Tensor | None = None
-    eps: float = 0.0
 
 
 def rotate_and_store(

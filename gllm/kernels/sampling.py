@@ -12,114 +12,17 @@ order of ids, at one uniform number per row (Devroye, "Non-Uniform Random Variat
 Degeneration" (2020). Min-p: Nguyen et al., "Turning Up the Heat" (2024).
 """
 
-from dataclasses import dataclass, replace
-
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.random_numbers import uniform
+from gllm.kernels.sampling_plan import NUCLEUS, WHOLE, RandomRows, SamplingPlan
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-
-WHOLE, NUCLEUS = 0, -1
-"""Drawn from the whole vocabulary, with no need to sort; from the nucleus of top-p."""
 TOP_P_CANDIDATES = 1024
 """Sorted first for a row with top-p alone; they nearly always hold its whole nucleus."""
 SPAN = 512
 """Tokens summed at once on the way to the cumulative distribution of a whole vocabulary."""
-SMALLEST = np.finfo(np.float32).tiny
-"""The smallest normal float32. Smaller temperatures and top-p values are raised to it: they keep
-the same tokens, and arithmetic that flushes denormals does not turn them into 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class RandomRows:
-    """Rows that are drawn in one way. Tensors are [rows], int64 or float32."""
-
-    rows: Tensor
-    candidates: int
-    """At least top-k of each row; WHOLE or NUCLEUS for rows without top-k."""
-    temperature: Tensor
-    top_k: Tensor
-    """0 means off."""
-    top_p: Tensor
-    """Infinite means off."""
-    min_p: Tensor
-    number: Tensor
-    """float64 in [0, 1): what decides."""
-
-    def pick(self, chosen: Tensor) -> "RandomRows":
-        """Those where `chosen` [rows] bool holds."""
-        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.number)
-        kept = (column[chosen] for column in columns)
-        return RandomRows(self.rows[chosen], self.candidates, *kept)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingPlan:
-    """How each row of a batch is drawn."""
-
-    greedy: Tensor
-    """[greedy rows] int64."""
-    random: list[RandomRows]
-    settings: Tensor
-    """[3, rows] float32, for a GPU: temperature, top-p (infinite means off), min-p."""
-    counters: Tensor
-    """[4, rows] int64, for a GPU: top-k (0 means off), seed, choice, index."""
-    filters: bool
-    """Whether a row has top-k or top-p."""
-
-    def for_gpu(self) -> "SamplingPlan":
-        """The same without what a GPU does not read: less to be copied there."""
-        return replace(self, greedy=self.greedy[:0], random=[])
-
-
-def plan_sampling(
-    temperature: Floats,
-    top_k: Ints,
-    top_p: Floats,
-    min_p: Floats,
-    seed: Ints,
-    choice: Ints,
-    index: Ints,
-) -> SamplingPlan:
-    """Sort rows by the way they are drawn; all arguments [rows].
-
-    temperature 0 is greedy whatever the rest, top_k 0 and top_p 1 are off; a top_p that rounds to 0
-    keeps the best token. seed, choice (of its request) and index (of the token in the output) are
-    the counters of the random number.
-    """
-    top_p = np.maximum(top_p, SMALLEST)
-    temperature = np.where(temperature > 0, np.maximum(temperature, SMALLEST), temperature)
-    # Powers of two, so that few groups arise, and so that a row's group is its own affair.
-    by_k = 2 ** np.ceil(np.log2(np.maximum(top_k, 1))).astype(np.int64)
-    candidates = np.where(top_k > 0, by_k, np.where(top_p < 1, NUCLEUS, WHOLE))
-    limit = np.where(top_p < 1, top_p, np.float32(np.inf))
-    is_random = temperature > 0
-    groups = []
-    for count in np.unique(candidates[is_random]).tolist():
-        rows = np.flatnonzero(is_random & (candidates == count))
-        group = RandomRows(
-            rows=torch.from_numpy(rows),
-            candidates=count,
-            temperature=torch.from_numpy(temperature[rows]),
-            top_k=torch.from_numpy(top_k[rows]),
-            top_p=torch.from_numpy(limit[rows]),
-            min_p=torch.from_numpy(min_p[rows]),
-            number=uniform(*(torch.from_numpy(word[rows]) for word in (seed, choice, index))),
-        )
-        groups.append(group)
-    return SamplingPlan(
-        torch.from_numpy(np.flatnonzero(~is_random)),
-        groups,
-        torch.from_numpy(np.stack((temperature, limit, min_p)).astype(np.float32, copy=False)),
-        torch.from_numpy(np.stack((top_k, seed, choice, index))),
-        any(group.candidates != WHOLE for group in groups),
-    )
 
 
 def sample(logits: Tensor, plan: SamplingPlan) -> Tensor:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.alibi import alibi_slopes
-from gllm.kernels.attention import Scores, paged_attention, store
+from gllm.kernels.attention import paged_attention, store
 from gllm.kernels.attention_backends import HeadShape
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.qkv import Heads, rotate_and_store
+from gllm.kernels.attention_scores import Scores
+from gllm.kernels.qkv import rotate_and_store
+from gllm.kernels.qkv_heads import Heads
 from gllm.kernels.rotary import Angles, apply_rotary
 from gllm.models import spec
 from gllm.models.loader import Weights

@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, prepare_fp8
+from gllm.kernels.fp8_weights import Fp8Matrix
+from gllm.kernels.linear_fp8 import dequantize, prepare_fp8
 from gllm.models.errors import ModelError
 from gllm.models.spec import Model
 from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, split_experts

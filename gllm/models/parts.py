@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.layer_norm import layer_norm
 from gllm.kernels.linear import linear, prepare
-from gllm.kernels.linear_fp8 import Fp8Matrix
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.models import spec
 from gllm.models.loader import Weights

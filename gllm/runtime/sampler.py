@@ -17,7 +17,8 @@ from gllm.config.limits import MAX_LOGPROBS
 from gllm.grammar.guide import Guide, GuideError
 from gllm.kernels.logprobs import log_probabilities, score
 from gllm.kernels.masking import keep_masked, mask_of, words_of
-from gllm.kernels.sampling import SamplingPlan, all_finite, plan_sampling, sample
+from gllm.kernels.sampling import all_finite, sample
+from gllm.kernels.sampling_plan import SamplingPlan, plan_sampling
 from gllm.messages.sampling import RowLogprobs, TokenLogprobs
 from gllm.runtime.logprobs import NOT_FINITE, entries_of
 from gllm.runtime.sampling_state import SamplingState, edit_logits

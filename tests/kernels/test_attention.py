@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gllm.kernels import attention_plan
-from gllm.kernels.attention import Scores, paged_attention, store_kv
+from gllm.kernels.attention import paged_attention, store_kv
 from gllm.kernels.attention_plan import PagedRows, plan_attention
+from gllm.kernels.attention_scores import Scores
 from gllm.kernels.native.library import DTYPES
 
 PLAIN = Scores(0.25)

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.kernels.alibi import alibi_slopes
-from gllm.kernels.attention import Scores, paged_attention
+from gllm.kernels.attention import paged_attention
 from gllm.kernels.attention_plan import PagedRows, device_tables, plan_attention
+from gllm.kernels.attention_scores import Scores
 from tests.kernels import fake_flash_attention
 
 CPU = torch.device("cpu")

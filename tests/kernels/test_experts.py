@@ -19,9 +19,10 @@ from gllm.kernels.experts import (
     run_stacked,
     stack,
 )
+from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.gated_linear import prepare_gated
 from gllm.kernels.linear import prepare
-from gllm.kernels.linear_fp8 import Fp8Stack, dequantize
+from gllm.kernels.linear_fp8 import dequantize
 from tests.kernels.test_linear_fp8 import quantized
 
 FIVE = range(5)

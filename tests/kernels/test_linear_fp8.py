@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.linear import linear, prepare
-from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, prepare_fp8, stack_fp8
+from gllm.kernels.linear_fp8 import dequantize, prepare_fp8, stack_fp8
 
 
 def quantized(

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.kernels.masking import Phrases, add_at, ban_phrases, keep_masked, keep_only, mask_of
+from gllm.kernels.masking import add_at, ban_phrases, keep_masked, keep_only, mask_of
+from gllm.kernels.phrases import Phrases
 from tests.kernels.histories import laid_out
 
 SIZES = st.sampled_from([1, 31, 32, 33, 64, 100])

@@ -14,7 +14,8 @@ from gllm.kernels.activation import gate
 from gllm.kernels.linear import linear, prepare
 from gllm.kernels.native.builds import compiled
 from gllm.kernels.native.library import DTYPES
-from gllm.kernels.qkv import Heads, rotate_and_store
+from gllm.kernels.qkv import rotate_and_store
+from gllm.kernels.qkv_heads import Heads
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.kernels.rotary import apply_rotary
 

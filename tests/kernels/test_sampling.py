@@ -9,7 +9,8 @@ import torch
 
 from gllm.kernels import sampling
 from gllm.kernels.random_numbers import uniform
-from gllm.kernels.sampling import SamplingPlan, plan_sampling, sample
+from gllm.kernels.sampling import sample
+from gllm.kernels.sampling_plan import SamplingPlan, plan_sampling
 
 DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,

@@ -12,7 +12,8 @@ from transformers import FineGrainedFP8Config
 from transformers.quantizers import quantizer_finegrained_fp8
 
 from gllm.kernels.experts import StackedExperts
-from gllm.kernels.linear_fp8 import Fp8Matrix, Fp8Stack, dequantize, prepare_fp8
+from gllm.kernels.fp8_weights import Fp8Matrix, Fp8Stack
+from gllm.kernels.linear_fp8 import dequantize, prepare_fp8
 from gllm.models import loader, spec
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError

@@ -12,7 +12,7 @@ from transformers import FineGrainedFP8Config
 from transformers.quantizers import quantizer_finegrained_fp8
 
 from gllm.kernels.experts import StackedExperts
-from gllm.kernels.linear_fp8 import Fp8Stack
+from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.models.errors import ModelError
 from tests.models.test_fp8 import load_experts
 from tests.runtime.pipeline import Pipeline

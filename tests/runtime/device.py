@@ -26,6 +26,7 @@ from gllm.kernels.attention_plan import (
     plan_attention,
 )
 from gllm.kernels.native import library
+from gllm.kernels.sampling_plan import plan_sampling
 from gllm.messages.sampling import RowLogprobs
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
@@ -49,7 +50,7 @@ def one_kernel(
     would wait within."""
     temperature, top_p, min_p = settings.numpy()
     top_k, seed, choice, index = counters.numpy()
-    plan = sampling.plan_sampling(temperature, top_k, top_p, min_p, seed, choice, index)
+    plan = plan_sampling(temperature, top_k, top_p, min_p, seed, choice, index)
     return sampling.sample(logits.clone(), plan)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.kernels.sampling import SamplingPlan, sample
+from gllm.kernels.sampling import sample
+from gllm.kernels.sampling_plan import SamplingPlan
 from gllm.messages.sampling import Sampling
 from gllm.messages.steps import Register
 from gllm.runtime import sampler

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu.host import HostQueues
 from gllm.config.engine import EngineConfig
-from gllm.kernels.linear_fp8 import Fp8Matrix
+from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.triton import linear_fp8, tiles
 from gllm.messages.sampling import Sampling
 from gllm.messages.steps import Register

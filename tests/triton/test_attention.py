@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 
 from gllm.kernels import attention as reference
 from gllm.kernels.alibi import alibi_slopes
-from gllm.kernels.attention import Scores
 from gllm.kernels.attention_plan import (
     AttentionPlan,
     PagedRows,
@@ -26,6 +25,7 @@ from gllm.kernels.attention_plan import (
     fill_tables,
     plan_attention,
 )
+from gllm.kernels.attention_scores import Scores
 from gllm.kernels.native import library
 from gllm.kernels.triton import attention, attention_shapes, common, decode_attention, tiles
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gllm.kernels.experts import StackedExperts, run_stacked, stack
-from gllm.kernels.linear_fp8 import Fp8Matrix, Fp8Stack
+from gllm.kernels.fp8_weights import Fp8Matrix, Fp8Stack
 from gllm.kernels.triton import experts as gpu
 from gllm.kernels.triton.activation import KINDS
 from tests.kernels.test_linear_fp8 import quantized

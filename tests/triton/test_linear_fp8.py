@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from gllm.kernels.linear_fp8 import Fp8Matrix, dequantize, stack_fp8
+from gllm.kernels.fp8_weights import Fp8Matrix
+from gllm.kernels.linear_fp8 import dequantize, stack_fp8
 from gllm.kernels.triton import common, tiles
 from gllm.kernels.triton.linear_fp8 import linear_fp8, parts_of, quantize
 from tests.kernels.test_linear_fp8 import quantized

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gllm.kernels.native import library
-from gllm.kernels.qkv import Heads
 from gllm.kernels.qkv import rotate_and_store as operation
+from gllm.kernels.qkv_heads import Heads
 from gllm.kernels.rotary import Angles
 from gllm.kernels.triton.qkv import rotate_and_store
 

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from gllm.kernels.history import Histories
-from gllm.kernels.masking import Phrases
-from gllm.kernels.qkv import Heads
+from gllm.kernels.phrases import Phrases
+from gllm.kernels.qkv_heads import Heads
 from gllm.kernels.triton import experts, linear_fp8, masking, penalties, qkv, rms_norm
 from gllm.kernels.triton.activation import gate
 from gllm.kernels.triton.sampling import sample

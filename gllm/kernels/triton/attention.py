@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.attention import Scores
 from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.attention_scores import Scores
 from gllm.kernels.triton import attention_shapes, common
 from gllm.kernels.triton.attention_shapes import Shape
 from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes

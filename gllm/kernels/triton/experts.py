@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.linear_fp8 import Fp8Stack
+from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.triton import experts_fp8
 from gllm.kernels.triton.activation import KINDS, activated
 from gllm.kernels.triton.ahead import Compiled, Tiled

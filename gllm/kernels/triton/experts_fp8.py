@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.linear_fp8 import Fp8Stack
+from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.triton.activation import activated
 from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.expert_blocks import Sorted, block_of, counted, tile_sizes

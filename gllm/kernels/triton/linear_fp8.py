@@ -14,20 +14,18 @@ and increased accumulation precision).
 
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.triton import common
 from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.common import INTERPRETED, dot
 from gllm.kernels.triton.tiles import choose
-
-if TYPE_CHECKING:
-    from gllm.kernels.linear_fp8 import Fp8Matrix
 
 GROUP = 128
 """Inputs that are multiplied at once, of one block."""

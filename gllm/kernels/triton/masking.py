@@ -3,18 +3,14 @@
 Owns the kernels and their launch; the rule is that of gllm/kernels/masking.py.
 """
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.history import Histories
+from gllm.kernels.phrases import Phrases
 from gllm.kernels.triton.ahead import Compiled
 from gllm.kernels.triton.common import tokens_of
-
-if TYPE_CHECKING:
-    from gllm.kernels.masking import Phrases
 
 TILE = 4096
 """Tokens of the vocabulary that a program looks at."""

@@ -8,18 +8,16 @@ The cache may be of another type than the heads. In FP8 (E4M3: Micikevicius et a
 Deep Learning" (2022), section 3.1) numbers beyond its range become its largest.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gllm.kernels.qkv_heads import Heads
+from gllm.kernels.rotary import Angles
 from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.tiles import choose
-
-if TYPE_CHECKING:
-    from gllm.kernels.qkv import Heads
-    from gllm.kernels.rotary import Angles
 
 LARGEST = tl.constexpr(448.0)
 """Of FP8 E4M3."""

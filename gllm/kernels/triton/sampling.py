@@ -16,18 +16,14 @@ Source of the search for a threshold in place of a sort: Ye et al., "FlashInfer"
 random pivots and rejection.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.random_numbers import GAMMA, MULTIPLIER_1, MULTIPLIER_2
+from gllm.kernels.sampling_plan import SamplingPlan
 from gllm.kernels.triton.ahead import Compiled
-
-if TYPE_CHECKING:
-    from gllm.kernels.sampling import SamplingPlan
 
 TILE = 4096
 """Tokens that a program looks at at once."""

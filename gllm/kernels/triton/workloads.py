@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from gllm.kernels import activation, attention, experts, linear_fp8, qkv, rms_norm
-from gllm.kernels.attention import Scores
 from gllm.kernels.attention_plan import AttentionPlan, PagedRows, device_tables, plan_attention
-from gllm.kernels.linear_fp8 import Fp8Matrix, Fp8Stack
+from gllm.kernels.attention_scores import Scores
+from gllm.kernels.fp8_weights import Fp8Matrix, Fp8Stack
+from gllm.kernels.qkv_heads import Heads
 from gllm.kernels.triton import attention_shapes
 from gllm.kernels.triton import experts as gpu_experts
 from gllm.kernels.triton import linear_fp8 as gpu_linear
@@ -197,7 +198,7 @@ def turn(tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device)
     turns = _random(15, tokens, 1, dim // 2)
     angles, slots = (turns.cos(), turns.sin()), torch.randperm(tokens)
     cache = torch.zeros(2, -(-tokens // 16), 16, kv_heads, dim)
-    how = qkv.Heads(heads, kv_heads)
+    how = Heads(heads, kv_heads)
     expected = qkv.rotate_and_store(
         fused.to(torch.float32), how, angles, (cache[0], cache[1]), slots
     )

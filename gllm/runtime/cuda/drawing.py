@@ -16,7 +16,8 @@ from torch import Tensor
 from gllm.config.limits import MAX_LOGPROBS
 from gllm.kernels.logprobs import Scores, log_probabilities, packed, score
 from gllm.kernels.masking import keep_masked
-from gllm.kernels.sampling import SamplingPlan, finite_rows, sample
+from gllm.kernels.sampling import finite_rows, sample
+from gllm.kernels.sampling_plan import SamplingPlan
 from gllm.messages.sampling import Sampling
 from gllm.messages.steps import Register
 from gllm.runtime.batch import Batch

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.history import Histories
-from gllm.kernels.masking import Phrases, add_at, ban_phrases, keep_masked, mask_of, words_of
+from gllm.kernels.masking import add_at, ban_phrases, keep_masked, mask_of, words_of
 from gllm.kernels.penalties import penalize_histories
+from gllm.kernels.phrases import Phrases
 from gllm.messages.sampling import Sampling
 from gllm.runtime.sampler import SampledRows
 from gllm.runtime.sampling_state import LogitEdits
