@@ -29,24 +29,31 @@ inline void finish_stores() { asm volatile("" ::: "memory"); }
 // beside two tiles of columns, 2 and 3 C of the lower rows, 4 and 5 A, 6 and 7 B.
 class Registers {
   public:
+    Registers() = default;
+    Registers(const Registers&) = delete;
+    Registers& operator=(const Registers&) = delete;
+    ~Registers() { if (rows[0]) _tile_release(); }
+
     // Rows of the upper and of the lower tiles, from 1 to TILE.
-    explicit Registers(int64_t upper, int64_t lower = TILE) {
+    void shape(int64_t upper, int64_t lower = TILE) {
+        if (rows[0] == upper && rows[1] == lower) return;
+        rows[0] = upper, rows[1] = lower;
         struct alignas(64) {
             uint8_t palette = 1, first_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
             uint8_t rows[16] = {};
-        } shape;
+        } config;
         for (int i = 0; i < 8; ++i) {
             const bool is_upper = i < 2 || i == 4, is_lower = i == 2 || i == 3 || i == 5;
-            shape.row_bytes[i] = ROW_BYTES;
-            shape.rows[i] = static_cast<uint8_t>(is_upper ? upper : is_lower ? lower : TILE);
+            config.row_bytes[i] = ROW_BYTES;
+            config.rows[i] = static_cast<uint8_t>(is_upper ? upper : is_lower ? lower : TILE);
         }
         finish_stores();
-        _tile_loadconfig(&shape);
+        _tile_loadconfig(&config);
     }
-    Registers(const Registers&) = delete;
-    Registers& operator=(const Registers&) = delete;
-    ~Registers() { _tile_release(); }
+
+  private:
+    int64_t rows[2] = {};
 };
 
 // Bytes from row to row of A and B, and from tile to tile of A along the inner dimension. A tile of
@@ -96,6 +103,10 @@ inline void multiply(const char* upper, const char* lower, const char* const* b,
     if constexpr (ROWS == 2) _tile_stored(2, c_lower, c_bytes);
     if constexpr (ROWS == 2 && COLUMNS == 2) _tile_stored(3, c_lower + TILE, c_bytes);
 }
+
+template <class Prefetch>
+using Multiply = void (*)(const char*, const char*, const char* const*, Strides, int64_t, float*, int64_t,
+                          bool, const Prefetch&);
 
 }  // namespace gllm::amx
 

@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "multiply.h"
+#include "products.h"
 #include "scratch.h"
 
 namespace gllm {
@@ -51,6 +51,7 @@ struct Scratch {
     Memory<Unit> queries, keys, values, weights;
     Memory<float> scores, sums, most;
     Memory<Vector> total;
+    Products<Unit> products;
 };
 
 struct Tile {
@@ -79,10 +80,13 @@ template <class T>
 class Attention {
     using Unit = typename Packing<T>::Unit;
     static constexpr int64_t PER = Packing<T>::PER_UNIT;
+    // Keys of a block are filled up to a multiple of it.
+    static constexpr int64_t STEP = std::max<int64_t>(LANES, Products<Unit>::INNER * PER);
 
   public:
     explicit Attention(const AttentionArguments& given)
-        : a(given), group(a.heads / a.kv_heads), units((a.key_dim + PER - 1) / PER),
+        : a(given), group(a.heads / a.kv_heads),
+          units(rounded_up((a.key_dim + PER - 1) / PER, Products<Unit>::INNER)),
           width(rounded_up(a.value_dim, LANES)) {}
 
     void run() {
@@ -122,30 +126,32 @@ class Attention {
     // next: what this thread may get after this tile.
     void attend(const Tile& tile, const Tile& next, Scratch<Unit>& s) const {
         const int64_t rows = tile.tokens * group;
-        s.queries.assign(rows * units, Unit{});
+        const int64_t padded = s.products.padded(rows);
+        s.queries.assign(padded * units, Unit{});
         s.keys.resize(units * KEYS);
         s.values.resize(KEYS / PER * width);
-        s.weights.resize(rows * KEYS / PER);
-        s.scores.resize(rows * KEYS);
-        s.sums.assign(rows * width, 0.0f);
+        s.weights.resize(padded * KEYS / PER);
+        s.scores.resize(padded * KEYS);
+        s.sums.assign(padded * width, 0.0f);
         s.most.assign(rows, -INFINITY);
         s.total.assign(rows, Vector{});
         pack_queries(tile, s.queries.data());
         locate(tile, tile.begin, s.block);
         for (int64_t key = tile.begin; key < tile.end; key += KEYS) {
-            const int64_t count = s.block.count, wide = rounded_up(count, LANES);
+            const int64_t count = s.block.count, wide = rounded_up(count, STEP);
             if (key + KEYS < tile.end)
                 locate(tile, key + KEYS, s.coming);
             else
                 locate(next, next.begin, s.coming);
             pack(s.block, s.keys.data(), s.values.data());
-            multiply(s.queries.data(), units, s.keys.data(), KEYS, s.scores.data(), KEYS, rows, wide,
-                     units, false, Wanted(s.coming.keys, s.coming.count, a.key_dim * sizeof(T)));
+            s.products.multiply(s.queries.data(), units, s.keys.data(), KEYS, s.scores.data(), KEYS,
+                              rows, wide, units, false,
+                              Wanted(s.coming.keys, s.coming.count, a.key_dim * sizeof(T)));
             for (int64_t r = 0; r < rows; ++r)
                 weigh(tile, r, tile.position + r / group, key, count, s);
-            multiply(s.weights.data(), KEYS / PER, s.values.data(), width, s.sums.data(), width,
-                     rows, width, wide / PER, true,
-                     Wanted(s.coming.values, s.coming.count, a.value_dim * sizeof(T)));
+            s.products.multiply(s.weights.data(), KEYS / PER, s.values.data(), width, s.sums.data(),
+                              width, rows, width, wide / PER, true,
+                              Wanted(s.coming.values, s.coming.count, a.value_dim * sizeof(T)));
             std::swap(s.block, s.coming);
         }
         write(tile, s);
@@ -155,7 +161,7 @@ class Attention {
     void weigh(const Tile& tile, int64_t r, int64_t position, int64_t key, int64_t count,
                Scratch<Unit>& s) const {
         float* scores = s.scores.data() + r * KEYS;
-        const int64_t wide = rounded_up(count, LANES);
+        const int64_t wide = rounded_up(count, STEP);
         const bool bent = a.softcap != 0 || a.slopes;
         if (bent) bend(scores, wide, tile.kv_head * group + r % group, key - position);
         const float scale = bent ? 1.0f : a.scale;
@@ -244,8 +250,8 @@ class Attention {
     // keys [units, KEYS] and values [KEYS / PER, width], both zero behind what there is, as far as
     // vectors reach.
     void pack(const Block& block, Unit* keys, Unit* values) const {
-        const bool ragged = block.count % LANES != 0;
-        if (ragged || a.key_dim % PER) std::fill(keys, keys + units * KEYS, Unit{});
+        const bool ragged = block.count % STEP != 0;
+        if (ragged || units * PER != a.key_dim) std::fill(keys, keys + units * KEYS, Unit{});
         if (ragged || width != a.value_dim)
             std::fill(values, values + KEYS / PER * width, Unit{});
         for (int64_t j = 0; j < block.count; j += LANES) {

@@ -34,8 +34,9 @@ class AmxLinear {
         const int64_t groups = blocks_of(panels, group);
 #pragma omp parallel num_threads(a.threads)
         {
-            const amx::Registers registers(is_few ? std::min(a.rows, TILE) : TILE,
-                                           is_few && a.rows > TILE ? a.rows - TILE : TILE);
+            amx::Registers registers;
+            registers.shape(is_few ? std::min(a.rows, TILE) : TILE,
+                            is_few && a.rows > TILE ? a.rows - TILE : TILE);
             Memory<uint32_t> inputs;
             Memory<float> sums;
             int64_t copied = -1;
