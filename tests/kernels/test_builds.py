@@ -12,6 +12,7 @@ from torch.nn import functional
 from gllm.kernels.attention_backends import HeadShape, Wanted, choose
 from gllm.kernels.linear import PlainMatrix, linear, prepare
 from gllm.kernels.native import builds, library
+from gllm.kernels.native import measure as measurement
 from gllm.kernels.native.builds import (
     AMX,
     FLAVORS,
@@ -165,6 +166,17 @@ def test_no_build_is_many_times_slower_than_torch(way: str) -> None:
         pytest.skip("torch itself")
     ratios = measure(kernels, torch.float32)
     assert max(ratios.values()) < 8, ratios
+
+
+def test_decodes_and_prefill_chunks_count_alike(
+    build: Selection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build that needs half the time for decodes is kept although a chunk takes twice as long."""
+    assert build.path is not None
+    ratios = iter([0.5, 2.0, 0.5, 8.0, 1.0, 1.0, 3.0])
+    monkeypatch.setattr(measurement, "_ratio", lambda *arguments: next(ratios))
+    measured = measure(MeasuredLibrary(build.path, build.name), torch.float32)
+    assert measured == {"linear": 1.0, "attention": 2.0, "norm": 1.0, "gate": 1.0, "rotate": 3.0}
 
 
 def use(kernels: MeasuredLibrary, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 
 Operation = Literal["linear", "linear_int8", "attention", "norm", "gate", "rotate"]
 SLOWER = 1.25
-"""Times as long as torch from which on torch computes an operation: a short measurement is not
-exact, and compiled kernels sum in an order that does not depend on the batch."""
+"""Times as long as torch from which on torch computes an operation, by the geometric mean of
+decodes and a prefill chunk: a short measurement is not exact, and compiled kernels sum in an order
+that does not depend on the batch."""
 DTYPES = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 """Types that kernels compute on, as simd.h numbers them."""
 

@@ -1,14 +1,17 @@
 """A short measurement of compiled kernels against torch, operation by operation.
 
 Owns what is computed for it and the clock. Knows nothing of what its ratios decide (library.py).
-8-bit products are not measured: torch has none, and the reference multiplies in float64. All
-numbers are constants, so that no generator of random numbers is touched.
+Linear layers and attention are measured for decodes and for a prefill chunk, because a build may be
+faster for one and slower for the other. 8-bit products are not measured: torch has none, and the
+reference multiplies in float64. All numbers are constants, so that no generator of random numbers
+is touched.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import inf
+from functools import partial
+from math import inf, prod
 from types import MappingProxyType
 
 import numpy as np
@@ -22,11 +25,18 @@ ROUNDS = 3
 SECONDS = 0.03
 """Time of the thread after which a build that seems slower is believed to be so."""
 TOKENS = 64
-"""Rows of each operation: a prefill chunk, or a batch of decodes."""
+"""Rows of each operation: a prefill chunk, or a large batch of decodes."""
 SIZE = 512
 """Inputs and outputs of products: large enough that calls from Python hardly count."""
+DECODES = 4
+"""Rows of a small batch of decodes."""
+DECODE_INPUTS, DECODE_OUTPUTS = 1024, 2048
+"""Of products for decodes: the weight does not fit into the second cache in 16 bits."""
+DECODE_CONTEXT = 512
+"""Keys that a decode's attention reads: several blocks of the kernel."""
 
 Job = Callable[[], object]
+Work = Callable[[torch.dtype], Job]
 
 
 class _Forced(Library):
@@ -44,21 +54,26 @@ class _Forced(Library):
 
 
 def measure(library: Library, dtype: torch.dtype) -> dict[Operation, float]:
-    """Times as long as torch that the library takes for each operation, on one thread and in this
-    thread's own time: what others do meanwhile does not count."""
+    """Return how many times as long as torch the library takes for each operation, on one thread
+    and in this thread's own time: what others do meanwhile does not count.
+
+    Where decodes and prefill chunks are measured it is the geometric mean of both ratios: a build
+    that needs half the time for one may need twice the time for the other.
+    """
     native, by_torch = _Forced(library), _Forced(None)
     threads = torch.get_num_threads()
     # With several threads a busy machine is measured: they wait for each other.
     torch.set_num_threads(1)
     try:
-        return {name: _ratio(native, by_torch, work, dtype) for name, work in WORKS.items()}
+        return {
+            name: prod(_ratio(native, by_torch, work, dtype) for work in works) ** (1 / len(works))
+            for name, works in WORKS.items()
+        }
     finally:
         torch.set_num_threads(threads)
 
 
-def _ratio(
-    native: Library, by_torch: Library, work: Callable[[torch.dtype], Job], dtype: torch.dtype
-) -> float:
+def _ratio(native: Library, by_torch: Library, work: Work, dtype: torch.dtype) -> float:
     jobs = []
     for way in (native, by_torch):
         with _computing_by(way):
@@ -90,25 +105,29 @@ def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, 0.5, dtype=dtype)
 
 
-def _linear(dtype: torch.dtype) -> Job:
+def _linear(dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> Job:
     from gllm.kernels.linear import linear, prepare
 
-    x, matrix = _numbers(TOKENS, SIZE, dtype=dtype), prepare(_numbers(SIZE, SIZE, dtype=dtype))
+    x, matrix = (
+        _numbers(tokens, inputs, dtype=dtype),
+        prepare(_numbers(outputs, inputs, dtype=dtype)),
+    )
     return lambda: linear(x, matrix, None)
 
 
-def _attention(dtype: torch.dtype) -> Job:
+def _attention(dtype: torch.dtype, sequences: int, tokens: int, context: int) -> Job:
+    """tokens and context: of each sequence."""
     from gllm.kernels.attention import Scores, paged_attention
     from gllm.kernels.attention_plan import PagedRows, plan_attention
 
     heads, kv_heads, dim, block = 4, 2, 64, 16
-    context = 2 * TOKENS
-    blocks = context // block
-    table = np.arange(blocks, dtype=np.int64)[None]
-    start = np.array([0, TOKENS], dtype=np.int64)
-    rows = PagedRows(table, start, np.array([context], dtype=np.int64), 0, block, blocks)
+    blocks = sequences * context // block
+    table = np.arange(blocks, dtype=np.int64).reshape(sequences, -1)
+    start = np.arange(sequences + 1, dtype=np.int64) * tokens
+    contexts = np.full(sequences, context, dtype=np.int64)
+    rows = PagedRows(table, start, contexts, 0, block, blocks)
     plan = plan_attention(rows, dtype)
-    query = _numbers(TOKENS, heads, dim, dtype=dtype)
+    query = _numbers(sequences * tokens, heads, dim, dtype=dtype)
     cache = _numbers(blocks + 1, block, kv_heads, dim, dtype=dtype)
     scores = Scores(dim**-0.5)
     return lambda: paged_attention(query, cache, cache, plan, scores)
@@ -140,12 +159,19 @@ def _rotate(dtype: torch.dtype) -> Job:
     return lambda: rotate_and_store(fused, how, (angles, angles), (cache, cache), slots)
 
 
-WORKS: MappingProxyType[Operation, Callable[[torch.dtype], Job]] = MappingProxyType(
+WORKS: MappingProxyType[Operation, tuple[Work, ...]] = MappingProxyType(
     {
-        "linear": _linear,
-        "attention": _attention,
-        "norm": _norm,
-        "gate": _gate,
-        "rotate": _rotate,
+        "linear": (
+            partial(_linear, tokens=DECODES, inputs=DECODE_INPUTS, outputs=DECODE_OUTPUTS),
+            partial(_linear, tokens=TOKENS, inputs=SIZE, outputs=SIZE),
+        ),
+        "attention": (
+            partial(_attention, sequences=DECODES, tokens=1, context=DECODE_CONTEXT),
+            partial(_attention, sequences=1, tokens=TOKENS, context=2 * TOKENS),
+        ),
+        "norm": (_norm,),
+        "gate": (_gate,),
+        "rotate": (_rotate,),
     }
 )
+"""What is computed for each operation: decodes first where both are measured."""
