@@ -42,12 +42,21 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def pss_bytes(pid: int) -> int:
-    """Memory of a process, shared pages divided by their users."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("smaps_rollup has no Pss")
+def owned_bytes(pids: list[int]) -> int:
+    """Return the memory that processes have allocated, swapped pages included.
+
+    Pages of files are left out: a library's pages are divided among all processes that map it, so
+    their share changes by tens of MiB when a process of somebody else starts or ends.
+    """
+    kinds = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
+    rows = [
+        line.split()
+        for pid in pids
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    ]
+    sizes = [int(row[1]) * 1024 for row in rows if row[0] in kinds]
+    assert len(sizes) == len(kinds) * len(pids), "smaps_rollup lacks a kind of memory"
+    return sum(sizes)
 
 
 class Server:
