@@ -1,6 +1,6 @@
-"""Declare the fields of configuration dataclasses: flag, help text, and the range of a number.
+"""Declare the fields of configuration dataclasses: flag, help text and range of numbers.
 
-field_types.py checks values against the declarations; flags.py makes command-line flags of them.
+`field_types` checks values against the declarations; `flags` makes command-line flags from them.
 """
 
 import math
@@ -11,12 +11,12 @@ from typing import Any
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 MAX_SECONDS = 1e8
-"""Longest time-out, about three years: timers of the event loop overflow far above it."""
+"""Longest timeout in seconds, about three years; timers of the event loop overflow far above it."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The permitted values of a number, by the names of `msgspec.Meta`: ge, gt, le, lt."""
+    """Range of a number, with the bounds of `msgspec.Meta`: ge, gt, le, lt."""
 
     ge: float | None = None
     gt: float | None = None
@@ -26,7 +26,7 @@ class Range:
     _low: float = field(init=False, repr=False, compare=False)
     _high: float = field(init=False, repr=False, compare=False)
     _excluded: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    """Numbers of [_low, _high] that are not permitted."""
+    """Numbers in [_low, _high] that are not in the range."""
 
     def __post_init__(self) -> None:
         lows = [bound for bound in (self.ge, self.gt) if bound is not None] or [-math.inf]
@@ -40,17 +40,17 @@ class Range:
         object.__setattr__(self, "_excluded", tuple(excluded))
 
     def __contains__(self, value: float) -> bool:
-        """Return whether a number is in the range; NaN never is."""
+        """Return True if a number is in the range; NaN never is."""
         return self._low <= value <= self._high and value not in self._excluded
 
     @property
     def is_bounded(self) -> bool:
-        """Whether both ends are limited, infinity counting as a limit where it is permitted."""
+        """True if both ends are bounded; infinity is an upper bound if it is permitted."""
         lower = self.ge is not None or self.gt is not None
         return lower and (self.le is not None or self.lt is not None or self.allows_inf)
 
     def __str__(self) -> str:
-        """Return the rule: `in [0, 65535]`, `in (0, 1]`, `>= 1`, `<= 5`."""
+        """Return the range as text: `in [0, 65535]`, `in (0, 1]`, `>= 1`, `<= 5`."""
         low = self.ge if self.ge is not None else self.gt
         high = self.le if self.le is not None else self.lt
         if low is None or high is None:
@@ -62,10 +62,12 @@ class Range:
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
-    """Declare a dataclass field with a flag.
+    """Declare a dataclass field with a command-line flag.
 
-    text: the flag's help.
-    metadata: the arguments of `bounded`, `choices`, `flags`, `parse`, `repeat`, `secret`.
+    Args:
+        default: default value of the field.
+        text: help text of the flag.
+        metadata: arguments of `bounded`, and `choices`, `flags`, `parse`, `repeat`, `secret`.
     """
     return bounded(default, help=text, **metadata)
 
@@ -80,10 +82,16 @@ def bounded(
     allows_inf: bool = False,
     **metadata: Any,
 ) -> Any:
-    """Declare a dataclass field, which has a flag only if `metadata` has a help text.
+    """Declare a dataclass field; it has a flag only if `metadata` contains `help`.
 
-    ge, gt, le, lt: range of a number, or of each number of a tuple.
-    allows_inf: infinity is permitted.
+    Args:
+        default: default value of the field.
+        ge: least value of a number, or of each number of a tuple.
+        gt: exclusive lower bound.
+        le: greatest value.
+        lt: exclusive upper bound.
+        allows_inf: permit infinity.
+        metadata: further metadata of the field, such as `help` or `choices`.
     """
     bounds = (ge, gt, le, lt)
     if any(bound is not None for bound in bounds) or allows_inf:
@@ -92,19 +100,19 @@ def bounded(
 
 
 def describe(kind: type, allowed: Range) -> str:
-    """Return the rule for a number of a type, as `an integer in [0, 65535]`."""
+    """Return a type and a range as text, for example `an integer in [0, 65535]`."""
     return f"{'an integer' if kind is int else 'a number'} {allowed}"
 
 
 def number_kind(hint: Any) -> type | None:
-    """Return int or float where a type hint is or contains it: `int | None`, `tuple[int, ...]`."""
+    """Return int or float if a type hint is or contains it, like `int | None`; None otherwise."""
     if hint in (int, float):
         return hint
     return next((kind for part in typing.get_args(hint) if (kind := number_kind(part))), None)
 
 
 def _short(bound: float) -> str:
-    """Return a bound as text: 2^31 - 1, -2^63 and their like as powers of two."""
+    """Return a bound as text, with 2^31 - 1, -2^63 and the like as powers of two."""
     if isinstance(bound, int) and abs(bound) >= INT32_MAX:
         sign, size = "-" if bound < 0 else "", abs(bound)
         exponent = (size + 1).bit_length() - 1

@@ -113,7 +113,7 @@ def _split_layer(
             targets = [
                 [f"{layer}.{one.format(e)}.{end}" for one in names] for e in range(weights[0])
             ]
-            # Tensors in both forms stay as they are, and are refused as superfluous.
+            # Where both forms exist, the stack stays and loading reports an error.
             if name in tensors and targets[0][0] not in tensors:
                 _check_shape(name, tensors[name].shape, shapes[end])
                 _split(tensors, tensors.pop(name), targets)

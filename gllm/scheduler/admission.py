@@ -1,9 +1,9 @@
-"""Admission: when a waiting sequence gets KV blocks.
+"""Admission: decide when a waiting sequence gets its first KV blocks.
 
-A sequence is admitted if it is expected to fit in the cache together with those that hold blocks,
-until they end. Output lengths are expected as `output_lengths` says. Sequences that start together
-leave the cache half empty under this rule, so admission looks only HORIZON_TOKENS ahead as long as
-few tokens have been computed again: preempted sequences return staggered.
+A sequence is admitted if it and all running sequences are expected to fit in the cache until they
+finish; `output_lengths` predicts the lengths of outputs. Sequences that start together would leave
+the cache half empty under this rule. Admission therefore looks only HORIZON_TOKENS ahead while the
+share of recomputed tokens is small: preempted sequences then return at different times.
 
 Source of the expected peak: "Past-Future Scheduler for LLM Serving under SLA Guarantees"
 (ASPLOS'25, arXiv 2507.10150).
@@ -17,17 +17,17 @@ from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.sequence import Sequence
 
 HORIZON_TOKENS = 32
-"""Tokens of each decode that admission looks ahead while it may risk preemptions."""
+"""Tokens per decode that admission looks ahead while it may risk preemptions."""
 RECOMPUTED_SHARE = 0.15
-"""Tokens computed again for each token computed, up to which it may.
-docs/scheduler.md has the measurements behind both."""
+"""Recomputed tokens per computed token up to which admission may risk preemptions.
+docs/scheduler.md has the measurements behind both constants."""
 
 UNBOUNDED = 2**62
-"""A horizon behind every end."""
+"""Horizon in tokens that is longer than every output."""
 
 
 class Admission:
-    """Decides whether waiting sequences get blocks."""
+    """Admission rule, with the statistics that it needs: output lengths and recomputed tokens."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory) -> None:
         self.lengths = OutputLengths(config.expected_output_tokens)
@@ -35,21 +35,23 @@ class Admission:
         self._size = config.block_size
         self._memory = memory
         self._credit = 0.0
-        """Tokens that may be computed again."""
+        """Tokens that may still be recomputed."""
         self._most_credit = config.num_blocks * config.block_size
 
     def on_scheduled(self, num_tokens: int) -> None:
-        """Count the tokens of a plan."""
+        """Add the tokens of a scheduled micro-batch to the recomputation allowance."""
         self._credit = min(self._credit + RECOMPUTED_SHARE * num_tokens, self._most_credit)
 
     def on_preempted(self, victim: Sequence) -> None:
-        """Count what a sequence that loses its blocks has computed in vain."""
+        """Subtract the computed tokens that a preempted sequence loses from the allowance."""
         self._credit -= max(0, victim.computed - victim.reused)
 
     def is_admissible(self, sequence: Sequence, victims: Container[int] = ()) -> bool:
-        """Return whether a waiting sequence may have blocks.
+        """Return True if a waiting sequence may allocate KV blocks.
 
-        victims: sequences that would be preempted for it.
+        Args:
+            sequence: a sequence without blocks.
+            victims: sequence numbers that would be preempted for it.
         """
         memory = self._memory
         owners = [s for s in memory.owners() if s.seq not in victims]
@@ -61,10 +63,15 @@ class Admission:
         return missing < free and self._fits(sequence, missing, owners, free)
 
     def _fits(self, candidate: Sequence, missing: int, owners: list[Sequence], free: int) -> bool:
-        """Return whether no more than `free` blocks are expected to be missing at any time.
+        """Return True if the expected demand for new blocks never exceeds `free`.
 
-        missing: blocks that the candidate lacks for its prefill. All decodes are taken to advance
-        in step, and each to need one block that it fills in part.
+        Assumes that all decodes advance at the same rate, each with one partially filled block.
+
+        Args:
+            candidate: the sequence to admit.
+            missing: blocks that its prefill needs.
+            owners: sequences that hold blocks and keep them.
+            free: blocks that are free or about to be freed.
         """
         size = self._size
         horizon = HORIZON_TOKENS if self._credit >= candidate.target else UNBOUNDED
@@ -81,14 +88,14 @@ class Admission:
                 return False
             if tokens == horizon:
                 return True
-            # After these tokens it has ended and given back what it lacked and what it has.
+            # After these tokens the sequence has finished and freed all its blocks.
             missing -= needed
             free += own
             count -= 1
         return True
 
     def _tokens_left(self, sequence: Sequence) -> int:
-        """Return the tokens that a sequence is expected to generate yet; at least 1."""
+        """Return the expected number of tokens that a sequence still generates; at least 1."""
         if not self._expects:
             return 1
         generated = len(sequence.tokens) - sequence.prompt_len

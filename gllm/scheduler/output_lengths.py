@@ -1,7 +1,7 @@
-"""Expected output lengths, learned from sequences that have ended.
+"""Predict output lengths from the outputs of finished sequences.
 
-Requests with a similar `max_tokens` (the same power of two) tend to come from the same client, so
-each such class has a history of its own.
+Requests with a similar `max_tokens` (the same power of two) tend to come from the same client.
+Each such class therefore has its own history.
 """
 
 from bisect import bisect_right, insort
@@ -9,20 +9,20 @@ from collections import deque
 from itertools import accumulate
 
 WINDOW = 64
-"""Ended sequences that a class remembers."""
+"""Number of finished sequences in the history of a class."""
 
 
 class _History:
-    """Output lengths of one class, the newest WINDOW of them."""
+    """Output lengths of the last WINDOW finished sequences of one class, in tokens."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=WINDOW)
         self._sorted: list[int] = []
         self._sums: list[int] = []
-        """Sums of the longest 0, 1, 2, ... lengths; empty if outdated."""
+        """Sums of the 0, 1, 2, ... longest lengths; empty if they have to be recomputed."""
 
     def record(self, length: int) -> None:
-        """Add the length of an ended sequence, in place of the oldest once the window is full."""
+        """Add the output length of a finished sequence; drop the oldest if the window is full."""
         if len(self._recent) == WINDOW:
             del self._sorted[bisect_right(self._sorted, self._recent[0]) - 1]
         self._recent.append(length)
@@ -30,7 +30,7 @@ class _History:
         self._sums = []
 
     def mean_above(self, length: int) -> float:
-        """Return the mean of the lengths above this one; 0 if there are none."""
+        """Return the mean of all lengths greater than `length`; 0 if there are none."""
         count = len(self._sorted) - bisect_right(self._sorted, length)
         if not self._sums:
             self._sums = [0, *accumulate(reversed(self._sorted))]
@@ -38,21 +38,29 @@ class _History:
 
 
 class OutputLengths:
-    """Expected tokens of outputs. prior: of a request unlike all that have ended."""
+    """Predictor of output lengths.
+
+    Args:
+        prior: expected output tokens of a request whose class has no history.
+    """
 
     def __init__(self, prior: int) -> None:
         self._prior = prior
         self._histories: dict[int, _History] = {}
 
     def record(self, max_tokens: int, length: int) -> None:
-        """Learn from a sequence that ended by itself after `length` tokens."""
+        """Add a sequence that finished after `length` output tokens, neither aborted nor failed."""
         self._histories.setdefault(max_tokens.bit_length(), _History()).record(length)
 
     def expected(self, max_tokens: int, generated: int) -> int:
-        """Return the expected length of an output of which `generated` tokens exist.
+        """Return the expected final length of an output, in tokens; at most `max_tokens`.
 
-        The mean of the earlier outputs that were longer. An output longer than all of them is
-        expected to double.
+        It is the mean of the recorded lengths greater than `generated`. An output longer than all
+        of them is expected to double.
+
+        Args:
+            max_tokens: limit of the request, which determines its class.
+            generated: output tokens so far.
         """
         history = self._histories.get(max_tokens.bit_length())
         if history is not None:

@@ -1,6 +1,6 @@
-"""Preemption: who gives KV blocks back so that a sequence of better rank can run.
+"""Preemption: free KV blocks of sequences so that a sequence of better rank can run.
 
-docs/scheduler.md says why every sequence ends nevertheless.
+Rank is priority, then arrival. docs/scheduler.md proves that every sequence still finishes.
 """
 
 import math
@@ -15,7 +15,7 @@ from gllm.scheduler.tally import Counts
 
 
 class Preemption:
-    """Takes blocks from sequences and lets these wait again."""
+    """Policy that selects victims, frees their KV blocks and returns them to the prefill queue."""
 
     def __init__(
         self,
@@ -33,10 +33,14 @@ class Preemption:
         self._counts = counts
 
     def allocate_decode(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Return whether a decode's blocks are available, preempting for them if necessary.
+        """Free the KV blocks for the next `num_tokens` tokens of a decode, preempting if necessary.
 
-        Preempts sequences of worse rank, the worst first. A victim with rows in flight frees its
-        blocks when the last of them commits; until then the result is False.
+        Preempts sequences of worse rank, worst first, until enough blocks are free or about to be
+        freed. A victim with rows in flight frees its blocks when its last row commits; until then
+        the decode stalls.
+
+        Returns:
+            True if enough blocks are free now.
         """
         pool = self._memory.pool
         missing = self._memory.missing(sequence, num_tokens)
@@ -53,11 +57,11 @@ class Preemption:
         return missing <= pool.available
 
     def make_way(self) -> None:
-        """Preempt for the sequence that prefill is served to first, if it cannot be prefilled.
+        """Preempt sequences until the first waiting sequence can be prefilled to its end.
 
-        Half-prefilled sequences of worse rank come first, the worst before the others: they do not
-        advance while it waits. Then decodes of a worse priority. Nothing is preempted where all of
-        these together would not be enough.
+        Preempts half-prefilled sequences of worse rank first, worst first, because they do not
+        advance while it waits; then decodes of a worse priority. Preempts nothing if the blocks of
+        all these sequences would not be enough.
         """
         head = self._queues.head
         if head is None:
@@ -80,8 +84,15 @@ class Preemption:
             self.preempt(victim)
 
     def _fits(self, head: Sequence, victims: Collection[int], owners: int) -> bool:
-        """Return whether the head could be prefilled to its end without these `victims`, above the
-        share of the cache at which prefill pauses. owners: sequences that keep their blocks."""
+        """Return True if the first waiting sequence fits in the cache after preempting `victims`.
+
+        Its whole prefill has to fit above the share of the cache at which prefill pauses.
+
+        Args:
+            head: the first waiting sequence.
+            victims: sequence numbers to preempt.
+            owners: number of sequences that hold blocks, victims included.
+        """
         memory = self._memory
         num_victims = len(victims)
         missing = memory.missing(head, head.target - head.scheduled)
@@ -96,7 +107,10 @@ class Preemption:
         return missing + reserve <= memory.returning(victims)
 
     def preempt(self, victim: Sequence) -> None:
-        """Take a sequence's blocks, at its last commit if it has rows in flight."""
+        """Free the KV blocks of a sequence and return it to the prefill queue.
+
+        If it has rows in flight, this happens when the last of them commits.
+        """
         self._queues.remove(victim)
         if victim.in_flight:
             victim.evicting = True
