@@ -1,13 +1,15 @@
-"""Writes docs/api.md from the registry of endpoints: `python -m scripts.api_page`.
+"""Generate docs/api.md from the table of endpoints: `python -m scripts.api_page`."""
 
-Owns the page's own words. Knows nothing of endpoints and fields.
-"""
-
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from gllm.config.limits import limits_table
-from gllm.frontend.app import ENDPOINTS
-from gllm.frontend.describe import page
+from gllm.frontend.endpoint import Endpoint
+from gllm.frontend.fields.body import Body, ModelBody
+from gllm.frontend.routes.registry import ENDPOINTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 INTRODUCTION = """\
@@ -135,10 +137,91 @@ names the field as the client knows it. Where there is no counterpart:
 """
 
 
-def text() -> str:
-    """The whole page."""
-    return INTRODUCTION + limits_table() + ENDPOINTS_TITLE + page(ENDPOINTS) + TRANSLATIONS
+def render_page() -> str:
+    """Return the page in Markdown."""
+    return "".join(
+        [
+            INTRODUCTION,
+            limits_table(),
+            ENDPOINTS_TITLE,
+            "\n".join([*_endpoint_table(ENDPOINTS), *_field_sections(ENDPOINTS)]),
+            "\n",
+            TRANSLATIONS,
+        ]
+    )
+
+
+def _endpoint_table(endpoints: Iterable[Endpoint]) -> Iterator[str]:
+    """Yield the lines of the table of endpoints."""
+    yield "| endpoint | what it does |"
+    yield "| --- | --- |"
+    for endpoint in endpoints:
+        yield f"| `{endpoint.method} {endpoint.path}` | {endpoint.summary} |"
+
+
+def _field_sections(endpoints: Iterable[Endpoint]) -> Iterator[str]:
+    """Yield a section with the fields of each request body, then the sections that bodies share."""
+    shared: dict[type[Body], None] = {}
+    for endpoint in endpoints:
+        fields = endpoint.request_schema
+        if fields is None:
+            continue
+        bases = [base for base in fields.__mro__[1:] if issubclass(base, Body)]
+        bases = [base for base in bases if base not in (Body, ModelBody)]
+        shared.update(dict.fromkeys(bases))
+        yield from ("", f"## {endpoint.method} {endpoint.path}", "")
+        yield from _field_table(fields)
+        if bases:
+            links = (f"[{_title(base)}](#{_anchor(_title(base))})" for base in bases)
+            yield from ("", f"Also accepted: {', '.join(links)}.")
+    for base in shared:
+        yield from ("", f"## {_title(base)}", "", *_field_table(base))
+
+
+def _title(fields: type[Body]) -> str:
+    """Return the first line of a schema's docstring as a title."""
+    return (fields.__doc__ or "").strip().splitlines()[0].removesuffix(".")
+
+
+def _anchor(title: str) -> str:
+    """Return the anchor of a heading, as GitHub derives it."""
+    return title.lower().replace(" ", "-").replace(",", "")
+
+
+def _field_table(fields: type[Body]) -> Iterator[str]:
+    """Yield the lines of a table of the fields that a schema adds to its bases."""
+    (_,), schemas = msgspec.json.schema_components([fields])
+    properties = schemas[fields.__name__]["properties"]
+    own_names = set(fields.__annotations__)
+    if ModelBody in fields.__bases__:
+        own_names |= ModelBody.__annotations__.keys()
+    yield "| field | type | what it does |"
+    yield "| --- | --- | --- |"
+    for name, schema in properties.items():
+        if name in own_names:
+            yield f"| `{name}` | {_type_name(schema)} | {schema.get('description', '')} |"
+    for name, purpose in vars(fields).get("inert", {}).items():
+        yield f"| `{name}` | any | accepted without effect: {purpose} |"
+    for name, refused in vars(fields).get("refused", {}).items():
+        if name not in properties:
+            values = " or ".join(f"`{msgspec.json.encode(off).decode()}`" for off in refused.off)
+            yield f"| `{name}` | {values or 'none'} | {refused.why} |"
+
+
+def _type_name(schema: dict[str, Any]) -> str:
+    """Return the type of a JSON Schema in words, without null, which every field accepts."""
+    if "anyOf" in schema:
+        names = [_type_name(member) for member in schema["anyOf"] if member.get("type") != "null"]
+        return " or ".join(dict.fromkeys(names))
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"] if value is not None)
+    match schema.get("type"):
+        case "array":
+            return f"list of {_type_name(schema.get('items', {}))}"
+        case str(name):
+            return name
+    return "object" if "$ref" in schema else "any"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(text(), encoding="utf-8")
+    PAGE.write_text(render_page(), encoding="utf-8")

@@ -1,69 +1,111 @@
-"""What an endpoint is.
+"""Define `Endpoint`, a row of the endpoint table, and register endpoints with an application.
 
-Owns the registry's type. Knows nothing of any one endpoint.
+`gllm.frontend.routes.registry` has the table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from gllm.frontend.errors import Handler
 from gllm.frontend.fields.body import Body
+from gllm.frontend.fields.reading import continue_later
+
+Operation = Literal["chat", "text_completion"]
+"""Values of OpenTelemetry's `gen_ai.operation.name`."""
+
+
+@dataclass(frozen=True)
+class PathParameter:
+    """A placeholder of a path. Its value may contain slashes."""
+
+    name: str
+    description: str
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A method, a path, and who answers; the handler's docstring says what it is for."""
+    """A route, the schemas of its request and answers, and its properties for middleware.
+
+    The OpenAPI document and docs/api.md are generated from these fields. No endpoint reads the
+    query string.
+    """
 
     method: str
     path: str
+    """Path template in OpenAPI's syntax, such as `/v1/models/{model}`."""
     handler: Handler
-    body: type[Body] | None = None
-    """The schema of its request body; None for no body."""
-    content: str = "application/json"
-    """Type of an answer that is not streamed."""
-    is_open: bool = False
-    """Whether it answers without a key: for those who cannot have one, as probes and browsers."""
+    """The first paragraph of its docstring is the endpoint's summary."""
+    request_schema: type[Body] | None = None
+    """Fields of the request body; None if there is no body."""
+    response_schema: type[msgspec.Struct] | None = None
+    """Fields of an answer in JSON that is not streamed."""
+    event_schema: type[msgspec.Struct] | None = None
+    """Fields of a server-sent event."""
+    content_type: str = "application/json"
+    """Media type of an answer that is not streamed."""
+    path_parameters: tuple[PathParameter, ...] = ()
+    operation: Operation | None = None
+    """Kind of text generation, for traces; None if the endpoint generates no text."""
+    is_public: bool = False
+    """Requires no API key, because probes, scrapers and browsers have none."""
     is_control: bool = False
-    """Whether it steers the server, which no rate limit may be in the way of."""
-
-    answer: type[msgspec.Struct] | None = None
-    """The schema of its answer, for one of JSON."""
-    event: type[msgspec.Struct] | None = None
-    """The schema of a streamed event."""
-    reason: str = ""
-    """Why it is not implemented; empty for one that is."""
+    """Controls the server, so the rate limit does not count its requests."""
+    is_polled: bool = False
+    """Requested every few seconds by probes and scrapers, so left out of the access log."""
+    unsupported_reason: str = ""
+    """Reason why the endpoint is not implemented; empty if it is."""
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Methods of its routes: HEAD beside GET, which probes and caches use."""
+        """HTTP methods of its routes: HEAD in addition to GET."""
         return (self.method, "HEAD") if self.method == "GET" else (self.method,)
 
     @property
-    def is_limited(self) -> bool:
-        """Whether the rate limit counts its requests: those that compute."""
-        return self.body is not None and not self.is_control
+    def is_rate_limited(self) -> bool:
+        """True if the rate limit counts its requests."""
+        return self.request_schema is not None and not self.is_control
 
     @property
-    def streams(self) -> bool:
-        """Whether it may answer with server-sent events."""
-        return self.body is not None and "stream" in self.body.__struct_fields__
+    def can_stream(self) -> bool:
+        """True if it answers with server-sent events when the client requests them."""
+        return self.event_schema is not None
 
     @property
     def summary(self) -> str:
-        """What it is for, in a sentence."""
-        if self.reason:
-            return f"Not implemented (501): {self.reason}."
-        text = self.handler.__doc__ or ""
-        return " ".join(text.partition("\n\n")[0].split())
+        """One sentence for the API reference."""
+        if self.unsupported_reason:
+            return f"Not implemented (501): {self.unsupported_reason}."
+        docstring = self.handler.__doc__ or ""
+        return " ".join(docstring.partition("\n\n")[0].split())
+
+    @property
+    def route_path(self) -> str:
+        """Path pattern in aiohttp's syntax."""
+        path = self.path
+        for parameter in self.path_parameters:
+            path = path.replace(f"{{{parameter.name}}}", f"{{{parameter.name}:.+}}")
+        return path
 
 
-ROUTED = web.AppKey("routed", Mapping[web.AbstractRoute, Endpoint])
-"""The endpoints of an application by their routes."""
+ENDPOINTS_BY_ROUTE = web.AppKey("endpoints_by_route", Mapping[web.AbstractRoute, Endpoint])
+"""Endpoints of an application. A GET endpoint has two routes."""
+
+
+def register_endpoints(app: web.Application, endpoints: Iterable[Endpoint]) -> None:
+    """Add the routes of endpoints to an application."""
+    app[ENDPOINTS_BY_ROUTE] = {
+        app.router.add_route(
+            method, endpoint.route_path, endpoint.handler, expect_handler=continue_later
+        ): endpoint
+        for endpoint in endpoints
+        for method in endpoint.methods
+    }
 
 
 def endpoint_of(request: web.Request) -> Endpoint | None:
-    """The endpoint that a request asks, None where there is none."""
-    return request.app[ROUTED].get(request.match_info.route)
+    """Return the endpoint of a request, or None if no endpoint has its path and method."""
+    return request.app[ENDPOINTS_BY_ROUTE].get(request.match_info.route)

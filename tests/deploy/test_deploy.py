@@ -12,8 +12,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.app import ENDPOINTS
 from gllm.frontend.metrics import Metrics
+from gllm.frontend.routes.registry import ENDPOINTS
 from gllm.runtime.launch import STOP_SECONDS
 from gllm.serve import parser
 from gllm.text.tokenizer import Tokenizer

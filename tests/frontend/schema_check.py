@@ -8,11 +8,11 @@ from typing import Any
 from aiohttp import web
 from jsonschema import Draft202012Validator
 
-from gllm.frontend.app import ENDPOINTS
-from gllm.frontend.describe import openapi
 from gllm.frontend.endpoint import Endpoint, endpoint_of
 from gllm.frontend.errors import Handler
 from gllm.frontend.fields.inflate import inflate
+from gllm.frontend.openapi import openapi_document
+from gllm.frontend.routes.registry import ENDPOINTS
 
 MOST_BYTES = 2**20
 """Of an inflated body."""
@@ -22,7 +22,7 @@ BY_PATH = {one.path: one for one in ENDPOINTS if one.method == "POST"}
 
 @functools.cache
 def document() -> dict[str, Any]:
-    return openapi(ENDPOINTS)
+    return openapi_document(ENDPOINTS)
 
 
 @functools.cache
@@ -58,7 +58,11 @@ class SchemaCheck:
             endpoint = endpoint_of(request)
             if isinstance(response, web.Response) and request.method != "HEAD":
                 self._answer(endpoint, response)
-            if endpoint is not None and endpoint.body is not None and response.status == 200:
+            if (
+                endpoint is not None
+                and endpoint.request_schema is not None
+                and response.status == 200
+            ):
                 self._request(endpoint, await request.read(), request.headers)
             return response
 
@@ -66,7 +70,7 @@ class SchemaCheck:
 
     def events(self, path: str, events: list[Any]) -> None:
         """Check the events of a stream."""
-        kind = BY_PATH[path].event
+        kind = BY_PATH[path].event_schema
         assert kind is not None
         for event in events:
             if "error" not in event:
@@ -78,16 +82,16 @@ class SchemaCheck:
         value = json.loads(response.body)
         if response.status >= 400:
             self._note("Error", value)
-        elif endpoint is not None and endpoint.answer is not None:
-            self._note(endpoint.answer.__name__, value)
+        elif endpoint is not None and endpoint.response_schema is not None:
+            self._note(endpoint.response_schema.__name__, value)
             self.answers += 1
 
     def _request(self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str]) -> None:
-        assert endpoint.body is not None
+        assert endpoint.request_schema is not None
         encoding = headers.get("Content-Encoding", "identity")
         if encoding != "identity":
             body = inflate(body, encoding, MOST_BYTES)
-        self._note(endpoint.body.__name__, json.loads(body))
+        self._note(endpoint.request_schema.__name__, json.loads(body))
         self.requests += 1
 
     def _note(self, name: str, value: object) -> None:

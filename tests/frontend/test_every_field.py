@@ -5,11 +5,11 @@ import json
 import msgspec
 import pytest
 
-from gllm.frontend.app import ENDPOINTS
+from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.examples import EXAMPLES
 
-BODIES = [one for one in ENDPOINTS if one.body is not None]
-SCHEMAS = {one.path: one.body for one in BODIES if one.body is not None}
+BODIES = [one for one in ENDPOINTS if one.request_schema is not None]
+SCHEMAS = {one.path: one.request_schema for one in BODIES if one.request_schema is not None}
 VALUES = [
     *("NaN", "Infinity", "-Infinity", '"\\ud800"', '["\\udfff"]', '{"\\ud800": 1}', "tru"),
     *(
@@ -40,7 +40,7 @@ async def test_examples_work(server, path):
 
 def bodies(endpoint):
     """(field, value, body) for every field of an endpoint and every value, as JSON, or nearly."""
-    for field in msgspec.structs.fields(endpoint.body):
+    for field in msgspec.structs.fields(endpoint.request_schema):
         rest = {k: v for k, v in EXAMPLES[endpoint.path].items() if k != field.name}
         begin = json.dumps(rest).removesuffix("}") + (", " if rest else "")
         for value in VALUES:
@@ -82,7 +82,7 @@ async def test_no_value_of_a_field_breaks_the_server(server, endpoint):
         if not good:
             wrong.append((field.name, value[:40], status, text[:200]))
     assert wrong == []
-    assert refused > 7 * len(msgspec.structs.fields(endpoint.body))
+    assert refused > 7 * len(msgspec.structs.fields(endpoint.request_schema))
     assert server.engine.num_requests == 0
     assert (await server.post(endpoint.path, EXAMPLES[endpoint.path])).status == 200
 

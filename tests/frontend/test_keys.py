@@ -5,8 +5,8 @@ import re
 import pytest
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.app import ENDPOINTS
 from gllm.frontend.middleware.keys import Keys, read_keys
+from gllm.frontend.routes.registry import ENDPOINTS
 from gllm.serve import keys_of_environment
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 from tests.frontend.raw import connected
@@ -72,7 +72,7 @@ async def test_open_endpoints_are_these_alone(locked):
             if response.status != 401:
                 opened.add(endpoint.path)
     expected = {"/health", "/ready", "/metrics", "/", "/page/{path}"}
-    assert opened == expected == {one.path for one in ENDPOINTS if one.is_open}
+    assert opened == expected == {one.path for one in ENDPOINTS if one.is_public}
 
 
 async def test_what_is_not_there_asks_for_a_key_too(locked):

@@ -8,8 +8,9 @@ import pytest
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.app import ENDPOINTS, make_app, make_runner
+from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.middleware.origin import host_check, host_name
+from gllm.frontend.routes.registry import ENDPOINTS
 from gllm.frontend.tls import tls_context
 from tests.certificates import make_certificate
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving

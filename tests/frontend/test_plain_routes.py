@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from gllm import __version__
-from gllm.frontend.app import ENDPOINTS
+from gllm.frontend.routes.registry import ENDPOINTS
 from gllm.observability.logs import RepeatHandler
 
 
@@ -101,7 +101,7 @@ async def test_two_servers_share_no_metrics(server, engine):
 
 
 @pytest.mark.parametrize(
-    "path", [one.path for one in ENDPOINTS if one.method == "GET" and not one.reason]
+    "path", [one.path for one in ENDPOINTS if one.method == "GET" and not one.unsupported_reason]
 )
 async def test_head_answers_as_get_without_a_body(server, path):
     url = path.format(path="app.js", model="fake/model")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from gllm.frontend.app import ENDPOINTS
 from gllm.frontend.middleware import rate_limit
 from gllm.frontend.middleware.rate_limit import Buckets, network
+from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 
 
@@ -87,8 +87,8 @@ async def test_what_does_not_compute_is_free(engine, still):
 
 
 def test_what_generates_is_limited():
-    assert all(one.is_limited for one in ENDPOINTS if one.streams)
-    assert not any(one.is_limited for one in ENDPOINTS if one.is_open or one.method == "GET")
+    assert all(one.is_rate_limited for one in ENDPOINTS if one.can_stream)
+    assert not any(one.is_rate_limited for one in ENDPOINTS if one.is_public or one.method == "GET")
 
 
 async def test_no_limit_no_headers(server):

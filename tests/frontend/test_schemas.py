@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from gllm.frontend.app import ENDPOINTS
 from gllm.frontend.fields.body import Body
 from gllm.frontend.routes import version
+from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH, serving
 from tests.frontend.examples import EXAMPLES
 from tests.frontend.schema_check import complaint, document
 
-BODIES = [one for one in ENDPOINTS if one.body is not None]
+BODIES = [one for one in ENDPOINTS if one.request_schema is not None]
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 WITH: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
@@ -51,19 +51,19 @@ def test_components_are_json_schemas():
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda one: f"{one.method} {one.path}")
 def test_every_answer_has_a_schema(endpoint):
     described = document()["paths"][endpoint.path][endpoint.method.lower()]["responses"]
-    if endpoint.reason:
+    if endpoint.unsupported_reason:
         assert list(described) == ["501"]
         return
     contents = described["200"]["content"]
     for kind, content in contents.items():
         is_json = kind in ("application/json", "text/event-stream")
         assert ("schema" in content) == is_json or endpoint.path == "/openapi.json"
-    assert endpoint.streams == ("text/event-stream" in contents)
+    assert endpoint.can_stream == ("text/event-stream" in contents)
 
 
 @pytest.mark.parametrize("endpoint", BODIES, ids=lambda one: one.path)
 async def test_fields_that_are_required_are_missed_by_name(server, endpoint):
-    body, example = endpoint.body, EXAMPLES[endpoint.path]
+    body, example = endpoint.request_schema, EXAMPLES[endpoint.path]
     assert complaint(body.__name__, example) == ""
     named = schema_of(body).get("required", [])
     assert named or body.required_one_of
@@ -83,13 +83,13 @@ async def test_fields_that_are_required_are_missed_by_name(server, endpoint):
 @pytest.mark.parametrize("endpoint", BODIES, ids=lambda one: one.path)
 async def test_ranges_are_those_of_the_server(engine, endpoint):
     engine.reply, engine.max_model_len = "Hi", 2**31 - 1
-    known = endpoint.body.__struct_fields__
+    known = endpoint.request_schema.__struct_fields__
     async with serving(engine, max_choices=2**31 - 1) as server:
-        for name, bound, beyond, is_allowed in bounds(endpoint.body):
+        for name, bound, beyond, is_allowed in bounds(endpoint.request_schema):
             more = {key: value for key, value in WITH.get(name, {}).items() if key in known}
             example = {**EXAMPLES[endpoint.path], **more}
             outside = {**example, name: bound + beyond}
-            assert complaint(endpoint.body.__name__, outside), (name, bound)
+            assert complaint(endpoint.request_schema.__name__, outside), (name, bound)
             answer = await server.post(endpoint.path, outside)
             assert (answer.status, answer.error["param"]) == (400, name), (name, bound)
             if name == "n" and bound > 1:
@@ -101,7 +101,7 @@ async def test_ranges_are_those_of_the_server(engine, endpoint):
 
 
 def test_there_are_ranges():
-    names = {(one.path, name) for one in BODIES for name, *_ in bounds(one.body)}
+    names = {(one.path, name) for one in BODIES for name, *_ in bounds(one.request_schema)}
     for path in (CHAT_PATH, TEXT_PATH):
         for name in ("temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens"):
             assert (path, name) in names

@@ -3,11 +3,11 @@
 import pytest
 
 from gllm.config.sampling import StructuredOutput
-from gllm.frontend.app import ENDPOINTS
+from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH, serving
 from tests.frontend.examples import EXAMPLES
 
-MISSING = [(method, one) for one in ENDPOINTS if one.reason for method in one.methods]
+MISSING = [(method, one) for one in ENDPOINTS if one.unsupported_reason for method in one.methods]
 GBNF = 'root ::= "yes" | "no"'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 GENERATING = [CHAT_PATH, TEXT_PATH, "/v1/responses", "/v1/messages"]
@@ -19,7 +19,7 @@ async def test_an_endpoint_that_is_not_there_says_why(server, method, endpoint):
         assert response.status == 501
         if method != "HEAD":
             error = (await response.json())["error"]
-            assert endpoint.reason in error["message"]
+            assert endpoint.unsupported_reason in error["message"]
             assert (error["type"], error["code"]) == ("not_implemented_error", "not_implemented")
 
 

@@ -69,7 +69,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
     async def ask_for_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         endpoint = endpoint_of(request)
         # Where there is no endpoint, who has no key is not told so.
-        if endpoint is None or not endpoint.is_open:
+        if endpoint is None or not endpoint.is_public:
             request[CLIENT] = f"key {_check(request, keys)}"
         return await handler(request)
 

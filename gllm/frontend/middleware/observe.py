@@ -13,6 +13,7 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.frontend.context import ARRIVAL, CONTEXT
+from gllm.frontend.endpoint import endpoint_of
 from gllm.frontend.errors import Handler
 from gllm.frontend.outcome import OUTCOME
 from gllm.frontend.status_line import StatusLine
@@ -21,17 +22,6 @@ if TYPE_CHECKING:
     from gllm.frontend.tracing import Tracer
 
 log = logging.getLogger(__name__)
-
-OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-}
-"""Paths of endpoints that generate, and what OpenTelemetry calls what they do."""
-
-UNLOGGED = frozenset({"/health", "/ready", "/metrics"})
-"""Asked again and again by machines."""
 
 CLIENT_LEFT = 499
 """Stands for a status where the client left before there was one."""
@@ -68,9 +58,9 @@ async def _end(app: web.Application) -> None:
 
 @web.middleware
 async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse:
-    resource = request.match_info.route.resource
-    path = "" if resource is None else resource.canonical
-    operation = OPERATIONS.get(path)
+    endpoint = endpoint_of(request)
+    path = "" if endpoint is None else endpoint.path
+    operation = None if endpoint is None else endpoint.operation
     if operation is not None:
         request.app[STATUS_LINE].wake(asyncio.get_running_loop())
     status = CLIENT_LEFT
@@ -80,7 +70,8 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
         return response
     finally:
         seconds = time.monotonic() - request[ARRIVAL]
-        if log.isEnabledFor(logging.DEBUG) and path not in UNLOGGED:
+        is_logged = endpoint is None or not endpoint.is_polled
+        if is_logged and log.isEnabledFor(logging.DEBUG):
             _log(request, path, status, seconds)
         if operation is not None and TRACER in request.app:
             request.app[TRACER].request(request, operation, path, status, seconds)

@@ -72,7 +72,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
     @web.middleware
     async def limit(request: web.Request, handler: Handler) -> web.StreamResponse:
         endpoint = endpoint_of(request)
-        if endpoint is None or not endpoint.is_limited:
+        if endpoint is None or not endpoint.is_rate_limited:
             return await handler(request)
         level = buckets.take(request.get(CLIENT) or network(request.remote))
         request[HEADERS] = {

@@ -1,19 +1,12 @@
-"""GET /openapi.json.
-
-Owns nothing but the route. Knows nothing of how the document is made.
-"""
-
-from collections.abc import Sequence
+"""GET /openapi.json."""
 
 from aiohttp import web
 
-from gllm.frontend.describe import openapi
-from gllm.frontend.endpoint import Endpoint
-
-ALL = web.AppKey("endpoints", Sequence[Endpoint])
-"""All endpoints of the application."""
+from gllm.frontend.endpoint import ENDPOINTS_BY_ROUTE
+from gllm.frontend.openapi import openapi_document
 
 
 async def document(request: web.Request) -> web.Response:
-    """This API as an OpenAPI document."""
-    return web.json_response(openapi(request.app[ALL]))
+    """Return the OpenAPI document of this API."""
+    endpoints = list(dict.fromkeys(request.app[ENDPOINTS_BY_ROUTE].values()))
+    return web.json_response(openapi_document(endpoints))

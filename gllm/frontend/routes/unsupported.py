@@ -1,14 +1,11 @@
-"""Endpoints of other servers that this one does not have: 501 with the reason.
+"""Endpoints that OpenAI's API or vLLM has and this server does not implement.
 
-A client that probes for them learns that the path is right and the feature is missing, which 404
-does not say.
+They answer 501 with a reason. A 404 would suggest to a client that the URL is wrong.
 """
-
-from collections.abc import Iterator
 
 from aiohttp import web
 
-from gllm.frontend.endpoint import Endpoint
+from gllm.frontend.endpoint import Endpoint, endpoint_of
 from gllm.frontend.errors import ApiError
 
 SCORES = "the served models generate text and have no scoring head"
@@ -40,18 +37,18 @@ REASONS = {
     ("POST", "/v1/batches"): STORE,
     ("GET", "/v1/batches"): STORE,
 }
-
-
-def endpoints() -> Iterator[Endpoint]:
-    """Return an endpoint for each path of the table."""
-    for (method, path), why in REASONS.items():
-        yield Endpoint(method, path, _refuse, reason=why)
+"""Reason for each method and path."""
 
 
 async def _refuse(request: web.Request) -> web.Response:
-    """Not implemented."""
-    resource = request.match_info.route.resource
-    path = "" if resource is None else resource.canonical
-    method = "GET" if request.method == "HEAD" else request.method
-    why = REASONS[method, path]
-    raise ApiError(501, f"{path} is not implemented: {why}.", code="not_implemented")
+    """Answer 501 with the endpoint's reason."""
+    endpoint = endpoint_of(request)
+    assert endpoint is not None
+    message = f"{endpoint.path} is not implemented: {endpoint.unsupported_reason}."
+    raise ApiError(501, message, code="not_implemented")
+
+
+UNSUPPORTED_ENDPOINTS = tuple(
+    Endpoint(method, path, _refuse, unsupported_reason=reason)
+    for (method, path), reason in REASONS.items()
+)

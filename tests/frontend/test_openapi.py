@@ -1,35 +1,36 @@
 """What the API's page and its OpenAPI document say is what the server takes."""
 
 import json
+import re
 
 import msgspec
 import pytest
 from aiohttp.web import Application
 
-from gllm.frontend.app import ENDPOINTS
-from gllm.frontend.describe import openapi
+from gllm.frontend.openapi import openapi_document
+from gllm.frontend.routes.registry import ENDPOINTS
 from scripts import api_page
 
-BODIES = [one for one in ENDPOINTS if one.body is not None]
+BODIES = [one for one in ENDPOINTS if one.request_schema is not None]
 
 
 def test_the_page_is_as_the_code():
-    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.text(), (
+    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.render_page(), (
         "run python -m scripts.api_page"
     )
 
 
 async def test_the_document_is_served(server):
     async with server.client.get("/openapi.json") as response:
-        assert await response.json() == json.loads(json.dumps(openapi(ENDPOINTS)))
+        assert await response.json() == json.loads(json.dumps(openapi_document(ENDPOINTS)))
 
 
 def test_the_document_says_what_needs_no_key():
-    document = openapi(ENDPOINTS)
+    document = openapi_document(ENDPOINTS)
     assert set(document["components"]["securitySchemes"]) == {"bearer", "header"}
     for endpoint in ENDPOINTS:
         described = document["paths"][endpoint.path][endpoint.method.lower()]
-        assert (described.get("security") == []) == endpoint.is_open
+        assert (described.get("security") == []) == endpoint.is_public
 
 
 def test_the_document_has_every_route(server):
@@ -37,21 +38,29 @@ def test_the_document_has_every_route(server):
     resources = [(route.method, route.resource) for route in app.router.routes()]
     routed = {(method, one.canonical) for method, one in resources if one is not None}
     assert all(one is not None for _, one in resources)
-    paths = openapi(ENDPOINTS)["paths"]
+    paths = openapi_document(ENDPOINTS)["paths"]
     described = {(method.upper(), path) for path, one in paths.items() for method in one}
     assert described == routed
 
 
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda one: f"{one.method} {one.path}")
+def test_declarations_of_an_endpoint_agree(endpoint):
+    parameters = [parameter.name for parameter in endpoint.path_parameters]
+    assert re.findall(r"{(\w+)}", endpoint.path) == parameters
+    fields = endpoint.request_schema
+    assert endpoint.can_stream == (fields is not None and "stream" in fields.__struct_fields__)
+
+
 @pytest.mark.parametrize("endpoint", BODIES, ids=lambda one: one.path)
 def test_every_field_is_described(endpoint):
-    _, schemas = msgspec.json.schema_components([endpoint.body])
-    for name, schema in schemas[endpoint.body.__name__]["properties"].items():
+    _, schemas = msgspec.json.schema_components([endpoint.request_schema])
+    for name, schema in schemas[endpoint.request_schema.__name__]["properties"].items():
         assert schema.get("description"), name
 
 
 @pytest.mark.parametrize("endpoint", BODIES, ids=lambda one: one.path)
 def test_references_lead_somewhere(endpoint):
-    document = openapi(ENDPOINTS)
+    document = openapi_document(ENDPOINTS)
 
     def references(value):
         if isinstance(value, dict):

@@ -1,0 +1,153 @@
+"""Generate the OpenAPI document from the table of endpoints and the schemas of their fields."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gllm import __version__
+from gllm.frontend.endpoint import Endpoint
+from gllm.frontend.errors import TYPES
+from gllm.frontend.fields.body import Body
+
+Json = dict[str, Any]
+
+ERROR_SCHEMA: Json = {
+    "type": "object",
+    "required": ["error"],
+    "additionalProperties": False,
+    "properties": {
+        "type": {"const": "error", "description": "only in answers of /v1/messages"},
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"enum": sorted(set(TYPES.values()))},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        },
+    },
+}
+"""JSON Schema of the body of an error."""
+
+SECURITY_SCHEMES: Json = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""The two headers that can carry an API key. The document does not say if the server requires one."""
+
+
+def openapi_document(endpoints: Sequence[Endpoint]) -> Json:
+    """Return the OpenAPI 3.1 document of endpoints."""
+    paths: dict[str, Json] = {}
+    for endpoint in endpoints:
+        for method in endpoint.methods:
+            paths.setdefault(endpoint.path, {})[method.lower()] = _operation(endpoint, method)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "gllm", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": _schemas(endpoints), "securitySchemes": SECURITY_SCHEMES},
+        "security": [{}, *({name: []} for name in SECURITY_SCHEMES)],
+    }
+
+
+def _schemas(endpoints: Sequence[Endpoint]) -> Json:
+    """Return the JSON Schemas of all requests, answers and events by name."""
+    request_schemas = {endpoint.request_schema for endpoint in endpoints} - {None}
+    answer_schemas = {
+        schema
+        for endpoint in endpoints
+        for schema in (endpoint.response_schema, endpoint.event_schema)
+        if schema is not None
+    }
+    types = sorted({*request_schemas, *answer_schemas}, key=lambda schema: schema.__name__)
+    _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    for fields in request_schemas:
+        _add_field_rules(schemas[fields.__name__], fields)
+    return {**schemas, "Error": ERROR_SCHEMA}
+
+
+def _add_field_rules(schema: Json, fields: type[Body]) -> None:
+    """Add the rules of a request body that the types of its fields do not express."""
+    properties = schema["properties"]
+    for each in properties.values():
+        # A field's own range is narrower than that of its type.
+        for bound in ("minimum", "maximum"):
+            if bound in each or f"exclusive{bound.capitalize()}" in each:
+                for member in each.get("anyOf", []):
+                    member.pop(bound, None)
+    for name in fields.required:
+        _forbid_null(properties[name])
+    if fields.required:
+        schema["required"] = list(fields.required)
+    if fields.required_one_of:
+        schema["anyOf"] = [{"required": [name]} for name in fields.required_one_of]
+    for name, purpose in fields.inert.items():
+        properties.setdefault(name, {"description": f"no effect: {purpose}"})
+    for name, refused in fields.refused.items():
+        values = [None, *refused.off]
+        properties.setdefault(name, {"enum": values, "description": f"refused: {refused.why}"})
+
+
+def _forbid_null(field_schema: Json) -> None:
+    """Remove null and the default from the schema of a field, because the field is required."""
+    members = field_schema.get("anyOf", [])
+    field_schema.pop("default", None)
+    if {"type": "null"} in members:
+        members.remove({"type": "null"})
+        if len(members) == 1:
+            field_schema |= field_schema.pop("anyOf")[0]
+
+
+def _operation(endpoint: Endpoint, method: str) -> Json:
+    """Return the OpenAPI operation of an endpoint and one of its methods."""
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    operation: Json = {
+        "summary": endpoint.summary,
+        "responses": _responses(endpoint, method, error),
+    }
+    if endpoint.unsupported_reason:
+        operation["responses"] = {
+            "501": {"description": endpoint.unsupported_reason, "content": error}
+        }
+    if endpoint.is_public:
+        operation["security"] = []
+    if endpoint.path_parameters:
+        operation["parameters"] = [
+            {
+                "name": parameter.name,
+                "in": "path",
+                "description": parameter.description,
+                "required": True,
+                "schema": {"type": "string"},
+            }
+            for parameter in endpoint.path_parameters
+        ]
+    if endpoint.request_schema is not None:
+        content = {"application/json": _reference(endpoint.request_schema)}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _responses(endpoint: Endpoint, method: str, error: Json) -> Json:
+    """Return the responses of an endpoint by status."""
+    content: Json = {}
+    if method != "HEAD":
+        content[endpoint.content_type] = _reference(endpoint.response_schema)
+    if endpoint.can_stream:
+        content["text/event-stream"] = _reference(endpoint.event_schema)
+    return {
+        "200": {"description": endpoint.summary, "content": content},
+        "4XX": {"description": "the request is invalid or not allowed", "content": error},
+        "5XX": {"description": "the server failed or is overloaded", "content": error},
+    }
+
+
+def _reference(schema: type[msgspec.Struct] | None) -> Json:
+    """Return an OpenAPI media type object that refers to a schema; empty if there is none."""
+    if schema is None:
+        return {}
+    return {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}
