@@ -36,7 +36,7 @@ SECURITY_SCHEMES: Json = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-"""The two headers that can carry an API key. The document does not say if the server requires one."""
+"""Headers that can carry an API key. The document does not say if the server requires one."""
 
 
 def openapi_document(endpoints: Sequence[Endpoint]) -> Json:
@@ -56,7 +56,9 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> Json:
 
 def _schemas(endpoints: Sequence[Endpoint]) -> Json:
     """Return the JSON Schemas of all requests, answers and events by name."""
-    request_schemas = {endpoint.request_schema for endpoint in endpoints} - {None}
+    request_schemas = {
+        endpoint.request_schema for endpoint in endpoints if endpoint.request_schema is not None
+    }
     answer_schemas = {
         schema
         for endpoint in endpoints
@@ -105,14 +107,13 @@ def _forbid_null(field_schema: Json) -> None:
 def _operation(endpoint: Endpoint, method: str) -> Json:
     """Return the OpenAPI operation of an endpoint and one of its methods."""
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    operation: Json = {
-        "summary": endpoint.summary,
-        "responses": _responses(endpoint, method, error),
-    }
+    operation: Json = {"summary": endpoint.summary}
     if endpoint.unsupported_reason:
         operation["responses"] = {
             "501": {"description": endpoint.unsupported_reason, "content": error}
         }
+    else:
+        operation["responses"] = _responses(endpoint, method, error)
     if endpoint.is_public:
         operation["security"] = []
     if endpoint.path_parameters:

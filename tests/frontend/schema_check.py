@@ -58,11 +58,8 @@ class SchemaCheck:
             endpoint = endpoint_of(request)
             if isinstance(response, web.Response) and request.method != "HEAD":
                 self._answer(endpoint, response)
-            if (
-                endpoint is not None
-                and endpoint.request_schema is not None
-                and response.status == 200
-            ):
+            has_body = endpoint is not None and endpoint.request_schema is not None
+            if endpoint is not None and has_body and response.status == 200:
                 self._request(endpoint, await request.read(), request.headers)
             return response
 
