@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gllm.kernels.triton.activation import activated
+
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
@@ -76,3 +78,34 @@ def block_of(
     row = first + tl.arange(0, ROWS)
     there = (row < end) & (expert < EXPERTS)
     return expert, row, there, tl.load(order + row, there, 0)
+
+
+@triton.jit
+def rows_of(row, pair, PICKED: tl.constexpr, GATE: tl.constexpr):
+    """Return the row that is read and the one that is written, each [ROWS], for a block's rows.
+
+    With a GATE rows are read at tokens and written in sorted order; without they are read in
+    sorted order and written by pairs.
+    """
+    source = row
+    to = pair
+    if GATE != "":
+        source = pair // PICKED
+        to = row
+    return source, to
+
+
+@triton.jit
+def store_tile(total, other, output, to, column, there, OUTPUTS: tl.constexpr, GATE: tl.constexpr):
+    """Write a tile [ROWS, COLUMNS] to rows `to` [ROWS] and columns [COLUMNS] of output.
+
+    With a GATE total are gates, and other is what they gate; without, other is not read.
+    """
+    if GATE != "":
+        # As the reference, which gates what it has rounded.
+        kind = output.dtype.element_ty
+        gates = total.to(kind).to(tl.float32)
+        total = activated(gates, GATE) * other.to(kind).to(tl.float32)
+    at = output + to.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
+    within = there[:, None] & (column < OUTPUTS)[None, :]
+    tl.store(at, total.to(output.dtype.element_ty), within)

@@ -15,10 +15,18 @@ from torch import Tensor
 
 from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.triton import experts_fp8
-from gllm.kernels.triton.activation import KINDS, activated
+from gllm.kernels.triton.activation import KINDS
 from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.common import dot
-from gllm.kernels.triton.expert_blocks import Sorted, block_of, counted, sort, tile_sizes
+from gllm.kernels.triton.expert_blocks import (
+    Sorted,
+    block_of,
+    counted,
+    rows_of,
+    sort,
+    store_tile,
+    tile_sizes,
+)
 from gllm.kernels.triton.tiles import choose
 
 
@@ -50,11 +58,7 @@ def _multiply(
     block = tl.program_id(1)
     expert, row, there, pair = block_of(block, order, bounds, EXPERTS, EXPERTS_BLOCK, ROWS)
     if expert < EXPERTS:
-        source = row
-        to = pair
-        if GATE != "":
-            source = pair // PICKED
-            to = row
+        source, to = rows_of(row, pair, PICKED, GATE)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         known = column < OUTPUTS
         maps: tl.constexpr = 2 if GATE != "" else 1
@@ -72,13 +76,7 @@ def _multiply(
             if GATE != "":
                 right = tl.load(right_at + OUTPUTS * INPUTS, right_there, 0.0)
                 other = dot(left, right, other)
-        if GATE != "":
-            # As the reference, which gates what it has rounded.
-            kind = output.dtype.element_ty
-            gates = total.to(kind).to(tl.float32)
-            total = activated(gates, GATE) * other.to(kind).to(tl.float32)
-        at = output + to.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
-        tl.store(at, total.to(output.dtype.element_ty), there[:, None] & known[None, :])
+        store_tile(total, other, output, to, column, there, OUTPUTS, GATE)
 
 
 @triton.jit

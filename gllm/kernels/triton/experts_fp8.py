@@ -13,9 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.fp8_weights import Fp8Stack
-from gllm.kernels.triton.activation import activated
 from gllm.kernels.triton.ahead import Compiled, Tiled
-from gllm.kernels.triton.expert_blocks import Sorted, block_of, counted, tile_sizes
+from gllm.kernels.triton.expert_blocks import (
+    Sorted,
+    block_of,
+    counted,
+    rows_of,
+    store_tile,
+    tile_sizes,
+)
 from gllm.kernels.triton.linear_fp8 import (
     GROUP,
     add_group,
@@ -44,11 +50,7 @@ def _multiply(
     if expert < EXPERTS:
         GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
         BLOCKS: tl.constexpr = (GROUPS + SCALE_COLUMNS - 1) // SCALE_COLUMNS
-        source = row
-        to = pair
-        if GATE != "":
-            source = pair // PICKED
-            to = row
+        source, to = rows_of(row, pair, PICKED, GATE)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         known = column < OUTPUTS
         maps: tl.constexpr = 2 if GATE != "" else 1
@@ -75,13 +77,7 @@ def _multiply(
                 behind = (OUTPUTS + column) // SCALE_ROWS * BLOCKS
                 scale = tl.load(scale_at + behind, known, 0.0)
                 other = add_group(other, left, right, share, scale, FP8)
-        if GATE != "":
-            # As the reference, which gates what it has rounded.
-            kind = output.dtype.element_ty
-            gates = total.to(kind).to(tl.float32)
-            total = activated(gates, GATE) * other.to(kind).to(tl.float32)
-        at = output + to.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
-        tl.store(at, total.to(output.dtype.element_ty), there[:, None] & known[None, :])
+        store_tile(total, other, output, to, column, there, OUTPUTS, GATE)
 
 
 def multiply(
