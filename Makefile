@@ -26,10 +26,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Tests in tests/e2e measure the CPU time and memory of their servers: they run alone. Coverage is that of the others.
+# Tests in tests/e2e start servers, two at a time; those marked `alone` measure them. Coverage is that of the others.
 test: lint
-	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --ignore tests/e2e --cov --cov-report=term:skip-covered
-	$(BIN)/python -m pytest -q -rs tests/e2e
+	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -q -rs -n 2 --dist loadscope -m "not long and not alone" tests/e2e
+	$(BIN)/python -m pytest -q -rs -m "alone and not long" tests/e2e
 
 # Soaks, full sizes, many seeds: the tests marked `long`, and the property tests with their long profile.
 test-long: $(STAMP)

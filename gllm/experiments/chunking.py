@@ -34,6 +34,7 @@ def run(options: Options) -> Result:
     """Every setting, number of stages and prompt."""
     settings = SETTINGS[:1] if options.quick else SETTINGS
     prompts = PROMPTS[::3] if options.quick else PROMPTS
+    most_chunks = MOST_CHUNKS // 4 if options.quick else MOST_CHUNKS
     rows, worst = [], {"auto": 0.0, "throttle-paper": 0.0}
     panels = []
     for model, device in settings:
@@ -43,7 +44,7 @@ def run(options: Options) -> Result:
                 case = (model, device, stages, prompt)
                 equal = {
                     count: ttft(*case, "sarathi", -(-prompt // count))
-                    for count in range(1, MOST_CHUNKS + 1)
+                    for count in range(1, most_chunks + 1)
                 }
                 count, best = min(equal.items(), key=lambda item: item[1])
                 ratios = {"one chunk": equal[1] / best, "eight equal": equal[8] / best}
@@ -61,7 +62,7 @@ def run(options: Options) -> Result:
             )
     header = ["setting", "stages", "prompt", "best TTFT, ms", "chunks"]
     text = (
-        f"Simulated. Best: the fastest of 1 to {MOST_CHUNKS} equal chunks; the other columns are "
+        f"Simulated. Best: the fastest of 1 to {most_chunks} equal chunks; the other columns are "
         "multiples of it. `auto` is the default: sarathi at one stage, throttle at more.\n\n"
         + text_table([*header, "one chunk", "eight equal", "auto", "throttle-paper"], rows)
     )

@@ -24,14 +24,16 @@ WORKLOADS = ("sharegpt-like", "azure-conv")
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
 TTFT_TIMES, TPOT_TIMES = 5.0, 2.0
 """The limits are these multiples of what the workload's requests get alone on the pipeline."""
+LOW_RATE, MAX_LOW_RATE_REQUESTS = 0.01, 60
+"""Requests per second at next to no load, and how many of them suffice for the limits."""
 TARGET = 0.8
 
 Curve = list[tuple[float, float]]
 
 
-def limits(setting: Setting, workload: str) -> tuple[float, float]:
+def limits(setting: Setting, workload: str, num_requests: int) -> tuple[float, float]:
     """TTFT and TPOT limits in seconds: multiples of the 90th percentile at next to no load."""
-    figures = summary_of(Trial(setting, workload, "throttle", 0.01, 60))
+    figures = summary_of(Trial(setting, workload, "throttle", LOW_RATE, num_requests))
     return TTFT_TIMES * figures["ttft"]["p90"], TPOT_TIMES * figures["tpot"]["p90"]
 
 
@@ -53,7 +55,7 @@ def run(options: Options) -> Result:
     trials: list[Trial] = []
     for setting in settings:
         for workload in WORKLOADS:
-            slo = limits(setting, workload)
+            slo = limits(setting, workload, min(options.requests, MAX_LOW_RATE_REQUESTS))
             base = Trial(setting, workload, "throttle", 1.0, options.requests, slo=slo)
             for trial in at_rates(base, shares):
                 trials += [replace(trial, policy=policy) for policy in POLICIES]

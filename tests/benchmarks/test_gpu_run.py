@@ -17,8 +17,13 @@ PAGE = f"# GPU\n\nBefore.\n\n{BEGIN}\nold figures\n{END}\n\nBehind.\n"
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "only",
+    ["kernels,qwen2.5-7b,stages", pytest.param("", marks=pytest.mark.long)],
+    ids=["one model", "all"],
+)
 def test_a_dry_run_has_every_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, only: str
 ) -> None:
     # However busy the machine is.
     monkeypatch.setattr(run, "START_SECONDS", 900.0)
@@ -26,13 +31,14 @@ def test_a_dry_run_has_every_row(
     out, page = tmp_path / "gpu.json", tmp_path / "gpu.md"
     page.write_text(PAGE)
     command = ["--dry-run", "--out", str(out), "--page", str(page), "--time-budget", "4000"]
+    command += ["--only", only]
     status = run.main(command)
     results = json.loads(out.read_text())
     wrong = [(row["name"], row["note"], row["traceback"]) for row in results["rows"]
              if row["status"] == FAILED]  # fmt: skip
     assert (status, wrong) == (0, [])
     assert complaints(results) == []
-    assert {row["section"] for row in results["rows"]} == set(SECTIONS)
+    assert {row["section"] for row in results["rows"]} == set(run.sections_of(only))
     # How long transformers takes may not tell a step on a busy machine.
     skipped = [row["name"] for row in results["rows"] if row["status"] == SKIPPED]
     assert all(name.startswith("transformers") for name in skipped)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.server import Server, alive, serving, wait_until
 
+pytestmark = pytest.mark.alone
 LONG = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True}
 """About 500 steps: it is still running when a test acts."""
 NOTICE_SECONDS = 2.0

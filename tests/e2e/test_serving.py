@@ -135,6 +135,7 @@ def test_every_stage_reports_its_bubbles(server: Server) -> None:
     assert all(0 <= share < 1 for share in shares)
 
 
+@pytest.mark.alone
 def test_malformed_requests_are_refused_and_leave_nothing(tiny_model: Path) -> None:
     """200 of them named and refused; 2,000 others, over all endpoints, leave memory where it was.
 
@@ -165,6 +166,7 @@ def test_malformed_requests_are_refused_and_leave_nothing(tiny_model: Path) -> N
         assert server.post("/v1/completions", TEXT)[0] == 200
 
 
+@pytest.mark.alone
 def test_an_idle_pipeline_uses_no_cpu(tiny_model: Path) -> None:
     """After a burst, with a connection kept open: under 2 % of a core over all processes."""
     with serving(tiny_model, "--pp", "4") as server:

@@ -1,24 +1,32 @@
 """Every named experiment runs, and its page says what it has to."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gllm.commands.experiment import EXPERIMENTS, REAL, main
+from gllm.config.engine import EngineConfig
+from gllm.experiments import profile, real, real_ablation
 from gllm.experiments.ablation import BASE
 from gllm.experiments.base import Claim, Result, claims_table, write_result
 from gllm.experiments.latency_vs_rate import slope, turning_point
 from gllm.experiments.real_ablation import middle
 from gllm.experiments.slo import rate_at
+from gllm.observability.step_log import Event
+from gllm.sim.costs.constant import ConstantCost
+from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.workload import Job
 
 SIMULATED = [name for name in EXPERIMENTS if name not in ("replay", "prediction")]
 
 
 @pytest.mark.parametrize("name", SIMULATED)
-def test_simulated(name: str, tmp_path: Path) -> None:
-    assert main([name, "--quick", "--requests", "24", "--output", str(tmp_path)]) == 0
+@pytest.mark.parametrize("requests", ["8", pytest.param("24", marks=pytest.mark.long)])
+def test_simulated(name: str, requests: str, tmp_path: Path) -> None:
+    assert main([name, "--quick", "--requests", requests, "--output", str(tmp_path)]) == 0
     page = (tmp_path / f"{name}.md").read_text()
-    assert f"gllm experiment {name} --quick --requests 24" in page
+    assert f"gllm experiment {name} --quick --requests {requests}" in page
     assert "Simulated" in page
     pictures = [line.split("](")[1].rstrip(")") for line in page.splitlines() if "![" in line]
     assert pictures
@@ -34,7 +42,27 @@ def test_replay_of_the_real_engine(tmp_path: Path) -> None:
     assert "**miss**" not in page
 
 
-def test_prediction_of_the_real_engine(tmp_path: Path) -> None:
+FEW_MEASUREMENTS = {
+    "DECODE_BATCHES": (1, 4),
+    "DECODE_TOKENS": 8,
+    "PREFILLS": (8, 64, 256),
+    "REPEATS": 1,
+    "BURST": 6,
+    "BURSTS": 1,
+    "SHARES": (0.6,),
+    "SWEEP_TURNS": 2,
+}
+"""Constants of gllm.experiments.profile for a profile that need not be exact."""
+
+
+@pytest.mark.parametrize(
+    "constants", [FEW_MEASUREMENTS, pytest.param({}, marks=pytest.mark.long)], ids=["few", "all"]
+)
+def test_prediction_of_the_real_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constants: dict[str, object]
+) -> None:
+    for name, value in constants.items():
+        monkeypatch.setattr(profile, name, value)
     # How near it comes depends on what else the machine does; that it says so does not.
     assert main(["prediction", "--quick", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "prediction.md").read_text()
@@ -42,7 +70,23 @@ def test_prediction_of_the_real_engine(tmp_path: Path) -> None:
         assert f"median {metric}, ms" in page
 
 
-def test_the_real_ablation(tmp_path: Path) -> None:
+def serve_simulated(config: EngineConfig, jobs: list[Job]) -> list[Event]:
+    """Return the step log of a simulated pipeline in place of a real engine's."""
+    stages = config.pipeline_parallel_size
+    scheduler = config.scheduler.resolve(stages, 1000, 1024)
+    deployment = Deployment("simulated", [1] * stages, ConstantCost(0.01), scheduler)
+    return simulate(deployment, jobs)[1]
+
+
+@pytest.mark.parametrize(
+    "serve", [serve_simulated, pytest.param(real.serve, marks=pytest.mark.long)]
+)
+def test_the_real_ablation(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    serve: Callable[[EngineConfig, list[Job]], list[Event]],
+) -> None:
+    monkeypatch.setattr(real_ablation, "serve", serve)
     assert main(["ablation", "--real", "--quick", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "ablation-real.md").read_text()
     assert "demo at --pp 2" in page

@@ -46,12 +46,17 @@ def test_every_file_lists_what_is_compiled(name: str) -> None:
         assert {*one.aligned} <= {*one.signature}
 
 
-def test_the_first_of_each_kernel_is_well() -> None:
-    done = command()
+@pytest.mark.parametrize(
+    "architectures",
+    [(86, 90), pytest.param((*SHARED_MEMORY,), marks=pytest.mark.long)],
+    ids=["least memory and wgmma", "all"],
+)
+def test_the_first_of_each_kernel_is_well(architectures: tuple[int, ...]) -> None:
+    done = command("-m", "gllm.kernels.aot", "--arch", *map(str, architectures))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].endswith(f" compiled by Triton {triton.__version__}, all well")
-    for arch in SHARED_MEMORY:
+    for arch in architectures:
         assert any(f" sm_{arch} " in line for line in lines[1:])
 
 
