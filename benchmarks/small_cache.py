@@ -1,0 +1,71 @@
+"""Policies with a KV cache that is too small, simulated; a Markdown table on stdout.
+
+300 azure-conv requests at 2/s on qwen2.5-32b, 4 x L20, with and without expected output lengths.
+"""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.deployment import roofline, simulate
+from gllm.sim.report import summarize, text_table
+from gllm.sim.workload import make_jobs
+
+POLICIES = {
+    6000: ("throttle", "throttle-paper", "throttle-no-ut", "sarathi"),
+    1300: ("throttle", "throttle-no-ut", "sarathi"),
+}
+"""Policies by number of KV blocks."""
+EXPECTED_TOKENS = (SchedulerConfig().expected_output_tokens, 0)
+HEADER = (
+    *("blocks", "expected tokens", "policy", "tokens/s", "mean TTFT, s", "mean TPOT, ms"),
+    *("longest wait, s", "preemptions", "waste"),
+)
+
+
+class Case(NamedTuple):
+    """One simulation."""
+
+    num_blocks: int
+    expected_tokens: int
+    policy: str
+
+
+def simulate_case(case: Case) -> list[str]:
+    """Return the row of a case; waste is the share of tokens computed more than once."""
+    config = SchedulerConfig(policy=case.policy, expected_output_tokens=case.expected_tokens)
+    deployment = roofline("qwen2.5-32b", "L20", 4, 16384, "pcie", config)
+    scheduler = replace(deployment.scheduler, num_blocks=case.num_blocks)
+    jobs = make_jobs("azure-conv", 300, 2.0, "poisson", 0)
+    run = simulate(replace(deployment, scheduler=scheduler), jobs)[0]
+    figures = summarize(run)
+    served = run.requests.values()
+    # The last token of an output is never an input.
+    needed = sum(one.prompt_tokens + one.line.tokens - 1 for one in served)
+    computed = sum(step.work.tokens for step in run.steps)
+    longest_wait = max(max(one.line.itl, default=0.0) for one in served)
+    return [
+        *(f"{case.num_blocks:,}", str(case.expected_tokens), case.policy),
+        f"{figures['steady_tokens_per_second']:,.0f}",
+        *(f"{figures['ttft']['mean']:.1f}", f"{1e3 * figures['tpot']['mean']:.0f}"),
+        *(f"{longest_wait:.1f}", str(figures["preemptions"])),
+        f"{100 * (computed / needed - 1):.1f} %",
+    ]
+
+
+def main() -> None:
+    """Simulate every case and print the table."""
+    cases = [
+        Case(num_blocks, expected, policy)
+        for num_blocks, policies in POLICIES.items()
+        for expected in EXPECTED_TOKENS
+        for policy in policies
+    ]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        print(text_table(list(HEADER), list(pool.map(simulate_case, cases))))
+
+
+if __name__ == "__main__":
+    main()
