@@ -25,9 +25,9 @@ from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.sse import HEADERS
-from gllm.messages.base import Message
-from gllm.messages.requests import Abort, Submit, Tokens
-from gllm.messages.sampling import RowLogprobs
+from gllm.messages.base import WireMessage
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.messages.sampling import SampleDetails
 from gllm.scheduler.plan import End, First, Outcome, Stats
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -55,13 +55,13 @@ class EndlessPipeline:
         engine._pipeline.state = "ready"
         self._client.connect(self)  # type: ignore[arg-type]
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """As the driver's link: requests come, and go."""
         match message:
-            case Submit(seq):
+            case SubmitRequest(seq):
                 self._left[seq] = message.max_tokens
                 self._work.set()
-            case Abort(seqs):
+            case AbortSequences(seqs):
                 for seq in seqs:
                     self._left.pop(seq, None)
 
@@ -88,9 +88,9 @@ class EndlessPipeline:
                 del self._left[seq]
                 ends.append(End(seq, "length"))
         outcome = Outcome(seqs, tokens, firsts, ends, len(seqs))
-        self._client.hear(Tokens(outcome, Stats(), self._rows(seqs, tokens)))
+        self._client.hear(EngineOutputs(outcome, Stats(), self._rows(seqs, tokens)))
 
-    def _rows(self, seqs: list[int], tokens: list[int]) -> list[RowLogprobs]:
+    def _rows(self, seqs: list[int], tokens: list[int]) -> list[SampleDetails]:
         """What sequences tell besides their tokens."""
         return []
 

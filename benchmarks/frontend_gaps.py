@@ -32,9 +32,9 @@ from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.server import SWITCH_SECONDS
-from gllm.messages.base import Message
-from gllm.messages.requests import Submit
-from gllm.messages.sampling import RowLogprobs, Sampling, TokenLogprobs
+from gllm.messages.base import WireMessage
+from gllm.messages.requests import SubmitRequest
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenLogprobs
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "frontend-gaps.md"
 MARKS = "<!-- figures, overwritten by the command -->\n", "<!-- end of figures -->\n"
@@ -49,26 +49,26 @@ class ScoringPipeline(EndlessPipeline):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._sampling: dict[int, Sampling] = {}
+        self._sampling: dict[int, SequenceSamplingParams] = {}
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """As the driver's link: every choice of a request is a sequence."""
-        if isinstance(message, Submit):
+        if isinstance(message, SubmitRequest):
             for seq in range(message.seq, message.seq + message.n):
                 self._sampling[seq] = message.sampling
                 self._left[seq] = message.max_tokens
         super().send(message)
 
-    def _rows(self, seqs: list[int], tokens: list[int]) -> list[RowLogprobs]:
+    def _rows(self, seqs: list[int], tokens: list[int]) -> list[SampleDetails]:
         rows = []
         for seq, token in zip(seqs, tokens, strict=True):
             sampling = self._sampling[seq]
             if sampling.logprobs is not None:
                 top = list(range(sampling.logprobs))
                 entry = TokenLogprobs(token, -0.5, 1, top, [-1.5] * len(top))
-                rows.append(RowLogprobs(seq, entry, []))
+                rows.append(SampleDetails(seq, entry, []))
             elif sampling.embeds:
-                rows.append(RowLogprobs(seq, None, [], array("f", [0.5] * WIDTH).tobytes()))
+                rows.append(SampleDetails(seq, None, [], array("f", [0.5] * WIDTH).tobytes()))
         return rows
 
 

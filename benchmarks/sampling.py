@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime.sampler import draw, plan_rows
 from gllm.runtime.sampling_state import SamplingState, states_of
 
@@ -50,7 +50,11 @@ def main() -> None:
     logits = torch.randn(args.rows, args.vocabulary)
     states = {
         kind: [
-            states_of(Register(row, len(PROMPT), PROMPT, Sampling(seed=row, **fields)))[0]
+            states_of(
+                RegisterSequences(
+                    row, len(PROMPT), PROMPT, SequenceSamplingParams(seed=row, **fields)
+                )
+            )[0]
             for row in range(args.rows)
         ]
         for kind, fields in KINDS.items()

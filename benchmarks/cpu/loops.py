@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gllm.config.engine import EngineConfig
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.observability.step_log import Add, Event, Schedule, Start
@@ -99,9 +99,11 @@ class _Loop:
             if isinstance(event, Start):
                 executor.allocate(event.scheduler.num_blocks, event.scheduler.block_size)
             elif isinstance(event, Add):
-                greedy = Sampling(temperature=0.0)
+                greedy = SequenceSamplingParams(temperature=0.0)
                 prompt = len(event.prompt)
-                executor.register(Register(event.seq, prompt, event.prompt, greedy, event.n))
+                executor.register(
+                    RegisterSequences(event.seq, prompt, event.prompt, greedy, event.n)
+                )
             elif isinstance(event, Schedule) and event.plan is not None:
                 begin = time.perf_counter()
                 batch = executor.prepare(event.plan)

@@ -22,8 +22,8 @@ from benchmarks.cpu.page import make_parser, origin, write_results
 from benchmarks.cpu.rounds import Bench, bench
 from gllm.config.engine import EngineConfig
 from gllm.messages.codec import decode, encode
-from gllm.messages.requests import Tokens
-from gllm.messages.steps import Result, Step
+from gllm.messages.requests import EngineOutputs
+from gllm.messages.steps import RunStep, StepDone
 from gllm.models.hub import resolve
 from gllm.observability.step_log import Add, Commit, Event, Schedule, Start, Times, request_of
 from gllm.scheduler.plan import Outcome, StepPlan, StepResult
@@ -92,20 +92,20 @@ class Replay:
                 if plan is not None:
                     self.plans[plan.step] = plan
                     self._add(self.schedule_seconds, plan.step, begin)
-                    self._encode(Step(plan), plan.step)
+                    self._encode(RunStep(plan), plan.step)
             case Commit():
                 self._commit(event.result)
 
     def _commit(self, result: StepResult) -> None:
-        self._encode(Result(result), result.step)
+        self._encode(StepDone(result), result.step)
         begin = time.perf_counter()
         outcome = self._scheduler.commit(result)
         stats = self._scheduler.stats()
         self._add(self.schedule_seconds, result.step, begin)
         self.outcomes[result.step] = outcome
-        self._encode(Tokens(outcome, stats), result.step)
+        self._encode(EngineOutputs(outcome, stats), result.step)
 
-    def _encode(self, message: Step | Result | Tokens, step: int) -> None:
+    def _encode(self, message: RunStep | StepDone | EngineOutputs, step: int) -> None:
         begin = time.perf_counter()
         decode(encode(message))
         self._add(self.encode_seconds, step, begin)

@@ -22,8 +22,8 @@ from benchmarks.gpu import models
 from benchmarks.gpu.models import Executor
 from benchmarks.gpu.peers import Peer
 from benchmarks.gpu.rows import Measured, Skip
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.plan import Row, StepPlan
 
 ERRORS, MARGIN = 2.0, 4.0
@@ -81,7 +81,9 @@ def measure(executor: Executor, truth: Truth, way: str, seq: int) -> Measured:
 def logits_of(executor: Executor, prompt: list[int], counts: Sequence[int], seq: int) -> Tensor:
     """[tokens, vocabulary] float32 of a prompt in steps of so many tokens; in the first blocks of
     the cache, which nobody holds."""
-    executor.register(Register(seq, len(prompt), prompt, Sampling(temperature=0.0)))
+    executor.register(
+        RegisterSequences(seq, len(prompt), prompt, SequenceSamplingParams(temperature=0.0))
+    )
     blocks = list(range(-(-len(prompt) // models.BLOCK_SIZE)))
     made, start = [], 0
     for step, count in enumerate(counts):

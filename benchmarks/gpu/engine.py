@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks.gpu import agreement, models, peers
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.rows import Measured, Named, Skip
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import DeviceTime
 from gllm.scheduler.plan import StepPlan, StepResult
@@ -179,7 +179,9 @@ class Model:
         for prompt in prompts:
             seq = self.number()
             scheduler.add(Request(seq, prompt, new), time.monotonic())
-            executor.register(Register(seq, len(prompt), prompt, Sampling(temperature=0.0)))
+            executor.register(
+                RegisterSequences(seq, len(prompt), prompt, SequenceSamplingParams(temperature=0.0))
+            )
         done: list[Step] = []
         under_way: deque[tuple[StepPlan, Batch, Tensor]] = deque()
         while True:

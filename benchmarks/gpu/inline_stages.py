@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.gpu.host import HostQueues
 from gllm.config.engine import EngineConfig
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.models.split import split_layers
@@ -56,7 +56,11 @@ class InlinePipeline:
         for seq, prompt in enumerate(prompts):
             scheduler.add(Request(seq, prompt, tokens), time.monotonic())
             for executor in self._executors:
-                executor.register(Register(seq, len(prompt), prompt, Sampling(temperature=0.0)))
+                executor.register(
+                    RegisterSequences(
+                        seq, len(prompt), prompt, SequenceSamplingParams(temperature=0.0)
+                    )
+                )
         texts: dict[int, list[int]] = defaultdict(list)
         in_flight: deque[tuple[StepPlan, Batch, list[torch.Tensor]]] = deque()
         last = self._executors[-1]

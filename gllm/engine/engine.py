@@ -35,14 +35,14 @@ from gllm.engine.interface import (
 from gllm.engine.preflight import plan_model
 from gllm.engine.request import Request, Words, make_sampling
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
-from gllm.messages.reports import Bubbles, StageLoad
-from gllm.messages.sampling import Sampling
+from gllm.messages.reports import BubbleReport, StageUtilization
+from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import notes_of
 from gllm.observability.logs import QUIET, LogConfig
-from gllm.runtime.client import Stream
+from gllm.runtime.client import RequestStream
 from gllm.runtime.launch import PipelineWorkers, Workers
 from gllm.runtime.pipeline import EngineError as EngineError
-from gllm.runtime.pipeline import Pipeline
+from gllm.runtime.pipeline import WorkerPipeline
 from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
 
@@ -81,7 +81,7 @@ class Engine:
         self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
         self._compiling: dict[asyncio.Future[str], str] = {}
         """Grammars that requests wait for, by whose id; an abort takes them out."""
-        self._pipeline = Pipeline(self.config, plan.layers, self._show_progress)
+        self._pipeline = WorkerPipeline(self.config, plan.layers, self._show_progress)
         self._client = self._pipeline.client
         self._logs = logs
         self._given = workers
@@ -139,12 +139,12 @@ class Engine:
         return self._client.step_sizes
 
     @property
-    def stage_loads(self) -> dict[int, StageLoad]:
+    def stage_loads(self) -> dict[int, StageUtilization]:
         """What each stage computed so far, by stage."""
         return self._client.stage_loads
 
     @property
-    def bubbles(self) -> Bubbles:
+    def bubbles(self) -> BubbleReport:
         """What the pipeline lost so far."""
         return self._client.bubbles
 
@@ -227,7 +227,7 @@ class Engine:
         grammar = await self._grammar(params, request_id)
         self._check_ready()
         send = partial(self._send, params, priority, cache_salt, request_id, words, grammar or "")
-        streams: list[Stream] = []
+        streams: list[RequestStream] = []
         try:
             for prompt in prompts:
                 streams.append(send(prompt))
@@ -261,7 +261,7 @@ class Engine:
         check_request(prompt, params, self.model)
         self._check_ready()
         # The first token is drawn on the way, and not looked at.
-        sampling = Sampling(temperature=0, embeds=True)
+        sampling = SequenceSamplingParams(temperature=0, embeds=True)
         stream = self._client.submit(
             prompt,
             sampling,
@@ -357,7 +357,7 @@ class Engine:
         bad_words: Words,
         grammar: str,
         prompt: list[int],
-    ) -> Stream:
+    ) -> RequestStream:
         room = self.model.max_model_len - len(prompt)
         # A grammar's end is the text's, which nothing can follow.
         ends = not params.ignore_eos or grammar

@@ -14,7 +14,7 @@ import msgspec
 from gllm.config.field_types import FieldError, to_int, to_str
 from gllm.config.limits import MAX_PROMPT_LOGPROBS
 from gllm.config.sampling import SamplingParams
-from gllm.messages.reports import Bubbles, StageLoad
+from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer, TooManyTokens
@@ -125,11 +125,11 @@ class EngineLike(Protocol):
         """Micro-batches so far, by their tokens rounded up to a power of two."""
 
     @property
-    def stage_loads(self) -> Mapping[int, StageLoad]:
+    def stage_loads(self) -> Mapping[int, StageUtilization]:
         """What each stage computed so far, by stage."""
 
     @property
-    def bubbles(self) -> Bubbles:
+    def bubbles(self) -> BubbleReport:
         """What the pipeline lost so far."""
 
     def healthy(self) -> bool:

@@ -9,8 +9,8 @@ from random import Random
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import Delta
-from gllm.messages.sampling import Sampling, TokenLogprobs
-from gllm.runtime.client import EngineClient, Piece, Stream
+from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
+from gllm.runtime.client import EngineClient, RequestStream, TokenDelta
 from gllm.scheduler.plan import First
 from gllm.text.detokenizer import TextStream
 from gllm.text.stops import StopStrings
@@ -27,7 +27,11 @@ class Request:
     """A request that the driver has got, as of RequestLike."""
 
     def __init__(
-        self, client: EngineClient, stream: Stream, tokenizer: Tokenizer, params: SamplingParams
+        self,
+        client: EngineClient,
+        stream: RequestStream,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
     ) -> None:
         self._client = client
         self._stream = stream
@@ -83,7 +87,7 @@ def _text_stream(tokenizer: Tokenizer, params: SamplingParams, stops: StopString
     )
 
 
-def _delta(choice: int, piece: Piece, text: TextStream, params: SamplingParams) -> Delta:
+def _delta(choice: int, piece: TokenDelta, text: TextStream, params: SamplingParams) -> Delta:
     """A piece as text. A token that ends the choice is counted, but is no part of the text unless
     the request asks for what stopped it."""
     end, tokens = piece.end, piece.tokens
@@ -111,7 +115,7 @@ def _delta(choice: int, piece: Piece, text: TextStream, params: SamplingParams) 
 
 def make_sampling(
     params: SamplingParams, stop_ids: set[int], bad_words: Words, grammar: str, seeds: Random
-) -> Sampling:
+) -> SequenceSamplingParams:
     """Return what the last stage has to know to sample; a request without a seed gets one.
 
     Args:
@@ -121,7 +125,7 @@ def make_sampling(
         grammar: The compiled grammar, or an empty string.
         seeds: Source of seeds.
     """
-    return Sampling(
+    return SequenceSamplingParams(
         temperature=params.temperature,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,

@@ -10,5 +10,5 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """What an array of int64 holds; the wire itself takes unsigned numbers too."""
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; the class name is the tag on the wire."""

@@ -1,15 +1,15 @@
 """Questions of the frontend to all stages, and the answer of each."""
 
-from gllm.messages.base import Message
+from gllm.messages.base import WireMessage
 
 
-class ForgetPrefixes(Message, frozen=True):
+class ResetPrefixCache(WireMessage, frozen=True):
     """Empty the prefix cache; Done is the answer."""
 
     question: int
 
 
-class Profile(Message, frozen=True):
+class Profile(WireMessage, frozen=True):
     """To every stage: record what is computed, or end that and write it down; Done answers each."""
 
     question: int
@@ -17,7 +17,7 @@ class Profile(Message, frozen=True):
     """Where each stage's record goes; empty: end."""
 
 
-class Done(Message, frozen=True):
+class CommandDone(WireMessage, frozen=True):
     """A stage has done what the frontend asked for."""
 
     question: int

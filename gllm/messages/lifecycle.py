@@ -1,9 +1,9 @@
 """Messages that start and stop a stage."""
 
-from gllm.messages.base import Message
+from gllm.messages.base import WireMessage
 
 
-class Progress(Message, frozen=True):
+class LoadProgress(WireMessage, frozen=True):
     """How far a stage's loading is, in bytes."""
 
     stage: int
@@ -11,13 +11,13 @@ class Progress(Message, frozen=True):
     total: int
 
 
-class Linked(Message, frozen=True):
+class StageConnected(WireMessage, frozen=True):
     """The first message of a stage to the driver: the way is open."""
 
     stage: int
 
 
-class Loaded(Message, frozen=True):
+class StageLoaded(WireMessage, frozen=True):
     """A stage has its weights."""
 
     stage: int
@@ -28,24 +28,24 @@ class Loaded(Message, frozen=True):
     """Bytes for KV blocks in memory of the stage's own; None where stages share the machine's."""
 
 
-class Start(Message, frozen=True):
+class InitializeCache(WireMessage, frozen=True):
     """The number of KV blocks, the same on every stage."""
 
     num_blocks: int
 
 
-class Ready(Message, frozen=True):
+class StageReady(WireMessage, frozen=True):
     """A stage has its KV cache and takes plans."""
 
     stage: int
 
 
-class Fatal(Message, frozen=True):
+class StageFailed(WireMessage, frozen=True):
     """A worker cannot go on."""
 
     stage: int
     cause: str
 
 
-class Shutdown(Message, frozen=True):
+class Shutdown(WireMessage, frozen=True):
     """End this process."""

@@ -1,10 +1,10 @@
 """What stages and the driver report about their use of time."""
 
-from gllm.messages.base import Message
+from gllm.messages.base import WireMessage
 from gllm.scheduler.plan import StepTime
 
 
-class StageTimes(Message, frozen=True):
+class StageTimes(WireMessage, frozen=True):
     """When a stage computed the steps since its last message."""
 
     stage: int
@@ -13,7 +13,7 @@ class StageTimes(Message, frozen=True):
     """Every step that it began before this time has been told."""
 
 
-class Bubbles(Message, frozen=True):
+class BubbleReport(WireMessage, frozen=True):
     """What the pipeline lost since its start, as gllm.observability.bubbles defines it."""
 
     seconds: list[float] = []
@@ -22,7 +22,7 @@ class Bubbles(Message, frozen=True):
     """Time in which there was work for at least one stage."""
 
 
-class StageLoad(Message, frozen=True):
+class StageUtilization(WireMessage, frozen=True):
     """What a stage computed since its start."""
 
     stage: int

@@ -4,17 +4,17 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from gllm.messages.base import Message, TokenId
-from gllm.messages.sampling import RowLogprobs, Sampling
+from gllm.messages.base import TokenId, WireMessage
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.scheduler.plan import Outcome, Stats
 
 
-class Submit(Message, frozen=True):
+class SubmitRequest(WireMessage, frozen=True):
     """A request. Its choices are the sequences seq .. seq + n - 1."""
 
     seq: int
     prompt: list[TokenId]
-    sampling: Sampling
+    sampling: SequenceSamplingParams
     max_tokens: int
     """Tokens to generate at most, for each choice; prompt + max_tokens fit the context."""
     stop_ids: list[TokenId]
@@ -25,7 +25,7 @@ class Submit(Message, frozen=True):
     cache_salt: str = ""
 
 
-class Rejected(Message, frozen=True):
+class RejectedRequest(WireMessage, frozen=True):
     """A Submit that could not be decoded; `decode` returns it, nobody sends it."""
 
     seq: int
@@ -33,16 +33,16 @@ class Rejected(Message, frozen=True):
     error: str
 
 
-class Abort(Message, frozen=True):
+class AbortSequences(WireMessage, frozen=True):
     """Sequences nobody waits for any more."""
 
     seqs: list[int]
 
 
-class Tokens(Message, frozen=True):
+class EngineOutputs(WireMessage, frozen=True):
     """What a commit brought, for all its sequences at once; an empty outcome brings statistics."""
 
     outcome: Outcome
     stats: Stats
-    logprobs: list[RowLogprobs] = []
+    logprobs: list[SampleDetails] = []
     """Of sequences in the outcome that asked for them."""

@@ -5,7 +5,7 @@ import msgspec
 from gllm.messages.base import Int64, TokenId
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True):
+class SequenceSamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How the last stage draws the tokens of one sequence."""
 
     temperature: float = 1.0
@@ -73,7 +73,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
-class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class SampleDetails(msgspec.Struct, frozen=True, array_like=True):
     """What a sampling row has to tell besides its token."""
 
     seq: int

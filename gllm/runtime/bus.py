@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from gllm.messages.base import Message
+from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode, encode
 
 FRONTEND = 1_000_000
@@ -39,7 +39,7 @@ class Outbox:
         self._sender = sender
         self._number = 0
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """Queue a message."""
         self.send_encoded(encode(message))
 

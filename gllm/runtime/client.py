@@ -11,16 +11,16 @@ from collections.abc import Callable
 
 import msgspec
 
-from gllm.messages.reports import Bubbles, StageLoad
-from gllm.messages.requests import Abort, Submit, Tokens
-from gllm.messages.sampling import Sampling, TokenLogprobs
+from gllm.messages.reports import BubbleReport, StageUtilization
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.runtime.bus import Outbox
 from gllm.scheduler.plan import End, First, Stats
 
 log = logging.getLogger(__name__)
 
 
-class Piece(msgspec.Struct):
+class TokenDelta(msgspec.Struct):
     """What came for one choice since it was last asked for."""
 
     tokens: list[int] = []
@@ -38,10 +38,10 @@ def _nobody_listens() -> None:
     """What comes is kept."""
 
 
-class Stream:
+class RequestStream:
     """The coming tokens of one request's choices. A slow reader gets more of them at a time."""
 
-    def __init__(self, seq: int, n: int, request_id: str, fresh: "list[Stream]") -> None:
+    def __init__(self, seq: int, n: int, request_id: str, fresh: "list[RequestStream]") -> None:
         """fresh: where to note that something has come and nothing was there."""
         self.seq = seq
         self.request_id = request_id
@@ -49,16 +49,16 @@ class Stream:
         """Sequences that the driver has not ended."""
         self._news: Callable[[], None] = _nobody_listens
         self._fresh = fresh
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, TokenDelta] = {}
 
-    def piece(self, seq: int) -> Piece:
+    def piece(self, seq: int) -> TokenDelta:
         """Where to put what came for a sequence."""
         choice = seq - self.seq
         piece = self._pieces.get(choice)
         if piece is None:
             if not self._pieces:
                 self._fresh.append(self)
-            piece = self._pieces[choice] = Piece()
+            piece = self._pieces[choice] = TokenDelta()
         return piece
 
     def end(self, end: End) -> None:
@@ -67,7 +67,7 @@ class Stream:
             self.alive.discard(end.seq)
             self.piece(end.seq).end = end
 
-    def take(self) -> dict[int, Piece]:
+    def take(self) -> dict[int, TokenDelta]:
         """All that came since the last call, by choice."""
         pieces, self._pieces = self._pieces, {}
         return pieces
@@ -99,15 +99,15 @@ class EngineClient:
 
     def __init__(self) -> None:
         self.stats = Stats()
-        self.stage_loads: dict[int, StageLoad] = {}
-        self.bubbles = Bubbles()
+        self.stage_loads: dict[int, StageUtilization] = {}
+        self.bubbles = BubbleReport()
         self.step_sizes: Counter[int] = Counter()
         """Micro-batches by their tokens, rounded up to a power of two."""
         self._driver: Outbox | None = None
         self._next_seq = 0
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, RequestStream] = {}
         """By sequence, while the sequence lives."""
-        self._fresh: list[Stream] = []
+        self._fresh: list[RequestStream] = []
         """To which something came that they have not been told of."""
         self._requests = 0
         self._progress = time.monotonic()
@@ -129,14 +129,14 @@ class EngineClient:
     def submit(
         self,
         prompt: list[int],
-        sampling: Sampling,
+        sampling: SequenceSamplingParams,
         max_tokens: int,
         stop_ids: list[int],
         n: int = 1,
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-    ) -> Stream:
+    ) -> RequestStream:
         """Send a request to the driver. Its ids have never been used before.
 
         Raises TypeError, ValueError or OverflowError for what no message can carry; nothing has
@@ -144,11 +144,13 @@ class EngineClient:
         """
         seq = self._next_seq
         # First of all: what it raises must leave no trace.
-        self._send(Submit(seq, prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt))
+        self._send(
+            SubmitRequest(seq, prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt)
+        )
         if not self._streams:
             self._progress = time.monotonic()
         self._next_seq += n
-        stream = Stream(seq, n, request_id, self._fresh)
+        stream = RequestStream(seq, n, request_id, self._fresh)
         self._streams.update(dict.fromkeys(stream.alive, stream))
         self._requests += 1
         return stream
@@ -159,7 +161,7 @@ class EngineClient:
         for seq in living:
             self._streams.pop(seq).alive.discard(seq)
         if living:
-            self._send(Abort(living))
+            self._send(AbortSequences(living))
 
     def end(self, request_id: str | None) -> int:
         """End the requests of this id, all for None, with reason `abort`; the number of them."""
@@ -171,29 +173,29 @@ class EngineClient:
         self.cut(list(streams.values()))
         return len(streams)
 
-    def cut(self, streams: list[Stream]) -> None:
+    def cut(self, streams: list[RequestStream]) -> None:
         """End these requests with reason `abort`."""
         for stream in streams:
             living = sorted(stream.alive)
             for seq in living:
                 stream.end(End(seq, "abort"))
                 del self._streams[seq]
-            self._send(Abort(living))
+            self._send(AbortSequences(living))
         self._tell()
 
-    def release(self, stream: Stream) -> None:
+    def release(self, stream: RequestStream) -> None:
         """A request is over for its caller, whatever still runs of it."""
         self.abort(sorted(stream.alive))
         self._requests -= 1
 
-    def hear(self, message: Tokens | StageLoad | Bubbles) -> None:
+    def hear(self, message: EngineOutputs | StageUtilization | BubbleReport) -> None:
         """What the pipeline says."""
         match message:
-            case Tokens():
+            case EngineOutputs():
                 self._on_tokens(message)
-            case StageLoad(stage):
+            case StageUtilization(stage):
                 self.stage_loads[stage] = message
-            case Bubbles():
+            case BubbleReport():
                 self.bubbles = message
 
     def fail_all(self, cause: str) -> None:
@@ -204,11 +206,11 @@ class EngineClient:
         self._streams.clear()
         self._tell()
 
-    def _send(self, message: Submit | Abort) -> None:
+    def _send(self, message: SubmitRequest | AbortSequences) -> None:
         assert self._driver is not None, "no request before the start"
         self._driver.send(message)
 
-    def _on_tokens(self, message: Tokens) -> None:
+    def _on_tokens(self, message: EngineOutputs) -> None:
         """A step has finished, or the statistics have changed."""
         if message.outcome.step_tokens or message.outcome.ends:
             self._progress = time.monotonic()
@@ -229,7 +231,7 @@ class EngineClient:
                 log.exception("the reader of a request failed")
                 self._fail(stream, f"its reader failed: {type(error).__name__}: {error}")
 
-    def _fail(self, stream: Stream, error: str) -> None:
+    def _fail(self, stream: RequestStream, error: str) -> None:
         """End a request whose listener cannot be told any more."""
         stream.listen(_nobody_listens)
         living = sorted(stream.alive)
@@ -237,7 +239,7 @@ class EngineClient:
         for seq in living:
             stream.piece(seq).end = End(seq, "error", error=error)
 
-    def _deliver(self, message: Tokens) -> None:
+    def _deliver(self, message: EngineOutputs) -> None:
         outcome = message.outcome
         for row in message.logprobs:
             if stream := self._streams.get(row.seq):

@@ -11,13 +11,13 @@ from typing import Protocol
 
 import msgspec
 
-from gllm.messages.base import Message
+from gllm.messages.base import WireMessage
 from gllm.messages.codec import encode
-from gllm.messages.control import Done, ForgetPrefixes
-from gllm.messages.reports import Bubbles, StageTimes
-from gllm.messages.requests import Abort, Rejected, Submit, Tokens
-from gllm.messages.sampling import RowLogprobs
-from gllm.messages.steps import Begun, Register, Result, Step
+from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.reports import BubbleReport, StageTimes
+from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
+from gllm.messages.sampling import SampleDetails
+from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.observability.bubbles import BubbleMeter
 from gllm.scheduler.plan import End, Outcome, Stats, StepPlan
 from gllm.scheduler.scheduler import Scheduler
@@ -26,10 +26,10 @@ from gllm.scheduler.sequence import Request
 log = logging.getLogger(__name__)
 
 
-class Link(Protocol):
+class MessageSender(Protocol):
     """A way to another process."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """Queue a message."""
 
     def send_encoded(self, payload: bytes) -> None:
@@ -42,9 +42,9 @@ class Driver:
     def __init__(
         self,
         scheduler: Scheduler,
-        local: Callable[[Register | Step], None],
-        others: list[Link],
-        frontend: Link,
+        local: Callable[[RegisterSequences | RunStep], None],
+        others: list[MessageSender],
+        frontend: MessageSender,
         last_needs_prompts: bool = False,
         vocab_size: int | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class Driver:
         self._local = local
         self._others = others
         self._frontend = frontend
-        self._outcomes: list[tuple[Outcome, list[RowLogprobs]]] = []
+        self._outcomes: list[tuple[Outcome, list[SampleDetails]]] = []
         self._held: dict[int, Request] = {}
         """Requests whose grammars are being compiled, by their first sequence."""
         self._cancelled: dict[int, set[int]] = {}
@@ -65,7 +65,7 @@ class Driver:
         """Requests came or went since the frontend got the last statistics."""
         self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
 
-    def submit(self, message: Submit) -> None:
+    def submit(self, message: SubmitRequest) -> None:
         """Add a request and register its sequences with the stages that need them.
 
         A request that cannot be run ends with an error, and nothing else does.
@@ -79,12 +79,12 @@ class Driver:
             self._held.pop(message.seq, None)
             self._fail(message.seq, message.n, str(error) or type(error).__name__)
 
-    def reject(self, message: Rejected) -> None:
+    def reject(self, message: RejectedRequest) -> None:
         """End a request that could not be decoded."""
         log.error("request %d: %s", message.seq, message.error)
         self._fail(message.seq, message.n, message.error)
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: SubmitRequest) -> None:
         """Add a request. Raises ValueError for one that can never run."""
         request = Request(
             message.seq,
@@ -107,7 +107,7 @@ class Driver:
             self.scheduler.add(request, time.monotonic())
         self._register(message)
 
-    def begin(self, message: Begun) -> None:
+    def begin(self, message: GrammarReady) -> None:
         """Run a held request, whose grammar is compiled so that no step has to wait for it; end any
         request that the last stage cannot sample."""
         self._accepted = True
@@ -116,7 +116,7 @@ class Driver:
         if message.error:
             self._fail(message.seq, count, message.error)
 
-    def abort(self, message: Abort) -> None:
+    def abort(self, message: AbortSequences) -> None:
         """End sequences nobody waits for."""
         self._accepted = True
         aborted = set(message.seqs)
@@ -139,12 +139,12 @@ class Driver:
         self.scheduler.abort(sorted(self._cancelled.pop(seq, ())))
         return request.n
 
-    def forget_prefixes(self, message: ForgetPrefixes) -> None:
+    def forget_prefixes(self, message: ResetPrefixCache) -> None:
         """Empty the prefix cache."""
         self.scheduler.forget_prefixes()
-        self._frontend.send(Done(message.question, stage=0))
+        self._frontend.send(CommandDone(message.question, stage=0))
 
-    def commit(self, message: Result) -> None:
+    def commit(self, message: StepDone) -> None:
         """Take a step's result in. Raises ValueError where it is not the next one's."""
         outcome = self.scheduler.commit(message.result)
         logprobs = message.logprobs
@@ -159,7 +159,7 @@ class Driver:
         self.scheduler.observe(message.stage, message.steps)
         meter = self._meter
         meter.hear(message.stage, message.steps, message.until)
-        self._frontend.send(Bubbles(meter.seconds, meter.work_seconds))
+        self._frontend.send(BubbleReport(meter.seconds, meter.work_seconds))
 
     def turn(self) -> None:
         """After a batch of messages: fill the pipeline first, then report to the frontend.
@@ -168,7 +168,7 @@ class Driver:
         """
         while (plan := self._schedule()) is not None:
             self._accepted = True
-            step = Step(plan)
+            step = RunStep(plan)
             payload = encode(step) if self._others else b""
             for stage in self._others:
                 stage.send_encoded(payload)
@@ -178,7 +178,7 @@ class Driver:
             outcomes = [(Outcome([], [], [], []), [])]
         self._accepted = False
         for outcome, logprobs in outcomes:
-            self._frontend.send(Tokens(outcome, self._stats(), logprobs))
+            self._frontend.send(EngineOutputs(outcome, self._stats(), logprobs))
 
     def _stats(self) -> Stats:
         """The scheduler's statistics; requests whose grammars are being compiled wait as well."""
@@ -200,10 +200,10 @@ class Driver:
         self._meter.want(now, self.scheduler.parallelism())
         return plan
 
-    def _register(self, message: Submit) -> None:
+    def _register(self, message: SubmitRequest) -> None:
         """The sampling goes to the last stage, ids to all, the prompt to the first, and to the last
         where it has use for it."""
-        bare = Register(message.seq, len(message.prompt), n=message.n)
+        bare = RegisterSequences(message.seq, len(message.prompt), n=message.n)
         first = msgspec.structs.replace(bare, prompt=message.prompt)
         needed = self._last_needs_prompts or message.sampling.needs_prompt
         known = first if not self._others or needed else bare

@@ -21,8 +21,8 @@ from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
 from gllm.kernels.attention_backends import Wanted, choose
 from gllm.kernels.native.library import log_kernels
-from gllm.messages.sampling import RowLogprobs, Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
@@ -136,7 +136,7 @@ class StageExecutor:
         plan = partial(plan_each, backend=self.backend)
         self._shape = CacheShape(num_blocks, block_size, self.dtype, windows, plan)
 
-    def register(self, message: Register) -> "Future[bytes] | None":
+    def register(self, message: RegisterSequences) -> "Future[bytes] | None":
         """Register sequences that coming plans may name.
 
         Returns a future that is done once their grammar is compiled, None where they have none. It
@@ -149,7 +149,7 @@ class StageExecutor:
             states = states_of(message, self._grammars)
         except Exception as error:
             log.exception("request %d could not be registered", message.seq)
-            plain = [SamplingState(Sampling(), None, []) for _ in range(message.n)]
+            plain = [SamplingState(SequenceSamplingParams(), None, []) for _ in range(message.n)]
             self._samplings.update(enumerate(plain, start=message.seq))
             failed: Future[bytes] = Future()
             failed.set_exception(error)
@@ -242,7 +242,7 @@ class StageExecutor:
         return self._stage.logits(sampling)
 
     @torch.inference_mode()
-    def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[RowLogprobs]]:
+    def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[SampleDetails]]:
         """What each sampling row drew, and the log-probabilities of those that tell them; to be
         called for every batch of the last stage.
 

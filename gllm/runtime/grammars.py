@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gllm.grammar.guide import Guide, GuideError, Rules, usable_eos
-from gllm.messages.sampling import Sampling
+from gllm.messages.sampling import SequenceSamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -41,7 +41,7 @@ class Grammars:
         """Matchers at their beginning and how often each was copied, the one used longest ago
         first. Only the compiling thread looks at them."""
 
-    def guide(self, spec: Sampling) -> Guide:
+    def guide(self, spec: SequenceSamplingParams) -> Guide:
         """The guide of one sequence; what it needs is made meanwhile."""
         if self._compiler is None:
             self._compiler = _one_thread()

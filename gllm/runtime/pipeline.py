@@ -14,13 +14,20 @@ from pathlib import Path
 import zmq
 
 from gllm.config.engine import EngineConfig
-from gllm.messages.base import Message
+from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
-from gllm.messages.control import Done, ForgetPrefixes, Profile
-from gllm.messages.lifecycle import Fatal, Loaded, Progress, Ready, Shutdown, Start
-from gllm.messages.reports import Bubbles, StageLoad
-from gllm.messages.requests import Tokens
-from gllm.messages.sampling import Sampling
+from gllm.messages.control import CommandDone, Profile, ResetPrefixCache
+from gllm.messages.lifecycle import (
+    InitializeCache,
+    LoadProgress,
+    Shutdown,
+    StageFailed,
+    StageLoaded,
+    StageReady,
+)
+from gllm.messages.reports import BubbleReport, StageUtilization
+from gllm.messages.requests import EngineOutputs
+from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import LogConfig
 from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
 from gllm.runtime.client import EngineClient
@@ -34,7 +41,7 @@ class EngineError(Exception):
     """The engine could not start, or is gone; the message says why."""
 
 
-class Pipeline:
+class WorkerPipeline:
     """All stages. `tell` hears of loading: bytes done, bytes in all."""
 
     def __init__(
@@ -52,12 +59,12 @@ class Pipeline:
         self._config = config
         self._tell = tell
         self._stages: list[Outbox] = []
-        self._progress: dict[int, Progress] = {}
-        self._loaded: dict[int, Loaded] = {}
+        self._progress: dict[int, LoadProgress] = {}
+        self._loaded: dict[int, StageLoaded] = {}
         self._ready: set[int] = set()
         self._news = asyncio.Event()
         self._numbers = count()
-        self._questions: dict[int, asyncio.Queue[Done]] = {}
+        self._questions: dict[int, asyncio.Queue[CommandDone]] = {}
         """Answers to the questions that somebody waits for, by their number."""
 
     async def start(self, folder: Path, workers: PipelineWorkers, logs: LogConfig) -> None:
@@ -104,14 +111,14 @@ class Pipeline:
 
     async def forget_prefixes(self) -> str:
         """Empty the prefix cache; why that could not be, empty where it was."""
-        return await self._ask(ForgetPrefixes, self._stages[:1])
+        return await self._ask(ResetPrefixCache, self._stages[:1])
 
     async def profile(self, folder: str) -> str:
         """Begin a profile whose files go to this folder, an empty one ends it; why a stage could
         not, empty where all did."""
         return await self._ask(lambda question: Profile(question, folder), self._stages)
 
-    async def _ask(self, make: Callable[[int], Message], stages: list[Outbox]) -> str:
+    async def _ask(self, make: Callable[[int], WireMessage], stages: list[Outbox]) -> str:
         """Send these stages the message that `make` makes of a question's number and wait until
         they have done what it says; the first error. Who stops waiting leaves nothing behind."""
         if self.state == "dead":
@@ -126,7 +133,7 @@ class Pipeline:
             del self._questions[question]
         return next((answer.error for answer in answers if answer.error), "")
 
-    async def _wait_for(self, reached: dict[int, Loaded] | set[int]) -> None:
+    async def _wait_for(self, reached: dict[int, StageLoaded] | set[int]) -> None:
         while len(reached) < len(self.layers):
             await self._news.wait()
             self._news.clear()
@@ -145,11 +152,13 @@ class Pipeline:
         self.kv_bytes = self.num_blocks * block_bytes
         scheduler.resolve(len(self.layers), self.num_blocks, length)
         for stage in self._stages:
-            stage.send(Start(self.num_blocks))
+            stage.send(InitializeCache(self.num_blocks))
 
     async def _warm_up(self) -> None:
         """One token through all stages and back."""
-        stream = self.client.submit([0], Sampling(temperature=0), max_tokens=1, stop_ids=[])
+        stream = self.client.submit(
+            [0], SequenceSamplingParams(temperature=0), max_tokens=1, stop_ids=[]
+        )
         try:
             end = None
             while end is None:
@@ -172,20 +181,20 @@ class Pipeline:
     def _handle_all(self, messages: list[AnyMessage]) -> None:
         for message in messages:
             match message:
-                case Tokens() | StageLoad() | Bubbles():
+                case EngineOutputs() | StageUtilization() | BubbleReport():
                     self.client.hear(message)
-                case Done(question):
+                case CommandDone(question):
                     if received := self._questions.get(question):
                         received.put_nowait(message)
-                case Progress(stage):
+                case LoadProgress(stage):
                     self._progress[stage] = message
                     parts = self._progress.values()
                     self._tell(sum(p.done for p in parts), sum(p.total for p in parts))
-                case Loaded(stage):
+                case StageLoaded(stage):
                     self._loaded[stage] = message
-                case Ready(stage):
+                case StageReady(stage):
                     self._ready.add(stage)
-                case Fatal(stage, cause):
+                case StageFailed(stage, cause):
                     self._die(f"stage {stage} failed: {cause}")
 
     def _on_fault(self, fault: BusFault) -> None:
@@ -203,6 +212,6 @@ class Pipeline:
         self.client.fail_all(cause)
         for question, received in self._questions.items():
             for stage in range(len(self._stages)):
-                received.put_nowait(Done(question, stage, cause))
+                received.put_nowait(CommandDone(question, stage, cause))
         self._news.set()
         self.died.set()

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gllm.messages.control import Done
+from gllm.messages.control import CommandDone
 from gllm.runtime.bus import Outbox
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Profiler:
+class TorchProfiler:
     """Records all threads of this process between two turns. `frontend` hears of each turn."""
 
     def __init__(self, stage: int, frontend: Outbox) -> None:
@@ -43,7 +43,7 @@ class Profiler:
         except Exception as failure:
             log.exception("the profile failed")
             error = f"{type(failure).__name__}: {failure}"
-        self._frontend.send(Done(question, self._stage, error))
+        self._frontend.send(CommandDone(question, self._stage, error))
 
     def _begin(self, folder: str) -> None:
         from torch._C._profiler import _ExperimentalConfig

@@ -19,7 +19,7 @@ from gllm.kernels.logprobs import log_probabilities, score
 from gllm.kernels.masking import keep_masked, mask_of, words_of
 from gllm.kernels.sampling import all_finite, sample
 from gllm.kernels.sampling_plan import SamplingPlan, plan_sampling
-from gllm.messages.sampling import RowLogprobs, TokenLogprobs
+from gllm.messages.sampling import SampleDetails, TokenLogprobs
 from gllm.runtime.logprobs import NOT_FINITE, entries_of
 from gllm.runtime.sampling_state import SamplingState, edit_logits
 from gllm.scheduler.plan import Sampled
@@ -48,13 +48,13 @@ class SampledRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampleOutput:
     """What the sampling rows of a batch brought, in their order."""
 
     tokens: list[int]
     errors: list[str]
     """Empty where there is a token."""
-    logprobs: list[RowLogprobs]
+    logprobs: list[SampleDetails]
     """Of the rows that tell them."""
     forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By row, tokens that follow the one drawn because a grammar allows no others."""
@@ -89,13 +89,13 @@ def plan_rows(
     return SampledRows(owners, states, indices, plan, edited, embedded, told, guided)
 
 
-def draw(logits: Tensor, rows: SampledRows) -> Drawn:
+def draw(logits: Tensor, rows: SampledRows) -> SampleOutput:
     """The token of each row and, where there is none, the error.
 
     logits [rows, vocabulary] float32 are overwritten.
     """
     if not rows.states:
-        return Drawn([], [], [])
+        return SampleOutput([], [], [])
     errors = _faults(logits, rows)
     failed = [row for row, error in enumerate(errors) if error]
     if failed:
@@ -116,7 +116,7 @@ def draw(logits: Tensor, rows: SampledRows) -> Drawn:
     return drawn
 
 
-def results(rows: SampledRows, drawn: Drawn) -> list[Sampled]:
+def results(rows: SampledRows, drawn: SampleOutput) -> list[Sampled]:
     """What the driver hears of each row."""
     told = zip(rows.owners, drawn.tokens, drawn.errors, strict=True)
     return [
@@ -130,7 +130,7 @@ def _changed(rows: SampledRows) -> list[int]:
     return sorted({*rows.edited, *rows.guided}) if rows.guided else rows.edited
 
 
-def take_forced(rows: SampledRows, drawn: Drawn) -> dict[int, tuple[int, ...]]:
+def take_forced(rows: SampledRows, drawn: SampleOutput) -> dict[int, tuple[int, ...]]:
     """Tell guides what was drawn. They may know the token better, where it was forced, those that
     follow, and why there is none. By guided row, the tokens that are new in its output."""
     taken = {}
@@ -162,7 +162,7 @@ def _faults(logits: Tensor, rows: SampledRows) -> list[str]:
     return errors
 
 
-def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
+def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> SampleOutput:
     """As `draw`, for rows with these errors; logits are finite."""
     errors = list(errors)
     raw = log_probabilities(logits[rows.told]) if rows.told else None
@@ -178,12 +178,12 @@ def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
         if errors[row]:
             logits[row] = 0
     tokens = sample(logits, rows.plan)
-    told: list[RowLogprobs] = []
+    told: list[SampleDetails] = []
     if raw is not None:
         scores = score(raw, tokens[rows.told], wanted_top(rows))
         told = tell(entries_of(scores), rows, errors)
     kept = [0 if error else token for token, error in zip(tokens.tolist(), errors, strict=True)]
-    return Drawn(kept, errors, told)
+    return SampleOutput(kept, errors, told)
 
 
 def follow_grammars(rows: SampledRows, vocabulary: int) -> tuple[Tensor, set[int]]:
@@ -211,15 +211,15 @@ def _guide(rows: SampledRows, row: int) -> Guide:
     return guide
 
 
-def _draw_each(logits: Tensor, rows: SampledRows, errors: list[str]) -> Drawn:
+def _draw_each(logits: Tensor, rows: SampledRows, errors: list[str]) -> SampleOutput:
     """Row by row, so that an exception ends its own row only."""
-    drawn = Drawn([], [], [])
+    drawn = SampleOutput([], [], [])
     for row, error in enumerate(errors):
         alone = plan_rows([rows.owners[row]], [rows.states[row]], [rows.indices[row]])
         try:
             one = _draw_all(logits[row : row + 1], alone, [error])
         except Exception as cause:
-            one = Drawn([0], [f"sampling failed: {cause!r}"], [])
+            one = SampleOutput([0], [f"sampling failed: {cause!r}"], [])
         drawn.tokens.extend(one.tokens)
         drawn.errors.extend(one.errors)
         drawn.logprobs.extend(one.logprobs)
@@ -232,7 +232,7 @@ def wanted_top(rows: SampledRows) -> int:
     return MAX_LOGPROBS if any(rows.states[row].spec.logprobs for row in rows.told) else 0
 
 
-def tell(scored: list[TokenLogprobs], rows: SampledRows, errors: list[str]) -> list[RowLogprobs]:
+def tell(scored: list[TokenLogprobs], rows: SampledRows, errors: list[str]) -> list[SampleDetails]:
     """What the telling rows have to tell, their tokens scored; errors: of all rows."""
     made = []
     for row, entry in zip(rows.told, scored, strict=True):
@@ -241,7 +241,7 @@ def tell(scored: list[TokenLogprobs], rows: SampledRows, errors: list[str]) -> l
             count = state.spec.logprobs
             own = None if count is None else _cut(entry, count)
             prompt = [] if rows.indices[row] else _in_order(state.prompt_logprobs)
-            made.append(RowLogprobs(rows.owners[row][0], own, prompt))
+            made.append(SampleDetails(rows.owners[row][0], own, prompt))
     return made
 
 
@@ -257,12 +257,12 @@ def _in_order(entries: dict[int, TokenLogprobs]) -> list[TokenLogprobs]:
 
 def tell_embedded(
     rows: SampledRows, vectors: Tensor | None, errors: list[str]
-) -> list[RowLogprobs]:
+) -> list[SampleDetails]:
     """What the rows with an embedding tell; vectors [embedded, hidden] float32, on the host."""
     if vectors is None:
         return []
     return [
-        RowLogprobs(rows.owners[row][0], None, [], vector.numpy().astype("<f4").tobytes())
+        SampleDetails(rows.owners[row][0], None, [], vector.numpy().astype("<f4").tobytes())
         for row, vector in zip(rows.embedded, vectors, strict=True)
         if not errors[row]
     ]

@@ -17,8 +17,8 @@ from torch import Tensor
 from gllm.grammar.guide import Guide
 from gllm.kernels.masking import add_bias, ban, keep_only
 from gllm.kernels.penalties import SeenTokens, penalize
-from gllm.messages.sampling import Sampling, TokenLogprobs
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime.grammars import Grammars
 
 EDITING = (
@@ -78,7 +78,7 @@ class LogitEdits:
     """What a request does to its logits before a token is drawn; penalties come after it. Ids are
     [n] int64."""
 
-    def __init__(self, spec: Sampling) -> None:
+    def __init__(self, spec: SequenceSamplingParams) -> None:
         self.allowed = _ids(spec.allowed)
         """Empty where all are."""
         self.bias_ids = _ids(spec.logit_bias)
@@ -92,7 +92,7 @@ class LogitEdits:
             self._by_last[word[-2]].append(word)
         self._min_tokens = spec.min_tokens if spec.banned else 0
         self.ending = _ids(spec.banned)
-        off = Sampling()
+        off = SequenceSamplingParams()
         self._lasting = any(getattr(spec, name) != getattr(off, name) for name in EDITING)
 
     def concern(self, index: int) -> bool:
@@ -124,7 +124,7 @@ class SamplingState:
 
     def __init__(
         self,
-        spec: Sampling,
+        spec: SequenceSamplingParams,
         edits: LogitEdits | None,
         prompt: list[int],
         guide: Guide | None = None,
@@ -164,7 +164,7 @@ class SamplingState:
         return self._history
 
 
-def states_of(message: Register, grammars: Grammars | None = None) -> list[SamplingState]:
+def states_of(message: RegisterSequences, grammars: Grammars | None = None) -> list[SamplingState]:
     """The states of a registered request's choices, none where it comes without sampling.
     `grammars`: makes guides, for requests with a grammar."""
     spec = message.sampling

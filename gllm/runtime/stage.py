@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import torch
 
-from gllm.messages.sampling import RowLogprobs
-from gllm.messages.steps import Begun, Register, Result
+from gllm.messages.sampling import SampleDetails
+from gllm.messages.steps import GrammarReady, RegisterSequences, StepDone
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import DeviceTime, StageExecutor
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
@@ -49,7 +49,7 @@ class Stage:
         executor: StageExecutor,
         receiver: Receiver | None,
         sender: Sender | None,
-        deliver: Callable[[Result | Begun], None],
+        deliver: Callable[[StepDone | GrammarReady], None],
         fault: Callable[[BaseException], None],
         finish: Callable[[Batch], DeviceTime] | None = None,
         bind_thread: Callable[[], None] = lambda: None,
@@ -81,17 +81,17 @@ class Stage:
                 target=self._guard, args=(work,), name=work.__name__, daemon=True
             ).start()
 
-    def register(self, message: Register) -> None:
+    def register(self, message: RegisterSequences) -> None:
         """Register sequences that coming plans may name; report when those with a grammar can
         begin, and which cannot be sampled."""
         begun = self._executor.register(message)
         if begun is not None:
             begun.add_done_callback(lambda done: self._on_begun(message, done))
 
-    def _on_begun(self, message: Register, done: "Future[bytes]") -> None:
+    def _on_begun(self, message: RegisterSequences, done: "Future[bytes]") -> None:
         error = done.exception()
         reason = "" if error is None else str(error) or describe(error)
-        told = Begun(message.seq, reason, message.n)
+        told = GrammarReady(message.seq, reason, message.n)
         self._loop.call_soon_threadsafe(self._deliver, told)
 
     @property
@@ -192,7 +192,7 @@ class Stage:
 
     def _finish(self, item: Computed | StepResult) -> None:
         """Sample where that is left to do, and deliver."""
-        logprobs: list[RowLogprobs] = []
+        logprobs: list[SampleDetails] = []
         if isinstance(item, Computed) and self._device_finish is not None:
             self._wait_for_device(item, self._device_finish)
             if self._sender is not None:
@@ -206,7 +206,7 @@ class Stage:
                 log.exception("step %d could not be sampled", step)
                 self._executor.give_up(batch, describe(error))
                 item = StepResult(step, [], describe(error))
-        self._loop.call_soon_threadsafe(self._deliver, Result(item, logprobs))
+        self._loop.call_soon_threadsafe(self._deliver, StepDone(item, logprobs))
 
     def _wait_for_device(self, item: Computed, finish: Callable[[Batch], DeviceTime]) -> None:
         """Until the step has been computed. Raises TransportFault where that was by activations

@@ -23,11 +23,19 @@ import zmq
 from gllm.config.field_types import FieldError
 from gllm.kernels.native.library import share_measurements
 from gllm.messages.codec import AnyMessage
-from gllm.messages.control import ForgetPrefixes, Profile
-from gllm.messages.lifecycle import Fatal, Linked, Loaded, Progress, Ready, Shutdown, Start
-from gllm.messages.reports import StageLoad, StageTimes
-from gllm.messages.requests import Abort, Rejected, Submit
-from gllm.messages.steps import Begun, Register, Result, Step
+from gllm.messages.control import Profile, ResetPrefixCache
+from gllm.messages.lifecycle import (
+    InitializeCache,
+    LoadProgress,
+    Shutdown,
+    StageConnected,
+    StageFailed,
+    StageLoaded,
+    StageReady,
+)
+from gllm.messages.reports import StageTimes, StageUtilization
+from gllm.messages.requests import AbortSequences, RejectedRequest, SubmitRequest
+from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.observability.logs import configure
@@ -37,7 +45,7 @@ from gllm.runtime.bus import Inbox, Outbox
 from gllm.runtime.device import gpus, return_memory, set_threads, threads
 from gllm.runtime.driver import Driver
 from gllm.runtime.executor import StageExecutor
-from gllm.runtime.profiler import Profiler
+from gllm.runtime.profiler import TorchProfiler
 from gllm.runtime.spec import WorkerSpec
 from gllm.runtime.stage import Stage, describe
 from gllm.scheduler.config import SchedulerConfig
@@ -74,7 +82,7 @@ class Worker:
         """Stages that the driver has heard of; its own among them once it has started."""
         self._reporting = False
         self._log: StepLog | None = None
-        self._profiler = Profiler(spec.stage, self._frontend)
+        self._profiler = TorchProfiler(spec.stage, self._frontend)
         self._gpu: OnGpu | None = None
 
     async def run(self) -> None:
@@ -123,11 +131,11 @@ class Worker:
         # What is loaded stays: the collector need never look at it.
         gc.freeze()
         gc.enable()
-        loaded = Loaded(spec.stage, executor.weight_bytes, executor.block_bytes, room)
+        loaded = StageLoaded(spec.stage, executor.weight_bytes, executor.block_bytes, room)
         self._loop.call_soon_threadsafe(self._frontend.send, loaded)
 
     def _report_progress(self, done: int, total: int) -> None:
-        progress = Progress(self.spec.stage, done, total)
+        progress = LoadProgress(self.spec.stage, done, total)
         self._loop.call_soon_threadsafe(self._frontend.send, progress)
 
     def _handle(self, messages: list[AnyMessage]) -> None:
@@ -141,14 +149,14 @@ class Worker:
 
     def _handle_one(self, message: AnyMessage) -> None:
         match message:
-            case Step(plan):
+            case RunStep(plan):
                 self._stage.plan(plan)
                 self._report_load_later()
-            case Register():
+            case RegisterSequences():
                 self._stage.register(message)
-            case Start(num_blocks):
+            case InitializeCache(num_blocks):
                 self._start(num_blocks)
-            case Linked(stage):
+            case StageConnected(stage):
                 self._link(stage)
             case Profile(question, folder):
                 self._profiler.turn(question, folder)
@@ -161,17 +169,17 @@ class Worker:
 
     def _drive(self, driver: Driver, message: AnyMessage) -> None:
         match message:
-            case Submit():
+            case SubmitRequest():
                 driver.submit(message)
-            case Rejected():
+            case RejectedRequest():
                 driver.reject(message)
-            case Abort():
+            case AbortSequences():
                 driver.abort(message)
-            case ForgetPrefixes():
+            case ResetPrefixCache():
                 driver.forget_prefixes(message)
-            case Result():
+            case StepDone():
                 driver.commit(message)
-            case Begun():
+            case GrammarReady():
                 driver.begin(message)
             case StageTimes():
                 driver.observe(message)
@@ -208,8 +216,8 @@ class Worker:
         if spec.stage == 0:
             self._link(0)
         else:
-            self._stages[0].send(Linked(spec.stage))
-            self._frontend.send(Ready(spec.stage))
+            self._stages[0].send(StageConnected(spec.stage))
+            self._frontend.send(StageReady(spec.stage))
 
     def _open_edges(self, scheduler: SchedulerConfig) -> tuple[Receiver | None, Sender | None]:
         """Open the edges to the neighbours for steps of this resolved configuration. On a GPU this
@@ -235,7 +243,7 @@ class Worker:
         names go, and who has not connected by then never will."""
         self._linked.add(stage)
         if len(self._linked) == self.spec.stages:
-            self._frontend.send(Ready(0))
+            self._frontend.send(StageReady(0))
 
     def _scheduler(self, config: SchedulerConfig) -> Scheduler:
         """The pipeline's scheduler, one that writes all down where a step log is asked for."""
@@ -249,11 +257,11 @@ class Worker:
         )
         return LoggedScheduler(config, self._log.write, time.monotonic)
 
-    def _to_own_stage(self, message: Register | Step) -> None:
+    def _to_own_stage(self, message: RegisterSequences | RunStep) -> None:
         """What the driver sends to the stage of its own process."""
         self._handle_one(message)
 
-    def _deliver(self, result: Result | Begun) -> None:
+    def _deliver(self, result: StepDone | GrammarReady) -> None:
         """What this process has to say as the last stage."""
         if self.done.is_set():
             return  # The links are closed; nobody waits for what was still on its way.
@@ -276,7 +284,9 @@ class Worker:
         stage = self._stage
         gpu = self._gpu
         device = (0.0, 0) if gpu is None else (gpu.executor.host_seconds, gpu.compilations)
-        self._frontend.send(StageLoad(self.spec.stage, stage.steps, stage.busy_seconds, *device))
+        self._frontend.send(
+            StageUtilization(self.spec.stage, stage.steps, stage.busy_seconds, *device)
+        )
         times = StageTimes(self.spec.stage, *stage.take_times())
         if self._driver is None:
             self._stages[0].send(times)
@@ -296,7 +306,7 @@ class Worker:
         """Say why, and end."""
         if not isinstance(error, ModelError | FieldError):
             log.error("the stage failed", exc_info=error)
-        self._frontend.send(Fatal(self.spec.stage, describe(error)))
+        self._frontend.send(StageFailed(self.spec.stage, describe(error)))
         self.failed = True
         self.done.set()
 

@@ -11,7 +11,7 @@ from gllm.config.flags import from_flags
 from gllm.config.sampling import SamplingParams
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
-from gllm.messages.sampling import Sampling
+from gllm.messages.sampling import SequenceSamplingParams
 from gllm.serve import parser
 
 
@@ -110,7 +110,7 @@ async def seeds(monkeypatch: pytest.MonkeyPatch, *own: int | None, seed: int | N
     engine, sent = Engine(EngineConfig(seed=seed)), []
 
     class Client:
-        def submit(self, prompt: list[int], sampling: Sampling, *_: Any) -> None:
+        def submit(self, prompt: list[int], sampling: SequenceSamplingParams, *_: Any) -> None:
             sent.append(sampling.seed)
 
         def cut(self, streams: list[Any]) -> None:

@@ -20,7 +20,7 @@ from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
 from gllm.engine.request import make_sampling
 from gllm.messages.codec import decode, encode
-from gllm.messages.requests import Submit
+from gllm.messages.requests import SubmitRequest
 from gllm.scheduler.config import SchedulerConfig
 
 CONVERTED: list[tuple[str, Any, Any]] = [
@@ -136,7 +136,7 @@ def test_any_value_is_refused_by_name_or_survives_the_wire(name: str, value: Any
         return
     sampling = make_sampling(params, {*params.stop_token_ids, 2}, ((3,),), "", Random(0))
     stops = sorted(params.stop_token_ids)
-    message = Submit(0, [5], sampling, params.max_tokens or 9, stops, params.n)
+    message = SubmitRequest(0, [5], sampling, params.max_tokens or 9, stops, params.n)
     assert decode(encode(message)) == message
 
 

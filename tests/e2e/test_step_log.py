@@ -8,13 +8,13 @@ import pytest
 from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.messages.reports import Bubbles
+from gllm.messages.reports import BubbleReport
 from gllm.observability.step_log import read_step_log
 from gllm.sim.replay import replay_calls
 from gllm.sim.run import run_of
 
 
-async def serve(config: EngineConfig, count: int) -> Bubbles:
+async def serve(config: EngineConfig, count: int) -> BubbleReport:
     """Serve requests; what the pipeline says it lost."""
     async with Engine(config) as engine:
 

@@ -10,7 +10,7 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.engine import Engine
 from gllm.engine.interface import EngineUnavailable
-from gllm.messages.requests import Abort, Submit, Tokens
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.scheduler.plan import End, First, Outcome, Stats
 
 PARAMS = SamplingParams(temperature=0)
@@ -39,7 +39,7 @@ def bring(engine, *tokens, ends=()):
     seqs = [seq for seq, _ in tokens]
     firsts = [First(seq, 2, 0.5) for seq in seqs]
     step = Outcome(seqs, [token for _, token in tokens], firsts, list(ends))
-    engine._client.hear(Tokens(step, Stats()))
+    engine._client.hear(EngineOutputs(step, Stats()))
 
 
 def ids(engine, text):
@@ -58,7 +58,7 @@ async def test_each_prompt_is_a_request(engine):
     assert (one.ended, two.ended, engine.num_requests) == (False, True, 2)
     one.close()
     two.close()
-    assert engine.sent[-1] == Abort([0])
+    assert engine.sent[-1] == AbortSequences([0])
     assert engine.num_requests == 0
 
 
@@ -78,7 +78,7 @@ async def test_a_stop_string_ends_its_choice_where_it_is_heard(engine):
         bring(engine, (0, token))
     assert "".join(delta.text for delta in seen) == "a "
     assert (seen[-1].finish_reason, seen[-1].stop_reason) == ("stop", "dog")
-    assert engine.sent[-1] == Abort([0])
+    assert engine.sent[-1] == AbortSequences([0])
     bring(engine, (0, 7), (1, 8))
     assert seen[-1].index == 1, "nothing follows the end of a choice"
     request.close()
@@ -108,7 +108,7 @@ async def test_abort_reaches_requests_whose_grammar_is_being_compiled(engine, mo
         request.listen(lambda request=request: taken.append(request.take()))
     assert [[delta.finish_reason for delta in deltas] for deltas in taken] == [["abort"]] * 2
     sent = [type(message) for message in engine.sent]
-    assert sent == [Submit, Submit, Abort, Abort]
+    assert sent == [SubmitRequest, SubmitRequest, AbortSequences, AbortSequences]
     for request in requests:
         request.close()
     assert (engine.num_requests, engine.abort(None)) == (0, 0)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import Delta, ModelInfo, ProfileError, check_request, truncated
 from gllm.grammar.source import source_of
-from gllm.messages.reports import Bubbles, StageLoad
+from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import Stats
 from gllm.text.detokenizer import TextStream
@@ -124,10 +124,13 @@ class FakeEngine:
     well: bool = True
     stats: Stats = field(default_factory=lambda: Stats(running=2, waiting=1, kv_usage=0.25))
     step_sizes: Mapping[int, int] = field(default_factory=lambda: {1: 4, 8: 2})
-    stage_loads: Mapping[int, StageLoad] = field(
-        default_factory=lambda: {0: StageLoad(0, 10, 3.0), 1: StageLoad(1, 10, 2.0, 0.5, 7)}
+    stage_loads: Mapping[int, StageUtilization] = field(
+        default_factory=lambda: {
+            0: StageUtilization(0, 10, 3.0),
+            1: StageUtilization(1, 10, 2.0, 0.5, 7),
+        }
     )
-    bubbles: Bubbles = field(default_factory=lambda: Bubbles([0.5, 1.0], 4.0))
+    bubbles: BubbleReport = field(default_factory=lambda: BubbleReport([0.5, 1.0], 4.0))
     calls: list[Call] = field(default_factory=list)
     defaults: dict[str, float] = field(default_factory=dict)
     num_requests: int = 0

@@ -8,10 +8,10 @@ from torch import Tensor
 from gllm.grammar.child import compiled
 from gllm.grammar.source import source_of
 from gllm.grammar.vocabulary import load_vocabulary
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime.grammars import Grammars
-from gllm.runtime.sampler import Drawn, draw, plan_rows
+from gllm.runtime.sampler import SampleOutput, draw, plan_rows
 from gllm.runtime.sampling_state import SamplingState, states_of
 from gllm.text.tokenizer import Tokenizer
 
@@ -41,11 +41,11 @@ def grammar_of(wanted) -> str:
 
 def state_of(wanted, owner: Grammars, **spec) -> SamplingState:
     """The state of a sequence that has to write a structured output."""
-    sampling = Sampling(grammar=grammar_of(wanted), **spec)
-    return states_of(Register(0, 1, [], sampling), owner)[0]
+    sampling = SequenceSamplingParams(grammar=grammar_of(wanted), **spec)
+    return states_of(RegisterSequences(0, 1, [], sampling), owner)[0]
 
 
-def step(states: list[SamplingState], indices: list[int], logits: Tensor) -> Drawn:
+def step(states: list[SamplingState], indices: list[int], logits: Tensor) -> SampleOutput:
     """One draw; logits [rows, vocabulary]."""
     owners = [(row, 0) for row in range(len(states))]
     return draw(logits.clone(), plan_rows(owners, states, indices))

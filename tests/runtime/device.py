@@ -27,7 +27,7 @@ from gllm.kernels.attention_plan import (
 )
 from gllm.kernels.native import library
 from gllm.kernels.sampling_plan import plan_sampling
-from gllm.messages.sampling import RowLogprobs
+from gllm.messages.sampling import SampleDetails
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import PlanAttention
@@ -38,7 +38,7 @@ from tests.runtime.fake_streams import FakeQueues
 
 BLOCK_SIZE, NUM_BLOCKS, IN_FLIGHT = 4, 64, 3
 LONGEST = 64
-Answer = tuple[list[Sampled], list[RowLogprobs]]
+Answer = tuple[list[Sampled], list[SampleDetails]]
 """What a step sampled, and what its rows told."""
 
 

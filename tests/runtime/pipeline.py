@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from gllm.config.engine import EngineConfig
-from gllm.messages.sampling import RowLogprobs, Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import StageExecutor
 from gllm.scheduler.plan import Row, Sampled, StepPlan
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SequenceSamplingParams(temperature=0.0)
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Pipeline:
     attention_backend: str = "auto"
     held: dict[int, Held] = field(default_factory=dict)
     steps: int = 0
-    logprobs: list[RowLogprobs] = field(default_factory=list)
+    logprobs: list[SampleDetails] = field(default_factory=list)
     """All that the sampling rows told."""
 
     def __post_init__(self) -> None:
@@ -73,11 +73,11 @@ class Pipeline:
         self.free = list(range(self.num_blocks))
         random.Random(7).shuffle(self.free)
 
-    def add(self, seq: int, prompt: list[int], sampling: Sampling = GREEDY) -> None:
+    def add(self, seq: int, prompt: list[int], sampling: SequenceSamplingParams = GREEDY) -> None:
         """Register a sequence with all stages."""
         self.held[seq] = Held(len(prompt), list(prompt))
         for executor in self.executors:
-            executor.register(Register(seq, len(prompt), prompt, sampling))
+            executor.register(RegisterSequences(seq, len(prompt), prompt, sampling))
 
     def row(self, seq: int, tokens: int, samples: bool = True, **given: Any) -> Row:
         """The next tokens of a sequence, with blocks for them."""

@@ -11,23 +11,23 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.messages.codec import decode, encode
-from gllm.messages.requests import Rejected, Submit
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.requests import RejectedRequest, SubmitRequest
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime import executor as executor_module
-from gllm.runtime.client import Stream
+from gllm.runtime.client import RequestStream
 from gllm.runtime.sampling_state import states_of
 from gllm.scheduler.plan import End
 from tests.runtime.local_workers import local_engine
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SequenceSamplingParams(temperature=0.0)
 UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
-    "float seed": ({"sampling": Sampling(seed=3.0)}, "sampling.seed"),  # type: ignore[arg-type]
-    "seed beyond 64 bits": ({"sampling": Sampling(seed=2**63)}, "sampling.seed"),
-    "text for top_k": ({"sampling": Sampling(top_k="x")}, "sampling.top_k"),  # type: ignore[arg-type]
-    "bias of text": ({"sampling": Sampling(logit_bias={3: "x"})}, "logit_bias"),  # type: ignore[dict-item]
-    "allowed beyond 64 bits": ({"sampling": Sampling(allowed=(2**63,))}, "allowed"),
-    "logprobs of bool": ({"sampling": Sampling(logprobs=True)}, "sampling.logprobs"),
+    "float seed": ({"sampling": SequenceSamplingParams(seed=3.0)}, "sampling.seed"),  # type: ignore[arg-type]
+    "seed beyond 64 bits": ({"sampling": SequenceSamplingParams(seed=2**63)}, "sampling.seed"),
+    "text for top_k": ({"sampling": SequenceSamplingParams(top_k="x")}, "sampling.top_k"),  # type: ignore[arg-type]
+    "bias of text": ({"sampling": SequenceSamplingParams(logit_bias={3: "x"})}, "logit_bias"),  # type: ignore[dict-item]
+    "allowed beyond 64 bits": ({"sampling": SequenceSamplingParams(allowed=(2**63,))}, "allowed"),
+    "logprobs of bool": ({"sampling": SequenceSamplingParams(logprobs=True)}, "sampling.logprobs"),
     "float tokens": ({"prompt": [3.0, 4.0]}, "prompt"),
     "bool tokens": ({"prompt": [4, True]}, "prompt"),
     "negative token": ({"prompt": [4, -1]}, "prompt"),
@@ -38,16 +38,25 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
 }
 UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "token out of the vocabulary": ({"prompt": [4, 10**6]}, "prompt"),
-    "bias out of the vocabulary": ({"sampling": Sampling(logit_bias={10**6: 1.0})}, "logit_bias"),
-    "allowed out of the vocabulary": ({"sampling": Sampling(allowed=(10**6,))}, "allowed"),
-    "word out of the vocabulary": ({"sampling": Sampling(bad_words=((10**6,),))}, "bad_words"),
+    "bias out of the vocabulary": (
+        {"sampling": SequenceSamplingParams(logit_bias={10**6: 1.0})},
+        "logit_bias",
+    ),
+    "allowed out of the vocabulary": (
+        {"sampling": SequenceSamplingParams(allowed=(10**6,))},
+        "allowed",
+    ),
+    "word out of the vocabulary": (
+        {"sampling": SequenceSamplingParams(bad_words=((10**6,),))},
+        "bad_words",
+    ),
     "no prompt": ({"prompt": []}, "prompt"),
     "no tokens": ({"max_tokens": 0}, "max_tokens"),
     "too long": ({"max_tokens": 10**6}, "max_tokens"),
 }
 
 
-async def end_of(stream: Stream) -> End:
+async def end_of(stream: RequestStream) -> End:
     """How a request's first choice ends."""
     end = None
     while end is None:
@@ -57,7 +66,7 @@ async def end_of(stream: Stream) -> End:
     return end
 
 
-def submit(engine: Engine, **fields: Any) -> Stream:
+def submit(engine: Engine, **fields: Any) -> RequestStream:
     """Send a request as the engine does, without its checks."""
     request: dict[str, Any] = {
         "prompt": [5, 6],
@@ -75,7 +84,7 @@ async def test_a_request_that_cannot_be_read_ends_alone(stages: int) -> None:
         bad = {
             name: submit(engine, **fields) for name, (fields, _) in (UNREADABLE | UNUSABLE).items()
         }
-        several = submit(engine, sampling=Sampling(seed=3.0), n=3)  # type: ignore[arg-type]
+        several = submit(engine, sampling=SequenceSamplingParams(seed=3.0), n=3)  # type: ignore[arg-type]
         for name, (_, field) in (UNREADABLE | UNUSABLE).items():
             end = await end_of(bad[name])
             assert end.reason == "error", name
@@ -94,14 +103,14 @@ async def test_a_request_that_cannot_be_read_ends_alone(stages: int) -> None:
 async def test_a_request_that_cannot_be_registered_ends_alone(
     stages: int, grammar: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails_for_a_seed(message: Register, *given: Any) -> Any:
+    def fails_for_a_seed(message: RegisterSequences, *given: Any) -> Any:
         if message.sampling is not None and message.sampling.seed == 13:
             raise RuntimeError("can't start new thread")
         return states_of(message, *given)
 
     monkeypatch.setattr(executor_module, "states_of", fails_for_a_seed)
     text = msgspec.json.encode({"grammars": [{"lark_grammar": "start: /[0-9]+/"}]}).decode()
-    bad = Sampling(seed=13, grammar=text if grammar else "")
+    bad = SequenceSamplingParams(seed=13, grammar=text if grammar else "")
     async with local_engine(stages) as (engine, _):
         neighbour = submit(engine)
         for max_tokens in (1, 40):
@@ -153,15 +162,21 @@ async def test_a_reader_that_fails_holds_up_no_other() -> None:
 
 
 def test_an_error_names_the_field() -> None:
-    sampling = Sampling(bad_words=((3, 4), (5, "x")))  # type: ignore[arg-type]
-    message = decode(encode(Submit(7, [1], sampling, 4, [], 2)))
-    assert isinstance(message, Rejected)
+    sampling = SequenceSamplingParams(bad_words=((3, 4), (5, "x")))  # type: ignore[arg-type]
+    message = decode(encode(SubmitRequest(7, [1], sampling, 4, [], 2)))
+    assert isinstance(message, RejectedRequest)
     assert (message.seq, message.n) == (7, 2)
     assert "sampling.bad_words" in message.error
     assert "Expected `int`, got `str`" in message.error
 
 
 def test_what_is_no_request_at_all_is_not_taken_for_one() -> None:
-    for fields in (["Submit"], ["Submit", "seven", [1]], ["Submit", -1, [1]], ["Start", "x"], 5):
+    for fields in (
+        ["SubmitRequest"],
+        ["SubmitRequest", "seven", [1]],
+        ["SubmitRequest", -1, [1]],
+        ["Start", "x"],
+        5,
+    ):
         with pytest.raises(msgspec.DecodeError):
             decode(msgspec.msgpack.encode(fields))

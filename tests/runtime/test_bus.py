@@ -8,10 +8,10 @@ import pytest
 import zmq
 
 from gllm.messages.codec import AnyMessage
-from gllm.messages.lifecycle import Start
-from gllm.messages.requests import Abort, Submit
-from gllm.messages.sampling import Sampling as Spec
-from gllm.messages.steps import Step
+from gllm.messages.lifecycle import InitializeCache
+from gllm.messages.requests import AbortSequences, SubmitRequest
+from gllm.messages.sampling import SequenceSamplingParams as Spec
+from gllm.messages.steps import RunStep
 from gllm.runtime.bus import BusFault, Inbox, Outbox
 from gllm.scheduler.plan import Row, StepPlan
 
@@ -56,10 +56,14 @@ async def test_messages_of_all_senders_arrive_whole_and_in_order(
     senders = [Outbox(context, address, number) for number in range(3)]
     for number in range(1000):
         for index, sender in enumerate(senders):
-            sender.send(Abort([index, number]))
+            sender.send(AbortSequences([index, number]))
     await heard.until(3000)
     for index in range(3):
-        own = [m.seqs[1] for m in heard.messages if isinstance(m, Abort) and m.seqs[0] == index]
+        own = [
+            m.seqs[1]
+            for m in heard.messages
+            if isinstance(m, AbortSequences) and m.seqs[0] == index
+        ]
         assert own == list(range(1000))
     inbox.close()
     for sender in senders:
@@ -70,9 +74,9 @@ async def test_messages_survive_the_way(context: zmq.Context, tmp_path: Path) ->
     address = f"ipc://{tmp_path}/inbox"
     inbox, sender = Inbox(context, address), Outbox(context, address, 0)
     sent = [
-        Submit(3, [1, 2, 2**31 - 1], Spec(0.5, seed=-(2**63), banned=(2,)), 5, [2], n=2),
-        Step(StepPlan(7, [Row(3, 1, 0, 2, [9, 8], [-1], True)], [1, 2])),
-        Start(12),
+        SubmitRequest(3, [1, 2, 2**31 - 1], Spec(0.5, seed=-(2**63), banned=(2,)), 5, [2], n=2),
+        RunStep(StepPlan(7, [Row(3, 1, 0, 2, [9, 8], [-1], True)], [1, 2])),
+        InitializeCache(12),
     ]
     for message in sent:
         sender.send(message)

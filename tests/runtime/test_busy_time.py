@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gllm.config.sampling import StructuredOutput
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime.cuda import executor as executor_module
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.executor import DeviceTime
@@ -59,7 +59,7 @@ def test_a_slow_host_makes_no_step_longer(
     book.add(1, [5, 9, 3, 7])
     with as_on_a_device(), FakeQueues(1, eagerness=0.5) as queues:
         executor = executor_on(queues, folder, graphs=graphs)
-        executor.register(Register(1, 4, [5, 9, 3, 7], GREEDY))
+        executor.register(RegisterSequences(1, 4, [5, 9, 3, 7], GREEDY))
         if slow:
             for owner, name in (
                 (executor._staging, "put"),
@@ -76,12 +76,12 @@ def test_a_slow_host_makes_no_step_longer(
 
 def test_a_wait_for_a_grammar_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = StructuredOutput(regex="[0-9]{9}")
-    sampling = Sampling(temperature=0.0, grammar=grammar_of(wanted))
+    sampling = SequenceSamplingParams(temperature=0.0, grammar=grammar_of(wanted))
     book = Pipeline(FOLDER, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     book.add(1, [5, 9, 3, 7])
     with as_on_a_device(), FakeQueues(1, eagerness=0.5) as queues:
         executor = executor_on(queues, FOLDER)
-        begun = executor.register(Register(1, 4, [5, 9, 3, 7], sampling))
+        begun = executor.register(RegisterSequences(1, 4, [5, 9, 3, 7], sampling))
         assert begun is not None
         begun.result(60)
         follow = slowed(queues, follow_grammars)

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
-from gllm.messages.requests import Abort, Submit, Tokens
-from gllm.messages.sampling import Sampling
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.client import EngineClient
 from gllm.scheduler.plan import End, First, Outcome, Stats
 
@@ -25,14 +25,14 @@ def connected():
 
 def brings(client, seq, *tokens, ends=()):
     for token in tokens:
-        client.hear(Tokens(Outcome([seq], [token], [First(seq, 1, 0.5)], []), Stats()))
-    client.hear(Tokens(Outcome([], [], [], list(ends)), Stats()))
+        client.hear(EngineOutputs(Outcome([seq], [token], [First(seq, 1, 0.5)], []), Stats()))
+    client.hear(EngineOutputs(Outcome([], [], [], list(ends)), Stats()))
 
 
 async def test_a_slow_reader_gets_all_at_once():
     client, sent = connected()
-    stream = client.submit([5], Sampling(), 8, [])
-    assert isinstance(sent[0], Submit)
+    stream = client.submit([5], SequenceSamplingParams(), 8, [])
+    assert isinstance(sent[0], SubmitRequest)
     brings(client, 0, 1, 2, 3)
     assert stream.take()[0].tokens == [1, 2, 3]
     brings(client, 0, 4, ends=[End(0, "length")])
@@ -42,7 +42,7 @@ async def test_a_slow_reader_gets_all_at_once():
 
 async def test_a_waiting_reader_is_woken_by_what_comes():
     client, _ = connected()
-    stream = client.submit([5], Sampling(), 8, [])
+    stream = client.submit([5], SequenceSamplingParams(), 8, [])
     waiting = asyncio.ensure_future(stream.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -56,7 +56,7 @@ async def test_a_waiting_reader_is_woken_by_what_comes():
 
 async def test_a_reader_that_gave_up_keeps_nothing_from_the_next():
     client, _ = connected()
-    stream = client.submit([5], Sampling(), 8, [])
+    stream = client.submit([5], SequenceSamplingParams(), 8, [])
     waiting = asyncio.ensure_future(stream.wait())
     await asyncio.sleep(0)
     waiting.cancel()
@@ -67,12 +67,12 @@ async def test_a_reader_that_gave_up_keeps_nothing_from_the_next():
 
 async def test_a_listener_is_told_once_when_all_of_a_step_is_there():
     client, _ = connected()
-    streams = [client.submit([5], Sampling(), 8, [], n=2) for _ in range(2)]
+    streams = [client.submit([5], SequenceSamplingParams(), 8, [], n=2) for _ in range(2)]
     heard = []
     for stream in streams:
         stream.listen(lambda stream=stream: heard.append(stream.take()))
     step = Outcome([0, 1, 2, 3], [10, 11, 12, 13], [First(0, 1, 0.5)], [End(3, "length")])
-    client.hear(Tokens(step, Stats()))
+    client.hear(EngineOutputs(step, Stats()))
     assert [{choice: p.tokens for choice, p in taken.items()} for taken in heard] == [
         {0: [10], 1: [11]},
         {0: [12], 1: [13]},
@@ -83,7 +83,7 @@ async def test_a_listener_is_told_once_when_all_of_a_step_is_there():
 
 async def test_who_listens_is_not_told_again_before_taking():
     client, _ = connected()
-    stream = client.submit([5], Sampling(), 8, [])
+    stream = client.submit([5], SequenceSamplingParams(), 8, [])
     heard = []
     stream.listen(lambda: heard.append(len(stream._pieces[0].tokens)))
     brings(client, 0, 1, 2, 3)
@@ -96,28 +96,28 @@ async def test_who_listens_is_not_told_again_before_taking():
 async def test_a_listener_may_end_its_sequence_and_others():
     """A stop string ends a sequence within the step that brings it."""
     client, sent = connected()
-    first, second = [client.submit([5], Sampling(), 8, []) for _ in range(2)]
+    first, second = [client.submit([5], SequenceSamplingParams(), 8, []) for _ in range(2)]
     first.listen(lambda: client.abort([0, 1]))
     heard = []
     second.listen(lambda: heard.append(second.take()[0].tokens))
-    client.hear(Tokens(Outcome([0, 1], [10, 11], [], []), Stats()))
-    assert sent[-1] == Abort([0, 1])
+    client.hear(EngineOutputs(Outcome([0, 1], [10, 11], [], []), Stats()))
+    assert sent[-1] == AbortSequences([0, 1])
     assert heard == [[11]]
 
 
 async def test_nobody_is_told_of_what_another_listener_took():
     client, _ = connected()
-    streams = [client.submit([5], Sampling(), 8, []) for _ in range(3)]
+    streams = [client.submit([5], SequenceSamplingParams(), 8, []) for _ in range(3)]
     heard = []
     for stream in streams:
         stream.listen(lambda: heard.append([each.take()[0].tokens for each in streams]))
-    client.hear(Tokens(Outcome([0, 1, 2], [10, 11, 12], [], []), Stats()))
+    client.hear(EngineOutputs(Outcome([0, 1, 2], [10, 11, 12], [], []), Stats()))
     assert heard == [[[10], [11], [12]]]
 
 
 async def test_who_begins_to_listen_late_is_told_at_once():
     client, _ = connected()
-    stream = client.submit([5], Sampling(), 8, [])
+    stream = client.submit([5], SequenceSamplingParams(), 8, [])
     heard = []
     stream.listen(lambda: heard.append("nothing is there"))
     assert heard == []
@@ -128,7 +128,7 @@ async def test_who_begins_to_listen_late_is_told_at_once():
 
 async def test_the_end_of_the_engine_is_news():
     client, _ = connected()
-    stream = client.submit([5], Sampling(), 8, [])
+    stream = client.submit([5], SequenceSamplingParams(), 8, [])
     heard = []
     stream.listen(lambda: heard.append(stream.take()[0].end))
     client.fail_all("gone")
@@ -137,12 +137,12 @@ async def test_the_end_of_the_engine_is_news():
 
 async def test_requests_end_by_their_id():
     client, sent = connected()
-    mine = client.submit([5], Sampling(), 8, [], n=2, request_id="mine")
-    other = client.submit([5], Sampling(), 8, [], request_id="other")
+    mine = client.submit([5], SequenceSamplingParams(), 8, [], n=2, request_id="mine")
+    other = client.submit([5], SequenceSamplingParams(), 8, [], request_id="other")
     brings(client, 0, 7)
     assert client.end("nobody") == 0
     assert client.end("mine") == 1
-    assert sent[-1] == Abort([0, 1])
+    assert sent[-1] == AbortSequences([0, 1])
     pieces = mine.take()
     assert pieces[0].tokens == [7]
     assert [pieces[choice].end.reason for choice in (0, 1)] == ["abort", "abort"]
@@ -159,18 +159,20 @@ async def test_statistics_alone_are_no_progress(monkeypatch):
     client, _ = connected()
     now = 100.0
     monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: now)
-    client.submit([5], Sampling(), 8, [])
+    client.submit([5], SequenceSamplingParams(), 8, [])
     now = 130.0
-    client.hear(Tokens(Outcome([], [], [], []), Stats(waiting=1)))
+    client.hear(EngineOutputs(Outcome([], [], [], []), Stats(waiting=1)))
     assert (client.stats.waiting, client.stalled_seconds) == (1, 30.0)
-    client.hear(Tokens(Outcome([], [], [], [], 5), Stats(running=1)))
+    client.hear(EngineOutputs(Outcome([], [], [], [], 5), Stats(running=1)))
     assert (client.stats.running, client.stalled_seconds) == (1, 0.0)
 
 
 async def test_nothing_runs_or_waits_once_the_engine_is_gone():
     """Counters stay: they must not fall."""
     client, _ = connected()
-    client.hear(Tokens(Outcome([], [], [], [], 5), Stats(3, 2, 0.5, 1, steps=7, decode_tokens=9)))
+    client.hear(
+        EngineOutputs(Outcome([], [], [], [], 5), Stats(3, 2, 0.5, 1, steps=7, decode_tokens=9))
+    )
     client.fail_all("gone")
     assert client.stats == Stats(steps=7, decode_tokens=9)
 
@@ -181,13 +183,13 @@ async def test_work_without_a_finished_step_is_a_stall_and_idle_time_is_none(mon
     client, _ = connected()
     clock[0] += 1000
     assert client.stalled_seconds == 0
-    stream = client.submit([5], Sampling(), 8, [])
+    stream = client.submit([5], SequenceSamplingParams(), 8, [])
     assert client.stalled_seconds == 0, "it was idle before"
     clock[0] += 7
     assert client.stalled_seconds == 7
-    client.submit([6], Sampling(), 8, [])
+    client.submit([6], SequenceSamplingParams(), 8, [])
     assert client.stalled_seconds == 7, "another request is no progress"
-    client.hear(Tokens(Outcome([0], [9], [], [], 1), Stats()))
+    client.hear(EngineOutputs(Outcome([0], [9], [], [], 1), Stats()))
     assert client.stalled_seconds == 0
     clock[0] += 3
     client.abort([1])
@@ -198,5 +200,5 @@ async def test_work_without_a_finished_step_is_a_stall_and_idle_time_is_none(mon
 async def test_steps_are_counted_by_their_size():
     client, _ = connected()
     for tokens in (1, 3, 4, 5, 0):
-        client.hear(Tokens(Outcome([], [], [], [], tokens), Stats()))
+        client.hear(EngineOutputs(Outcome([], [], [], [], tokens), Stats()))
     assert client.step_sizes == {1: 1, 4: 2, 8: 1}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gllm.kernels import sampling
 from gllm.kernels.logprobs import Scores
-from gllm.messages.sampling import RowLogprobs, Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime.cuda import drawing, edits
 from gllm.runtime.cuda.graphs import DecodeGraphs
 from gllm.runtime.cuda.plans import plan_tables
@@ -40,10 +40,10 @@ DECODES = 5
 STEPS = DECODES + 4
 
 
-def registered(**special: Sampling) -> list[Register]:
+def registered(**special: SequenceSamplingParams) -> list[RegisterSequences]:
     """The sequences; `special`: sampling by name, as seq3."""
     return [
-        Register(seq, len(prompt), prompt, special.get(f"seq{seq}", GREEDY))
+        RegisterSequences(seq, len(prompt), prompt, special.get(f"seq{seq}", GREEDY))
         for seq, prompt in PROMPTS.items()
     ]
 
@@ -74,7 +74,7 @@ def plans(folder: Path) -> list[StepPlan]:
 def expected_of(
     folder: Path,
     plans: list[StepPlan],
-    special: dict[str, Sampling],
+    special: dict[str, SequenceSamplingParams],
     kv_cache_dtype: str = "auto",
 ) -> list[Answer]:
     """What the CPU's executor samples and tells."""
@@ -90,10 +90,10 @@ def expected_of(
     return results
 
 
-PENALIZED = Sampling(
+PENALIZED = SequenceSamplingParams(
     temperature=0.0, repetition_penalty=1.3, presence_penalty=1.5, frequency_penalty=0.5
 )
-EVERYTHING = Sampling(
+EVERYTHING = SequenceSamplingParams(
     temperature=0.8,
     top_k=20,
     top_p=0.9,
@@ -108,21 +108,23 @@ EVERYTHING = Sampling(
     bad_words=((5,), (3, 4), *((any_, 9) for any_ in range(40))),
     logprobs=3,
 )
-EMBEDDING = Sampling(temperature=0, embeds=True)
-SPECIALS: dict[str, dict[str, Sampling]] = {
+EMBEDDING = SequenceSamplingParams(temperature=0, embeds=True)
+SPECIALS: dict[str, dict[str, SequenceSamplingParams]] = {
     "greedy": {},
     "random": {
-        "seq1": Sampling(temperature=0.9, top_k=7, seed=1),
-        "seq2": Sampling(seed=2),
-        "seq3": Sampling(temperature=1.2, top_p=0.8, seed=3),
-        "seq4": Sampling(min_p=0.02, seed=4),
+        "seq1": SequenceSamplingParams(temperature=0.9, top_k=7, seed=1),
+        "seq2": SequenceSamplingParams(seed=2),
+        "seq3": SequenceSamplingParams(temperature=1.2, top_p=0.8, seed=3),
+        "seq4": SequenceSamplingParams(min_p=0.02, seed=4),
     },
     "embeddings": {"seq1": EMBEDDING, "seq3": EMBEDDING, "seq4": EMBEDDING},
     "penalties": {"seq2": PENALIZED, "seq4": PENALIZED},
     "everything": {
         "seq1": EVERYTHING,
         "seq3": msgspec.structs.replace(EVERYTHING, seed=6, bad_words=(), prompt_logprobs=2),
-        "seq4": Sampling(temperature=0.0, logprobs=0, prompt_logprobs=4, allowed=(4, 9)),
+        "seq4": SequenceSamplingParams(
+            temperature=0.0, logprobs=0, prompt_logprobs=4, allowed=(4, 9)
+        ),
     },
 }
 """Sampling by sequence; others are greedy."""
@@ -155,7 +157,7 @@ def check(results: list[Answer], expected: list[Answer]) -> None:
     assert told[0] == approximately(told[1])
 
 
-def plainly(row: RowLogprobs) -> Any:
+def plainly(row: SampleDetails) -> Any:
     """What a row tells, its embedding as numbers."""
     vector = array("f", row.embedding).tolist()
     return [msgspec.to_builtins(msgspec.structs.replace(row, embedding=b"")), vector]
@@ -401,7 +403,7 @@ def test_without_a_wait_numbers_are_wrong(
 
 def test_log_probabilities_are_those_of_the_cpu(folder: Path) -> None:
     """Of a prompt in chunks and of what is drawn behind it."""
-    sampling = Sampling(temperature=0.0, logprobs=3, prompt_logprobs=2)
+    sampling = SequenceSamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2)
     pipeline = Pipeline(folder, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     pipeline.add(1, PROMPTS[4], sampling)
     plans = [
@@ -418,7 +420,7 @@ def test_log_probabilities_are_those_of_the_cpu(folder: Path) -> None:
     told = [answer(pipeline.executors[0])]
     with as_on_a_device(), FakeQueues(2) as queues:
         executor = executor_on(queues, folder, graphs=2)
-        executor.register(Register(1, len(PROMPTS[4]), PROMPTS[4], sampling))
+        executor.register(RegisterSequences(1, len(PROMPTS[4]), PROMPTS[4], sampling))
         told.append(answer(executor))
     assert len(told[0][1][0].prompt) == len(PROMPTS[4]) - 1
     check([told[1]], [told[0]])

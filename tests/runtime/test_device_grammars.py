@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from gllm.messages.sampling import Sampling
+from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import read_config
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.grammars import Grammars
@@ -20,10 +20,12 @@ from tests.tiny_models import save
 
 GRAMMAR = json.dumps({"grammars": [{"lark_grammar": 'start: ("abc" | "abd" | "wxyz" | /[0-4]/)+'}]})
 SPECS = [
-    Sampling(temperature=0.0, grammar=GRAMMAR),
-    Sampling(seed=3, grammar=GRAMMAR),
+    SequenceSamplingParams(temperature=0.0, grammar=GRAMMAR),
+    SequenceSamplingParams(seed=3, grammar=GRAMMAR),
     LOOKING,
-    Sampling(seed=5, temperature=1.5, repetition_penalty=1.3, logit_bias={97: 2}, grammar=GRAMMAR),
+    SequenceSamplingParams(
+        seed=5, temperature=1.5, repetition_penalty=1.3, logit_bias={97: 2}, grammar=GRAMMAR
+    ),
 ]
 """Beside them one that looks back at its output, without a grammar."""
 
@@ -107,7 +109,7 @@ def test_forced_tokens_save_steps_on_a_device(queues: FakeQueues, folder: Path) 
     pipeline = OnDevice(queues, folder, 40, lookahead=False)
     with_grammars(pipeline.executors[-1], folder)
     only = json.dumps({"grammars": [{"lark_grammar": 'start: ("wxyz" | "abcdef")+'}]})
-    pipeline.ask(0, PROMPTS[0], Sampling(temperature=0.0, grammar=only))
+    pipeline.ask(0, PROMPTS[0], SequenceSamplingParams(temperature=0.0, grammar=only))
     tokens = pipeline.run()[0]
     assert set(bytes(tokens).decode()) <= set("wxyzabcdef")
     assert pipeline.scheduler.stats().steps <= 4

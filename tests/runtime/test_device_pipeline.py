@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.plan import Sampled
 from gllm.transport.base import EdgeShape
 from gllm.transport.edge import create_edge
@@ -24,12 +24,12 @@ GROUPS = ((1, 2), (3,))
 ROUNDS = 4
 
 
-LOOKING = Sampling(
+LOOKING = SequenceSamplingParams(
     seed=3, repetition_penalty=1.5, frequency_penalty=0.8, bad_words=((7, 7), (3, 2)), logprobs=1
 )
 
 
-def rounds(pipeline: Pipeline, sampling: Sampling) -> list[list[Sampled]]:
+def rounds(pipeline: Pipeline, sampling: SequenceSamplingParams) -> list[list[Sampled]]:
     """What the CPU samples, step by step."""
     for seq, prompt in PROMPTS.items():
         pipeline.add(seq, prompt, sampling)
@@ -43,7 +43,7 @@ def rounds(pipeline: Pipeline, sampling: Sampling) -> list[list[Sampled]]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, LOOKING], ids=["greedy", "looking back"])
 @pytest.mark.parametrize("seed", range(3))
-def test_two_stages_are_as_one(tmp_path: Path, seed: int, sampling: Sampling) -> None:
+def test_two_stages_are_as_one(tmp_path: Path, seed: int, sampling: SequenceSamplingParams) -> None:
     """Whose last one knows the tokens by what it was told alone."""
     folder = save("llama3", tmp_path)
     given: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
@@ -60,7 +60,7 @@ def test_two_stages_are_as_one(tmp_path: Path, seed: int, sampling: Sampling) ->
         receiver = HostStagingReceiver(*ends, stages[1].stream)
         for seq, prompt in PROMPTS.items():
             for stage in stages:
-                stage.register(Register(seq, len(prompt), prompt, sampling))
+                stage.register(RegisterSequences(seq, len(prompt), prompt, sampling))
         results: list[list[Sampled]] = []
         begun: list = []
         while len(results) < len(expected):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gllm.config.engine import EngineConfig
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.executor import StageExecutor
 from gllm.runtime.sampler import ALL_FORBIDDEN, plan_rows
@@ -24,7 +24,7 @@ from tests.runtime.test_greedy import NEW_TOKENS
 from tests.runtime.test_logprobs import Told
 
 PROMPTS = [[5, 9, 3, 7, 7], [5, 9, 3, 7, 2, 6, 17, 8, 8], [21], [5, 9, 3, 7, 7, 41, 42]]
-LOOKING = Sampling(
+LOOKING = SequenceSamplingParams(
     temperature=0.8,
     seed=4,
     repetition_penalty=1.4,
@@ -103,20 +103,20 @@ def test_what_looks_back_sees_the_same_in_every_setting(
 
 
 def executor_with(
-    queues: FakeQueues, folder: Path, specs: list[Sampling]
+    queues: FakeQueues, folder: Path, specs: list[SequenceSamplingParams]
 ) -> tuple[DeviceExecutor, Pipeline]:
     """A stage with a sequence for each of the specs, prompts as above."""
     book = Pipeline(folder, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     executor = executor_on(queues, folder)
     for seq, (prompt, spec) in enumerate(zip(PROMPTS, specs, strict=False)):
         book.add(seq, prompt)
-        executor.register(Register(seq, len(prompt), prompt, spec))
+        executor.register(RegisterSequences(seq, len(prompt), prompt, spec))
     return executor, book
 
 
 def test_everything_forbidden_is_an_error_of_the_row(queues: FakeQueues, folder: Path) -> None:
     """Which tells nothing; its neighbour does."""
-    told = Sampling(temperature=0.0, logprobs=1)
+    told = SequenceSamplingParams(temperature=0.0, logprobs=1)
     forbidden = msgspec.structs.replace(told, allowed=(2, 10**6), bad_words=((2,),))
     executor, book = executor_with(queues, folder, [forbidden, told])
     batch = executor.prepare(book.plan([book.row(seq, len(PROMPTS[seq])) for seq in (0, 1)]))
@@ -131,7 +131,7 @@ def test_everything_forbidden_is_an_error_of_the_row(queues: FakeQueues, folder:
 @pytest.mark.parametrize("row", [0, 1])
 def test_bad_logits_end_their_own_row(queues: FakeQueues, folder: Path, row: int) -> None:
     """Of the prompt that is scored, or of the token to be drawn."""
-    spec = Sampling(temperature=0.0, logprobs=2, prompt_logprobs=0)
+    spec = SequenceSamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0)
     executor, book = executor_with(queues, folder, [spec, spec])
     head = executor._stage.logits
 
@@ -175,7 +175,7 @@ def test_logits_are_computed_of_rows_that_sample_alone(queues: FakeQueues, folde
 def test_edits_of_choices_are_made_once_and_forgotten(queues: FakeQueues, folder: Path) -> None:
     executor, _ = executor_with(queues, folder, [])
     planner = executor._drawing._planner
-    states = states_of(Register(0, 1, [3], LOOKING, n=3))
+    states = states_of(RegisterSequences(0, 1, [3], LOOKING, n=3))
     rows = plan_rows([(seq, 0) for seq in range(3)], states, [0] * 3)
     executor._drawing.plan(rows, [], [1] * 3, torch.zeros(3, 1, dtype=torch.int64).numpy())
     assert len(planner._made) == 1

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from gllm.messages.base import Message
-from gllm.messages.reports import Bubbles, StageTimes
-from gllm.messages.requests import Abort, Submit, Tokens
-from gllm.messages.sampling import RowLogprobs, Sampling, TokenLogprobs
-from gllm.messages.steps import Begun, Register, Result, Step
+from gllm.messages.base import WireMessage
+from gllm.messages.reports import BubbleReport, StageTimes
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenLogprobs
+from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, StepResult, StepTime
@@ -19,9 +19,9 @@ class Heard:
     """A stage that keeps what it hears."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[WireMessage] = []
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         self.messages.append(message)
 
     def send_encoded(self, payload: bytes) -> None:
@@ -38,14 +38,16 @@ def test_a_prompt_goes_to_those_who_need_it(
     heard = [Heard() for _ in range(stages)]
     config = SchedulerConfig().resolve(stages, 64, 128)
     driver = Driver(Scheduler(config), heard[0].send, [*heard[1:]], Heard(), on_devices)
-    sampling = Sampling(repetition_penalty=repetition)
-    driver.submit(Submit(5, [1, 2, 3], sampling, 4, []))
+    sampling = SequenceSamplingParams(repetition_penalty=repetition)
+    driver.submit(SubmitRequest(5, [1, 2, 3], sampling, 4, []))
     registered = [stage.messages[0] for stage in heard]
-    assert all(isinstance(message, Register) for message in registered)
-    knows = [bool(message.prompt) for message in registered if isinstance(message, Register)]
+    assert all(isinstance(message, RegisterSequences) for message in registered)
+    knows = [
+        bool(message.prompt) for message in registered if isinstance(message, RegisterSequences)
+    ]
     at_last = stages == 1 or on_devices or repetition != 1
     assert knows == [True, *[False] * (stages - 2), *[at_last] * (stages > 1)]
-    told = [message.sampling for message in registered if isinstance(message, Register)]
+    told = [message.sampling for message in registered if isinstance(message, RegisterSequences)]
     assert told == [*[None] * (stages - 1), sampling]
 
 
@@ -55,14 +57,14 @@ def test_stages_forget_choices_that_were_aborted_before_they_began(grammar: str)
     stage = Heard()
     config = SchedulerConfig().resolve(1, 64, 128)
     driver = Driver(Scheduler(config), stage.send, [], Heard())
-    driver.submit(Submit(5, [1, 2, 3], Sampling(grammar=grammar), 4, [], n=3))
-    driver.abort(Abort([7]))
-    driver.submit(Submit(8, [4], Sampling(), 4, []))
-    driver.begin(Begun(5))
+    driver.submit(SubmitRequest(5, [1, 2, 3], SequenceSamplingParams(grammar=grammar), 4, [], n=3))
+    driver.abort(AbortSequences([7]))
+    driver.submit(SubmitRequest(8, [4], SequenceSamplingParams(), 4, []))
+    driver.begin(GrammarReady(5))
     driver.turn()
     assert not driver._held
     assert not driver._cancelled
-    released = [one.plan.released for one in stage.messages if isinstance(one, Step)]
+    released = [one.plan.released for one in stage.messages if isinstance(one, RunStep)]
     assert released[0] == [7]
 
 
@@ -72,13 +74,13 @@ def test_a_stage_s_times_reach_the_policy_and_the_frontend() -> None:
     observed: list[tuple[int, list[StepTime]]] = []
     scheduler.observe = lambda stage, times: observed.append((stage, times))  # type: ignore[method-assign]
     driver = Driver(scheduler, stage.send, [], heard)
-    driver.submit(Submit(0, [1, 2, 3], Sampling(), 4, []))
+    driver.submit(SubmitRequest(0, [1, 2, 3], SequenceSamplingParams(), 4, []))
     driver.turn()
     now = time.monotonic()
     times = [StepTime(0, now + 1, now + 2)]
     driver.observe(StageTimes(0, times, now + 3))
     assert observed == [(0, times)]
-    (bubbles,) = (message for message in heard.messages if isinstance(message, Bubbles))
+    (bubbles,) = (message for message in heard.messages if isinstance(message, BubbleReport))
     # At hand for longer than three seconds, and computed for one of them.
     assert bubbles.seconds[0] > 2
     assert bubbles.work_seconds == pytest.approx(bubbles.seconds[0] + 1)
@@ -88,12 +90,12 @@ def test_what_rows_tell_beyond_the_end_of_their_sequence_is_dropped() -> None:
     heard, stage = Heard(), Heard()
     driver = Driver(Scheduler(SchedulerConfig().resolve(1, 64, 128)), stage.send, [], heard)
     for seq in (0, 1):
-        driver.submit(Submit(seq, [1, 2, 3], Sampling(logprobs=0), 4, []))
+        driver.submit(SubmitRequest(seq, [1, 2, 3], SequenceSamplingParams(logprobs=0), 4, []))
     driver.turn()
-    driver.abort(Abort([1]))
+    driver.abort(AbortSequences([1]))
     sampled = [Sampled(seq, 0, 9) for seq in (0, 1)]
-    told = [RowLogprobs(seq, TokenLogprobs(9, -0.5, 1, [], []), []) for seq in (0, 1)]
-    driver.commit(Result(StepResult(0, sampled), told))
+    told = [SampleDetails(seq, TokenLogprobs(9, -0.5, 1, [], []), []) for seq in (0, 1)]
+    driver.commit(StepDone(StepResult(0, sampled), told))
     driver.turn()
-    logprobs = [one.logprobs for one in heard.messages if isinstance(one, Tokens)]
+    logprobs = [one.logprobs for one in heard.messages if isinstance(one, EngineOutputs)]
     assert [row.seq for rows in logprobs for row in rows] == [0]

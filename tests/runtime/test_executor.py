@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
 from tests.runtime.pipeline import GREEDY, Pipeline
 from tests.tiny_models import FAMILIES, SMALL, reference, save
@@ -109,7 +109,7 @@ def test_greedy_tokens_are_those_of_transformers(
 ) -> None:
     prompt = prompt_of(20, 5)
     pipeline = Pipeline(folders["llama3", 0], 2)
-    pipeline.add(1, prompt, Sampling(temperature=0.0, top_k=5))
+    pipeline.add(1, prompt, SequenceSamplingParams(temperature=0.0, top_k=5))
     tokens = greedy(pipeline, 1, 12)
     logits = expected("llama3", 0, prompt + tokens)
     assert tokens == logits[19:31].argmax(-1).tolist()
@@ -184,12 +184,14 @@ def test_n_choices_draw_from_streams_of_their_own(
     pipeline = Pipeline(folders["llama2", 0])
     prompt = prompt_of(8, 0)
     for seq in (1, 2, 3):
-        pipeline.add(seq, prompt, Sampling(temperature=2.0, seed=5, choice=seq - 1))
+        pipeline.add(seq, prompt, SequenceSamplingParams(temperature=2.0, seed=5, choice=seq - 1))
     alone = [r.token for seq in (1, 2, 3) for r in pipeline.run([pipeline.row(seq, 8)])]
     together = Pipeline(folders["llama2", 0])
     for seq in (1, 2, 3):
         together.add(seq, prompt)
-    together.executors[0].register(Register(1, 8, prompt, Sampling(2.0, seed=5), n=3))
+    together.executors[0].register(
+        RegisterSequences(1, 8, prompt, SequenceSamplingParams(2.0, seed=5), n=3)
+    )
     results = together.run([together.row(seq, 8) for seq in (1, 2, 3)])
     assert [result.token for result in results] == alone
     assert len(set(alone)) > 1

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from gllm.config.engine import EngineConfig
-from gllm.messages.sampling import RowLogprobs, Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import Batch
@@ -26,7 +26,7 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import Request
 from tests.tiny_models import FAMILIES, SMALL, reference, save
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SequenceSamplingParams(temperature=0.0)
 NEW_TOKENS = 12
 LENGTHS = (1, 7, 33, 64, 90)
 """Of the prompts: within a block, at its end, over several chunks."""
@@ -61,7 +61,7 @@ class Scheduled:
         """Submit a request and register it everywhere."""
         self.scheduler.add(Request(seq, prompt, NEW_TOKENS, n=n), 0.0)
         for executor in self.executors:
-            executor.register(Register(seq, len(prompt), prompt, GREEDY, n))
+            executor.register(RegisterSequences(seq, len(prompt), prompt, GREEDY, n))
 
     def run(self) -> dict[int, list[int]]:
         """All generated tokens, by sequence, once everything has ended."""
@@ -71,7 +71,7 @@ class Scheduled:
             self._commit()
         return self.generated
 
-    def _commit(self) -> tuple[Outcome, list[RowLogprobs]]:
+    def _commit(self) -> tuple[Outcome, list[SampleDetails]]:
         """Compute and commit the oldest plan: what it brought, what its rows told."""
         plan, batches = self._plans.popleft()
         hidden = None

@@ -12,10 +12,10 @@ from gllm.config.sampling import StructuredOutput
 from gllm.grammar import guide as guide_module
 from gllm.grammar.guide import Guide, GuideError, Rules
 from gllm.kernels.sampling import sample
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime import grammars as grammars_module
-from gllm.runtime.sampler import Drawn, draw, give_up, plan_rows, results
+from gllm.runtime.sampler import SampleOutput, draw, give_up, plan_rows, results
 from gllm.runtime.sampling_state import SamplingState, states_of
 from tests.grammar.writing import EOS, TOKENIZER, VOCABULARY, grammars, state_of, step, text_of
 from tests.grammar.writing import write as write_all
@@ -133,7 +133,7 @@ def test_penalties_count_forced_tokens(owner):
 
 
 def plain(seed: int) -> SamplingState:
-    return SamplingState(Sampling(seed=seed, top_p=0.9), None, [])
+    return SamplingState(SequenceSamplingParams(seed=seed, top_p=0.9), None, [])
 
 
 def test_rows_without_a_grammar_are_drawn_as_if_alone(owner):
@@ -178,8 +178,8 @@ def test_rows_drawn_one_by_one_after_a_fault_take_each_token_once(owner, monkeyp
 
 
 def test_a_grammar_that_does_not_compile_is_told(owner):
-    spec = Sampling(grammar='{"grammars": [{"lark_grammar": "start: ("}]}')
-    state = states_of(Register(0, 1, [], spec), owner)[0]
+    spec = SequenceSamplingParams(grammar='{"grammars": [{"lark_grammar": "start: ("}]}')
+    state = states_of(RegisterSequences(0, 1, [], spec), owner)[0]
     assert isinstance(guide_of(state).begun.exception(20), GuideError)
     drawn = step([state, plain(1)], [0, 0], noise(2))
     assert ["does not compile" in error for error in drawn.errors] == [True, False]
@@ -195,8 +195,8 @@ def test_a_mask_that_never_comes_ends_its_own_row(monkeypatch):
         return None
 
     guide = Guide(never, never, no_matcher, Rules(VOCABULARY, EOS, True))
-    stuck = SamplingState(Sampling(grammar="x"), None, [], guide)
-    drawn: Drawn = draw(noise(2), plan_rows([(0, 0), (1, 0)], [stuck, plain(1)], [0, 0]))
+    stuck = SamplingState(SequenceSamplingParams(grammar="x"), None, [], guide)
+    drawn: SampleOutput = draw(noise(2), plan_rows([(0, 0), (1, 0)], [stuck, plain(1)], [0, 0]))
     assert ["takes over" in error for error in drawn.errors] == [True, False]
 
 
@@ -280,7 +280,7 @@ def test_compiled_grammars_are_kept_and_bounded(monkeypatch):
     monkeypatch.setattr(made, "_compile", counted)
     texts = [json.dumps({"grammars": [{"lark_grammar": f'start: "{c}"'}]}) for c in "abc"]
     for text in [texts[0]] * 4 + texts[1:] + [texts[0]]:
-        made.guide(Sampling(grammar=text)).begun.result(20)
+        made.guide(SequenceSamplingParams(grammar=text)).begun.result(20)
     assert compiled == [texts[0], texts[0], *texts[1:], texts[0]]
     assert len(made._compiled) == 2
     assert len(threads) == 1
@@ -288,7 +288,7 @@ def test_compiled_grammars_are_kept_and_bounded(monkeypatch):
 
 def test_choices_have_guides_of_their_own(owner):
     spec = state_of(WORDS, owner).spec
-    states = states_of(Register(5, 3, [7, 8, 9], spec, n=3), owner)
+    states = states_of(RegisterSequences(5, 3, [7, 8, 9], spec, n=3), owner)
     outputs = write_all(states, 100)
     assert len({state.guide for state in states}) == 3
     assert all(output[-1] == EOS for output in outputs)

@@ -1,8 +1,8 @@
 """Requests whose grammars are being compiled wait at the driver, not in the pipeline."""
 
-from gllm.messages.requests import Abort, Submit, Tokens
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Begun, Register, Result, Step
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import Sampled, Stats, StepResult
@@ -17,7 +17,7 @@ class Frontend:
         self.stats: list[Stats] = []
 
     def send(self, message) -> None:
-        if isinstance(message, Tokens):
+        if isinstance(message, EngineOutputs):
             self.stats.append(message.stats)
             self.ends.update((end.seq, end.error) for end in message.outcome.ends)
 
@@ -33,21 +33,23 @@ def made() -> tuple[Driver, list, Frontend]:
 
 
 def submit(driver: Driver, seq: int, grammar: str = "", n: int = 1, tokens: int = 5) -> None:
-    driver.submit(Submit(seq, [1] * tokens, Sampling(grammar=grammar), 10, [], n))
+    driver.submit(
+        SubmitRequest(seq, [1] * tokens, SequenceSamplingParams(grammar=grammar), 10, [], n)
+    )
     driver.turn()
 
 
 def steps(told: list) -> list[set[int]]:
-    return [{row.seq for row in one.plan.rows} for one in told if isinstance(one, Step)]
+    return [{row.seq for row in one.plan.rows} for one in told if isinstance(one, RunStep)]
 
 
 def test_others_run_until_the_grammar_is_compiled() -> None:
     driver, told, frontend = made()
     submit(driver, 0, "grammar")
-    assert [type(one) for one in told] == [Register], "the stage has it to compile"
+    assert [type(one) for one in told] == [RegisterSequences], "the stage has it to compile"
     submit(driver, 1)
     assert steps(told) == [{1}]
-    driver.begin(Begun(0))
+    driver.begin(GrammarReady(0))
     assert driver.scheduler.stats().waiting == 1
     assert frontend.ends == {}
 
@@ -55,23 +57,23 @@ def test_others_run_until_the_grammar_is_compiled() -> None:
 def test_one_that_does_not_compile_ends_with_its_error() -> None:
     driver, told, frontend = made()
     submit(driver, 0, "grammar", n=3)
-    driver.begin(Begun(0, "it is odd"))
+    driver.begin(GrammarReady(0, "it is odd"))
     driver.turn()
     assert frontend.ends == dict.fromkeys(range(3), "it is odd")
     assert not driver.scheduler._sequences
     submit(driver, 3)
-    released = [one.plan.released for one in told if isinstance(one, Step)]
+    released = [one.plan.released for one in told if isinstance(one, RunStep)]
     assert sorted(released[0]) == [0, 1, 2], "stages forget it"
 
 
 def test_one_that_is_aborted_meanwhile_never_runs() -> None:
     driver, told, frontend = made()
     submit(driver, 0, "grammar", n=2)
-    driver.abort(Abort([0, 1]))
-    driver.begin(Begun(0))
+    driver.abort(AbortSequences([0, 1]))
+    driver.begin(GrammarReady(0))
     submit(driver, 2)
     assert steps(told) == [{2}]
-    assert [sorted(one.plan.released) for one in told if isinstance(one, Step)] == [[0, 1]]
+    assert [sorted(one.plan.released) for one in told if isinstance(one, RunStep)] == [[0, 1]]
     assert frontend.ends == {}
 
 
@@ -91,9 +93,9 @@ def test_statistics_follow_each_turn_that_changed_them() -> None:
     assert (frontend.stats[-1].in_flight, len(frontend.stats)) == (1, 2), "before any commit"
     driver.turn()
     assert len(frontend.stats) == 2, "nothing has changed"
-    driver.commit(Result(StepResult(0, [Sampled(3, 0, 7)])))
+    driver.commit(StepDone(StepResult(0, [Sampled(3, 0, 7)])))
     driver.turn()
     assert len(frontend.stats) == 3, "with the outcome, not beside it"
-    driver.abort(Abort([0, 1, 2, 3]))
+    driver.abort(AbortSequences([0, 1, 2, 3]))
     driver.turn()
     assert frontend.stats[-1].waiting == 0

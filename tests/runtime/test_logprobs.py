@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from gllm.messages.sampling import RowLogprobs, Sampling, TokenLogprobs
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenLogprobs
+from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.plan import Outcome, StepResult
 from gllm.scheduler.sequence import Request
 from tests.runtime.test_greedy import NEW_TOKENS, Scheduled, prompts
@@ -21,8 +21,8 @@ from tests.tiny_models import reference, save
 
 TOLERANCE = 2e-4
 """On log-probabilities, float32 sums in different orders."""
-FULL = Sampling(temperature=0.0, logprobs=3, prompt_logprobs=5)
-PENALIZED = Sampling(
+FULL = SequenceSamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=5)
+PENALIZED = SequenceSamplingParams(
     temperature=0.8,
     seed=4,
     repetition_penalty=1.4,
@@ -42,18 +42,20 @@ class Told(Scheduled):
     prompts: dict[int, list[list[TokenLogprobs]]] = field(default_factory=dict)
     """By sequence, each time it told its prompt's."""
 
-    def ask(self, seq: int, prompt: list[int], sampling: Sampling, n: int = 1) -> None:
+    def ask(
+        self, seq: int, prompt: list[int], sampling: SequenceSamplingParams, n: int = 1
+    ) -> None:
         """Submit a request and register it everywhere, the prompt where it is needed."""
         reads = sampling.prompt_logprobs is None
         self.scheduler.add(Request(seq, prompt, NEW_TOKENS, n=n, reads_cache=reads), 0.0)
-        bare = Register(seq, len(prompt), n=n)
+        bare = RegisterSequences(seq, len(prompt), n=n)
         for executor in self.executors:
             needed = executor.is_first or (executor.is_last and sampling.needs_prompt)
             own = msgspec.structs.replace(bare, prompt=prompt if needed else [])
             own = msgspec.structs.replace(own, sampling=sampling if executor.is_last else None)
             executor.register(own)
 
-    def _commit(self) -> tuple[Outcome, list[RowLogprobs]]:
+    def _commit(self) -> tuple[Outcome, list[SampleDetails]]:
         outcome, told = super()._commit()
         for row in told:
             if row.seq in outcome.seqs:
@@ -129,7 +131,7 @@ def test_a_warm_cache_is_not_read_where_the_prompt_is_told(folder: Path) -> None
     check(pipeline)
     prompt = prompts()[-1]
     pipeline.ask(100, prompt, FULL)
-    pipeline.ask(101, prompt, Sampling(temperature=0.0))
+    pipeline.ask(101, prompt, SequenceSamplingParams(temperature=0.0))
     pipeline.run()
     check_entries(pipeline.prompts[100][0], prompt, 1, 5)
     assert pipeline.generated[100] == pipeline.generated[101]
@@ -149,7 +151,7 @@ def test_the_first_of_several_choices_tells_the_prompt(folder: Path) -> None:
     assert len({tuple(tokens) for tokens in generated.values()}) == 3
 
 
-def drawn(pipeline: Told, sampling: Sampling = PENALIZED) -> list[list[int]]:
+def drawn(pipeline: Told, sampling: SequenceSamplingParams = PENALIZED) -> list[list[int]]:
     for seq, prompt in enumerate(prompts()):
         pipeline.ask(seq, prompt, sampling)
     generated = pipeline.run()
@@ -193,10 +195,10 @@ def test_greedy_with_penalties_is_what_transformers_says(folder: Path) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     processor = RepetitionPenaltyLogitsProcessor(1.6)
-    spec = Sampling(temperature=0.0, repetition_penalty=1.6, frequency_penalty=0.4)
+    spec = SequenceSamplingParams(temperature=0.0, repetition_penalty=1.6, frequency_penalty=0.4)
     pipeline = Told(folder, 2, options=SMALL_CHUNKS)
     got = drawn(pipeline, spec)
-    assert got != drawn(Told(folder, 2), Sampling(temperature=0.0))
+    assert got != drawn(Told(folder, 2), SequenceSamplingParams(temperature=0.0))
     for prompt, answer in zip(prompts(), got, strict=True):
         tokens = list(prompt)
         for token in answer:

@@ -8,18 +8,20 @@ import torch
 
 from gllm.kernels.sampling import sample
 from gllm.kernels.sampling_plan import SamplingPlan
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime import sampler
-from gllm.runtime.sampler import Drawn, SampledRows, draw, plan_rows, results
+from gllm.runtime.sampler import SampledRows, SampleOutput, draw, plan_rows, results
 from gllm.runtime.sampling_state import SamplingState, edit_logits, states_of
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
-def state_of(spec: Sampling, prompt: tuple[int, ...] = (), output: list[int] | None = None) -> Any:
+def state_of(
+    spec: SequenceSamplingParams, prompt: tuple[int, ...] = (), output: list[int] | None = None
+) -> Any:
     """The state of a sequence that has drawn `output`."""
-    state = states_of(Register(0, len(prompt), list(prompt), spec))[0]
+    state = states_of(RegisterSequences(0, len(prompt), list(prompt), spec))[0]
     for token in output or []:
         state.history.append(token)
     return state
@@ -29,7 +31,9 @@ def rows_of(states: list[SamplingState], indices: list[int]) -> SampledRows:
     return plan_rows([(seq, 0) for seq in range(len(states))], states, indices)
 
 
-def drawn(logits: torch.Tensor, specs: list[Sampling], indices: list[int]) -> Drawn:
+def drawn(
+    logits: torch.Tensor, specs: list[SequenceSamplingParams], indices: list[int]
+) -> SampleOutput:
     return draw(logits.clone(), rows_of([state_of(spec) for spec in specs], indices))
 
 
@@ -37,7 +41,7 @@ def drawn(logits: torch.Tensor, specs: list[Sampling], indices: list[int]) -> Dr
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_end_their_row(bad: float, temperature: float) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    specs = [Sampling(temperature, top_k=k, seed=4, logprobs=2) for k in (0, 0, 5)]
+    specs = [SequenceSamplingParams(temperature, top_k=k, seed=4, logprobs=2) for k in (0, 0, 5)]
     wanted = drawn(logits, specs, [0, 1, 2])
     logits[1, 17] = bad
     got = drawn(logits, specs, [0, 1, 2])
@@ -50,7 +54,11 @@ def test_only_logits_that_are_not_finite_cast_doubt_on_the_cache() -> None:
     """A row that fails for its request's sampling fields leaves its KV blocks to others."""
     logits = torch.zeros(3, 50)
     logits[1, 17] = float("nan")
-    specs = [Sampling(), Sampling(), Sampling(logit_bias=dict.fromkeys(range(50), -math.inf))]
+    specs = [
+        SequenceSamplingParams(),
+        SequenceSamplingParams(),
+        SequenceSamplingParams(logit_bias=dict.fromkeys(range(50), -math.inf)),
+    ]
     rows = rows_of([state_of(spec) for spec in specs], [0, 0, 0])
     told = results(rows, draw(logits, rows))
     assert [bool(row.error) for row in told] == [False, True, True]
@@ -58,7 +66,7 @@ def test_only_logits_that_are_not_finite_cast_doubt_on_the_cache() -> None:
 
 
 def test_banned_tokens_wait_for_min_tokens() -> None:
-    spec = Sampling(**GREEDY, min_tokens=2, banned=(3, 4, 1_000_000))
+    spec = SequenceSamplingParams(**GREEDY, min_tokens=2, banned=(3, 4, 1_000_000))
     states = [state_of(spec, output=[0] * index) for index in range(4)]
     got = draw(torch.arange(5.0).repeat(4, 1), rows_of(states, [0, 1, 2, 3]))
     assert got.tokens == [2, 2, 4, 4]
@@ -68,14 +76,16 @@ def test_banned_tokens_wait_for_min_tokens() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        Sampling(min_tokens=1, banned=tuple(range(5))),
-        Sampling(temperature=0.0, allowed=(2,), bad_words=((2,),)),
-        Sampling(allowed=(1, 3), bad_words=((1,), (3,)), logit_bias={1: 100.0}, logprobs=1),
+        SequenceSamplingParams(min_tokens=1, banned=tuple(range(5))),
+        SequenceSamplingParams(temperature=0.0, allowed=(2,), bad_words=((2,),)),
+        SequenceSamplingParams(
+            allowed=(1, 3), bad_words=((1,), (3,)), logit_bias={1: 100.0}, logprobs=1
+        ),
     ],
     ids=str,
 )
-def test_everything_forbidden_is_an_error_of_the_row(spec: Sampling) -> None:
-    got = drawn(torch.arange(5.0).repeat(2, 1), [spec, Sampling(**GREEDY)], [0, 0])
+def test_everything_forbidden_is_an_error_of_the_row(spec: SequenceSamplingParams) -> None:
+    got = drawn(torch.arange(5.0).repeat(2, 1), [spec, SequenceSamplingParams(**GREEDY)], [0, 0])
     assert got.tokens[1] == 4
     assert "forbidden" in got.errors[0]
     assert not got.errors[1]
@@ -94,8 +104,8 @@ def test_an_exception_ends_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(4, 9, generator=generator)
     logits[1, 0], logits[3, 2] = 7, math.nan
-    specs = [Sampling(seed=i, logit_bias={3: 1.5}, logprobs=1) for i in range(4)]
-    specs[1] = Sampling(seed=1)
+    specs = [SequenceSamplingParams(seed=i, logit_bias={3: 1.5}, logprobs=1) for i in range(4)]
+    specs[1] = SequenceSamplingParams(seed=1)
     monkeypatch.setattr(sampler, "sample", breaks)
     got = drawn(logits, specs, [0] * 4)
     assert [bool(error) for error in got.errors] == [False, True, False, True]
@@ -108,18 +118,20 @@ def test_an_exception_ends_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_rows() -> None:
-    assert draw(torch.empty(0, 5), rows_of([], [])) == Drawn([], [], [])
+    assert draw(torch.empty(0, 5), rows_of([], [])) == SampleOutput([], [], [])
 
 
 def test_allowed_tokens_are_the_only_ones() -> None:
     logits = torch.randn(300, 40, generator=torch.Generator().manual_seed(1))
-    got = drawn(logits, [Sampling(seed=i, allowed=(7, 31)) for i in range(300)], [0] * 300)
+    got = drawn(
+        logits, [SequenceSamplingParams(seed=i, allowed=(7, 31)) for i in range(300)], [0] * 300
+    )
     assert set(got.tokens) == {7, 31}
 
 
 def test_bad_words_are_banned_where_they_would_be_complete() -> None:
     words = ((4,), (3, 2), (1, 1, 3), (0, 3, 3))
-    spec = Sampling(**GREEDY, bad_words=words)
+    spec = SequenceSamplingParams(**GREEDY, bad_words=words)
     outputs = [[], [3], [1, 1], [1], [1, 1, 3], [0, 3], [3, 3]]
     # Likeliest first: 4, which is always forbidden, then 3, 2, 1, 0.
     states = [state_of(spec, output=output) for output in outputs]
@@ -136,7 +148,9 @@ def test_bad_words_are_banned_where_they_would_be_complete() -> None:
 def test_bias_and_bans_and_penalties_come_in_their_order() -> None:
     """The bias is added before the penalty looks at the sign."""
     logits = torch.tensor([[1.0, 2.0, 3.0, 0.5]])
-    spec = Sampling(**GREEDY, logit_bias={2: -4.0}, repetition_penalty=2.0, bad_words=((1,),))
+    spec = SequenceSamplingParams(
+        **GREEDY, logit_bias={2: -4.0}, repetition_penalty=2.0, bad_words=((1,),)
+    )
     state = state_of(spec, prompt=(2, 0))
     edited = logits.clone()
     edit_logits(edited, [state], [0], [0])
@@ -145,7 +159,9 @@ def test_bias_and_bans_and_penalties_come_in_their_order() -> None:
 
 def test_a_row_sees_exactly_the_output_before_it() -> None:
     """Drawn again at an earlier index, the state forgets what came after."""
-    spec = Sampling(seed=3, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.3)
+    spec = SequenceSamplingParams(
+        seed=3, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.3
+    )
     logits = torch.randn(30, 12, generator=torch.Generator().manual_seed(5))
 
     def run(order: list[int]) -> dict[int, int]:
@@ -163,13 +179,16 @@ def test_a_row_sees_exactly_the_output_before_it() -> None:
 
 
 def test_a_gap_in_the_output_is_an_error() -> None:
-    spec = Sampling(**GREEDY, presence_penalty=1.0)
-    got = draw(torch.zeros(2, 5), rows_of([state_of(spec), state_of(Sampling(**GREEDY))], [2, 2]))
+    spec = SequenceSamplingParams(**GREEDY, presence_penalty=1.0)
+    got = draw(
+        torch.zeros(2, 5),
+        rows_of([state_of(spec), state_of(SequenceSamplingParams(**GREEDY))], [2, 2]),
+    )
     assert [bool(error) for error in got.errors] == [True, False]
 
 
 def test_plain_rows_keep_nothing() -> None:
-    states = [state_of(Sampling(seed=i, top_p=0.5)) for i in range(3)]
+    states = [state_of(SequenceSamplingParams(seed=i, top_p=0.5)) for i in range(3)]
     rows = rows_of(states, [4, 5, 6])
     assert (rows.edited, rows.told) == ([], [])
     draw(torch.zeros(3, 5), rows)
@@ -177,8 +196,8 @@ def test_plain_rows_keep_nothing() -> None:
 
 
 def test_choices_share_the_edits_and_one_tells_the_prompt() -> None:
-    spec = Sampling(logit_bias={1: 2.0}, prompt_logprobs=3, repetition_penalty=1.2)
-    states = states_of(Register(5, 3, [7, 8, 9], spec, n=3))
+    spec = SequenceSamplingParams(logit_bias={1: 2.0}, prompt_logprobs=3, repetition_penalty=1.2)
+    states = states_of(RegisterSequences(5, 3, [7, 8, 9], spec, n=3))
     assert [state.spec.choice for state in states] == [0, 1, 2]
     assert [state.spec.prompt_logprobs for state in states] == [3, None, None]
     assert all(state.edits is states[0].edits for state in states)
@@ -186,7 +205,7 @@ def test_choices_share_the_edits_and_one_tells_the_prompt() -> None:
     assert [state.prompt for state in states] == [[7, 8, 9]] * 3
 
 
-ALL = Sampling(
+ALL = SequenceSamplingParams(
     temperature=0.9,
     top_k=15,
     top_p=0.9,
@@ -205,8 +224,15 @@ def test_a_row_is_the_same_in_any_batch() -> None:
     """Tokens and what is told, bit by bit, beside rows of every other kind."""
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(4))
     neighbours = [
-        *(Sampling(seed=1), Sampling(**GREEDY), Sampling(seed=2, logprobs=20)),
-        *(Sampling(seed=3, presence_penalty=2.0), Sampling(seed=5, repetition_penalty=3.0)),
+        *(
+            SequenceSamplingParams(seed=1),
+            SequenceSamplingParams(**GREEDY),
+            SequenceSamplingParams(seed=2, logprobs=20),
+        ),
+        *(
+            SequenceSamplingParams(seed=3, presence_penalty=2.0),
+            SequenceSamplingParams(seed=5, repetition_penalty=3.0),
+        ),
     ]
     alone, together = state_of(ALL, prompt=(3, 9, 11)), state_of(ALL, prompt=(3, 9, 11))
     others = [state_of(spec, prompt=(1, 2)) for spec in neighbours]
@@ -222,7 +248,9 @@ def test_a_row_is_the_same_in_any_batch() -> None:
 
 def test_what_is_told_is_of_the_raw_logits() -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(6))
-    spec = Sampling(temperature=0.3, allowed=(11, 12), logit_bias={11: 50.0}, logprobs=3)
+    spec = SequenceSamplingParams(
+        temperature=0.3, allowed=(11, 12), logit_bias={11: 50.0}, logprobs=3
+    )
     got = drawn(logits, [spec], [0])
     entry = got.logprobs[0].drawn
     assert entry is not None
@@ -233,6 +261,6 @@ def test_what_is_told_is_of_the_raw_logits() -> None:
     assert entry.top_ids == logits[0].argsort(descending=True)[:3].tolist()
     assert entry.top_logprobs == pytest.approx(wanted.sort(descending=True)[0][:3].tolist())
     assert got.logprobs[0].prompt == []
-    none = drawn(logits, [Sampling(logprobs=0)], [0]).logprobs[0].drawn
+    none = drawn(logits, [SequenceSamplingParams(logprobs=0)], [0]).logprobs[0].drawn
     assert none is not None
     assert (none.top_ids, none.top_logprobs) == ([], [])

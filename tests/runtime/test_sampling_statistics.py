@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime.sampler import draw, plan_rows
 from gllm.runtime.sampling_state import states_of
 
@@ -16,7 +16,7 @@ PROMPT = [0, 1, 1, 5, 9]
 OUTPUT = [5, 5, 2, 7, 5, 11]
 
 
-def exact(logits: torch.Tensor, spec: Sampling) -> torch.Tensor:
+def exact(logits: torch.Tensor, spec: SequenceSamplingParams) -> torch.Tensor:
     """Probabilities [vocabulary] of the token after PROMPT and OUTPUT, in float64, step by step as
     the documentation tells them."""
     values = logits.double().clone()
@@ -77,14 +77,14 @@ def test_draws_follow_the_exact_distribution(case: dict[str, Any], vocabulary: i
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(3)) * 2
     # The tokens that cases treat in their own way have to carry some of the probability.
     logits[:14] = torch.linspace(-1, 9, 14)[torch.arange(14) * 5 % 14]
-    wanted = exact(logits, Sampling(**case))
-    assert (wanted - exact(logits, Sampling())).abs().max() > 0.01
+    wanted = exact(logits, SequenceSamplingParams(**case))
+    assert (wanted - exact(logits, SequenceSamplingParams())).abs().max() > 0.01
     counts = torch.zeros(vocabulary, dtype=torch.float64)
     for seeds in range(0, DRAWS, 500):
         states = []
         for seed in range(seeds, seeds + 500):
-            spec = Sampling(**case, seed=seed)
-            state = states_of(Register(0, len(PROMPT), PROMPT, spec))[0]
+            spec = SequenceSamplingParams(**case, seed=seed)
+            state = states_of(RegisterSequences(0, len(PROMPT), PROMPT, spec))[0]
             for token in OUTPUT:
                 state.history.append(token)
             states.append(state)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.messages.sampling import RowLogprobs
-from gllm.messages.steps import Result
+from gllm.messages.sampling import SampleDetails
+from gllm.messages.steps import StepDone
 from gllm.runtime.executor import DeviceTime
 from gllm.runtime.stage import Stage
 from gllm.scheduler.plan import Row, Sampled, StepPlan, StepResult
@@ -42,7 +42,7 @@ class FakeExecutor:
             raise RuntimeError("compute")
         return torch.zeros(1, 3)
 
-    def sample(self, batch: Any, logits: torch.Tensor) -> tuple[list[Sampled], list[RowLogprobs]]:
+    def sample(self, batch: Any, logits: torch.Tensor) -> tuple[list[Sampled], list[SampleDetails]]:
         assert self.sampling.wait(60)
         self.log.append(f"sample {batch.step}")
         if batch.step == 3:
@@ -60,7 +60,7 @@ class Results:
     """What a stage delivered."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[Result] = asyncio.Queue()
+        self.queue: asyncio.Queue[StepDone] = asyncio.Queue()
         self.faults: list[BaseException] = []
 
     async def take(self, count: int) -> list[StepResult]:

@@ -16,8 +16,8 @@ from benchmarks.gpu.host import HostQueues
 from gllm.config.engine import EngineConfig
 from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.triton import linear_fp8, tiles
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.cuda.plans import plan_tables
@@ -26,11 +26,24 @@ from tests.tiny_models import save
 from tests.triton.variants import recorded_variants
 
 LONGEST, BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 4096, 16, 1024, 512
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SequenceSamplingParams(temperature=0.0)
 SPECIAL = [
-    *(Sampling(temperature=0.7), Sampling(top_p=0.5), Sampling(top_k=3), Sampling(min_p=0.1)),
-    *(Sampling(repetition_penalty=1.2), Sampling(presence_penalty=0.3), Sampling(logprobs=2)),
-    *(Sampling(bad_words=((3, 4, 5),)), Sampling(allowed=(1, 2)), Sampling(logit_bias={3: 1.0})),
+    *(
+        SequenceSamplingParams(temperature=0.7),
+        SequenceSamplingParams(top_p=0.5),
+        SequenceSamplingParams(top_k=3),
+        SequenceSamplingParams(min_p=0.1),
+    ),
+    *(
+        SequenceSamplingParams(repetition_penalty=1.2),
+        SequenceSamplingParams(presence_penalty=0.3),
+        SequenceSamplingParams(logprobs=2),
+    ),
+    *(
+        SequenceSamplingParams(bad_words=((3, 4, 5),)),
+        SequenceSamplingParams(allowed=(1, 2)),
+        SequenceSamplingParams(logit_bias={3: 1.0}),
+    ),
 ]
 
 
@@ -60,13 +73,13 @@ class Steps:
         self._executor, self._count = executor, 0
         self._ended: list[int] = []
 
-    def run(self, rows: list[tuple[int, int, Sampling]]) -> None:
+    def run(self, rows: list[tuple[int, int, SequenceSamplingParams]]) -> None:
         """One step of rows, each (tokens before, new tokens, sampling) of a new sequence."""
         planned = []
         for start, tokens, sampling in sorted(rows, key=lambda row: row[1]):
             self._count += 1
             seq, prompt = self._count, [1] * (start + tokens)
-            self._executor.register(Register(seq, len(prompt), prompt, sampling))
+            self._executor.register(RegisterSequences(seq, len(prompt), prompt, sampling))
             blocks = [block % NUM_BLOCKS for block in range(-(-len(prompt) // BLOCK_SIZE))]
             planned.append(Row(seq, 0, start, tokens, blocks, [], True))
         batch = self._executor.prepare(StepPlan(self._count, planned, self._ended))

@@ -18,18 +18,25 @@ from gllm.kernels.logprobs import Scores, log_probabilities, packed, score
 from gllm.kernels.masking import keep_masked
 from gllm.kernels.sampling import finite_rows, sample
 from gllm.kernels.sampling_plan import SamplingPlan
-from gllm.messages.sampling import Sampling
-from gllm.messages.steps import Register
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
 from gllm.runtime.batch import Batch
 from gllm.runtime.cuda.edits import EditPlanner, Edits
 from gllm.runtime.logprobs import NOT_FINITE, SCORED_ROWS, PromptRows, entries_of
-from gllm.runtime.sampler import ALL_FORBIDDEN, Drawn, SampledRows, plan_rows, tell, wanted_top
+from gllm.runtime.sampler import (
+    ALL_FORBIDDEN,
+    SampledRows,
+    SampleOutput,
+    plan_rows,
+    tell,
+    wanted_top,
+)
 from gllm.runtime.sampling_state import states_of
 
 NO_TOKEN = {-1: NOT_FINITE, -2: ALL_FORBIDDEN}
 """What stands for the token of a row that has none, and why."""
 BROKEN, FORBIDDEN = NO_TOKEN
-EVERYTHING = Sampling(
+EVERYTHING = SequenceSamplingParams(
     top_p=0.9,
     repetition_penalty=1.1,
     allowed=(0, 1),
@@ -87,10 +94,10 @@ class Drawing:
             top,
         )
 
-    def example(self, samples: int, sampling: Sampling = EVERYTHING) -> DrawInputs:
+    def example(self, samples: int, sampling: SequenceSamplingParams = EVERYTHING) -> DrawInputs:
         """Return the inputs of so many rows, which look back at a token each; by default those that
         take most memory."""
-        states = states_of(Register(0, 1, [0], sampling, n=samples))
+        states = states_of(RegisterSequences(0, 1, [0], sampling, n=samples))
         rows = plan_rows([(0, 0)] * samples, states, [0] * samples)
         blocks = np.zeros((samples, 1), dtype=np.int64)
         return self.plan(rows, [], [1] * samples, blocks)
@@ -143,7 +150,7 @@ class Drawing:
         return tokens.masked_fill(~finite, BROKEN), scores
 
 
-def drawn_of(batch: Batch, tokens: list[int], scores: Scores) -> Drawn:
+def drawn_of(batch: Batch, tokens: list[int], scores: Scores) -> SampleOutput:
     """What a batch's rows brought, its prompts' scores put down; scores: of its prompts' tokens,
     then of told ones."""
     rows = batch.sampled
@@ -158,7 +165,7 @@ def drawn_of(batch: Batch, tokens: list[int], scores: Scores) -> Drawn:
         errors[row] = errors[row] or rows.states[row].fault
     told = tell(entries_of(_slice(scores, begin, begin + len(rows.told))), rows, errors)
     kept = [0 if error else token for token, error in zip(tokens, errors, strict=True)]
-    return Drawn(kept, errors, told)
+    return SampleOutput(kept, errors, told)
 
 
 def _slice(scores: Scores, begin: int, end: int, top: int = MAX_LOGPROBS) -> Scores:

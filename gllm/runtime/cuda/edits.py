@@ -20,7 +20,7 @@ from gllm.kernels.history import Histories
 from gllm.kernels.masking import add_at, ban_phrases, keep_masked, mask_of, words_of
 from gllm.kernels.penalties import penalize_histories
 from gllm.kernels.phrases import Phrases
-from gllm.messages.sampling import Sampling
+from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.sampler import SampledRows
 from gllm.runtime.sampling_state import LogitEdits
 
@@ -140,7 +140,7 @@ class EditPlanner:
         return made
 
 
-def _penalties(specs: list[Sampling]) -> Tensor:
+def _penalties(specs: list[SequenceSamplingParams]) -> Tensor:
     """Repetition, frequency and presence penalty, [3, specs] float64."""
     columns = [
         [getattr(spec, f"{name}_penalty") for spec in specs]

@@ -25,7 +25,7 @@ from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedRows
 from gllm.kernels.masking import words_of
 from gllm.kernels.triton.tiles import token_counts
-from gllm.messages.sampling import RowLogprobs, Sampling
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
 from gllm.runtime.batch import Batch, CacheShape, PlanAttention, plan_each, token_ids
@@ -232,7 +232,7 @@ class DeviceExecutor(StageExecutor):
         self.stream.record(end)
         batch.device.spans.append((begin, end))
 
-    def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[RowLogprobs]]:
+    def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[SampleDetails]]:
         """As in StageExecutor, but all is drawn: the host waits for the tokens."""
         told = batch.device.told
         assert told is not None, "a step is sampled once it is computed"
@@ -253,7 +253,7 @@ class DeviceExecutor(StageExecutor):
         rows = PagedRows(table, starts, lengths, 0, self._shape.block_size, blocks)
         self._run_example(rows, samples, EVERYTHING)
 
-    def _run_example(self, rows: PagedRows, samples: int, sampling: Sampling) -> None:
+    def _run_example(self, rows: PagedRows, samples: int, sampling: SequenceSamplingParams) -> None:
         """Compute a micro-batch whose tokens are all 0, and sample from its first rows."""
         tokens = int(rows.query_start[-1])
         ids = torch.zeros(tokens, dtype=torch.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gllm.models.stage import StageInputs
 from gllm.runtime.cuda.drawing import DrawInputs
-from gllm.runtime.cuda.tokens import Told
+from gllm.runtime.cuda.tokens import PendingTokens
 from gllm.transport.device_streams import Event
 
 
@@ -39,5 +39,5 @@ class OnDevice:
     """On the host."""
     spans: list[tuple[Event, Event]] = field(default_factory=list)
     """Timed events around each part of the step that the device computes, in order."""
-    told: Told | None = None
+    told: PendingTokens | None = None
     """On the last stage, once computed."""

@@ -17,7 +17,7 @@ WIDEST = packed_width(MAX_LOGPROBS)
 """Numbers of a scored row at most."""
 
 
-class Told:
+class PendingTokens:
     """A step's tokens and scores on their way to the host."""
 
     def __init__(
@@ -55,7 +55,7 @@ class TokenReturn:
         scores: list[Tensor],
         stream: Stream,
         embeddings: Tensor | None = None,
-    ) -> Told:
+    ) -> PendingTokens:
         """Send tokens [rows] int64, scores [rows, width] float64, packed, and embeddings [rows,
         hidden] float32, which `stream` makes, on their way. To be called within it."""
         index = self._steps % len(self._arrived)
@@ -75,7 +75,9 @@ class TokenReturn:
             targets = [way.leave(count, index) for way, count in sent]
         self._returns.record(self._arrived[index])
         sent_rows = None if embeddings is None else targets[2].view(embeddings.shape)
-        return Told(targets[0], targets[1].view(-1, width), sent_rows, self._arrived[index])
+        return PendingTokens(
+            targets[0], targets[1].view(-1, width), sent_rows, self._arrived[index]
+        )
 
 
 class _Way:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gllm.kernels.attention_plan import PagedRows
-from gllm.messages.sampling import Sampling
+from gllm.messages.sampling import SequenceSamplingParams
 
-PLAIN = Sampling(temperature=1.0)
+PLAIN = SequenceSamplingParams(temperature=1.0)
 """Sampling without filters and edits."""
 
 
