@@ -15,6 +15,7 @@ from gllm.kernels.native import builds, library
 from gllm.kernels.native import measure as measurement
 from gllm.kernels.native.builds import (
     AMX,
+    BFLOAT16,
     FLAVORS,
     OFF,
     TILES_PERMITTED,
@@ -100,7 +101,7 @@ def test_without_builds_the_reason_is_told(tmp_path: Path) -> None:
         ("sse9", EVERY, FLAVORS, r"'sse9', but has to be one of amx_bf16, .*portable, off"),
         ("AVX2", EVERY, FLAVORS, r"'AVX2', but has to be one of"),
         ("avx512", ONLY_AVX2, FLAVORS, r"lacks avx512bw, .*: choose one of avx2, portable, off"),
-        (AMX, EVERY - {"amx_tile"}, FLAVORS, r"lacks amx_tile: choose one of avx512_bf16"),
+        (AMX, FLAVORS[BFLOAT16], FLAVORS, r"lacks amx_bf16, amx_tile: choose one of avx512_bf16"),
         (
             AMX,
             EVERY - {TILES_PERMITTED},

@@ -138,9 +138,8 @@ def _refusal(name: str, usable: list[str], is_compiled: bool, features: Set[str]
         )
     missing = sorted(FLAVORS[name] - features)
     if missing:
-        reason = f"this processor lacks {', '.join(missing)}"
-        if missing == [TILES_PERMITTED]:
-            reason = _NO_TILES
+        lacked = ", ".join(feature for feature in missing if feature != TILES_PERMITTED)
+        reason = f"this processor lacks {lacked}" if lacked else _NO_TILES
         return f"{VARIABLE} is {name}, but {reason}: choose one of {choices}, or unset it"
     assert not is_compiled
     return (
