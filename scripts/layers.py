@@ -21,21 +21,23 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.kernels": "flash_attn numpy torch triton",
             "gllm.models": "gllm.config gllm.kernels huggingface_hub numpy safetensors torch",
             "gllm.transport": "msgspec torch",
-            "gllm.grammar": "gllm.config llguidance setproctitle",
+            "gllm.grammar.sources": "gllm.config",
+            "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
             "gllm.runtime": (
                 "gllm.config gllm.grammar gllm.kernels gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
                 "gllm.scheduler gllm.transport llguidance msgspec numpy setproctitle torch uvloop "
                 "zmq"
             ),
-            "gllm.text": "gllm.config jinja2 msgspec tokenizers",
+            "gllm.text": "gllm.config gllm.grammar.sources jinja2 msgspec tokenizers",
             "gllm.engine.interface": "gllm.config gllm.messages gllm.scheduler gllm.text msgspec",
+            "gllm.engine.chat": "gllm.config gllm.engine.interface gllm.text",
             "gllm.engine": (
-                "gllm.config gllm.engine.interface gllm.grammar gllm.messages gllm.models "
-                "gllm.observability gllm.runtime gllm.scheduler gllm.text msgspec tqdm"
+                "gllm.config gllm.engine.chat gllm.engine.interface gllm.grammar gllm.messages "
+                "gllm.models gllm.observability gllm.runtime gllm.scheduler gllm.text msgspec tqdm"
             ),
             "gllm.frontend": (
-                "aiohttp gllm gllm.config gllm.engine.interface gllm.grammar gllm.messages "
+                "aiohttp gllm gllm.config gllm.engine.chat gllm.engine.interface gllm.messages "
                 "gllm.observability gllm.text msgspec "
                 "opentelemetry prometheus_client"
             ),

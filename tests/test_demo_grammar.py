@@ -12,7 +12,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from gllm.text.chat_template import ChatTemplate, load_chat_template
+from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.output.registry import reasoning_tags, tool_family
 from scripts.demo_model import grammar, metrics, questions, stories
 from scripts.demo_model.chat import CHAT_TEMPLATE, Message, render, render_prompt

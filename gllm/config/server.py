@@ -6,20 +6,12 @@ from dataclasses import dataclass
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import output_folder, parse_bytes
 from gllm.config.options import INT32_MAX, INT64_MAX, MAX_SECONDS, option
-from gllm.observability.logs import FORMATS
-
-TOOL_CALL_PARSERS = (
-    "auto",
-    "none",
-    "deepseek",
-    "glm4",
-    "glm45",
-    "hermes",
-    "llama3",
-    "mistral",
-    "qwen3_coder",
+from gllm.config.output_parsers import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    OutputParserConfig,
 )
-REASONING_PARSERS = ("auto", "none", "think", "mistral")
+from gllm.observability.logs import FORMATS
 
 
 @dataclass(frozen=True)
@@ -140,6 +132,11 @@ class ServerConfig:
             raise ValueError(f"{given} is given without {missing[0]}: https needs both")
         if missing and self.ssl_ca_certs is not None:
             raise ValueError("ssl_ca_certs is given without ssl_certfile and ssl_keyfile")
+
+    @property
+    def output_parsers(self) -> OutputParserConfig:
+        """The parsers of chat output."""
+        return OutputParserConfig(self.tool_call_parser, self.reasoning_parser)
 
 
 def check_key(key: str, origin: str) -> None:

@@ -1,12 +1,12 @@
-"""The blocking face of the engine: prompts in, finished texts out.
+"""Blocking interface of the engine: prompts in, finished texts out.
 
-Owns an event loop on a thread of its own, and a progress bar. Knows nothing that Engine does not.
+Runs the engine's event loop on a thread of its own and shows a progress bar.
 """
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,49 +14,104 @@ from tqdm import tqdm
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import to_str, to_token_ids
+from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.sampling import SamplingParams
+from gllm.engine.chat import prepare_chat
 from gllm.engine.engine import Engine, EngineError
 from gllm.engine.interface import check_options, check_request, truncated
 from gllm.messages.sampling import TokenLogprobs
-from gllm.text.special_tokens import new_mark
+from gllm.text.chat.output_parser import ChatOutputParser
+from gllm.text.chat.request import ChatRequest, ReasoningEffort
+from gllm.text.chat.tools import tool_use
+from gllm.text.output.events import Call
+from gllm.text.output.parser import OutputFormat
 
 T = TypeVar("T")
 
 
 @dataclass
-class Completion:
-    """One finished choice."""
+class CompletionOutput:
+    """One finished choice of a prompt."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
-    """stop or length."""
+    """stop, length or abort; of a chat also tool_calls."""
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it, where one did."""
+    """The stop token id or stop string that ended the choice, if one did."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of each token, where they were asked for."""
+    """Log-probabilities of each token, if requested."""
 
 
 @dataclass
 class RequestOutput:
-    """What a prompt brought."""
+    """A prompt and its finished choices."""
 
     prompt: str | list[int]
-    outputs: list[Completion]
-    """One for each of `n`."""
+    outputs: list[CompletionOutput]
+    """The choices, `n` of them."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens from the second on, where they were asked for."""
+    """Log-probabilities of the prompt's tokens from the second on, if requested."""
+
+
+@dataclass
+class ChatCompletionOutput(CompletionOutput):
+    """One finished choice of a chat: an assistant message, and the output it was parsed from."""
+
+    content: str = ""
+    """The answer without reasoning and tool calls."""
+    reasoning: str = ""
+    tool_calls: list[Call] = field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant message, to be appended to the messages of the next request."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
+        return message
+
+
+@dataclass
+class ChatOutput:
+    """A chat's prompt and its finished choices."""
+
+    prompt: list[int]
+    """Token ids of the rendered chat."""
+    outputs: list[ChatCompletionOutput]
+    """The choices, `n` of them."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities of the prompt's tokens from the second on, if requested."""
 
 
 class LLM:
-    """An engine for scripts: `LLM("demo", pipeline_parallel_size=2).generate(prompts)`.
+    """A blocking engine for scripts: `LLM("demo", pipeline_parallel_size=2).generate(prompts)`.
 
-    Options are the fields of EngineConfig and SchedulerConfig. Use it as a context manager or call
-    `close`; workers end with this process in any case.
+    Use it as a context manager or call `close`; workers end with this process in any case.
+
+    Args:
+        model: Folder or name of the model.
+        progress: Show progress bars.
+        tool_call_parser: Format in which `chat` parses tool calls; `auto`: as the chat template
+            shows.
+        reasoning_parser: Tags at which `chat` splits off reasoning; `auto`: as the chat template
+            shows.
+        options: Fields of EngineConfig and SchedulerConfig.
     """
 
-    def __init__(self, model: str = "demo", progress: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = "demo",
+        progress: bool = True,
+        *,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        **options: Any,
+    ) -> None:
         self._progress = progress
+        self._parsers = OutputParserConfig(tool_call_parser, reasoning_parser)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gllm", daemon=True)
         self._thread.start()
@@ -82,40 +137,84 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[list[int]],
         sampling_params: SamplingParams | None = None,
     ) -> list[RequestOutput]:
-        """The completions of each prompt (text or token ids), in their order.
+        """Return the completions of each prompt, in the order of the prompts.
 
-        Token ids are integers, those of a numpy array too. Without parameters the model's own
-        sampling defaults hold, and texts of any length. All prompts are in the engine at once.
-        Raises FieldError for a prompt that cannot be, before anything runs, and EngineError where a
-        request fails.
+        All prompts are in the engine at once.
+
+        Args:
+            prompts: Texts or token ids, which may be numpy arrays.
+            sampling_params: Parameters of all prompts; by default the model's own sampling
+                parameters, with outputs of any length.
+
+        Raises:
+            FieldError: A prompt or parameter is invalid; no prompt has run then.
+            EngineError: A request failed.
         """
-        several: Sequence[str | list[int]] = [prompts] if isinstance(prompts, str) else prompts
-        params = sampling_params
-        if params is None:
-            params = SamplingParams(**self._engine.model.defaults)
-        return self._wait(self._generate_all(several, params))
+        prompt_list: Sequence[str | list[int]] = [prompts] if isinstance(prompts, str) else prompts
+        return self._wait(self._generate_all(prompt_list, self._params(sampling_params)))
 
     def chat(
-        self, messages: list[dict[str, str]], sampling_params: SamplingParams | None = None
-    ) -> RequestOutput:
-        """The answer to a conversation of {"role": ..., "content": ...} messages.
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: ReasoningEffort | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> ChatOutput:
+        """Return the assistant's answer to a conversation, with reasoning and tool calls.
 
-        Special tokens spelled in a content are ordinary text.
+        Arguments mean what the fields of `/v1/chat/completions` mean (docs/tools.md). Special
+        tokens spelled in messages and tools are ordinary text.
+
+        Args:
+            messages: The conversation: `role`, `content` and, of calls and results, `tool_calls`
+                and `tool_call_id`.
+            sampling_params: Parameters as for `generate`; `structured` applies to the content.
+            tools: Functions and custom tools that the model may call.
+            tool_choice: auto (the default), none, required, or an object that names a tool.
+            parallel_tool_calls: Allow several calls where a call is required.
+            reasoning_effort: How much to reason, if the chat template has a variable for it.
+            chat_template_kwargs: Variables of the chat template.
+            add_generation_prompt: Begin the assistant's answer.
+            continue_final_message: Continue the last message, which is the assistant's.
+
+        Raises:
+            FieldError: An argument is invalid.
+            EngineError: The request failed.
         """
-        tokenizer = self._engine.tokenizer
-        template = tokenizer.chat_template
-        if template is None:
-            raise EngineError("this model has no chat template: use generate")
-        mark = new_mark()
-        text = template.render(tokenizer.special_tokens.mark_all(messages, mark))
-        ids = tokenizer.encode_chat(text, mark)
-        return self.generate([ids], sampling_params)[0]
+        params = self._params(sampling_params)
+        check_options(params, 0, "", "")
+        request = ChatRequest(
+            messages=list(messages),
+            tool_use=replace(
+                tool_use(None if tools is None else list(tools), tool_choice),
+                is_single=not parallel_tool_calls,
+            ),
+            template_variables=chat_template_kwargs or {},
+            reasoning_effort=reasoning_effort,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        engine = self._engine
+        chat = prepare_chat(request, params, engine.model, engine.tokenizer, self._parsers)
+        (output,) = self._wait(self._generate_all([chat.token_ids], chat.params))
+        choices = [_parse_choice(choice, chat.output_format) for choice in output.outputs]
+        return ChatOutput(chat.token_ids, choices, output.prompt_logprobs)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         if self._thread.is_alive():
             self._wait(self._engine.stop())
             self._end_loop()
+
+    def _params(self, params: SamplingParams | None) -> SamplingParams:
+        """Return the given parameters, or else the model's own sampling defaults."""
+        return SamplingParams(**self._engine.model.defaults) if params is None else params
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -149,8 +248,8 @@ class LLM:
 
     async def _run(
         self, prompt: list[int], params: SamplingParams, bar: "tqdm[Any]"
-    ) -> tuple[list[Completion], list[TokenLogprobs]]:
-        outputs = [Completion() for _ in range(params.n)]
+    ) -> tuple[list[CompletionOutput], list[TokenLogprobs]]:
+        outputs = [CompletionOutput() for _ in range(params.n)]
         prompt_logprobs: list[TokenLogprobs] = []
         async for delta in self._engine.generate(prompt, params):
             if delta.finish_reason == "error":
@@ -164,6 +263,22 @@ class LLM:
             output.stop_reason = delta.stop_reason
         bar.update()
         return outputs, prompt_logprobs
+
+
+def _parse_choice(choice: CompletionOutput, output_format: OutputFormat) -> ChatCompletionOutput:
+    """Return a choice with its text parsed into a message."""
+    parser = ChatOutputParser(output_format)
+    message, finish_reason = parser.parse(choice.text, choice.finish_reason)
+    return ChatCompletionOutput(
+        choice.text,
+        choice.token_ids,
+        finish_reason or "",
+        choice.stop_reason,
+        choice.logprobs,
+        content=message.content,
+        reasoning=message.reasoning,
+        tool_calls=list(message.calls.values()),
+    )
 
 
 async def _start(config: EngineConfig, progress: bool) -> Engine:

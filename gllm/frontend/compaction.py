@@ -10,9 +10,9 @@ from gllm.frontend.answer import Json
 from gllm.frontend.collect import Choice, Tally
 from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.response_items import compacted
-from gllm.frontend.output import Outputs
 from gllm.frontend.response_writer import usage
 from gllm.frontend.run import Job
+from gllm.text.chat.output_parser import ChatOutputParser
 
 REQUEST = (
     "Summarize the conversation above, so that it can go on without it: facts, decisions, results "
@@ -26,14 +26,14 @@ class CompactionWriter:
 
     def __init__(self, job: Job, name: str) -> None:
         assert isinstance(job.fields, ChatFields), "the conversation was converted to a chat"
-        self._outputs = Outputs(job.output)
+        self._outputs = ChatOutputParser(job.output)
         conversation = job.fields.messages[:-1]
         self._users = [one["content"] for one in conversation if one["role"] == "user"]
         self._name = name
 
     def whole(self, choices: list[Choice], tally: Tally) -> Json:
         """Return the compacted conversation as input items."""
-        message, _ = self._outputs.whole(choices[0])
+        message, _ = self._outputs.parse(choices[0].text, choices[0].finish_reason)
         item = {
             "id": f"cmp_{self._name}",
             "type": "compaction",

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from gllm.frontend.chat_job import chat_job, chat_prompt
+from gllm.frontend.chat_job import chat_job, chat_request
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.as_chat import chat_fields, named
 from gllm.frontend.fields.body import ModelBody
 from gllm.frontend.fields.reading import off_loop, read_fields
 from gllm.frontend.run import Job
+from gllm.text.chat.prompt import render_chat
 
 Fields = TypeVar("Fields", bound=ModelBody)
 
@@ -56,8 +57,9 @@ async def count_tokens(
     context.check_ready()
     context.check_model(fields.model)
     chat = await off_loop(request, lambda: chat_fields(fields, as_chat(fields), names))
+    tokenizer, parsers = context.engine.tokenizer, context.config.output_parsers
     with named(names):
         prompt = await asyncio.to_thread(
-            chat_prompt, context.engine.tokenizer, chat, context.config
+            lambda: render_chat(tokenizer, chat_request(chat), parsers)
         )
-    return len(prompt.ids)
+    return len(prompt.token_ids)

@@ -5,6 +5,7 @@ Owns this JSON. Knows nothing of chunks and choices.
 
 from gllm.frontend.answer import Json
 from gllm.text.output.events import (
+    Call,
     CallArguments,
     CallStart,
     Content,
@@ -24,10 +25,7 @@ def message_json(message: Message, legacy: bool = False) -> Json:
     if message.reasoning:
         written |= _reasoning(message.reasoning)
     if message.calls:
-        calls = [
-            {"id": call.id, **_call(call.name, call.arguments, call.is_custom)}
-            for call in message.calls.values()
-        ]
+        calls = [call.to_dict() for call in message.calls.values()]
         if legacy:
             written["function_call"] = calls[0]["function"]
         else:
@@ -53,7 +51,7 @@ class DeltaWriter:
             case CallStart(index, call_id, name, is_custom):
                 if is_custom:
                     self._custom.add(index)
-                call = {"index": index, "id": call_id, **_call(name, "", is_custom)}
+                call = {"index": index, **Call(call_id, name, is_custom=is_custom).to_dict()}
                 return self._calls(index, call)
             case CallArguments(index, text):
                 if index in self._custom:
@@ -67,13 +65,6 @@ class DeltaWriter:
             return {"tool_calls": [call]}
         # The older shape has room for one call.
         return {"function_call": call["function"]} if index == 0 else None
-
-
-def _call(name: str, text: str, is_custom: bool) -> Json:
-    """Return a call without its id."""
-    if is_custom:
-        return {"type": "custom", "custom": {"name": name, "input": text}}
-    return {"type": "function", "function": {"name": name, "arguments": text}}
 
 
 def _reasoning(text: str) -> Json:

@@ -10,9 +10,9 @@ from gllm.frontend.answer import Json
 from gllm.frontend.blocks import Block, Blocks
 from gllm.frontend.collect import Choice, Tally
 from gllm.frontend.errors import ApiError
-from gllm.frontend.output import Outputs
 from gllm.frontend.run import Job
 from gllm.frontend.sse import Event
+from gllm.text.chat.output_parser import ChatOutputParser
 
 DELTAS = {
     "text": ("text_delta", "text"),
@@ -34,7 +34,7 @@ class MessageWriter:
             "role": "assistant",
             "model": engine.model.name,
         }
-        self._outputs = Outputs(job.output)
+        self._outputs = ChatOutputParser(job.output)
         self._blocks = Blocks(self)
         self._begun = False
         self._ending: Json = {}
@@ -51,7 +51,7 @@ class MessageWriter:
             ending = {"stop_reason": None, "stop_sequence": None}
             message: Json = {**self._head, "content": [], **ending, "usage": usage(tally)}
             events += [_event("message_start", message=message), _event("ping")]
-        said, reason = self._outputs.take(delta)
+        said, reason = self._outputs.push(delta.index, delta.text, delta.finish_reason)
         events += self._blocks.add(said)
         if reason is not None:
             events += self._blocks.finish(reason)

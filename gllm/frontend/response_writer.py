@@ -13,9 +13,9 @@ from gllm.frontend.collect import Choice, Tally
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.responses import ResponseFields
 from gllm.frontend.logprobs import chat_logprobs
-from gllm.frontend.output import Outputs
 from gllm.frontend.run import Job
 from gllm.frontend.sse import Event
+from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.output.events import Content
 
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
@@ -42,7 +42,7 @@ class ResponseWriter:
         self._params = job.params
         self._asked = asked
         self._number = 0
-        self._outputs = Outputs(job.output)
+        self._outputs = ChatOutputParser(job.output)
         self._blocks = Blocks(self)
         self._cut: str | None = None
         """Why the answer is incomplete, where it is."""
@@ -62,7 +62,7 @@ class ResponseWriter:
     def delta(self, delta: Delta, tally: Tally) -> list[Event]:
         """As of Writer."""
         self._pending += self._logprobs_of(delta)
-        said, reason = self._outputs.take(delta)
+        said, reason = self._outputs.push(delta.index, delta.text, delta.finish_reason)
         events = self._blocks.add(said)
         if reason is not None:
             self._cut = CUTS.get(reason)

@@ -19,7 +19,7 @@ from pathlib import Path
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar.child import CPU_SECONDS, MEMORY, STACK
-from gllm.grammar.source import Source, source_of
+from gllm.grammar.sources.source import Source, source_of
 
 log = logging.getLogger(__name__)
 

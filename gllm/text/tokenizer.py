@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from gllm.text.chat_template import ChatTemplate, load_chat_template
+from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.special_tokens import SpecialTokens
 from gllm.text.token_length import longest_token
 

@@ -30,7 +30,7 @@ from gllm.config.server import ServerConfig
 from gllm.engine.interface import Delta
 from gllm.frontend.app import make_app, make_runner
 from gllm.grammar.child import _set_bits, compiled
-from gllm.grammar.source import source_of
+from gllm.grammar.sources.source import source_of
 from gllm.grammar.vocabulary import load_vocabulary
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import RealServer, Server

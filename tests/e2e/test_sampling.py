@@ -173,7 +173,11 @@ def test_the_openai_client(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    options = {"dtype": "float32", "pipeline_parallel_size": 2, "kv_cache_memory": 2**26}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "pipeline_parallel_size": 2,
+        "kv_cache_memory": 2**26,
+    }
     with LLM("demo", progress=False, **options) as made:
         yield made
 

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from gllm.config.server import ServerConfig
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.connection import Connection, Runner
-from gllm.text.chat_template import ChatTemplate
+from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.fake_engine import FakeEngine
 from tests.frontend.schema_check import SchemaCheck

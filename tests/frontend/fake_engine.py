@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import Delta, ModelInfo, ProfileError, check_request, truncated
-from gllm.grammar.source import source_of
+from gllm.grammar.sources.source import source_of
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import Stats

@@ -8,7 +8,7 @@ import pytest
 
 from gllm.frontend.blocks import Blocks
 from gllm.frontend.sse import Event
-from gllm.text.chat_template import ChatTemplate
+from gllm.text.chat.template import ChatTemplate
 from gllm.text.output.events import (
     CallArguments,
     CallBroken,

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
-from gllm.text.chat_template import ChatTemplate
+from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import CHAT, Server
 from tests.text import tokenizers_for_tests as some

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 
 from gllm.frontend.context import CONTEXT
-from gllm.text.chat_template import ChatTemplate
+from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import CHAT, CHAT_PATH
 from tests.text import tokenizers_for_tests as some
@@ -160,7 +160,7 @@ async def test_models_without_a_place_for_tools(server):
     serve(server, some.CHATML + f"{{# {MARKS['hermes']} #}}")
     answer = await server.chat(tools=TOOLS)
     assert (answer.status, answer.error["param"]) == (400, "tools")
-    assert "no place for tools" in answer.error["message"]
+    assert "does not support tools" in answer.error["message"]
     assert (await server.chat(tools=TOOLS, tool_choice="none")).status == 200
 
 

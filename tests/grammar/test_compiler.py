@@ -11,7 +11,7 @@ from gllm.config.sampling import StructuredOutput
 from gllm.grammar import child
 from gllm.grammar import compiler as module
 from gllm.grammar.compiler import BadGrammar, CompilerBusy, GrammarCompiler
-from gllm.grammar.source import Source
+from gllm.grammar.sources.source import Source
 from tests.grammar import dying_child
 from tests.grammar.writing import EOS, FOLDER, VOCABULARY
 

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar.schema import KEYWORDS
+from gllm.grammar.sources.json_schema import KEYWORDS
 from tests.grammar.schemas import schema
 from tests.grammar.writing import EOS, grammars, state_of, text_of, write
 

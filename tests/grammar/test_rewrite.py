@@ -10,8 +10,8 @@ from llguidance import LLMatcher
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar.rewrite import MAX_ARRANGEMENTS, UnsupportedKeywordError, rewrite_schema
-from gllm.grammar.source import source_of
+from gllm.grammar.sources.rewrite import MAX_ARRANGEMENTS, UnsupportedKeywordError, rewrite_schema
+from gllm.grammar.sources.source import source_of
 from tests.grammar.writing import TOKENIZER, TOKENS, grammar_of
 
 LISTED = {"type": "object", "properties": {"a": {"type": "integer"}}}

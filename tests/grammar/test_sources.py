@@ -7,8 +7,8 @@ import pytest
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
-from gllm.grammar.schema import MAX_DEPTH, check_schema, depth
-from gllm.grammar.source import MAX_BYTES, MAX_CHOICES, source_of
+from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, depth
+from gllm.grammar.sources.source import MAX_BYTES, MAX_CHOICES, source_of
 
 OTHERS = [
     *("if", "then", "else", "contains", "minContains", "dependentRequired", "$id", "$anchor"),

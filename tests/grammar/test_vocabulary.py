@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar.child import compiled
-from gllm.grammar.source import source_of
+from gllm.grammar.sources.source import source_of
 from gllm.grammar.vocabulary import limits, load_vocabulary
 from gllm.text.tokenizer import Tokenizer
 from tests.grammar.writing import EOS

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gllm.grammar.child import compiled
-from gllm.grammar.source import source_of
+from gllm.grammar.sources.source import source_of
 from gllm.grammar.vocabulary import load_vocabulary
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from gllm.text.chat_template import ChatTemplate
+from gllm.text.chat.template import ChatTemplate
 from gllm.text.special_tokens import new_mark
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some

@@ -1,12 +1,14 @@
 """gllm's embeddable engine in process."""
 
+from typing import Any
+
 from benchmarks.cpu.drivers.timing import Prompts, measure, task
 from gllm import LLM, SamplingParams
 
 
 def main() -> None:
     given = task()
-    options: dict[str, object] = {"dtype": "bfloat16", "prefix_cache": False}
+    options: dict[str, Any] = {"dtype": "bfloat16", "prefix_cache": False}
     options |= {"threads": given.threads, "kv_cache_memory": given.kv_bytes}
     if given.weights != "bf16":
         options["quantization"] = given.weights

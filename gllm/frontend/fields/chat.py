@@ -3,7 +3,7 @@
 Owns the schema and what needs no engine to be checked. Knows nothing of the answer.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -11,8 +11,7 @@ from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_LOGPROBS
 from gllm.frontend.fields.body import Int, about
 from gllm.frontend.fields.generation import Generation
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+from gllm.text.chat.request import ReasoningEffort
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -20,14 +19,14 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
 
 TOOLS: dict[str, Any] = {
     "anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}],
 }
 TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
-"""JSON Schemas of what `gllm.text.tools` reads."""
+"""JSON Schemas of what `gllm.text.chat.tools` reads."""
 
 PROMPT_FIELDS = (
     *("messages", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"),
@@ -85,7 +84,7 @@ class ChatFields(Generation):
         Any, about("the older form of tool_choice: none, auto, or a function by name")
     ] = None
     reasoning_effort: Annotated[
-        Effort | None,
+        ReasoningEffort | None,
         about(
             "how much to reason, where the chat template has a choice; none, minimal: not at all; "
             "without effect on models that do not reason"

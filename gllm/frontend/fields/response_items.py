@@ -7,7 +7,7 @@ from typing import Any
 
 from gllm.config.field_types import FieldError
 from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
-from gllm.text.tools import INPUT, KINDS
+from gllm.text.chat.tools import INPUT, KINDS
 
 Json = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from gllm.config.field_types import FieldError
 from gllm.frontend.fields.body import Int32, ModelBody, about
-from gllm.frontend.fields.chat import PROMPT_FIELDS, ChatFields, Effort, TemplateOptions
+from gllm.frontend.fields.chat import PROMPT_FIELDS, ChatFields, TemplateOptions
+from gllm.text.chat.request import ReasoningEffort
 
 
 class TokenizeFields(ModelBody):
@@ -26,7 +27,7 @@ class TokenizeFields(ModelBody):
     tool_choice: Annotated[Any, about("as of chat completions")] = None
     functions: Annotated[Any, about("as of chat completions")] = None
     function_call: Annotated[Any, about("as of chat completions")] = None
-    reasoning_effort: Annotated[Effort | None, about("as of chat completions")] = None
+    reasoning_effort: Annotated[ReasoningEffort | None, about("as of chat completions")] = None
     chat_template_kwargs: Annotated[TemplateOptions | None, about("as of chat completions")] = None
     parse_special: Annotated[
         bool | None,

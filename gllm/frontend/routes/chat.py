@@ -15,8 +15,8 @@ from gllm.frontend.fields.chat import ChatFields
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.message_json import DeltaWriter, message_json
-from gllm.frontend.output import Outputs
 from gllm.frontend.run import Job
+from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.tokenizer import Tokenizer
 
 
@@ -40,7 +40,7 @@ class ChatShape:
 
     def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
         self._tokenizer = tokenizer
-        self._outputs = Outputs(job.output)
+        self._outputs = ChatOutputParser(job.output)
         self._legacy = isinstance(job.fields, ChatFields) and bool(job.fields.functions)
         self._writers: dict[int, DeltaWriter] = {}
         self._top = job.params.logprobs
@@ -52,7 +52,7 @@ class ChatShape:
     @property
     def is_text_alone(self) -> bool:
         """As of Shape."""
-        return self._outputs.is_plain and self._top is None
+        return self._outputs.is_plain_text and self._top is None
 
     def opening(self, index: int) -> list[Json]:
         """The role comes first, with an empty text."""
@@ -62,7 +62,7 @@ class ChatShape:
         """What is said, then the end, each by itself; what is of tokens goes with the first."""
         ids = {"token_ids": delta.token_ids} if token_ids else {}
         logprobs = self._logprobs(delta)
-        events, reason = self._outputs.take(delta)
+        events, reason = self._outputs.push(delta.index, delta.text, delta.finish_reason)
         writer = self._writers.get(delta.index)
         if writer is None:
             writer = self._writers[delta.index] = DeltaWriter(self._legacy)
@@ -80,7 +80,7 @@ class ChatShape:
 
     def whole(self, choice: Choice) -> Json:
         """A message."""
-        message, reason = self._outputs.whole(choice)
+        message, reason = self._outputs.parse(choice.text, choice.finish_reason)
         return {
             "index": choice.index,
             "message": message_json(message, self._legacy),

@@ -8,12 +8,13 @@ from aiohttp import web
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_TOKENIZE_BYTES, check_size
 from gllm.config.server import ServerConfig
-from gllm.frontend.chat_job import chat_prompt
+from gllm.frontend.chat_job import chat_request
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.fields.reading import read_fields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.logprobs import token_text
+from gllm.text.chat.prompt import render_chat
 from gllm.text.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -43,7 +44,7 @@ def _tokenized(
 
 def _ids(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:
     if fields.prompt is None:
-        return chat_prompt(tokenizer, fields.chat, config).ids
+        return render_chat(tokenizer, chat_request(fields.chat), config.output_parsers).token_ids
     check_size("prompt", fields.prompt.encode(), MAX_TOKENIZE_BYTES, "bytes in UTF-8")
     return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
 

@@ -6,7 +6,7 @@ The model writes `{"input": "..."}`; the text is passed on while it arrives.
 import json
 import re
 
-from gllm.text.tools import INPUT
+from gllm.text.chat.tools import INPUT
 
 _COMPLETE = re.compile(rf'\s*{{\s*"{INPUT}"\s*:\s*"')
 _BEGINNING = "".join(("{", f'"{INPUT}"', ":", '"'))

@@ -6,6 +6,7 @@ Owns the events that parsers give and the message they add up to. Knows nothing 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,14 @@ class Call:
     arguments: str = ""
     """The text of a JSON object, or a custom tool's input."""
     is_custom: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the call as an entry of `tool_calls` of chat completions."""
+        if self.is_custom:
+            body = {"name": self.name, "input": self.arguments}
+            return {"id": self.id, "type": "custom", "custom": body}
+        body = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": body}
 
 
 @dataclass

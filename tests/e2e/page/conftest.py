@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from gllm.frontend.app import make_app
-from gllm.text.chat_template import ChatTemplate
+from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from scripts import browser
 from tests.e2e.page.user import GatedEngine, User, using

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from gllm.grammar.rewrite import rewrite_schema
+from gllm.grammar.sources.rewrite import rewrite_schema
 from gllm.text.output.calls import ToolFamily
 from gllm.text.output.constraint import Grammar, calls_of, output_of
 from gllm.text.output.reasoning import REASONING

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gllm.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
+from gllm.config.output_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from gllm.text.output.events import CallStart, Message, merged
 from gllm.text.output.parser import OutputFormat, OutputParser
 from gllm.text.output.reasoning import REASONING

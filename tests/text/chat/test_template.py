@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_MESSAGES
-from gllm.text import chat_template
-from gllm.text.chat_template import ChatTemplate, load_chat_template
+from gllm.text.chat import template as template_module
+from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
 
@@ -169,7 +169,7 @@ def test_templates_are_fenced_in(source):
 
 
 def test_output_is_bounded(monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_TEXT", 1000)
+    monkeypatch.setattr(template_module, "MAX_TEXT", 1000)
     source = "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
     with pytest.raises(FieldError, match="too large"):
         ChatTemplate(source, {}).render(CHAT)

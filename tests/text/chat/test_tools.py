@@ -6,7 +6,7 @@ import pytest
 
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_TOOL_DEPTH, MAX_TOOLS
-from gllm.text.tools import ToolUse, function_use, tool_use
+from gllm.text.chat.tools import ToolUse, function_use, tool_use
 
 
 def tool(name="f", **more):

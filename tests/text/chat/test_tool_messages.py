@@ -6,8 +6,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from gllm.config.field_types import FieldError
-from gllm.text.chat_messages import checked_messages
-from gllm.text.chat_template import ChatTemplate, load_chat_template
+from gllm.text.chat.messages import checked_messages
+from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
 

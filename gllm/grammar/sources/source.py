@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar.rewrite import rewrite_schema
-from gllm.grammar.schema import MAX_DEPTH, check_schema, depth
+from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, depth
+from gllm.grammar.sources.rewrite import rewrite_schema
 
 MAX_BYTES = {"json": 2**17, "regex": 2**13, "choice": 2**16, "grammar": 2**16}
 """Largest text of each kind."""

@@ -11,7 +11,7 @@ from itertools import permutations
 from math import perm
 from typing import Any
 
-from gllm.grammar.schema import (
+from gllm.grammar.sources.json_schema import (
     NAMED_SCHEMAS,
     SCHEMA_LISTS,
     SINGLE_SCHEMAS,

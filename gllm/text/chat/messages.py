@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_CALLS, MAX_MESSAGES
-from gllm.text.tools import INPUT
+from gllm.text.chat.tools import INPUT
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

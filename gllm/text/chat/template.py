@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gllm.config.field_types import FieldError
-from gllm.text.chat_messages import Message, checked_messages
+from gllm.text.chat.messages import Message, checked_messages
 
 MAX_TEXT = 32 * 2**20
 """Characters a rendered chat may have."""

@@ -1,0 +1,39 @@
+"""Parsers of chat output: the names that a server and `LLM` accept."""
+
+from dataclasses import dataclass
+
+from gllm.config.field_types import convert_fields
+from gllm.config.options import bounded
+
+TOOL_CALL_PARSERS = (
+    "auto",
+    "none",
+    "deepseek",
+    "glm4",
+    "glm45",
+    "hermes",
+    "llama3",
+    "mistral",
+    "qwen3_coder",
+)
+"""Formats of tool calls, registered in `gllm.text.output.registry`."""
+REASONING_PARSERS = ("auto", "none", "think", "mistral")
+"""Tags of reasoning sections, registered in `gllm.text.output.reasoning`."""
+
+
+@dataclass(frozen=True)
+class OutputParserConfig:
+    """Names of the parsers of tool calls and reasoning.
+
+    `auto` selects the parser whose markers the chat template contains; `none` leaves the text
+    unparsed.
+
+    Raises:
+        FieldError: There is no parser of this name.
+    """
+
+    tool_call_parser: str = bounded("auto", choices=TOOL_CALL_PARSERS)
+    reasoning_parser: str = bounded("auto", choices=REASONING_PARSERS)
+
+    def __post_init__(self) -> None:
+        convert_fields(self)

@@ -1,0 +1,55 @@
+"""Prepare a chat request for generation, for the HTTP frontend and `LLM.chat` alike."""
+
+from dataclasses import dataclass, replace
+
+from gllm.config.output_parsers import OutputParserConfig
+from gllm.config.sampling import SamplingParams
+from gllm.engine.interface import ModelInfo, check_request, prompt_limit, truncated
+from gllm.text.chat.output_grammar import constrain_output
+from gllm.text.chat.prompt import render_chat
+from gllm.text.chat.request import ChatRequest
+from gllm.text.output.parser import OutputFormat
+from gllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A chat as the engine takes it, and the format in which to parse its output."""
+
+    token_ids: list[int]
+    """Prompt tokens, truncated as the sampling parameters require."""
+    params: SamplingParams
+    """The request's parameters with the grammar and the special tokens that the parser needs."""
+    output_format: OutputFormat
+
+
+def prepare_chat(
+    request: ChatRequest,
+    params: SamplingParams,
+    model: ModelInfo,
+    tokenizer: Tokenizer,
+    parsers: OutputParserConfig,
+) -> PreparedChat:
+    """Render and check a chat, and build the grammar that its output has to follow.
+
+    Takes long for long prompts and large schemas: call it in a thread, not on an event loop.
+
+    Raises:
+        FieldError: The request is invalid; the error names its field.
+        PromptTooLong: The prompt leaves no room for output in the model's context.
+    """
+    with prompt_limit("messages", model):
+        is_truncated = params.truncate_prompt_tokens is not None
+        max_tokens = None if is_truncated else model.max_model_len - 1
+        prompt = render_chat(tokenizer, request, parsers, max_tokens)
+    token_ids = truncated(prompt.token_ids, params, model)
+    check_request(token_ids, params, model, param="messages")
+    structured, output_format = constrain_output(
+        params.structured,
+        request.tool_use,
+        prompt.output_format,
+        prompt.template_source,
+        tokenizer.token_id,
+    )
+    params = replace(params, shown_tokens=output_format.markers, structured=structured)
+    return PreparedChat(token_ids, params, output_format)

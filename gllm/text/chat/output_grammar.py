@@ -1,0 +1,113 @@
+"""Build the output grammar of a chat request.
+
+Combines a required tool call, a structured answer and the reasoning section into one grammar.
+`gllm.grammar` compiles and enforces it.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from gllm.config.field_types import FieldError
+from gllm.config.sampling import StructuredOutput
+from gllm.grammar.sources.json_schema import check_schema
+from gllm.grammar.sources.rewrite import rewrite_schema
+from gllm.grammar.sources.source import Source, source_of
+from gllm.text.chat.tools import ToolUse
+from gllm.text.output.constraint import Grammar, calls_of, output_of
+from gllm.text.output.parser import OutputFormat
+
+_ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
+_WITHIN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+"""Replacements for the characters that cannot stand in a regular expression between slashes."""
+
+
+def constrain_output(
+    structured: StructuredOutput | None,
+    tool_use: ToolUse,
+    output_format: OutputFormat,
+    template_source: str,
+    token_id: Callable[[str], int | None],
+) -> tuple[StructuredOutput | None, OutputFormat]:
+    """Return the structure to enforce on the whole output, None for none, and the format to parse.
+
+    Args:
+        structured: The requested structure of the answer's content.
+        tool_use: The tools and the choice among them.
+        output_format: The reasoning section and tool calls that the output may contain.
+        template_source: Source of the chat template, which decides how calls are written.
+        token_id: Returns the id of a vocabulary entry, None if there is none.
+
+    Raises:
+        FieldError: The requirements are invalid or contradict each other.
+    """
+    is_call_required = tool_use.choice == "required"
+    if is_call_required and structured is not None:
+        if structured.grammar is not None:
+            raise FieldError(
+                "tool_choice",
+                "tool_choice requires a tool call, but the grammar of "
+                f"{structured.param} applies to the whole output",
+            )
+        # The structure applies to content, which a required call leaves empty. It is still checked.
+        source_of(structured)
+        structured = None
+    if structured is not None and structured.grammar is not None:
+        # A grammar of the request's own covers the whole output: nothing is split off it.
+        return structured, replace(output_format, reasoning=None, within=False)
+    has_sections = output_format.reasoning is not None or output_format.calls is not None
+    if not is_call_required and (structured is None or not has_sections):
+        return structured, output_format
+    grammar = Grammar(token_id, output_format.markers)
+    answers = []
+    if structured is not None:
+        answers.append(_content_rule(grammar, source_of(structured)))
+    if output_format.calls is not None:
+        written = output_format.calls.written(template_source)
+        allows_several = not (tool_use.named or tool_use.is_single)
+        answers.append(calls_of(grammar, written, _enforced_schemas(tool_use), allows_several))
+    text = output_of(grammar, answers, output_format.reasoning, output_format.within)
+    param = "tools" if structured is None else structured.param
+    return StructuredOutput(grammar=text, param=param), output_format
+
+
+def _enforced_schemas(tool_use: ToolUse) -> dict[str, dict[str, Any]]:
+    """Return the schemas of arguments as the grammar enforces them, by name of the tool.
+
+    Keywords that cannot be enforced are dropped, except for strict functions.
+
+    Raises:
+        FieldError: The schema of a strict function has a keyword that cannot be enforced.
+    """
+    enforced = {}
+    for name, schema in tool_use.schemas.items():
+        if tool_use.named and name != tool_use.named:
+            continue
+        is_strict = name in tool_use.strict
+        try:
+            if is_strict:
+                check_schema(schema)
+            enforced[name] = rewrite_schema(
+                {"type": "object", **schema}, is_strict, lenient=not is_strict
+            )
+        except ValueError as error:
+            raise FieldError("tools", f"tools: the function {name!r} is strict: {error}") from error
+    return enforced
+
+
+def _content_rule(grammar: Grammar, source: Source) -> str:
+    """Add a rule for structured content and return its name."""
+    match source.format:
+        case "json_schema":
+            return grammar.rule(f"%json {source.text}")
+        case "regex":
+            return grammar.rule(f"/{_escape_slashes(source.text)}/")
+        case _:
+            # A list of strings.
+            return grammar.rule(source.text.removeprefix("start: "))
+
+
+def _escape_slashes(regex: str) -> str:
+    """Return a regular expression as it is written between slashes, keeping existing escapes."""
+    return _ESCAPE.sub(lambda match: _WITHIN_SLASHES.get(match[0], match[0]), regex)

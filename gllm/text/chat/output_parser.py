@@ -1,0 +1,73 @@
+"""Parse the choices of a chat request into content, reasoning, tool calls and finish reasons."""
+
+from collections.abc import Callable
+
+from gllm.text.output.events import CallBroken, CallStart, Content, Event, Message
+from gllm.text.output.parser import OutputFormat, OutputParser
+from gllm.text.output.reasoning import ReasoningCounter
+from gllm.text.tokenizer import Tokenizer
+
+
+class ChatOutputParser:
+    """Parser of all choices of one request, streamed (`push`) or finished (`parse`)."""
+
+    def __init__(self, output_format: OutputFormat) -> None:
+        self._format = output_format
+        self.is_plain_text = output_format.reasoning is None and output_format.calls is None
+        """Whether all text is content, because there are neither tools nor reasoning."""
+        self._parsers: dict[int, OutputParser] = {}
+        self._calls: dict[int, set[int]] = {}
+        """Indices of tool calls that were not aborted, by choice."""
+
+    def push(
+        self, index: int, text: str, finish_reason: str | None
+    ) -> tuple[list[Event], str | None]:
+        """Return the events of more text of a choice, and the finish reason if the choice ended."""
+        if self.is_plain_text:
+            return [Content(text)] if text else [], finish_reason
+        if index not in self._parsers:
+            self._parsers[index] = OutputParser(self._format)
+        parser = self._parsers[index]
+        events = parser.push(text)
+        if finish_reason is not None:
+            events += parser.finish()
+        calls = self._calls.setdefault(index, set())
+        for event in events:
+            if isinstance(event, CallStart):
+                calls.add(event.index)
+            elif isinstance(event, CallBroken):
+                calls.discard(event.index)
+        return events, _finish_reason(finish_reason, bool(calls))
+
+    def parse(self, text: str, finish_reason: str | None) -> tuple[Message, str | None]:
+        """Return the message of a finished choice and its finish reason."""
+        parser, message = OutputParser(self._format), Message()
+        message.add(parser.push(text))
+        message.add(parser.finish())
+        return message, _finish_reason(finish_reason, bool(message.calls))
+
+
+def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
+    return "tool_calls" if reason == "stop" and has_calls else reason
+
+
+def reasoning_counter(
+    tokenizer: Tokenizer, output_format: OutputFormat
+) -> Callable[[], ReasoningCounter] | None:
+    """Return a function that creates a counter of reasoning tokens for one choice.
+
+    Returns:
+        None if the tags of the reasoning section are not single tokens, so that its tokens cannot
+        be counted.
+    """
+    if output_format.reasoning is None:
+        return None
+    opening = tokenizer.token_id(output_format.reasoning.opening)
+    closing = tokenizer.token_id(output_format.reasoning.closing)
+    if opening is None or closing is None:
+        return None
+
+    def is_blank(token: int) -> bool:
+        return not tokenizer.token_bytes(token).strip()
+
+    return lambda: ReasoningCounter(opening, closing, output_format.within, is_blank)

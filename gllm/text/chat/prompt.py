@@ -1,0 +1,138 @@
+"""Render a chat request into token ids and select the parsers of its output."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gllm.config.field_types import FieldError
+from gllm.config.output_parsers import OutputParserConfig
+from gllm.text.chat.messages import text_of
+from gllm.text.chat.request import ChatRequest
+from gllm.text.chat.template import ChatTemplate
+from gllm.text.output.calls import ToolFamily
+from gllm.text.output.parser import OutputFormat
+from gllm.text.output.reasoning import ReasoningTags
+from gllm.text.output.registry import reasoning_tags, tool_family
+from gllm.text.special_tokens import new_mark
+from gllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The rendered prompt of a chat and the format of the output that follows it."""
+
+    token_ids: list[int]
+    output_format: OutputFormat
+    template_source: str
+    """Source of the chat template that rendered the prompt."""
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    request: ChatRequest,
+    parsers: OutputParserConfig,
+    max_tokens: int | None = None,
+) -> ChatPrompt:
+    """Render the messages with the model's chat template and tokenize the result.
+
+    Args:
+        tokenizer: The model's tokenizer with its chat template.
+        request: The chat.
+        parsers: The configured parsers of tool calls and reasoning.
+        max_tokens: Largest number of prompt tokens; None for no limit.
+
+    Raises:
+        FieldError: The messages, tools or template variables are invalid for this model.
+        TooManyTokens: The prompt has more than `max_tokens` tokens.
+    """
+    template = tokenizer.chat_template
+    if template is None:
+        raise FieldError(
+            "messages",
+            "this model has no chat template: use /v1/completions or LLM.generate with a text",
+        )
+    use = request.tool_use
+    family = _tool_family(template, request, parsers.tool_call_parser)
+    mark = "" if request.parse_special else new_mark()
+    text = template.render(
+        _mark_special_tokens(tokenizer, request.messages, mark),
+        add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+        options=_template_variables(template, request),
+        tools=_mark_special_tokens(tokenizer, list(use.tools), mark),
+        continue_final=request.continue_final_message,
+    )
+    tags = reasoning_tags(parsers.reasoning_parser, template.source)
+    shown = text.replace(mark, "") if mark else text
+    within = tags is not None and _starts_in_reasoning(tags, shown, request)
+    output_format = OutputFormat(tags, within, family, use.schemas, use.custom, use.is_restricted)
+    token_ids = tokenizer.encode_chat(text, mark, max_tokens)
+    return ChatPrompt(token_ids, output_format, template.source)
+
+
+def _mark_special_tokens(tokenizer: Tokenizer, values: Any, mark: str) -> Any:
+    """Return values of a request with a mark inside each special token, which makes it text."""
+    if not mark:
+        return values
+    try:
+        return tokenizer.special_tokens.mark_all(values, mark)
+    except RecursionError:
+        raise FieldError("messages", "messages are nested too deeply") from None
+
+
+def _starts_in_reasoning(tags: ReasoningTags, prompt: str, request: ChatRequest) -> bool:
+    """Return whether the output begins inside a reasoning section that the prompt has opened."""
+    if request.continue_final_message:
+        return tags.left_within(text_of(request.messages[-1]["content"]) or "")
+    return tags.left_open(prompt)
+
+
+def _tool_family(template: ChatTemplate, request: ChatRequest, parser: str) -> ToolFamily | None:
+    """Return the format of tool calls, None if the request has no tools or the parser is `none`.
+
+    Raises:
+        FieldError: The model has no tool support, or the requested tool choice needs a parser.
+    """
+    if not request.tool_use.tools:
+        return None
+    if not template.takes_tools:
+        raise FieldError("tools", "the chat template of this model does not support tools")
+    family = tool_family(parser, template.source, template.model_type)
+    if family is None and parser == "auto":
+        raise FieldError(
+            "tools",
+            "the tool call format of this model is unknown: set the option --tool-call-parser "
+            "(tool_call_parser)",
+        )
+    if family is None and request.tool_use.choice == "required":
+        raise FieldError(
+            "tool_choice",
+            "tool_choice requires a tool call, but the option --tool-call-parser is none",
+        )
+    return family
+
+
+def _template_variables(template: ChatTemplate, request: ChatRequest) -> Mapping[str, Any]:
+    """Return the template variables that a request sets.
+
+    `reasoning_effort` is passed to a template that has it, and becomes `enable_thinking` or
+    `thinking` in one that has those. A template without a choice ignores it, because default
+    clients send it to every model. Only `none` for a model that always reasons is an error.
+
+    Raises:
+        FieldError: `reasoning_effort` is `none`, but the model always reasons.
+    """
+    effort = request.reasoning_effort
+    if effort is None:
+        return request.template_variables
+    values = {
+        "reasoning_effort": effort,
+        "enable_thinking": effort not in ("none", "minimal"),
+        "thinking": effort not in ("none", "minimal"),
+    }
+    known = {name: value for name, value in values.items() if name in template.variables}
+    if not known and effort == "none" and reasoning_tags("auto", template.source):
+        raise FieldError(
+            "reasoning_effort",
+            "reasoning_effort is none, but this model always reasons: omit the field",
+        )
+    return {**known, **request.template_variables}
