@@ -41,7 +41,6 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.observability gllm.text msgspec "
                 "opentelemetry prometheus_client"
             ),
-            "gllm.frontend.server": "aiohttp gllm.config gllm.engine gllm.frontend",
             "gllm.serve": (
                 "gllm gllm.config gllm.engine gllm.frontend.server gllm.observability "
                 "gllm.runtime setproctitle uvloop"

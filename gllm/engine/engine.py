@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -24,6 +24,7 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import (
     Delta,
     EmbeddingError,
+    EngineStatus,
     EngineUnavailable,
     ModelInfo,
     ProfileError,
@@ -35,7 +36,6 @@ from gllm.engine.interface import (
 from gllm.engine.preflight import plan_model
 from gllm.engine.request import Request, Words, make_sampling
 from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
-from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import notes_of
 from gllm.observability.logs import QUIET, LogConfig
@@ -43,7 +43,6 @@ from gllm.runtime.client import RequestStream
 from gllm.runtime.launch import PipelineWorkers, Workers
 from gllm.runtime.pipeline import EngineError as EngineError
 from gllm.runtime.pipeline import WorkerPipeline
-from gllm.scheduler.plan import Stats
 from gllm.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -98,61 +97,27 @@ class Engine:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    @property
-    def state(self) -> str:
-        """loading, ready, draining or dead."""
-        return self._pipeline.state
+    def status(self) -> EngineStatus:
+        """Return a snapshot of the engine's state and counters."""
+        pipeline, client = self._pipeline, self._client
+        is_running = pipeline.state in ("ready", "draining")
+        return EngineStatus(
+            state=pipeline.state,
+            cause_of_death=pipeline.cause,
+            is_healthy=is_running and client.stalled_seconds < self.config.health_timeout,
+            num_requests=client.num_requests,
+            stats=client.stats,
+            step_sizes=dict(client.step_sizes),
+            stage_loads=dict(client.stage_loads),
+            bubbles=client.bubbles,
+            num_kv_blocks=pipeline.num_blocks,
+            kv_cache_bytes=pipeline.kv_bytes,
+            block_size=self.config.scheduler.block_size,
+        )
 
-    @property
-    def cause(self) -> str:
-        """Why the engine is dead."""
-        return self._pipeline.cause
-
-    @property
-    def died(self) -> asyncio.Event:
-        """Set when the engine is dead."""
-        return self._pipeline.died
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks, the same on every stage; known once the workers have loaded."""
-        return self._pipeline.num_blocks
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of them over all stages."""
-        return self._pipeline.kv_bytes
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that have not been closed."""
-        return self._client.num_requests
-
-    @property
-    def stats(self) -> Stats:
-        """The scheduler's state after the last step."""
-        return self._client.stats
-
-    @property
-    def step_sizes(self) -> Mapping[int, int]:
-        """Micro-batches so far, by their tokens rounded up to a power of two."""
-        return self._client.step_sizes
-
-    @property
-    def stage_loads(self) -> dict[int, StageUtilization]:
-        """What each stage computed so far, by stage."""
-        return self._client.stage_loads
-
-    @property
-    def bubbles(self) -> BubbleReport:
-        """What the pipeline lost so far."""
-        return self._client.bubbles
-
-    def healthy(self) -> bool:
-        """Whether the engine lives and no pending work is stuck."""
-        if self.state not in ("ready", "draining"):
-            return False
-        return self._client.stalled_seconds < self.config.health_timeout
+    async def wait_until_dead(self) -> None:
+        """Wait until the engine is dead, after a failure or `stop`."""
+        await self._pipeline.died.wait()
 
     async def start(self) -> None:
         """Start the workers and wait until a step has gone through all of them.
@@ -286,7 +251,7 @@ class Engine:
     def abort(self, request_id: str | None) -> int:
         """End the requests of this id, all for None; their choices finish with reason `abort`.
         The number of requests."""
-        if self.state not in ("ready", "draining"):
+        if self._pipeline.state not in ("ready", "draining"):
             return 0
         compiling = [task for task, named in self._compiling.items() if request_id in (None, named)]
         for task in compiling:
@@ -300,26 +265,40 @@ class Engine:
         if cause := await self._pipeline.forget_prefixes():
             raise EngineUnavailable("dead", cause)
 
-    async def profile(self, folder: str) -> None:
-        """Let every stage record what it computes, for a file in this folder; an empty one ends
-        that and writes the files. Raises EngineUnavailable, ProfileError where a stage cannot."""
+    async def start_profile(self, folder: str) -> None:
+        """Start to record the operations of every stage; `stop_profile` writes them to `folder`.
+
+        Raises EngineUnavailable, and ProfileError if a stage cannot record.
+        """
+        await self._profile(folder)
+
+    async def stop_profile(self) -> None:
+        """Stop recording and write the profile, one file per stage.
+
+        Raises EngineUnavailable, and ProfileError if a stage cannot write its file.
+        """
+        await self._profile("")
+
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's configuration and state as JSON values."""
+        return {
+            "state": self._pipeline.state,
+            "layers": [len(layers) for layers in self._pipeline.layers],
+            "kv_blocks": self._pipeline.num_blocks,
+            "kv_bytes": self._pipeline.kv_bytes,
+            "config": msgspec.to_builtins(self.config),
+        }
+
+    async def _profile(self, folder: str) -> None:
+        """Start a profile, or stop it if the folder is empty."""
         self._check_ready()
         if cause := await self._pipeline.profile(folder):
             raise ProfileError(cause)
 
-    def info(self) -> dict[str, Any]:
-        """What runs here, as JSON values."""
-        return {
-            "state": self.state,
-            "layers": [len(layers) for layers in self._pipeline.layers],
-            "kv_blocks": self.num_blocks,
-            "kv_bytes": self.kv_bytes,
-            "config": msgspec.to_builtins(self.config),
-        }
-
     def _check_ready(self) -> None:
-        if self.state != "ready":
-            raise EngineUnavailable(self.state, self.cause or f"the engine is {self.state}")
+        state, cause = self._pipeline.state, self._pipeline.cause
+        if state != "ready":
+            raise EngineUnavailable(state, cause or f"the engine is {state}")
 
     async def _grammar(self, params: SamplingParams, request_id: str) -> str | None:
         """What the output has to fit, compiled; empty for anything, None where the request was

@@ -1,12 +1,12 @@
-"""What the frontend may ask of an engine, and in which terms.
+"""Interface between an engine and its users: the protocols, the shared types and request checks.
 
-Owns the types both sides share and the checks that either may run first. Knows nothing of HTTP and
-of processes: a test's fake engine satisfies the protocol as the real one does.
+`gllm.engine.engine.Engine` implements the protocols with worker processes; tests implement them
+with a scripted engine.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -29,38 +29,66 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     """stop, length, abort or error; set on a choice's last delta."""
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended the choice, where one did."""
+    """The stop token id or stop string that ended the choice, if one did."""
     error: str = ""
-    """What went wrong, with finish_reason `error`."""
+    """Error message; set if `finish_reason` is `error`."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set on a choice's first delta."""
     queue_seconds: float = 0.0
-    """From arrival to the first micro-batch; set on a choice's first delta."""
+    """Time from arrival to the first micro-batch; set on a choice's first delta."""
     logprobs: list[TokenLogprobs] = []
-    """Of each of `token_ids`, where they were asked for."""
+    """Log-probabilities of each of `token_ids`, if requested."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Of the prompt's tokens from the second on, where they were asked for; set on a choice's first
-    delta."""
+    """Log-probabilities of the prompt's tokens from the second on, if requested; set on a choice's
+    first delta."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What clients are told of the model, and what requests are checked against."""
+    """Public facts about the served model, against which requests are checked."""
 
     name: str
-    """The name clients ask for."""
+    """Name that clients use in requests."""
     max_model_len: int
-    """Tokens of prompt and output together, at most."""
+    """Maximum number of tokens of prompt and output together."""
     vocab_size: int
     eos_ids: tuple[int, ...]
     defaults: Mapping[str, Any]
     """Sampling defaults of the model's generation_config, by field name."""
     created: int
-    """Unix seconds."""
+    """Unix time of the start, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Snapshot of an engine: its state, its load and its counters."""
+
+    state: str
+    """loading, ready, draining or dead."""
+    cause_of_death: str = ""
+    """Why the engine is dead; empty in every other state."""
+    is_healthy: bool = False
+    """True if the engine is ready or draining and its pending work makes progress."""
+    num_requests: int = 0
+    """Requests that have not been closed."""
+    stats: Stats = field(default_factory=Stats)
+    """The scheduler's counters after the last step."""
+    step_sizes: Mapping[int, int] = field(default_factory=dict)
+    """Number of micro-batches by their tokens, rounded up to a power of two."""
+    stage_loads: Mapping[int, StageUtilization] = field(default_factory=dict)
+    """Work done by each stage, by stage index."""
+    bubbles: BubbleReport = field(default_factory=BubbleReport)
+    """Idle time of the pipeline's stages while work was available."""
+    num_kv_blocks: int = 0
+    """KV blocks per stage, the same on every stage; 0 until the weights are loaded."""
+    kv_cache_bytes: int = 0
+    """Bytes of the KV cache over all stages; 0 until the weights are loaded."""
+    block_size: int = 0
+    """Tokens per KV block."""
 
 
 class EngineUnavailable(Exception):
-    """The engine takes no request now. `reason` is loading, draining, dead or full."""
+    """The engine accepts no request at present. `reason` is loading, draining, dead or full."""
 
     def __init__(self, reason: str, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -70,70 +98,63 @@ class EngineUnavailable(Exception):
 
 
 class EmbeddingError(Exception):
-    """A prompt whose embedding cannot be computed; the message says why."""
+    """An embedding could not be computed; the message gives the reason."""
 
 
 class ProfileError(Exception):
-    """A profile that cannot begin or end; the message says why."""
+    """A profile could not be started or stopped; the message gives the reason."""
 
 
 class PromptTooLong(FieldError):
-    """A prompt that leaves no room for output in the model's context."""
+    """The prompt leaves no space for output in the model's context."""
 
 
-class RequestLike(Protocol):
-    """A request that runs. What nobody takes is coalesced, into one delta for each choice."""
+class RequestHandle(Protocol):
+    """A running request.
+
+    Deltas that the caller has not read yet are merged into one delta per choice.
+    """
 
     def listen(self, news: Callable[[], None]) -> None:
-        """Call this whenever something has come and nothing was there, at once if something is
-        there; it must not raise. All of a step has come by then, and is taken best right away:
-        tasks that wait for it would cost more than the tokens."""
+        """Set the function that is called when output arrives and none was pending.
+
+        It is called at once if output is pending, and must not raise. All output of a step is
+        available when it is called, so reading it right away is cheapest: waking a task per token
+        costs more than the token.
+        """
 
     def take(self) -> list[Delta]:
-        """What came since the last call."""
+        """Return the deltas since the last call."""
 
     def close(self) -> None:
-        """Nobody takes any more; choices that have not ended are aborted."""
+        """Release the request; choices that have not finished are aborted."""
 
 
-class EngineLike(Protocol):
-    """An engine as the frontend sees it."""
-
-    @property
-    def model(self) -> ModelInfo: ...
+class EngineInterface(Protocol):
+    """An engine: starts, serves requests, reports its status, stops."""
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def model(self) -> ModelInfo:
+        """The served model."""
 
     @property
-    def state(self) -> str:
-        """loading, ready, draining or dead."""
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
 
-    @property
-    def cause(self) -> str:
-        """Why the engine is dead."""
+    def status(self) -> EngineStatus:
+        """Return a snapshot of the engine's state and counters."""
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that have not been closed."""
+    async def start(self) -> None:
+        """Load the model and wait until the engine is ready. Raises EngineError."""
 
-    @property
-    def stats(self) -> Stats: ...
+    async def wait_until_dead(self) -> None:
+        """Wait until the engine is dead, after a failure or `stop`."""
 
-    @property
-    def step_sizes(self) -> Mapping[int, int]:
-        """Micro-batches so far, by their tokens rounded up to a power of two."""
+    async def drain(self, seconds: float) -> None:
+        """Reject new requests and wait at most `seconds` for the running ones."""
 
-    @property
-    def stage_loads(self) -> Mapping[int, StageUtilization]:
-        """What each stage computed so far, by stage."""
-
-    @property
-    def bubbles(self) -> BubbleReport:
-        """What the pipeline lost so far."""
-
-    def healthy(self) -> bool:
-        """Whether the engine lives and no pending work is stuck."""
+    async def stop(self) -> None:
+        """Stop the engine; running requests end with an error."""
 
     async def submit(
         self,
@@ -143,10 +164,12 @@ class EngineLike(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-    ) -> Sequence[RequestLike]:
-        """Begin a request for each prompt, all or none; each has to be closed.
+    ) -> Sequence[RequestHandle]:
+        """Start one request per prompt, all or none; each handle has to be closed.
 
-        Raises FieldError for what cannot be, EngineUnavailable.
+        Raises:
+            FieldError: The engine cannot run such a request.
+            EngineUnavailable: The engine accepts no requests at present.
         """
 
     async def embed(
@@ -157,45 +180,60 @@ class EngineLike(Protocol):
         cache_salt: str = "",
         request_id: str = "",
     ) -> list[float]:
-        """What the model knows at the prompt's last token: its hidden state behind the final norm,
-        as many numbers as the model is wide.
+        """Return the embedding of a prompt.
 
-        Raises FieldError, EngineUnavailable, and EmbeddingError where it cannot be computed.
+        The embedding is the hidden state of the prompt's last token after the final norm,
+        `hidden_size` numbers.
+
+        Raises:
+            FieldError: The engine cannot run such a request.
+            EngineUnavailable: The engine accepts no requests at present.
+            EmbeddingError: The embedding could not be computed.
         """
 
     def abort(self, request_id: str | None) -> int:
-        """End the requests of this id, all for None, with reason `abort`; the number of them."""
+        """AbortSequences the requests with this id, or all if it is None; return their number."""
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what the prefix cache holds. Raises EngineUnavailable."""
+        """Empty the prefix cache. Raises EngineUnavailable."""
 
-    async def profile(self, folder: str) -> None:
-        """Let every stage record what it computes, for a file in this folder; an empty one ends
-        that and writes the files. Raises EngineUnavailable, ProfileError where a stage cannot."""
+    async def start_profile(self, folder: str) -> None:
+        """Start to record the operations of every stage; `stop_profile` writes them to `folder`.
 
-    def info(self) -> dict[str, Any]:
-        """What runs here, as JSON values."""
+        Raises EngineUnavailable, and ProfileError if a stage cannot record.
+        """
+
+    async def stop_profile(self) -> None:
+        """Stop recording and write the profile, one file per stage.
+
+        Raises EngineUnavailable, and ProfileError if a stage cannot write its file.
+        """
+
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's configuration and state as JSON values."""
 
 
 def truncated(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:
-    """What `truncate_prompt_tokens` leaves of a prompt."""
-    kept = params.truncate_prompt_tokens
-    if kept is None:
+    """Return the last tokens of a prompt that `truncate_prompt_tokens` allows."""
+    num_tokens = params.truncate_prompt_tokens
+    if num_tokens is None:
         return prompt
-    if kept == -1:
-        kept = max(1, model.max_model_len - (params.max_tokens or 1))
-    return prompt[-kept:]
+    if num_tokens == -1:
+        num_tokens = max(1, model.max_model_len - (params.max_tokens or 1))
+    return prompt[-num_tokens:]
 
 
 def check_options(
     params: SamplingParams, priority: int, cache_salt: str, request_id: str
 ) -> tuple[int, str]:
-    """Check what a caller passes beside the prompt; return the priority and the cache salt with
-    exactly their types. Raises FieldError."""
+    """Check the options of a request; return the priority and the cache salt, converted.
+
+    Raises FieldError.
+    """
     is_sampling: object = isinstance(params, SamplingParams)
     if not is_sampling:
-        given = type(params).__name__
-        raise FieldError("params", f"params is of type {given}, but has to be SamplingParams")
+        type_name = type(params).__name__
+        raise FieldError("params", f"params is of type {type_name}, but has to be SamplingParams")
     to_str("request_id", request_id)
     converted = to_int("priority", priority)
     if not -(2**63) <= converted < 2**63:
@@ -210,13 +248,13 @@ def encode_prompt(
     tokenizer: Tokenizer,
     param: str = "prompt",
 ) -> list[int]:
-    """Return a prompt's token ids, as `truncate_prompt_tokens` leaves them. For a thread.
+    """Return a prompt's token ids after `truncate_prompt_tokens`. Runs in a thread.
 
     Raises PromptTooLong, without tokenizing a text that cannot fit.
     """
     with prompt_limit(param, model):
-        most = None if params.truncate_prompt_tokens is not None else model.max_model_len - 1
-        return truncated(tokenizer.encode(text, max_tokens=most), params, model)
+        limit = None if params.truncate_prompt_tokens is not None else model.max_model_len - 1
+        return truncated(tokenizer.encode(text, max_tokens=limit), params, model)
 
 
 @contextmanager
@@ -240,29 +278,29 @@ def _too_long(param: str, count: int, model: ModelInfo, is_exact: bool = True) -
 def check_request(
     prompt: Sequence[int], params: SamplingParams, model: ModelInfo, param: str = "prompt"
 ) -> None:
-    """Whether the model can run this request; `param` is the prompt's field name.
+    """Check that the model can run a request; `param` is the name of the prompt's field.
 
-    Raises FieldError, PromptTooLong among them.
+    Raises FieldError, among them PromptTooLong.
     """
     if not prompt:
         raise FieldError(param, f"{param} is empty: at least one token is needed")
     if len(prompt) + 1 > model.max_model_len:
         raise _too_long(param, len(prompt), model)
     if params.prompt_logprobs is not None:
-        scored = len(prompt) * (params.prompt_logprobs + 1)
-        if scored > MAX_PROMPT_LOGPROBS:
+        num_logprobs = len(prompt) * (params.prompt_logprobs + 1)
+        if num_logprobs > MAX_PROMPT_LOGPROBS:
             raise FieldError(
                 "prompt_logprobs",
                 f"{len(prompt)} prompt tokens with prompt_logprobs {params.prompt_logprobs} are "
-                f"{scored} log-probabilities, but at most {MAX_PROMPT_LOGPROBS} are allowed",
+                f"{num_logprobs} log-probabilities, but at most {MAX_PROMPT_LOGPROBS} are allowed",
             )
-    named: tuple[tuple[str, Collection[int]], ...] = (
-        (param, prompt),
-        ("stop_token_ids", params.stop_token_ids),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("logit_bias", params.logit_bias),
-    )
-    for name, ids in named:
+    ids_by_field: dict[str, Collection[int]] = {
+        param: prompt,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": params.logit_bias,
+    }
+    for name, ids in ids_by_field.items():
         if ids and not (min(ids) >= 0 and max(ids) < model.vocab_size):
             raise FieldError(
                 name, f"{name} has ids out of the vocabulary 0..{model.vocab_size - 1}"

@@ -24,7 +24,7 @@ NOT_FIRST = First(0, 0, 0.0)
 
 
 class Request:
-    """A request that the driver has got, as of RequestLike."""
+    """A request that the driver has got, as of RequestHandle."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Request:
         return not self._texts
 
     def listen(self, news: Callable[[], None]) -> None:
-        """As of RequestLike."""
+        """As of RequestHandle."""
         self._stream.listen(news)
 
     async def wait(self) -> None:
@@ -55,7 +55,7 @@ class Request:
         await self._stream.wait()
 
     def take(self) -> list[Delta]:
-        """As of RequestLike."""
+        """As of RequestHandle."""
         deltas = []
         for choice, piece in self._stream.take().items():
             text = self._texts.get(choice)
@@ -73,7 +73,7 @@ class Request:
         return deltas
 
     def close(self) -> None:
-        """As of RequestLike."""
+        """As of RequestHandle."""
         self._client.release(self._stream)
 
 

@@ -6,7 +6,7 @@ A new endpoint is a line in `routes/registry.py`, a new middleware one in `MIDDL
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.engine.interface import EngineLike
+from gllm.engine.interface import EngineInterface
 from gllm.frontend import errors
 from gllm.frontend.connection import Runner
 from gllm.frontend.context import CONTEXT, Context
@@ -19,7 +19,7 @@ MIDDLEWARE = (arrival, observe, draining, errors, origin, cors, keys, rate_limit
 """Modules whose `install` adds a middleware, outermost first."""
 
 
-def make_app(engine: EngineLike, config: ServerConfig) -> web.Application:
+def make_app(engine: EngineInterface, config: ServerConfig) -> web.Application:
     """Return the application that serves an engine, which may still be loading.
 
     Raises:

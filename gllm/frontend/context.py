@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.engine.interface import EngineLike, EngineUnavailable
+from gllm.engine.interface import EngineInterface, EngineUnavailable
 from gllm.frontend.errors import ApiError
 from gllm.frontend.metrics import Metrics
 
@@ -22,7 +22,7 @@ STARTING_RETRY = 5
 class Context:
     """One server's parts."""
 
-    engine: EngineLike
+    engine: EngineInterface
     config: ServerConfig
     metrics: Metrics
     admitted: int = field(default=0)
@@ -30,7 +30,8 @@ class Context:
 
     def check_ready(self) -> None:
         """Raises EngineUnavailable unless the engine takes requests."""
-        match self.engine.state:
+        status = self.engine.status()
+        match status.state:
             case "ready":
                 return
             case "loading":
@@ -38,14 +39,14 @@ class Context:
             case "draining":
                 raise EngineUnavailable("draining", "the server is shutting down", STARTING_RETRY)
             case _:
-                why = f"the engine is down: {self.engine.cause}"
+                why = f"the engine is down: {status.cause_of_death}"
                 raise EngineUnavailable("dead", why, STARTING_RETRY)
 
     @contextmanager
     def admit(self, requests: int = 1) -> Iterator[None]:
         """Hold places for requests. Raises EngineUnavailable where there are none."""
         self.check_ready()
-        inside = max(self.admitted, self.engine.num_requests)
+        inside = max(self.admitted, self.engine.status().num_requests)
         if inside + requests > self.config.max_num_queued_requests:
             raise EngineUnavailable("full", f"{inside} requests are queued: try again later")
         self.admitted += requests

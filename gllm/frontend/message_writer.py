@@ -5,7 +5,7 @@ Owns the API's shapes. Knows nothing of requests.
 
 import json
 
-from gllm.engine.interface import Delta, EngineLike
+from gllm.engine.interface import Delta, EngineInterface
 from gllm.frontend.answer import Json
 from gllm.frontend.blocks import Block, Blocks
 from gllm.frontend.collect import Choice, Tally
@@ -27,7 +27,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 class MessageWriter:
     """Writes one answer. `name` is in ids where the request does not name itself."""
 
-    def __init__(self, engine: EngineLike, job: Job, name: str) -> None:
+    def __init__(self, engine: EngineInterface, job: Job, name: str) -> None:
         self._head = {
             "id": f"msg_{job.fields.request_id or name}",
             "type": "message",

@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gllm.engine.interface import Delta, EngineLike
+from gllm.engine.interface import Delta, EngineInterface, EngineStatus
 from gllm.observability.metrics import Timeline
 
 PREFIX = "gllm:"
@@ -65,13 +65,14 @@ STAGE_COUNTERS = {
 class EngineCollector(Collector):
     """The engine's state, read at each scrape."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: EngineInterface) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         """All gauges and counters the engine keeps."""
         model = [self._engine.model.name]
-        stats = self._engine.stats._asdict()
+        status = self._engine.status()
+        stats = status.stats._asdict()
         for name, (key, text) in GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
             gauge.add_metric(model, stats[key])
@@ -80,28 +81,28 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
             counter.add_metric(model, stats[key])
             yield counter
-        yield self._step_sizes(model)
-        yield from self._stages(model)
+        yield self._step_sizes(model, status)
+        yield from self._stages(model, status)
 
-    def _step_sizes(self, model: list[str]) -> Metric:
+    def _step_sizes(self, model: list[str], status: EngineStatus) -> Metric:
         """Return tokens per micro-batch as a histogram, every bucket from the start: a series that
         appears later is read as an increase from nothing."""
         text = "Tokens of a micro-batch, prefill and decode together"
         histogram = HistogramMetricFamily(PREFIX + "iteration_tokens_total", text, labels=LABELS)
-        sizes = self._engine.step_sizes
+        sizes = status.step_sizes
         buckets = [
             (str(float(bound)), float(sum(n for size, n in sizes.items() if size <= bound)))
             for bound in STEP_TOKENS
         ]
         count = float(sum(sizes.values()))
-        stats = self._engine.stats
+        stats = status.stats
         total = stats.prefill_tokens + stats.decode_tokens
         histogram.add_metric(model, [*buckets, ("+Inf", count)], total)
         return histogram
 
-    def _stages(self, model: list[str]) -> Iterator[Metric]:
+    def _stages(self, model: list[str], status: EngineStatus) -> Iterator[Metric]:
         labels = (*LABELS, "stage")
-        loads, bubbles = self._engine.stage_loads, self._engine.bubbles
+        loads, bubbles = status.stage_loads, status.bubbles
         for name, (key, text) in STAGE_COUNTERS.items():
             counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
             for stage, load in sorted(loads.items()):
@@ -156,7 +157,7 @@ class TokenCounts(Collector):
 class Metrics:
     """The registry of one server."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: EngineInterface) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
         model = engine.model.name

@@ -6,7 +6,7 @@ Owns the API's shapes. Knows nothing of requests but what an answer repeats of t
 import time
 from collections import defaultdict
 
-from gllm.engine.interface import Delta, EngineLike
+from gllm.engine.interface import Delta, EngineInterface
 from gllm.frontend.answer import Json
 from gllm.frontend.blocks import Block, Blocks
 from gllm.frontend.collect import Choice, Tally
@@ -34,7 +34,7 @@ CUTS = {"length": "max_output_tokens", "abort": "abort"}
 class ResponseWriter:
     """Writes one answer. `name` is in ids where the request does not name itself."""
 
-    def __init__(self, engine: EngineLike, job: Job, asked: ResponseFields, name: str) -> None:
+    def __init__(self, engine: EngineInterface, job: Job, asked: ResponseFields, name: str) -> None:
         self._id = asked.request_id or name
         self._model = engine.model.name
         self._tokenizer = engine.tokenizer

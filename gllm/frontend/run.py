@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import Delta, EngineLike, RequestLike
+from gllm.engine.interface import Delta, EngineInterface, RequestHandle
 from gllm.frontend.fields.generation import Generation
 from gllm.frontend.metrics import Metrics, RequestRecord
 from gllm.text.output.parser import PLAIN, OutputFormat
@@ -41,14 +41,14 @@ class Run:
     i * n + n - 1. Has to be closed."""
 
     def __init__(
-        self, engine: EngineLike, metrics: Metrics, job: Job, request_id: str, arrival: float
+        self, engine: EngineInterface, metrics: Metrics, job: Job, request_id: str, arrival: float
     ) -> None:
         self._engine = engine
         self._job = job
         self._request_id = request_id
         n = job.params.n
         self.records = [RequestRecord(metrics, arrival, len(ids), n) for ids in job.prompts]
-        self._requests: Sequence[RequestLike] = []
+        self._requests: Sequence[RequestHandle] = []
         self._left = job.choices
         self._push: Callable[[], bool] = bool
         self._stop: asyncio.Future[None] | None = None

@@ -14,7 +14,7 @@ import time
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.engine.engine import Engine
+from gllm.engine.interface import EngineInterface
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.connection import Runner
 from gllm.frontend.open_files import raise_open_files_limit
@@ -38,7 +38,7 @@ be added to every token of every stream meanwhile."""
 class Server:
     """The engine, the HTTP server, and the signals that end them."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineInterface, config: ServerConfig) -> None:
         """Serve an engine that has not been started."""
         self._config = config
         self._engine = engine
@@ -85,16 +85,17 @@ class Server:
         # What start-up made stays: the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        died = asyncio.ensure_future(self._engine.died.wait())
+        died = asyncio.ensure_future(self._engine.wait_until_dead())
         await asyncio.wait({told, died}, return_when=asyncio.FIRST_COMPLETED)
         if not died.done():
-            log.info("draining %d requests", self._engine.num_requests)
+            log.info("draining %d requests", self._engine.status().num_requests)
             deadline = time.monotonic() + self._config.shutdown_timeout
             await self._engine.drain(self._config.shutdown_timeout)
             # Answers that clients are slow to read get what is left of the time.
             runner.limit_shutdown(max(LAST_SECONDS, deadline - time.monotonic()))
-        if self._engine.state == "dead":
-            log.error("the engine is down: %s", self._engine.cause)
+        status = self._engine.status()
+        if status.state == "dead":
+            log.error("the engine is down: %s", status.cause_of_death)
             await asyncio.wait({told}, timeout=DEAD_SECONDS)
             await self._engine.stop()
             return 1
@@ -111,11 +112,12 @@ class Server:
         """Say what is served, how much fits, and how to ask."""
         engine = self._engine
         host, port = runner.addresses[0][:2]
-        length, blocks = engine.model.max_model_len, engine.num_blocks
-        tokens = blocks * engine.config.scheduler.block_size
+        status, length = engine.status(), engine.model.max_model_len
+        blocks = status.num_kv_blocks
+        tokens = blocks * status.block_size
         log.info(
             "KV cache: %.1f MiB, %d blocks, %.1f requests of full length (%d tokens)",
-            engine.kv_bytes / 2**20, blocks, tokens / length, length,
+            status.kv_cache_bytes / 2**20, blocks, tokens / length, length,
         )  # fmt: skip
         question = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
         url = f"http{'s' if self._config.ssl_certfile else ''}://{host}:{port}"

@@ -1,7 +1,7 @@
-"""One line in the log every ten seconds while there are requests, and silence while there are none.
+"""Status line: one log line every ten seconds while requests run, none while the server is idle.
 
-Owns when the line is due and what it says. Knows nothing of HTTP. No timer runs in an idle server:
-a request sets it, and it is set again only while requests are inside.
+A request starts the timer, and the timer restarts only while requests run: an idle server has no
+timer.
 """
 
 import asyncio
@@ -9,16 +9,17 @@ import logging
 from contextvars import Context
 from typing import NamedTuple
 
-from gllm.engine.interface import EngineLike
+from gllm.engine.interface import EngineInterface, EngineStatus
 from gllm.frontend.metrics import Metrics
 
 log = logging.getLogger("gllm")
 
-SECONDS = 10.0
+INTERVAL_SECONDS = 10.0
+"""Time between two lines."""
 
 
-class _Counts(NamedTuple):
-    """Counters at one moment, on the loop's clock."""
+class _Counters(NamedTuple):
+    """Counters at one time of the loop's clock, in seconds."""
 
     time: float
     prompt_tokens: int
@@ -28,51 +29,62 @@ class _Counts(NamedTuple):
 
 
 class StatusLine:
-    """The line of one server."""
+    """Periodic log line of one server's load."""
 
-    def __init__(self, engine: EngineLike, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineInterface, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self._timer: asyncio.TimerHandle | None = None
 
-    def wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A request is here: unless a line is due already, one is in ten seconds."""
+    def on_request(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the timer if it does not run."""
         if self._timer is None:
-            self._wait(loop, self._counts(loop))
+            self._start_timer(loop, self._read_counters(loop, self._engine.status()))
 
     def close(self) -> None:
-        """No more lines."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _wait(self, loop: asyncio.AbstractEventLoop, since: _Counts) -> None:
-        # In a context of its own: the line is about no one request.
-        self._timer = loop.call_later(SECONDS, self._tell, loop, since, context=Context())
+    def _start_timer(self, loop: asyncio.AbstractEventLoop, before: _Counters) -> None:
+        # An empty context: the line belongs to no single request.
+        self._timer = loop.call_later(
+            INTERVAL_SECONDS, self._log_line, loop, before, context=Context()
+        )
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, before: _Counts) -> None:
-        now = self._counts(loop)
+    def _log_line(self, loop: asyncio.AbstractEventLoop, before: _Counters) -> None:
+        status = self._engine.status()
+        stats, now = status.stats, self._read_counters(loop, status)
         seconds = now.time - before.time
-        told = {
-            "requests_running": self._engine.stats.running,
-            "requests_waiting": self._engine.stats.waiting,
-            "prompt_tokens_per_second": (now.prompt_tokens - before.prompt_tokens) / seconds,
-            "output_tokens_per_second": (now.output_tokens - before.output_tokens) / seconds,
-            "kv_cache_usage": self._engine.stats.kv_usage,
-            "prefix_cache_hits": (now.hits - before.hits) / max(now.queries - before.queries, 1),
+        prompt_rate = (now.prompt_tokens - before.prompt_tokens) / seconds
+        output_rate = (now.output_tokens - before.output_tokens) / seconds
+        hit_rate = (now.hits - before.hits) / max(now.queries - before.queries, 1)
+        fields: dict[str, float] = {
+            "requests_running": stats.running,
+            "requests_waiting": stats.waiting,
+            "prompt_tokens_per_second": prompt_rate,
+            "output_tokens_per_second": output_rate,
+            "kv_cache_usage": stats.kv_usage,
+            "prefix_cache_hits": hit_rate,
         }
         log.info(
             "requests: %d running, %d waiting; tokens/s: %.1f prompt, %.1f generated; "
-            "KV cache: %.1f %% used, %.1f %% of prompts found",
-            *list(told.values())[:4], 100 * told["kv_cache_usage"], 100 * told["prefix_cache_hits"],
-            extra={"fields": {name: round(value, 4) for name, value in told.items()}},
+            "KV cache: %.1f %% used, prefix cache hit rate: %.1f %%",
+            stats.running, stats.waiting, prompt_rate, output_rate,
+            100 * stats.kv_usage, 100 * hit_rate,
+            extra={"fields": {name: round(value, 4) for name, value in fields.items()}},
         )  # fmt: skip
-        if self._engine.num_requests:
-            self._wait(loop, now)
+        if status.num_requests:
+            self._start_timer(loop, now)
         else:
             self._timer = None
 
-    def _counts(self, loop: asyncio.AbstractEventLoop) -> _Counts:
-        stats = self._engine.stats
-        output = self._metrics.output.tokens
-        cache = stats.prefix_queries, stats.prefix_hits
-        return _Counts(loop.time(), stats.prefill_tokens, output, *cache)
+    def _read_counters(self, loop: asyncio.AbstractEventLoop, status: EngineStatus) -> _Counters:
+        stats = status.stats
+        return _Counters(
+            time=loop.time(),
+            prompt_tokens=stats.prefill_tokens,
+            output_tokens=self._metrics.output.tokens,
+            queries=stats.prefix_queries,
+            hits=stats.prefix_hits,
+        )

@@ -93,7 +93,9 @@ def test_a_cache_in_fp8_is_half_as_large(tiny_model: Path) -> None:
         with LLM(str(tiny_model), progress=False, max_num_seqs=4, **options) as made:
             (output,) = made.generate([[7, 8]], GREEDY)
             assert len(output.outputs[0].token_ids) == 10
-            sizes.append((made._engine.num_blocks, made._engine.kv_bytes))
+            sizes.append(
+                (made._engine.status().num_kv_blocks, made._engine.status().kv_cache_bytes)
+            )
     assert sizes[1] == (sizes[0][0], sizes[0][1] // 2)
 
 
@@ -154,8 +156,8 @@ async def test_the_asynchronous_engine(tiny_model: Path) -> None:
         streams = [collect(engine, [5, i]) for i in range(20)]
         answers = await asyncio.gather(*streams)
         assert all(deltas[-1].finish_reason == "length" for deltas in answers)
-        assert engine.num_requests == 0
-        assert engine.healthy()
+        assert engine.status().num_requests == 0
+        assert engine.status().is_healthy
         waiting = asyncio.ensure_future(collect(engine, [5] * 300))
         await asyncio.sleep(0)
         workers = engine._pipeline.workers
@@ -163,7 +165,7 @@ async def test_the_asynchronous_engine(tiny_model: Path) -> None:
         os.kill(workers.processes[1].pid, signal.SIGKILL)
         last = (await waiting)[-1]
         assert (last.finish_reason, "SIGKILL" in last.error) == ("error", True)
-        assert not engine.healthy()
+        assert not engine.status().is_healthy
         with pytest.raises(EngineUnavailable, match="SIGKILL"):
             await collect(engine, [5])
 
@@ -173,9 +175,9 @@ async def abandon(engine: Engine) -> None:
     stream = engine.generate([9, 9], SamplingParams(max_tokens=400, ignore_eos=True))
     await anext(stream)
     await stream.aclose()
-    assert engine.num_requests == 0
+    assert engine.status().num_requests == 0
     await collect(engine, [8])
-    assert engine.stats.running <= 1
+    assert engine.status().stats.running <= 1
 
 
 async def test_priority_runs_first_when_seats_are_few(tiny_model: Path) -> None:

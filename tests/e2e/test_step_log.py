@@ -32,7 +32,7 @@ async def serve(config: EngineConfig, count: int) -> BubbleReport:
 
         await asyncio.gather(*(one(index) for index in range(count)))
         await asyncio.sleep(1.7)  # Stages report their times twice a second, and once afterwards.
-        return engine.bubbles
+        return engine.status().bubbles
 
 
 @pytest.mark.parametrize(("stages", "policy"), [(1, "auto"), (2, "balance"), (4, "throttle")])

@@ -191,9 +191,9 @@ def test_forced_tokens_take_no_steps_and_survive_preemption() -> None:
     options |= {"max_model_len": 256, "prefix_cache": False}
     with LLM("demo", **options, kv_cache_memory=2**25) as llm:
         engine = llm._engine
-        begin = engine.stats.steps
+        begin = engine.status().stats.steps
         alone = [llm.generate(prompt, forced)[0] for prompt in PROMPTS]
-        steps = engine.stats.steps - begin
+        steps = engine.status().stats.steps - begin
         for output in alone:
             jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
         tokens = sum(len(output.outputs[0].token_ids) for output in alone)
@@ -201,12 +201,12 @@ def test_forced_tokens_take_no_steps_and_survive_preemption() -> None:
         # Where every token is drawn, each takes a step.
         drawn = [llm.generate(prompt, replace(forced, logprobs=0))[0] for prompt in PROMPTS]
         count = sum(len(output.outputs[0].token_ids) for output in drawn)
-        assert engine.stats.steps - begin - steps >= count
+        assert engine.status().stats.steps - begin - steps >= count
         with pytest.raises(FieldError, match="contains"):
             llm.generate("x", SamplingParams(structured=StructuredOutput(json={"contains": {}})))
-        block = engine.kv_bytes // engine.num_blocks
+        block = engine.status().kv_cache_bytes // engine.status().num_kv_blocks
     options["expected_output_tokens"] = 0
     with LLM("demo", **options, kv_cache_memory=20 * block) as small:
         crowd = small.generate(PROMPTS, forced)
-        assert small._engine.stats.preemptions > 0
+        assert small._engine.status().stats.preemptions > 0
     assert [one.outputs for one in crowd] == [one.outputs for one in alone]

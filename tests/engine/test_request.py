@@ -55,18 +55,18 @@ async def test_each_prompt_is_a_request(engine):
     assert (delta.token_ids, delta.cached_tokens, delta.finish_reason) == ([word], 2, None)
     (delta,) = two.take()
     assert (delta.token_ids, delta.finish_reason) == ([other], "length")
-    assert (one.ended, two.ended, engine.num_requests) == (False, True, 2)
+    assert (one.ended, two.ended, engine.status().num_requests) == (False, True, 2)
     one.close()
     two.close()
     assert engine.sent[-1] == AbortSequences([0])
-    assert engine.num_requests == 0
+    assert engine.status().num_requests == 0
 
 
 async def test_one_prompt_that_cannot_be_refuses_all(engine):
     with pytest.raises(FieldError):
         await engine.submit([[5], []], PARAMS)
     assert engine.sent == []
-    assert engine.num_requests == 0
+    assert engine.status().num_requests == 0
 
 
 async def test_a_stop_string_ends_its_choice_where_it_is_heard(engine):
@@ -111,7 +111,7 @@ async def test_abort_reaches_requests_whose_grammar_is_being_compiled(engine, mo
     assert sent == [SubmitRequest, SubmitRequest, AbortSequences, AbortSequences]
     for request in requests:
         request.close()
-    assert (engine.num_requests, engine.abort(None)) == (0, 0)
+    assert (engine.status().num_requests, engine.abort(None)) == (0, 0)
 
 
 async def test_abort_reaches_a_request_whose_grammar_has_just_been_compiled(engine, monkeypatch):
@@ -130,7 +130,7 @@ async def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(engine, mon
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (engine.sent, engine.abort(None), engine.num_requests) == ([], 0, 0)
+    assert (engine.sent, engine.abort(None), engine.status().num_requests) == ([], 0, 0)
 
 
 async def test_an_engine_that_ends_meanwhile_takes_nothing(engine, monkeypatch):

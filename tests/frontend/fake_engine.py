@@ -11,7 +11,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import Delta, ModelInfo, ProfileError, check_request, truncated
+from gllm.engine.interface import (
+    Delta,
+    EngineStatus,
+    ModelInfo,
+    ProfileError,
+    check_request,
+    truncated,
+)
 from gllm.grammar.sources.source import source_of
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import TokenLogprobs
@@ -146,8 +153,35 @@ class FakeEngine:
             "fake/model", self.max_model_len, vocab, (0,), self.defaults, 1_700_000_000
         )
 
-    def healthy(self) -> bool:
-        return self.well and self.state != "dead"
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            state=self.state,
+            cause_of_death=self.cause,
+            is_healthy=self.well and self.state != "dead",
+            num_requests=self.num_requests,
+            stats=self.stats,
+            step_sizes=self.step_sizes,
+            stage_loads=self.stage_loads,
+            bubbles=self.bubbles,
+            num_kv_blocks=64,
+            kv_cache_bytes=2**20,
+            block_size=16,
+        )
+
+    async def start(self) -> None:
+        if self.raises is not None:
+            raise self.raises
+        self.state = "ready"
+
+    async def wait_until_dead(self) -> None:
+        while self.state != "dead":
+            await asyncio.sleep(0.005)
+
+    async def drain(self, seconds: float) -> None:
+        self.state = "draining"
+
+    async def stop(self) -> None:
+        self.state = "dead"
 
     async def submit(
         self,
@@ -199,12 +233,17 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> None:
         self.asked.append("reset_prefix_cache")
 
-    async def profile(self, folder: str) -> None:
+    async def start_profile(self, folder: str) -> None:
         if self.profile_error:
             raise ProfileError(self.profile_error)
-        self.asked.append(f"profile {folder}")
+        self.asked.append(f"start_profile {folder}")
 
-    def info(self) -> dict[str, Any]:
+    async def stop_profile(self) -> None:
+        if self.profile_error:
+            raise ProfileError(self.profile_error)
+        self.asked.append("stop_profile")
+
+    def describe(self) -> dict[str, Any]:
         return {"state": self.state}
 
     async def _tokens(

@@ -85,7 +85,7 @@ async def test_reset_of_the_prefix_cache(server):
 async def test_profiles(server):
     assert (await server.post("/start_profile", b"")).json["folder"] == "/profiles"
     assert (await server.post("/stop_profile", b"")).status == 200
-    assert server.engine.asked == ["profile /profiles", "profile "]
+    assert server.engine.asked == ["start_profile /profiles", "stop_profile"]
     server.engine.profile_error = "no profile is being recorded"
     answer = await server.post("/stop_profile", b"")
     assert (answer.status, answer.error["message"]) == (409, "no profile is being recorded")

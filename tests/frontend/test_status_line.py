@@ -56,9 +56,9 @@ def test_a_line_every_ten_seconds_of_activity(engine: FakeEngine, told: Any) -> 
     metrics = Metrics(engine)
     line = StatusLine(engine, metrics)
     engine.num_requests = 1
-    line.wake(loop)
+    line.on_request(loop)
     loop.turn(3)
-    line.wake(loop)
+    line.on_request(loop)
     metrics.output.tokens = 425
     engine.stats = Stats(3, 1, 0.25, 2, prefill_tokens=1200, prefix_queries=800, prefix_hits=200)
     loop.turn(6.9)
@@ -66,12 +66,12 @@ def test_a_line_every_ten_seconds_of_activity(engine: FakeEngine, told: Any) -> 
     loop.turn(0.2)
     assert told.messages == [
         "requests: 3 running, 1 waiting; tokens/s: 120.0 prompt, 42.5 generated; "
-        "KV cache: 25.0 % used, 25.0 % of prompts found"
+        "KV cache: 25.0 % used, prefix cache hit rate: 25.0 %"
     ]
     metrics.output.tokens += 10
     loop.turn(10)
     assert "tokens/s: 0.0 prompt, 1.0 generated" in told.messages[1]
-    assert "0.0 % of prompts found" in told.messages[1]
+    assert "hit rate: 0.0 %" in told.messages[1]
     told_as_json = json.loads(JsonLines("frontend").format(told.records[0]))
     assert told_as_json["output_tokens_per_second"] == 42.5
     assert told_as_json["requests_running"] == 3
@@ -88,7 +88,7 @@ def test_the_line_is_about_no_one_request(engine: FakeEngine, told: Any) -> None
 
     told.handler.addFilter(look)
     token = REQUEST_ID.set("abc")
-    line.wake(loop)
+    line.on_request(loop)
     loop.turn(10)
     REQUEST_ID.reset(token)
     told.handler.removeFilter(look)
@@ -99,11 +99,11 @@ def test_silence_and_no_timer_when_idle(engine: FakeEngine, told: Any) -> None:
     loop: Any = Loop()
     line = StatusLine(engine, Metrics(engine))
     assert loop.timers == []
-    line.wake(loop)
+    line.on_request(loop)
     loop.turn(1000)
     assert len(told.messages) == 1, "the ten seconds in which there was a request"
     assert loop.timers == []
-    line.wake(loop)
+    line.on_request(loop)
     assert len(loop.timers) == 1
     loop.turn(1000)
     assert len(told.messages) == 2
@@ -112,7 +112,7 @@ def test_silence_and_no_timer_when_idle(engine: FakeEngine, told: Any) -> None:
 def test_nothing_is_told_after_the_end(engine: FakeEngine, told: Any) -> None:
     loop: Any = Loop()
     line = StatusLine(engine, Metrics(engine))
-    line.wake(loop)
+    line.on_request(loop)
     line.close()
     loop.turn(100)
     assert told.messages == []

@@ -95,7 +95,7 @@ async def test_a_request_that_cannot_be_read_ends_alone(stages: int) -> None:
         assert (await end_of(submit(engine))).reason == "length"
         for stream in (neighbour, several, *bad.values()):
             engine._client.release(stream)
-        assert engine.state == "ready"
+        assert engine.status().state == "ready"
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -117,7 +117,7 @@ async def test_a_request_that_cannot_be_registered_ends_alone(
             end = await end_of(submit(engine, sampling=bad, n=2, max_tokens=max_tokens))
             assert (end.reason, "can't start new thread" in end.error) == ("error", True)
         assert (await end_of(neighbour)).reason == "length"
-        assert engine.state == "ready"
+        assert engine.status().state == "ready"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ async def test_what_cannot_be_sent_is_refused_and_leaves_nothing(
             object.__setattr__(made, name, value)
         with pytest.raises(FieldError):
             await engine.submit(prompts, made, **extra)
-        assert engine.num_requests == 0
+        assert engine.status().num_requests == 0
         ids: Any = np.array([5, 6])
         (request,) = await engine.submit([ids], SamplingParams(max_tokens=2))
         await asyncio.wait_for(request.wait(), 60)
@@ -158,7 +158,7 @@ async def test_a_reader_that_fails_holds_up_no_other() -> None:
         bad.listen(fail)
         assert (await end_of(good)).reason == "length"
         assert not bad.alive
-        assert engine.state == "ready"
+        assert engine.status().state == "ready"
 
 
 def test_an_error_names_the_field() -> None:

@@ -17,8 +17,8 @@ async def test_an_abandoned_question_keeps_its_answer_to_itself(stages: int) -> 
             await asyncio.sleep(0)
             abandoned.cancel()
         with pytest.raises(ProfileError, match="no profile is being recorded"):
-            await asyncio.wait_for(engine.profile(""), 60)
-        abandoned = asyncio.create_task(engine.profile(""))
+            await asyncio.wait_for(engine.stop_profile(), 60)
+        abandoned = asyncio.create_task(engine.stop_profile())
         await asyncio.sleep(0)
         abandoned.cancel()
         await asyncio.wait_for(engine.reset_prefix_cache(), 60)
@@ -27,7 +27,7 @@ async def test_an_abandoned_question_keeps_its_answer_to_itself(stages: int) -> 
 
 async def test_questions_at_the_same_time_get_their_own_answers() -> None:
     async with local_engine(2) as (engine, _):
-        asked = [engine.reset_prefix_cache(), engine.profile(""), engine.reset_prefix_cache()]
+        asked = [engine.reset_prefix_cache(), engine.stop_profile(), engine.reset_prefix_cache()]
         answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
         assert [isinstance(answer, ProfileError) for answer in answers] == [False, True, False]
 
@@ -35,7 +35,7 @@ async def test_questions_at_the_same_time_get_their_own_answers() -> None:
 async def test_all_questions_end_with_the_engine() -> None:
     async with local_engine(2) as (engine, _):
         asked = [asyncio.create_task(engine.reset_prefix_cache()) for _ in range(3)]
-        asked.append(asyncio.create_task(engine.profile("")))
+        asked.append(asyncio.create_task(engine.stop_profile()))
         await asyncio.sleep(0)
         engine._pipeline._die("the power is out")
         answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
@@ -55,4 +55,4 @@ async def test_a_message_that_cannot_be_handled_ends_the_wait(
         generating = engine.generate([5, 6], SamplingParams(max_tokens=5, ignore_eos=True))
         deltas = await asyncio.wait_for(anext(generating), 60)
         assert "ZeroDivisionError: of nothing" in deltas.error
-        assert engine.state == "dead"
+        assert engine.status().state == "dead"

@@ -36,7 +36,7 @@ async def test_a_failed_step_with_a_grammar_holds_nobody_up(
         with failing(lambda where, stage, step: where == place and step in bad):
             guided = engine.generate([5, 6], DIGITS)
             await anext(guided)
-            bad.update(range(engine.stats.steps + 3, engine.stats.steps + 4))
+            bad.update(range(engine.status().stats.steps + 3, engine.status().stats.steps + 4))
             ends = [delta async for delta in guided]
             other = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
             newcomer = await asyncio.wait_for(collect(engine, [7, 8], other), PATIENCE)

@@ -16,7 +16,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
 
 
 async def _close(request: web.Request, response: web.StreamResponse) -> None:
-    if request.app[CONTEXT].engine.state == "draining":
+    if request.app[CONTEXT].engine.status().state == "draining":
         response.force_close()
         # aiohttp has written its own headers by now.
         response.headers["Connection"] = "close"

@@ -62,7 +62,7 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
     path = "" if endpoint is None else endpoint.path
     operation = None if endpoint is None else endpoint.operation
     if operation is not None:
-        request.app[STATUS_LINE].wake(asyncio.get_running_loop())
+        request.app[STATUS_LINE].on_request(asyncio.get_running_loop())
     status = CLIENT_LEFT
     try:
         response = await handler(request)

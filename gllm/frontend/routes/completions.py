@@ -11,7 +11,7 @@ from aiohttp import web
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_PROMPTS
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import Delta, EngineLike, check_request, encode_prompt, truncated
+from gllm.engine.interface import Delta, EngineInterface, check_request, encode_prompt, truncated
 from gllm.frontend.answer import Json, answer
 from gllm.frontend.chunks import ChunkWriter
 from gllm.frontend.collect import Choice
@@ -78,7 +78,10 @@ class Prompt:
 
 
 def _prompts(
-    engine: EngineLike, prompts: list[str] | list[list[int]], params: SamplingParams, echo: bool
+    engine: EngineInterface,
+    prompts: list[str] | list[list[int]],
+    params: SamplingParams,
+    echo: bool,
 ) -> list[Prompt]:
     """Prompts that may be given as text or as token ids."""
     tokenizer = engine.tokenizer

@@ -42,7 +42,10 @@ async def _profile(request: web.Request, is_start: bool) -> web.Response:
         why = "profiles are off: start the server with --profile-dir FOLDER"
         raise ApiError(501, why, code="profile_off")
     try:
-        await context.engine.profile(folder if is_start else "")
+        if is_start:
+            await context.engine.start_profile(folder)
+        else:
+            await context.engine.stop_profile()
     except ProfileError as error:
         raise ApiError(409, str(error), code="profile_failed") from error
     return web.json_response({"status": "ok", "folder": folder})

@@ -14,7 +14,7 @@ from aiohttp import web
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_PROMPTS
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import EmbeddingError, EngineLike, check_request, encode_prompt
+from gllm.engine.interface import EmbeddingError, EngineInterface, check_request, encode_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.errors import ApiError
@@ -51,7 +51,7 @@ def _body(
     return encode_piecewise({"object": "list", "data": data, "model": model, "usage": usage})
 
 
-def _ids(engine: EngineLike, texts: list[str] | list[list[int]]) -> list[list[int]]:
+def _ids(engine: EngineInterface, texts: list[str] | list[list[int]]) -> list[list[int]]:
     """Checked prompts as token ids. Raises FieldError."""
     prompts, params = [], SamplingParams()
     for text in texts:
@@ -64,7 +64,7 @@ def _ids(engine: EngineLike, texts: list[str] | list[list[int]]) -> list[list[in
 
 
 async def _all(
-    engine: EngineLike, prompts: list[list[int]], fields: EmbeddingFields, request_id: str
+    engine: EngineInterface, prompts: list[list[int]], fields: EmbeddingFields, request_id: str
 ) -> list[list[float]]:
     """The vectors of all prompts; if one fails, or the client leaves, the others are aborted."""
     embed = partial(

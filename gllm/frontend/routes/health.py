@@ -12,9 +12,10 @@ from gllm.frontend.context import CONTEXT
 async def health(request: web.Request) -> web.Response:
     """200 while requests are served or drained; 503 while loading, dead or stuck."""
     context = request.app[CONTEXT]
-    if context.engine.state != "draining":
+    status = context.engine.status()
+    if status.state != "draining":
         context.check_ready()
-    if not context.engine.healthy():
+    if not status.is_healthy:
         raise EngineUnavailable("stuck", "work is pending, but no step finishes")
     return web.json_response({"status": "ok"})
 

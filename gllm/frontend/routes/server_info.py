@@ -20,7 +20,7 @@ async def server_info(request: web.Request) -> web.Response:
     told = {
         "version": __version__,
         "model": msgspec.to_builtins(context.engine.model),
-        "engine": context.engine.info(),
+        "engine": context.engine.describe(),
         "server": _told(context.config),
     }
     return web.json_response(told)
@@ -34,10 +34,10 @@ def _told(config: ServerConfig) -> dict[str, Any]:
 
 async def load(request: web.Request) -> web.Response:
     """How busy the engine is, for whoever spreads requests over servers."""
-    engine = request.app[CONTEXT].engine
-    stats = engine.stats
+    status = request.app[CONTEXT].engine.status()
+    stats = status.stats
     told = {
-        "server_load": engine.num_requests,
+        "server_load": status.num_requests,
         "running": stats.running,
         "waiting": stats.waiting,
         "kv_usage": stats.kv_usage,

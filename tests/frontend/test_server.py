@@ -1,0 +1,65 @@
+"""The server around a scripted engine: exit codes, drain and log lines."""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from gllm.frontend import server as server_module
+from gllm.frontend.server import Server
+from tests.frontend.conftest import CONFIG
+from tests.frontend.fake_engine import FakeEngine
+
+
+@pytest.fixture(autouse=True)
+def restored_process() -> Iterator[None]:
+    """Undo what a server changes in its process."""
+    interval = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(interval)
+    gc.unfreeze()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else 0)
+
+
+async def run_server(engine: FakeEngine) -> "asyncio.Task[int]":
+    engine.state = "loading"
+    server = Server(engine, replace(CONFIG, port=0, host="127.0.0.1"))
+    task = asyncio.create_task(server.run())
+    while engine.state == "loading" and not task.done():
+        await asyncio.sleep(0.005)
+    return task
+
+
+async def test_exit_code_is_0_after_sigterm(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gllm")
+    task = await run_server(engine)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
+    assert "KV cache: 1.0 MiB, 64 blocks, 4.0 requests of full length (256 tokens)" in caplog.text
+    assert "draining 0 requests" in caplog.text
+
+
+async def test_exit_code_is_1_after_death(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "DEAD_SECONDS", 0.01)
+    task = await run_server(engine)
+    engine.state, engine.cause = "dead", "stage 1 was killed"
+    assert await task == 1
+    assert "the engine is down: stage 1 was killed" in caplog.text
+
+
+async def test_error_of_start_is_raised(engine: FakeEngine) -> None:
+    engine.raises = RuntimeError("no memory")
+    engine.state = "loading"
+    with pytest.raises(RuntimeError, match="no memory"):
+        await Server(engine, replace(CONFIG, port=0)).run()
