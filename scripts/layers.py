@@ -42,7 +42,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "opentelemetry prometheus_client"
             ),
             "gllm.serve": (
-                "gllm gllm.config gllm.engine gllm.frontend.server gllm.observability "
+                "gllm gllm.config gllm.engine gllm.frontend gllm.observability "
                 "gllm.runtime setproctitle uvloop"
             ),
             "gllm.sim": (
