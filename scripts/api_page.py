@@ -8,7 +8,7 @@ import msgspec
 
 from gllm.config.limits import limits_table
 from gllm.frontend.endpoint import Endpoint
-from gllm.frontend.fields.body import Body, ModelBody
+from gllm.frontend.fields.base import ModelRequestFields, RequestFields
 from gllm.frontend.routes.registry import ENDPOINTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -161,13 +161,13 @@ def _endpoint_table(endpoints: Iterable[Endpoint]) -> Iterator[str]:
 
 def _field_sections(endpoints: Iterable[Endpoint]) -> Iterator[str]:
     """Yield a section with the fields of each request body, then the sections that bodies share."""
-    shared: dict[type[Body], None] = {}
+    shared: dict[type[RequestFields], None] = {}
     for endpoint in endpoints:
         fields = endpoint.request_schema
         if fields is None:
             continue
-        bases = [base for base in fields.__mro__[1:] if issubclass(base, Body)]
-        bases = [base for base in bases if base not in (Body, ModelBody)]
+        bases = [base for base in fields.__mro__[1:] if issubclass(base, RequestFields)]
+        bases = [base for base in bases if base not in (RequestFields, ModelRequestFields)]
         shared.update(dict.fromkeys(bases))
         yield from ("", f"## {endpoint.method} {endpoint.path}", "")
         yield from _field_table(fields)
@@ -178,7 +178,7 @@ def _field_sections(endpoints: Iterable[Endpoint]) -> Iterator[str]:
         yield from ("", f"## {_title(base)}", "", *_field_table(base))
 
 
-def _title(fields: type[Body]) -> str:
+def _title(fields: type[RequestFields]) -> str:
     """Return the first line of a schema's docstring as a title."""
     return (fields.__doc__ or "").strip().splitlines()[0].removesuffix(".")
 
@@ -188,24 +188,26 @@ def _anchor(title: str) -> str:
     return title.lower().replace(" ", "-").replace(",", "")
 
 
-def _field_table(fields: type[Body]) -> Iterator[str]:
+def _field_table(fields: type[RequestFields]) -> Iterator[str]:
     """Yield the lines of a table of the fields that a schema adds to its bases."""
     (_,), schemas = msgspec.json.schema_components([fields])
     properties = schemas[fields.__name__]["properties"]
     own_names = set(fields.__annotations__)
-    if ModelBody in fields.__bases__:
-        own_names |= ModelBody.__annotations__.keys()
+    if ModelRequestFields in fields.__bases__:
+        own_names |= ModelRequestFields.__annotations__.keys()
     yield "| field | type | what it does |"
     yield "| --- | --- | --- |"
     for name, schema in properties.items():
         if name in own_names:
             yield f"| `{name}` | {_type_name(schema)} | {schema.get('description', '')} |"
-    for name, purpose in vars(fields).get("inert", {}).items():
+    for name, purpose in vars(fields).get("ignored_fields", {}).items():
         yield f"| `{name}` | any | accepted without effect: {purpose} |"
-    for name, refused in vars(fields).get("refused", {}).items():
+    for name, unsupported in vars(fields).get("unsupported_fields", {}).items():
         if name not in properties:
-            values = " or ".join(f"`{msgspec.json.encode(off).decode()}`" for off in refused.off)
-            yield f"| `{name}` | {values or 'none'} | {refused.why} |"
+            values = " or ".join(
+                f"`{msgspec.json.encode(value).decode()}`" for value in unsupported.accepted_values
+            )
+            yield f"| `{name}` | {values or 'none'} | {unsupported.reason} |"
 
 
 def _type_name(schema: dict[str, Any]) -> str:

@@ -8,18 +8,18 @@ import msgspec
 
 from gllm.engine.chat import PreparedChat, prepare_chat
 from gllm.frontend.context import Context
-from gllm.frontend.fields.chat import ChatFields, TemplateOptions
-from gllm.frontend.fields.generation import sampling_params
+from gllm.frontend.fields.chat import ChatCompletionFields, ChatTemplateOptions
+from gllm.frontend.fields.generation import to_sampling_params
 from gllm.frontend.run import Job
 from gllm.text.chat.output_parser import reasoning_counter
 from gllm.text.chat.request import ChatRequest
 from gllm.text.chat.tools import ToolUse, function_use, tool_use
 
 
-async def chat_job(context: Context, fields: ChatFields) -> Job:
+async def chat_job(context: Context, fields: ChatCompletionFields) -> Job:
     """Return the job of a chat. Raises FieldError."""
     model, tokenizer = context.engine.model, context.engine.tokenizer
-    params = sampling_params(
+    params = to_sampling_params(
         fields,
         model.defaults,
         context.config.max_choices,
@@ -43,10 +43,10 @@ async def chat_job(context: Context, fields: ChatFields) -> Job:
     )
 
 
-def chat_request(fields: ChatFields) -> ChatRequest:
+def chat_request(fields: ChatCompletionFields) -> ChatRequest:
     """Return the chat that the fields of a request describe. Raises FieldError."""
     variables: dict[str, Any] = msgspec.to_builtins(
-        fields.chat_template_kwargs or TemplateOptions()
+        fields.chat_template_kwargs or ChatTemplateOptions()
     )
     return ChatRequest(
         messages=fields.messages,
@@ -59,7 +59,7 @@ def chat_request(fields: ChatFields) -> ChatRequest:
     )
 
 
-def _tool_use(fields: ChatFields) -> ToolUse:
+def _tool_use(fields: ChatCompletionFields) -> ToolUse:
     """Return the tools and the choice among them. Raises FieldError."""
     if fields.functions or fields.function_call not in (None, "none", "auto"):
         return function_use(fields.functions, fields.function_call)

@@ -8,7 +8,7 @@ import time
 
 from gllm.frontend.answer import Json
 from gllm.frontend.collect import Choice, Tally
-from gllm.frontend.fields.chat import ChatFields
+from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.response_items import compacted
 from gllm.frontend.response_writer import usage
 from gllm.frontend.run import Job
@@ -25,7 +25,9 @@ class CompactionWriter:
     """Writes the answer to a chat whose last message is REQUEST. `name` is in ids."""
 
     def __init__(self, job: Job, name: str) -> None:
-        assert isinstance(job.fields, ChatFields), "the conversation was converted to a chat"
+        assert isinstance(job.fields, ChatCompletionFields), (
+            "the conversation was converted to a chat"
+        )
         self._outputs = ChatOutputParser(job.output)
         conversation = job.fields.messages[:-1]
         self._users = [one["content"] for one in conversation if one["role"] == "user"]

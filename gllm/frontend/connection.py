@@ -156,7 +156,7 @@ class Runner(web.AppRunner):
             max_field_size=MAX_FIELD_BYTES,
             max_headers=MAX_FIELDS,
             keepalive_timeout=config.keep_alive_timeout,
-            # Bodies are decompressed in a thread, within a bound (fields/inflate.py).
+            # Bodies are decompressed in a thread, within a bound (fields/content_encoding.py).
             auto_decompress=False,
         )
         self._config = config

@@ -12,13 +12,13 @@ from aiohttp import web
 
 from gllm.frontend.chat_job import chat_job, chat_request
 from gllm.frontend.context import CONTEXT
-from gllm.frontend.fields.as_chat import chat_fields, named
-from gllm.frontend.fields.body import ModelBody
-from gllm.frontend.fields.reading import off_loop, read_fields
+from gllm.frontend.fields.base import ModelRequestFields
+from gllm.frontend.fields.chat_conversion import named, to_chat_fields
+from gllm.frontend.fields.parsing import read_fields, run_off_loop
 from gllm.frontend.run import Job
 from gllm.text.chat.prompt import render_chat
 
-Fields = TypeVar("Fields", bound=ModelBody)
+Fields = TypeVar("Fields", bound=ModelRequestFields)
 
 
 @asynccontextmanager
@@ -37,7 +37,7 @@ async def converted_job(
     context = request.app[CONTEXT]
     fields = await read_fields(request, schema)
     context.check_model(fields.model)
-    chat = await off_loop(request, lambda: chat_fields(fields, as_chat(fields), names))
+    chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
     with context.admit(), named(names):
         yield fields, await chat_job(context, chat)
 
@@ -56,7 +56,7 @@ async def count_tokens(
     fields = await read_fields(request, schema)
     context.check_ready()
     context.check_model(fields.model)
-    chat = await off_loop(request, lambda: chat_fields(fields, as_chat(fields), names))
+    chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
     tokenizer, parsers = context.engine.tokenizer, context.config.output_parsers
     with named(names):
         prompt = await asyncio.to_thread(

@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from gllm.frontend.errors import Handler
-from gllm.frontend.fields.body import Body
-from gllm.frontend.fields.reading import continue_later
+from gllm.frontend.fields.base import RequestFields
+from gllm.frontend.fields.parsing import defer_100_continue
 
 Operation = Literal["chat", "text_completion"]
 """Values of OpenTelemetry's `gen_ai.operation.name`."""
@@ -39,7 +39,7 @@ class Endpoint:
     """Path template in OpenAPI's syntax, such as `/v1/models/{model}`."""
     handler: Handler
     """The first paragraph of its docstring is the endpoint's summary."""
-    request_schema: type[Body] | None = None
+    request_schema: type[RequestFields] | None = None
     """Fields of the request body; None if there is no body."""
     response_schema: type[msgspec.Struct] | None = None
     """Fields of an answer in JSON that is not streamed."""
@@ -99,7 +99,7 @@ def register_endpoints(app: web.Application, endpoints: Iterable[Endpoint]) -> N
     """Add the routes of endpoints to an application."""
     app[ENDPOINTS_BY_ROUTE] = {
         app.router.add_route(
-            method, endpoint.route_path, endpoint.handler, expect_handler=continue_later
+            method, endpoint.route_path, endpoint.handler, expect_handler=defer_100_continue
         ): endpoint
         for endpoint in endpoints
         for method in endpoint.methods

@@ -8,7 +8,7 @@ import msgspec
 from gllm import __version__
 from gllm.frontend.endpoint import Endpoint
 from gllm.frontend.errors import TYPES
-from gllm.frontend.fields.body import Body
+from gllm.frontend.fields.base import RequestFields
 
 Json = dict[str, Any]
 
@@ -72,7 +72,7 @@ def _schemas(endpoints: Sequence[Endpoint]) -> Json:
     return {**schemas, "Error": ERROR_SCHEMA}
 
 
-def _add_field_rules(schema: Json, fields: type[Body]) -> None:
+def _add_field_rules(schema: Json, fields: type[RequestFields]) -> None:
     """Add the rules of a request body that the types of its fields do not express."""
     properties = schema["properties"]
     for each in properties.values():
@@ -81,17 +81,19 @@ def _add_field_rules(schema: Json, fields: type[Body]) -> None:
             if bound in each or f"exclusive{bound.capitalize()}" in each:
                 for member in each.get("anyOf", []):
                     member.pop(bound, None)
-    for name in fields.required:
+    for name in fields.required_fields:
         _forbid_null(properties[name])
-    if fields.required:
-        schema["required"] = list(fields.required)
-    if fields.required_one_of:
-        schema["anyOf"] = [{"required": [name]} for name in fields.required_one_of]
-    for name, purpose in fields.inert.items():
+    if fields.required_fields:
+        schema["required"] = list(fields.required_fields)
+    if fields.required_any_of:
+        schema["anyOf"] = [{"required": [name]} for name in fields.required_any_of]
+    for name, purpose in fields.ignored_fields.items():
         properties.setdefault(name, {"description": f"no effect: {purpose}"})
-    for name, refused in fields.refused.items():
-        values = [None, *refused.off]
-        properties.setdefault(name, {"enum": values, "description": f"refused: {refused.why}"})
+    for name, unsupported in fields.unsupported_fields.items():
+        values = [None, *unsupported.accepted_values]
+        properties.setdefault(
+            name, {"enum": values, "description": f"not supported: {unsupported.reason}"}
+        )
 
 
 def _forbid_null(field_schema: Json) -> None:

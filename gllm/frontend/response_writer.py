@@ -11,7 +11,7 @@ from gllm.frontend.answer import Json
 from gllm.frontend.blocks import Block, Blocks
 from gllm.frontend.collect import Choice, Tally
 from gllm.frontend.errors import ApiError
-from gllm.frontend.fields.responses import ResponseFields
+from gllm.frontend.fields.responses import ResponsesFields
 from gllm.frontend.logprobs import chat_logprobs
 from gllm.frontend.run import Job
 from gllm.frontend.sse import Event
@@ -34,7 +34,9 @@ CUTS = {"length": "max_output_tokens", "abort": "abort"}
 class ResponseWriter:
     """Writes one answer. `name` is in ids where the request does not name itself."""
 
-    def __init__(self, engine: EngineInterface, job: Job, asked: ResponseFields, name: str) -> None:
+    def __init__(
+        self, engine: EngineInterface, job: Job, asked: ResponsesFields, name: str
+    ) -> None:
         self._id = asked.request_id or name
         self._model = engine.model.name
         self._tokenizer = engine.tokenizer

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import Delta, EngineInterface, RequestHandle
-from gllm.frontend.fields.generation import Generation
+from gllm.frontend.fields.generation import BaseCompletionFields
 from gllm.frontend.metrics import Metrics, RequestRecord
 from gllm.text.output.parser import PLAIN, OutputFormat
 from gllm.text.output.reasoning import ReasoningCounter
@@ -21,7 +21,7 @@ from gllm.text.output.reasoning import ReasoningCounter
 class Job:
     """A request ready to run."""
 
-    fields: Generation
+    fields: BaseCompletionFields
     prompts: list[list[int]]
     params: SamplingParams
     generates: bool = True

@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from gllm.frontend.endpoint import Endpoint, endpoint_of
 from gllm.frontend.errors import Handler
-from gllm.frontend.fields.inflate import inflate
+from gllm.frontend.fields.content_encoding import decompress
 from gllm.frontend.openapi import openapi_document
 from gllm.frontend.routes.registry import ENDPOINTS
 
@@ -87,7 +87,7 @@ class SchemaCheck:
         assert endpoint.request_schema is not None
         encoding = headers.get("Content-Encoding", "identity")
         if encoding != "identity":
-            body = inflate(body, encoding, MOST_BYTES)
+            body = decompress(body, encoding, MOST_BYTES)
         self._note(endpoint.request_schema.__name__, json.loads(body))
         self.requests += 1
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gllm.engine.interface import EngineUnavailable
-from gllm.frontend.fields.messages import MessageFields, as_chat
-from gllm.frontend.fields.reading import convert
+from gllm.frontend.fields.messages import MessagesFields, as_chat
+from gllm.frontend.fields.parsing import parse_fields
 from tests.frontend.sse import named_events_of
 from tests.frontend.test_stream import until
 
@@ -30,7 +30,7 @@ async def stream(server, **fields):
 
 
 def chat_of(**fields):
-    return as_chat(convert({**BASE, **fields}, MessageFields))
+    return as_chat(parse_fields({**BASE, **fields}, MessagesFields))
 
 
 async def test_whole(server):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from gllm.frontend.fields.body import Body
+from gllm.frontend.fields.base import RequestFields
 from gllm.frontend.routes import version
 from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH, serving
@@ -27,7 +27,7 @@ WITH: dict[str, dict[str, Any]] = {
 """What a field needs beside it."""
 
 
-def schema_of(body: type[Body]):
+def schema_of(body: type[RequestFields]):
     return document()["components"]["schemas"][body.__name__]
 
 
@@ -66,17 +66,17 @@ async def test_fields_that_are_required_are_missed_by_name(server, endpoint):
     body, example = endpoint.request_schema, EXAMPLES[endpoint.path]
     assert complaint(body.__name__, example) == ""
     named = schema_of(body).get("required", [])
-    assert named or body.required_one_of
+    assert named or body.required_any_of
     for name in named:
         less = {key: value for key, value in example.items() if key != name}
         for wrong in (less, {**less, name: None}):
             answer = await server.post(endpoint.path, wrong)
             assert (answer.status, answer.error["param"]) == (400, name)
             assert complaint(body.__name__, wrong)
-    if body.required_one_of:
+    if body.required_any_of:
         answer = await server.post(endpoint.path, {})
         assert answer.status == 400
-        assert answer.error["param"] in body.required_one_of
+        assert answer.error["param"] in body.required_any_of
         assert complaint(body.__name__, {})
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gllm.config.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields import json_size
-from gllm.frontend.fields.inflate import BodyTooLarge, inflate
+from gllm.frontend.fields.content_encoding import BodyTooLargeError, decompress
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
@@ -156,12 +156,12 @@ def raw_deflate(data):
 )
 def test_compressed_bodies(encoding, pack):
     data = b'{"a": 1}' * 50
-    assert inflate(pack(data), encoding, len(data)) == data
-    with pytest.raises(BodyTooLarge):
-        inflate(pack(data), encoding, len(data) - 1)
+    assert decompress(pack(data), encoding, len(data)) == data
+    with pytest.raises(BodyTooLargeError):
+        decompress(pack(data), encoding, len(data) - 1)
     for broken in (pack(data)[:-9], b"\x78not packed"):
         with pytest.raises(ApiError) as told:
-            inflate(broken, encoding, 10**6)
+            decompress(broken, encoding, 10**6)
         assert told.value.status == 400
 
 

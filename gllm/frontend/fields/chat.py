@@ -9,12 +9,12 @@ import msgspec
 
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_LOGPROBS
-from gllm.frontend.fields.body import Int, about
-from gllm.frontend.fields.generation import Generation
+from gllm.frontend.fields.base import Int64, doc
+from gllm.frontend.fields.generation import BaseCompletionFields
 from gllm.text.chat.request import ReasoningEffort
 
 
-class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class ChatTemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The variables of a chat template that a client may set."""
 
     enable_thinking: bool | None = None
@@ -35,14 +35,14 @@ PROMPT_FIELDS = (
 """Fields that say what the prompt is."""
 
 
-class ChatFields(Generation):
+class ChatCompletionFields(BaseCompletionFields):
     """POST /v1/chat/completions."""
 
-    required: ClassVar[tuple[str, ...]] = ("messages",)
+    required_fields: ClassVar[tuple[str, ...]] = ("messages",)
 
     messages: Annotated[
         Any,
-        about(
+        doc(
             "the chat so far: role and content each; content is text or parts of text",
             type="array",
             minItems=1,
@@ -51,14 +51,14 @@ class ChatFields(Generation):
     ] = None
     """Checked by the chat template."""
     add_generation_prompt: Annotated[
-        bool | None, about("begin the assistant's answer; default true")
+        bool | None, doc("begin the assistant's answer; default true")
     ] = None
     continue_final_message: Annotated[
-        bool | None, about("go on with the last message, which is the assistant's")
+        bool | None, doc("go on with the last message, which is the assistant's")
     ] = None
     tools: Annotated[
         Any,
-        about(
+        doc(
             "up to 128 tools the model may call, of type function: name, description, parameters, "
             "strict; or of type custom, whose input is text: name, description, format",
             **TOOLS,
@@ -66,7 +66,7 @@ class ChatFields(Generation):
     ] = None
     tool_choice: Annotated[
         Any,
-        about(
+        doc(
             "`none`: as if there were no tools; `auto` (default with tools): the model decides; "
             "`required`, or a tool by name: it has to call; allowed_tools: a mode and the tools "
             "that may be called",
@@ -75,29 +75,29 @@ class ChatFields(Generation):
     ] = None
     parallel_tool_calls: Annotated[
         bool | None,
-        about("false: one call at most, which is enforced where tool_choice requires a call"),
+        doc("false: one call at most, which is enforced where tool_choice requires a call"),
     ] = None
     functions: Annotated[
-        Any, about("the older form of tools: up to 128 functions; the answer has function_call")
+        Any, doc("the older form of tools: up to 128 functions; the answer has function_call")
     ] = None
     function_call: Annotated[
-        Any, about("the older form of tool_choice: none, auto, or a function by name")
+        Any, doc("the older form of tool_choice: none, auto, or a function by name")
     ] = None
     reasoning_effort: Annotated[
         ReasoningEffort | None,
-        about(
+        doc(
             "how much to reason, where the chat template has a choice; none, minimal: not at all; "
             "without effect on models that do not reason"
         ),
     ] = None
     chat_template_kwargs: Annotated[
-        TemplateOptions | None,
-        about("variables of the chat template: enable_thinking, thinking, reasoning_effort"),
+        ChatTemplateOptions | None,
+        doc("variables of the chat template: enable_thinking, thinking, reasoning_effort"),
     ] = None
-    logprobs: Annotated[bool | None, about("log-probabilities of the output's tokens")] = None
+    logprobs: Annotated[bool | None, doc("log-probabilities of the output's tokens")] = None
     top_logprobs: Annotated[
-        Int | None,
-        about(
+        Int64 | None,
+        doc(
             "0..20 likeliest tokens at each place; only with logprobs",
             minimum=0,
             maximum=MAX_LOGPROBS,
@@ -114,9 +114,9 @@ class ChatFields(Generation):
         """Whether the last message is gone on with."""
         return bool(self.continue_final_message)
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raises FieldError for fields that do not go together."""
-        super().check()
+        super().validate()
         top = self.top_logprobs or 0
         if not 0 <= top <= MAX_LOGPROBS:
             raise FieldError("top_logprobs", f"top_logprobs is {top}, not in 0..{MAX_LOGPROBS}")

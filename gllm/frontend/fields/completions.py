@@ -9,10 +9,10 @@ import msgspec
 
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_LOGPROBS
-from gllm.frontend.fields.body import CountOrZero, Int, Int32, about
-from gllm.frontend.fields.generation import Generation
+from gllm.frontend.fields.base import Int32, Int64, NonNegativeInt, doc
+from gllm.frontend.fields.generation import BaseCompletionFields
 
-COMPLETION_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """max_tokens of a completions request that names none."""
 
 
@@ -28,31 +28,31 @@ PROMPTS: dict[str, Any] = {
 """The JSON Schema of what `parse_prompts` reads."""
 
 
-class CompletionFields(Generation):
+class CompletionFields(BaseCompletionFields):
     """POST /v1/completions."""
 
-    required: ClassVar[tuple[str, ...]] = ("prompt",)
+    required_fields: ClassVar[tuple[str, ...]] = ("prompt",)
 
     prompt: Annotated[
         Any,
-        about("a string, a list of strings, token ids, or a list of token ids' lists", **PROMPTS),
+        doc("a string, a list of strings, token ids, or a list of token ids' lists", **PROMPTS),
     ] = None
     max_tokens: Annotated[
-        CountOrZero | None, about("most tokens of a choice; default 16; 0 only with echo")
+        NonNegativeInt | None, doc("most tokens of a choice; default 16; 0 only with echo")
     ] = None
     logprobs: Annotated[
-        Int | None,
-        about(
+        Int64 | None,
+        doc(
             "0..20 likeliest tokens at each place; with echo of the prompt too",
             minimum=0,
             maximum=MAX_LOGPROBS,
         ),
     ] = None
-    echo: Annotated[bool | None, about("put the prompt before the text")] = None
+    echo: Annotated[bool | None, doc("put the prompt before the text")] = None
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raises FieldError for fields that do not go together."""
-        super().check()
+        super().validate()
         if self.parse_special is False:
             why = "parse_special is false, but in a prompt special tokens always are control tokens"
             raise FieldError("parse_special", f"{why}: use chat completions")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from gllm.config.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from gllm.frontend.errors import ApiError
 
-SMALL_BYTES = 2**16
+SMALL_BODY_BYTES = 2**16
 """Texts up to this size hold too few values to be counted."""
 PIECE_BYTES = 2**18
 """Counted at once: a thread that counts lets others run between two pieces."""
@@ -20,7 +20,7 @@ def check_json_size(body: bytes) -> None:
 
     For a thread of its own: it takes about 10 ns per byte where strings are full of JSON.
     """
-    if len(body) <= SMALL_BYTES or _is_surely_small(body):
+    if len(body) <= SMALL_BODY_BYTES or _is_surely_small(body):
         return
     values = commas = 0
     for num_strings, outside in _structure(body):

@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from gllm.config.field_types import FieldError
-from gllm.frontend.fields.body import Count, ModelBody, Refused, about
-from gllm.frontend.fields.generation import UNSUPPORTED, ParseSpecial, Sampling
-from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
+from gllm.frontend.fields.base import ModelRequestFields, PositiveInt, UnsupportedField, doc
+from gllm.frontend.fields.chat_messages import Turns, listed, refuse, string, text_of, unknown_type
+from gllm.frontend.fields.generation import UNSUPPORTED, ParseSpecial, SamplingFields
 
 Json = dict[str, Any]
 TEXT = ("text",)
@@ -46,9 +46,9 @@ INERT = {
 }
 REFUSED = {
     **UNSUPPORTED,
-    "container": Refused("is not done here"),
-    "mcp_servers": Refused("is not done here: only the client runs tools", ([],)),
-    "output_format": Refused("is the old name of output_config.format"),
+    "container": UnsupportedField("is not done here"),
+    "mcp_servers": UnsupportedField("is not done here: only the client runs tools", ([],)),
+    "output_format": UnsupportedField("is the old name of output_config.format"),
 }
 
 
@@ -75,55 +75,57 @@ class OutputConfig(msgspec.Struct):
 
 Chat = Annotated[
     list[dict[str, Any]] | None,
-    about("the chat so far: role and content each; content is text or blocks, without images"),
+    doc("the chat so far: role and content each; content is text or blocks, without images"),
 ]
 System = Annotated[
-    str | list[dict[str, Any]] | None, about("the system message: text or blocks of text")
+    str | list[dict[str, Any]] | None, doc("the system message: text or blocks of text")
 ]
-Tools = Annotated[list[dict[str, Any]] | None, about("tools that the client runs; no other type")]
+Tools = Annotated[list[dict[str, Any]] | None, doc("tools that the client runs; no other type")]
 Choice = Annotated[
-    ToolChoice | None, about("type: auto, any, none, or tool with a name; which tool to use")
+    ToolChoice | None, doc("type: auto, any, none, or tool with a name; which tool to use")
 ]
 Thought = Annotated[
     Thinking | None,
-    about("type: enabled, adaptive or disabled, for models that can do both; no bound is kept"),
+    doc("type: enabled, adaptive or disabled, for models that can do both; no bound is kept"),
 ]
 Output = Annotated[
     OutputConfig | None,
-    about("effort, as reasoning_effort of chat completions; format: a json_schema of the text"),
+    doc("effort, as reasoning_effort of chat completions; format: a json_schema of the text"),
 ]
 
 
-class MessageFields(Sampling):
+class MessagesFields(SamplingFields):
     """POST /v1/messages."""
 
-    required: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")
-    inert: ClassVar[Mapping[str, str]] = INERT
-    refused: ClassVar[Mapping[str, Refused]] = REFUSED
+    required_fields: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")
+    ignored_fields: ClassVar[Mapping[str, str]] = INERT
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = REFUSED
 
     messages: Chat = None
     system: System = None
-    max_tokens: Annotated[Count | None, about("most tokens of the answer; has to be there")] = None
+    max_tokens: Annotated[PositiveInt | None, doc("most tokens of the answer; has to be there")] = (
+        None
+    )
     stop_sequences: Annotated[
-        list[str] | None, about("up to 32 strings that end the text, and are cut off it")
+        list[str] | None, doc("up to 32 strings that end the text, and are cut off it")
     ] = None
     tools: Tools = None
     tool_choice: Choice = None
     thinking: Thought = None
     output_config: Output = None
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raises FieldError for what has to be there."""
         if self.max_tokens is None:
             raise FieldError("max_tokens", "max_tokens has to be given")
 
 
-class CountFields(ModelBody):
+class CountTokensFields(ModelRequestFields):
     """POST /v1/messages/count_tokens."""
 
-    required: ClassVar[tuple[str, ...]] = ("messages",)
-    inert: ClassVar[Mapping[str, str]] = INERT
-    refused: ClassVar[Mapping[str, Refused]] = REFUSED
+    required_fields: ClassVar[tuple[str, ...]] = ("messages",)
+    ignored_fields: ClassVar[Mapping[str, str]] = INERT
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = REFUSED
 
     messages: Chat = None
     system: System = None
@@ -134,7 +136,7 @@ class CountFields(ModelBody):
     parse_special: ParseSpecial = None
 
 
-def as_chat(fields: MessageFields | CountFields) -> Json:
+def as_chat(fields: MessagesFields | CountTokensFields) -> Json:
     """Fields of chat completions that ask for the same. Raises FieldError."""
     output = fields.output_config or OutputConfig()
     values: Json = {
@@ -152,12 +154,12 @@ def as_chat(fields: MessageFields | CountFields) -> Json:
         values["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
     if values["messages"][-1]["role"] == "assistant":
         values |= {"add_generation_prompt": False, "continue_final_message": True}
-    if isinstance(fields, MessageFields):
+    if isinstance(fields, MessagesFields):
         values |= {"max_tokens": fields.max_tokens, "stop": fields.stop_sequences}
     return values
 
 
-def _messages(fields: MessageFields | CountFields) -> list[Json]:
+def _messages(fields: MessagesFields | CountTokensFields) -> list[Json]:
     turns = Turns(joins=True)
     if fields.system:
         turns.say("system", text_of(fields.system, "system", TEXT))

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from gllm.config.field_types import FieldError
-from gllm.frontend.fields.turns import Turns, listed, refuse, string, text_of, unknown_type
+from gllm.frontend.fields.chat_messages import Turns, listed, refuse, string, text_of, unknown_type
 from gllm.text.chat.tools import INPUT, KINDS
 
 Json = dict[str, Any]

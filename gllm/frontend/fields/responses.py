@@ -15,8 +15,9 @@ from gllm.config.limits import (
     check_lengths,
     check_size,
 )
-from gllm.frontend.fields.body import Count, Int, ModelBody, Refused, about
-from gllm.frontend.fields.generation import UNSUPPORTED, Sampling
+from gllm.frontend.fields.base import Int64, ModelRequestFields, PositiveInt, UnsupportedField, doc
+from gllm.frontend.fields.chat_messages import refuse
+from gllm.frontend.fields.generation import UNSUPPORTED, SamplingFields
 from gllm.frontend.fields.response_items import (
     ITEMS,
     convert_format,
@@ -24,7 +25,6 @@ from gllm.frontend.fields.response_items import (
     convert_tool,
     convert_tool_choice,
 )
-from gllm.frontend.fields.turns import refuse
 
 Json = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
@@ -58,35 +58,35 @@ class CacheOptions(msgspec.Struct):
 
 Input = Annotated[
     str | list[dict[str, Any]] | None,
-    about(f"a user's text, or items of type {', '.join(ITEMS)}; content is text"),
+    doc(f"a user's text, or items of type {', '.join(ITEMS)}; content is text"),
 ]
-Instructions = Annotated[str | None, about("the system message, in front of the input")]
+Instructions = Annotated[str | None, doc("the system message, in front of the input")]
 Text = Annotated[
     TextOptions | None,
-    about("format: text, json_object or json_schema; verbosity has no effect"),
+    doc("format: text, json_object or json_schema; verbosity has no effect"),
 ]
-Effort = Annotated[
+ReasoningEffort = Annotated[
     Reasoning | None,
-    about(
+    doc(
         "effort, as reasoning_effort of chat completions; the rest has no effect: what the model "
         "thinks comes whole"
     ),
 ]
 Tools = Annotated[
     list[dict[str, Any]] | None,
-    about("tools that the model may call, of type function or custom; custom input is text"),
+    doc("tools that the model may call, of type function or custom; custom input is text"),
 ]
 Choice = Annotated[
     str | dict[str, Any] | None,
-    about("none, auto, required, a function or custom tool by its name, or allowed_tools"),
+    doc("none, auto, required, a function or custom tool by its name, or allowed_tools"),
 ]
 
 
-class ResponseFields(Sampling):
+class ResponsesFields(SamplingFields):
     """POST /v1/responses."""
 
-    required: ClassVar[tuple[str, ...]] = ("input",)
-    inert: ClassVar[Mapping[str, str]] = {
+    required_fields: ClassVar[tuple[str, ...]] = ("input",)
+    ignored_fields: ClassVar[Mapping[str, str]] = {
         "store": "whether to keep the answer; nothing is kept",
         "user": "who asks",
         "safety_identifier": "who asks",
@@ -98,36 +98,38 @@ class ResponseFields(Sampling):
         "image": "how to take images; none are taken",
         "access_programs": "of OpenAI's models",
     }
-    refused: ClassVar[Mapping[str, Refused]] = {
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
         **UNSUPPORTED,
-        "previous_response_id": Refused(NOT_KEPT),
-        "conversation": Refused(NOT_KEPT),
-        "background": Refused("asks for an answer to be kept, which is not done here", (False,)),
-        "prompt": Refused("names a stored template, but none are stored here"),
-        "moderation": Refused("is not done here"),
-        "context_management": Refused("is not done here", ([],)),
+        "previous_response_id": UnsupportedField(NOT_KEPT),
+        "conversation": UnsupportedField(NOT_KEPT),
+        "background": UnsupportedField(
+            "asks for an answer to be kept, which is not done here", (False,)
+        ),
+        "prompt": UnsupportedField("names a stored template, but none are stored here"),
+        "moderation": UnsupportedField("is not done here"),
+        "context_management": UnsupportedField("is not done here", ([],)),
     }
 
     input: Input = None
     instructions: Instructions = None
     max_output_tokens: Annotated[
-        Count | None, about("most tokens of the answer; default: the rest of the context")
+        PositiveInt | None, doc("most tokens of the answer; default: the rest of the context")
     ] = None
     stop: Annotated[
-        str | list[str] | None, about("up to 32 strings that end the text, and are cut off it")
+        str | list[str] | None, doc("up to 32 strings that end the text, and are cut off it")
     ] = None
     text: Text = None
-    reasoning: Effort = None
+    reasoning: ReasoningEffort = None
     tools: Tools = None
     tool_choice: Choice = None
-    parallel_tool_calls: Annotated[bool | None, about("as in chat completions")] = None
+    parallel_tool_calls: Annotated[bool | None, doc("as in chat completions")] = None
     include: Annotated[
         list[str] | None,
-        about(f"{LOGPROBS}: log-probabilities; what else it may name is not there to be told"),
+        doc(f"{LOGPROBS}: log-probabilities; what else it may name is not there to be told"),
     ] = None
     top_logprobs: Annotated[
-        Int | None,
-        about(
+        Int64 | None,
+        doc(
             "0..20 likeliest tokens at each place, with log-probabilities",
             minimum=0,
             maximum=MAX_LOGPROBS,
@@ -135,14 +137,14 @@ class ResponseFields(Sampling):
     ] = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None,
-        about("auto: cut the rendered prompt's beginning where it is too long; default disabled"),
+        doc("auto: cut the rendered prompt's beginning where it is too long; default disabled"),
     ] = None
-    metadata: Annotated[dict[str, str] | None, about("shown in the answer")] = None
+    metadata: Annotated[dict[str, str] | None, doc("shown in the answer")] = None
     prompt_cache_options: Annotated[
-        CacheOptions | None, about("no effect, but for prewarm, which is refused")
+        CacheOptions | None, doc("no effect, but for prewarm, which is refused")
     ] = None
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raises FieldError for fields that do not go together, or are too large."""
         metadata = self.metadata or {}
         check_size("metadata", metadata, MAX_METADATA)
@@ -156,46 +158,48 @@ class ResponseFields(Sampling):
             )
 
 
-class InputTokensFields(ModelBody):
+class InputTokensFields(ModelRequestFields):
     """POST /v1/responses/input_tokens."""
 
-    required: ClassVar[tuple[str, ...]] = ("input",)
-    inert: ClassVar[Mapping[str, str]] = {
+    required_fields: ClassVar[tuple[str, ...]] = ("input",)
+    ignored_fields: ClassVar[Mapping[str, str]] = {
         "personality": "of OpenAI's models",
         "parallel_tool_calls": "the input is the same",
         "truncation": "the input is counted as it was sent",
     }
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "previous_response_id": Refused(NOT_KEPT),
-        "conversation": Refused(NOT_KEPT),
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
+        "previous_response_id": UnsupportedField(NOT_KEPT),
+        "conversation": UnsupportedField(NOT_KEPT),
     }
 
     input: Input = None
     instructions: Instructions = None
     text: Text = None
-    reasoning: Effort = None
+    reasoning: ReasoningEffort = None
     tools: Tools = None
     tool_choice: Choice = None
 
 
-class CompactFields(ModelBody):
+class CompactFields(ModelRequestFields):
     """POST /v1/responses/compact."""
 
-    required: ClassVar[tuple[str, ...]] = ("input",)
-    inert: ClassVar[Mapping[str, str]] = {
+    required_fields: ClassVar[tuple[str, ...]] = ("input",)
+    ignored_fields: ClassVar[Mapping[str, str]] = {
         "prompt_cache_key": "where to look for cached prefixes; they are found by what they hold",
         "prompt_cache_options": "how to cache prefixes; all are",
         "prompt_cache_retention": "how long to keep cached prefixes; while there is room",
         "service_tier": "there is one",
         "image": "how to take images; none are taken",
     }
-    refused: ClassVar[Mapping[str, Refused]] = {"previous_response_id": Refused(NOT_KEPT)}
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
+        "previous_response_id": UnsupportedField(NOT_KEPT)
+    }
 
     input: Input = None
     instructions: Instructions = None
 
 
-def prompt_fields(fields: ResponseFields | InputTokensFields) -> Json:
+def prompt_fields(fields: ResponsesFields | InputTokensFields) -> Json:
     """Return the fields of chat completions that make the same prompt. Raises FieldError."""
     tools = [convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     return {
@@ -207,7 +211,7 @@ def prompt_fields(fields: ResponseFields | InputTokensFields) -> Json:
     }
 
 
-def as_chat(fields: ResponseFields) -> Json:
+def as_chat(fields: ResponsesFields) -> Json:
     """Return the fields of chat completions that ask for the same. Raises FieldError."""
     told = LOGPROBS in (fields.include or ()) or fields.top_logprobs
     values: Json = {

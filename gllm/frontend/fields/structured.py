@@ -37,7 +37,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-def structured_output(
+def parse_structured_output(
     response_format: ResponseFormat | None,
     structured_outputs: StructuredOutputs | None,
     grammar: str | None = None,

@@ -6,52 +6,54 @@ Owns the schemas. Knows nothing of tokenizers.
 from typing import Annotated, Any, ClassVar
 
 from gllm.config.field_types import FieldError
-from gllm.frontend.fields.body import Int32, ModelBody, about
-from gllm.frontend.fields.chat import PROMPT_FIELDS, ChatFields, TemplateOptions
+from gllm.frontend.fields.base import Int32, ModelRequestFields, doc
+from gllm.frontend.fields.chat import PROMPT_FIELDS, ChatCompletionFields, ChatTemplateOptions
 from gllm.text.chat.request import ReasoningEffort
 
 
-class TokenizeFields(ModelBody):
+class TokenizeFields(ModelRequestFields):
     """POST /tokenize."""
 
-    required_one_of: ClassVar[tuple[str, ...]] = ("prompt", "messages")
+    required_any_of: ClassVar[tuple[str, ...]] = ("prompt", "messages")
 
-    prompt: Annotated[str | None, about("a text; or else messages")] = None
+    prompt: Annotated[str | None, doc("a text; or else messages")] = None
     add_special_tokens: Annotated[
-        bool | None, about("those that begin a completion's prompt; default true; only with prompt")
+        bool | None, doc("those that begin a completion's prompt; default true; only with prompt")
     ] = None
-    messages: Annotated[Any, about("a chat, as chat completions take it; or else prompt")] = None
-    add_generation_prompt: Annotated[bool | None, about("as of chat completions")] = None
-    continue_final_message: Annotated[bool | None, about("as of chat completions")] = None
-    tools: Annotated[Any, about("as of chat completions")] = None
-    tool_choice: Annotated[Any, about("as of chat completions")] = None
-    functions: Annotated[Any, about("as of chat completions")] = None
-    function_call: Annotated[Any, about("as of chat completions")] = None
-    reasoning_effort: Annotated[ReasoningEffort | None, about("as of chat completions")] = None
-    chat_template_kwargs: Annotated[TemplateOptions | None, about("as of chat completions")] = None
+    messages: Annotated[Any, doc("a chat, as chat completions take it; or else prompt")] = None
+    add_generation_prompt: Annotated[bool | None, doc("as of chat completions")] = None
+    continue_final_message: Annotated[bool | None, doc("as of chat completions")] = None
+    tools: Annotated[Any, doc("as of chat completions")] = None
+    tool_choice: Annotated[Any, doc("as of chat completions")] = None
+    functions: Annotated[Any, doc("as of chat completions")] = None
+    function_call: Annotated[Any, doc("as of chat completions")] = None
+    reasoning_effort: Annotated[ReasoningEffort | None, doc("as of chat completions")] = None
+    chat_template_kwargs: Annotated[ChatTemplateOptions | None, doc("as of chat completions")] = (
+        None
+    )
     parse_special: Annotated[
         bool | None,
-        about("as of chat completions; of a prompt special tokens always are control tokens"),
+        doc("as of chat completions; of a prompt special tokens always are control tokens"),
     ] = None
-    return_token_strs: Annotated[bool | None, about("token_strs: each token by itself")] = None
+    return_token_strs: Annotated[bool | None, doc("token_strs: each token by itself")] = None
 
     @property
-    def chat(self) -> ChatFields:
+    def chat(self) -> ChatCompletionFields:
         """What chat completions would be asked for this prompt."""
-        return ChatFields(**{name: getattr(self, name) for name in PROMPT_FIELDS})
+        return ChatCompletionFields(**{name: getattr(self, name) for name in PROMPT_FIELDS})
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raises FieldError unless there is one thing to tokenize."""
-        self.chat.check()
+        self.chat.validate()
         if self.prompt is None and self.messages is None:
             raise FieldError("prompt", "prompt or messages has to be given")
         if self.prompt is not None and self.messages is not None:
             raise FieldError("messages", "messages cannot be given together with prompt")
 
 
-class DetokenizeFields(ModelBody):
+class DetokenizeFields(ModelRequestFields):
     """POST /detokenize."""
 
-    required: ClassVar[tuple[str, ...]] = ("tokens",)
+    required_fields: ClassVar[tuple[str, ...]] = ("tokens",)
 
-    tokens: Annotated[list[Int32] | None, about("token ids")] = None
+    tokens: Annotated[list[Int32] | None, doc("token ids")] = None

@@ -11,8 +11,8 @@ from gllm.frontend.chat_job import chat_job
 from gllm.frontend.chunks import ChunkWriter
 from gllm.frontend.collect import Choice
 from gllm.frontend.context import CONTEXT
-from gllm.frontend.fields.chat import ChatFields
-from gllm.frontend.fields.reading import read_fields
+from gllm.frontend.fields.chat import ChatCompletionFields
+from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.message_json import DeltaWriter, message_json
 from gllm.frontend.run import Job
@@ -20,10 +20,10 @@ from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.tokenizer import Tokenizer
 
 
-async def create(request: web.Request) -> web.StreamResponse:
+async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """An assistant's answer to the messages."""
     context = request.app[CONTEXT]
-    fields = await read_fields(request, ChatFields)
+    fields = await read_fields(request, ChatCompletionFields)
     context.check_model(fields.model)
     with context.admit():
         job = await chat_job(context, fields)
@@ -41,7 +41,7 @@ class ChatShape:
     def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
         self._tokenizer = tokenizer
         self._outputs = ChatOutputParser(job.output)
-        self._legacy = isinstance(job.fields, ChatFields) and bool(job.fields.functions)
+        self._legacy = isinstance(job.fields, ChatCompletionFields) and bool(job.fields.functions)
         self._writers: dict[int, DeltaWriter] = {}
         self._top = job.params.logprobs
         self._as_ids = bool(job.fields.return_tokens_as_token_ids)

@@ -17,19 +17,19 @@ from gllm.frontend.chunks import ChunkWriter
 from gllm.frontend.collect import Choice
 from gllm.frontend.context import CONTEXT, Context
 from gllm.frontend.fields.completions import (
-    COMPLETION_TOKENS,
+    DEFAULT_MAX_TOKENS,
     CompletionFields,
     parse_prompts,
 )
-from gllm.frontend.fields.generation import sampling_params
-from gllm.frontend.fields.reading import read_fields
+from gllm.frontend.fields.generation import to_sampling_params
+from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from gllm.frontend.run import Job
 from gllm.text.detokenizer import TextStream
 from gllm.text.tokenizer import Tokenizer
 
 
-async def create(request: web.Request) -> web.StreamResponse:
+async def create_completion(request: web.Request) -> web.StreamResponse:
     """What follows the prompts."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, CompletionFields)
@@ -53,11 +53,11 @@ def _params(fields: CompletionFields, context: Context) -> SamplingParams:
     if not fields.generates and not fields.echo:
         raise FieldError("max_tokens", "max_tokens is 0, which is only allowed with echo")
     limit = fields.max_completion_tokens or fields.max_tokens
-    limit = limit or (COMPLETION_TOKENS if fields.generates else 1)
+    limit = limit or (DEFAULT_MAX_TOKENS if fields.generates else 1)
     echoed = fields.logprobs if fields.echo else None
     asked = [count for count in (echoed, fields.prompt_logprobs) if count is not None]
     defaults, max_choices = context.engine.model.defaults, context.config.max_choices
-    params = sampling_params(
+    params = to_sampling_params(
         fields,
         defaults,
         max_choices,

@@ -9,10 +9,10 @@ from gllm.engine.interface import ProfileError
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.control import AbortFields
-from gllm.frontend.fields.reading import read_fields
+from gllm.frontend.fields.parsing import read_fields
 
 
-async def abort(request: web.Request) -> web.Response:
+async def abort_requests(request: web.Request) -> web.Response:
     """End requests; their answers get what there is, with finish_reason `abort`."""
     fields = await read_fields(request, AbortFields)
     ended = request.app[CONTEXT].engine.abort(None if fields.abort_all else fields.request_id)

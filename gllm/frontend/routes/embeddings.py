@@ -20,10 +20,10 @@ from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.completions import parse_prompts
 from gllm.frontend.fields.embeddings import EmbeddingFields
-from gllm.frontend.fields.reading import read_fields
+from gllm.frontend.fields.parsing import read_fields
 
 
-async def create(request: web.Request) -> web.Response:
+async def create_embeddings(request: web.Request) -> web.Response:
     """What the model knows at the last token of each text, as a vector of length 1."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, EmbeddingFields)

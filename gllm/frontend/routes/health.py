@@ -9,7 +9,7 @@ from gllm.engine.interface import EngineUnavailable
 from gllm.frontend.context import CONTEXT
 
 
-async def health(request: web.Request) -> web.Response:
+async def get_health(request: web.Request) -> web.Response:
     """200 while requests are served or drained; 503 while loading, dead or stuck."""
     context = request.app[CONTEXT]
     status = context.engine.status()
@@ -20,7 +20,7 @@ async def health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-async def ready(request: web.Request) -> web.Response:
+async def get_readiness(request: web.Request) -> web.Response:
     """200 while new requests are taken."""
     request.app[CONTEXT].check_ready()
     return web.json_response({"status": "ready"})

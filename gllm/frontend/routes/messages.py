@@ -12,23 +12,23 @@ from gllm.frontend.answer import answer
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.converted_chat import converted_job, count_tokens
 from gllm.frontend.errors import to_api_error
-from gllm.frontend.fields.messages import NAMES, CountFields, MessageFields, as_chat
+from gllm.frontend.fields.messages import NAMES, CountTokensFields, MessagesFields, as_chat
 from gllm.frontend.message_writer import MessageWriter
 
 
-async def create(request: web.Request) -> web.StreamResponse:
+async def create_message(request: web.Request) -> web.StreamResponse:
     """An answer to the messages, in the shape of Anthropic's Messages API."""
     context = request.app[CONTEXT]
     with _errors_of_its_own():
-        async with converted_job(request, MessageFields, as_chat, NAMES) as (_, job):
+        async with converted_job(request, MessagesFields, as_chat, NAMES) as (_, job):
             writer = MessageWriter(context.engine, job, request[REQUEST_ID])
             return await answer(request, context, job, writer)
 
 
-async def count(request: web.Request) -> web.StreamResponse:
+async def count_message_tokens(request: web.Request) -> web.StreamResponse:
     """How many tokens the messages are."""
     with _errors_of_its_own():
-        num_tokens = await count_tokens(request, CountFields, as_chat, NAMES)
+        num_tokens = await count_tokens(request, CountTokensFields, as_chat, NAMES)
         return web.json_response({"input_tokens": num_tokens})
 
 

@@ -9,13 +9,13 @@ from gllm.engine.interface import ModelInfo
 from gllm.frontend.context import CONTEXT
 
 
-async def listing(request: web.Request) -> web.Response:
+async def list_models(request: web.Request) -> web.Response:
     """The one model that is served."""
     model = request.app[CONTEXT].engine.model
     return web.json_response({"object": "list", "data": [_described(model)]})
 
 
-async def one(request: web.Request) -> web.Response:
+async def get_model(request: web.Request) -> web.Response:
     """A model by its name."""
     context = request.app[CONTEXT]
     context.check_model(request.match_info["model"])

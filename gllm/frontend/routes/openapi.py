@@ -6,7 +6,7 @@ from gllm.frontend.endpoint import ENDPOINTS_BY_ROUTE
 from gllm.frontend.openapi import openapi_document
 
 
-async def document(request: web.Request) -> web.Response:
+async def get_openapi_document(request: web.Request) -> web.Response:
     """Return the OpenAPI document of this API."""
     endpoints = list(dict.fromkeys(request.app[ENDPOINTS_BY_ROUTE].values()))
     return web.json_response(openapi_document(endpoints))

@@ -58,12 +58,12 @@ class File:
         return None if self.kind.startswith("font/") else "utf-8"
 
 
-async def index(request: web.Request) -> web.Response:
+async def get_chat_page(request: web.Request) -> web.Response:
     """The chat page."""
     return _answer(request, "index.html")
 
 
-async def file(request: web.Request) -> web.Response:
+async def get_chat_page_file(request: web.Request) -> web.Response:
     """A file of the chat page."""
     return _answer(request, request.match_info["path"])
 

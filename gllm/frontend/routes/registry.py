@@ -4,15 +4,15 @@
 generated from the table.
 """
 
-from gllm.frontend import answer_schemas as answers
-from gllm.frontend import control_schemas as control_answers
+from gllm.frontend import response_schemas as schemas
+from gllm.frontend import server_response_schemas as server_schemas
 from gllm.frontend.endpoint import Endpoint, PathParameter
-from gllm.frontend.fields.chat import ChatFields
+from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.embeddings import EmbeddingFields
-from gllm.frontend.fields.messages import CountFields, MessageFields
-from gllm.frontend.fields.responses import CompactFields, InputTokensFields, ResponseFields
+from gllm.frontend.fields.messages import CountTokensFields, MessagesFields
+from gllm.frontend.fields.responses import CompactFields, InputTokensFields, ResponsesFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.routes import (
     chat,
@@ -36,76 +36,78 @@ GENERATION_ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/chat/completions",
-        chat.create,
-        request_schema=ChatFields,
-        response_schema=answers.ChatCompletion,
-        event_schema=answers.ChatCompletionChunk,
+        chat.create_chat_completion,
+        request_schema=ChatCompletionFields,
+        response_schema=schemas.ChatCompletionResponse,
+        event_schema=schemas.ChatCompletionChunk,
         operation="chat",
     ),
     Endpoint(
         "POST",
         "/v1/completions",
-        completions.create,
+        completions.create_completion,
         request_schema=CompletionFields,
-        response_schema=answers.TextCompletion,
-        event_schema=answers.TextCompletion,
+        response_schema=schemas.CompletionResponse,
+        event_schema=schemas.CompletionResponse,
         operation="text_completion",
     ),
     Endpoint(
         "POST",
         "/v1/responses",
-        responses.create,
-        request_schema=ResponseFields,
-        response_schema=answers.ResponseObject,
-        event_schema=answers.ResponseEvent,
+        responses.create_response,
+        request_schema=ResponsesFields,
+        response_schema=schemas.ResponsesResponse,
+        event_schema=schemas.ResponsesEvent,
         operation="chat",
     ),
     Endpoint(
         "POST",
         "/v1/responses/input_tokens",
-        responses.count,
+        responses.count_input_tokens,
         request_schema=InputTokensFields,
-        response_schema=answers.InputTokenCount,
+        response_schema=schemas.InputTokensResponse,
     ),
     Endpoint(
         "POST",
         "/v1/responses/compact",
-        responses.compact,
+        responses.compact_conversation,
         request_schema=CompactFields,
-        response_schema=answers.Compaction,
+        response_schema=schemas.CompactionResponse,
     ),
     Endpoint(
         "POST",
         "/v1/messages",
-        messages.create,
-        request_schema=MessageFields,
-        response_schema=answers.MessageAnswer,
-        event_schema=answers.MessageEvent,
+        messages.create_message,
+        request_schema=MessagesFields,
+        response_schema=schemas.MessagesResponse,
+        event_schema=schemas.MessagesEvent,
         operation="chat",
     ),
     Endpoint(
         "POST",
         "/v1/messages/count_tokens",
-        messages.count,
-        request_schema=CountFields,
-        response_schema=answers.TokenCount,
+        messages.count_message_tokens,
+        request_schema=CountTokensFields,
+        response_schema=schemas.CountTokensResponse,
     ),
     Endpoint(
         "POST",
         "/v1/embeddings",
-        embeddings.create,
+        embeddings.create_embeddings,
         request_schema=EmbeddingFields,
-        response_schema=answers.EmbeddingList,
+        response_schema=schemas.EmbeddingsResponse,
     ),
 )
 
 MODEL_ENDPOINTS = (
-    Endpoint("GET", "/v1/models", models.listing, response_schema=control_answers.ModelList),
+    Endpoint(
+        "GET", "/v1/models", models.list_models, response_schema=server_schemas.ModelListResponse
+    ),
     Endpoint(
         "GET",
         "/v1/models/{model}",
-        models.one,
-        response_schema=control_answers.ModelCard,
+        models.get_model,
+        response_schema=server_schemas.ModelCard,
         path_parameters=(PathParameter("model", "name of a model"),),
     ),
     Endpoint(
@@ -113,83 +115,93 @@ MODEL_ENDPOINTS = (
         "/tokenize",
         tokens.tokenize,
         request_schema=TokenizeFields,
-        response_schema=control_answers.TokenizeAnswer,
+        response_schema=server_schemas.TokenizeResponse,
     ),
     Endpoint(
         "POST",
         "/detokenize",
         tokens.detokenize,
         request_schema=DetokenizeFields,
-        response_schema=control_answers.DetokenizeAnswer,
+        response_schema=server_schemas.DetokenizeResponse,
     ),
-    Endpoint("GET", "/tokenizer_info", tokens.info, response_schema=control_answers.TokenizerInfo),
+    Endpoint(
+        "GET",
+        "/tokenizer_info",
+        tokens.get_tokenizer_info,
+        response_schema=server_schemas.TokenizerInfoResponse,
+    ),
 )
 
 SERVER_ENDPOINTS = (
     Endpoint(
         "GET",
         "/health",
-        health.health,
-        response_schema=control_answers.Status,
+        health.get_health,
+        response_schema=server_schemas.StatusResponse,
         is_public=True,
         is_polled=True,
     ),
     Endpoint(
         "GET",
         "/ready",
-        health.ready,
-        response_schema=control_answers.Status,
+        health.get_readiness,
+        response_schema=server_schemas.StatusResponse,
         is_public=True,
         is_polled=True,
     ),
     Endpoint(
         "GET",
         "/metrics",
-        metrics.metrics,
+        metrics.get_metrics,
         content_type="text/plain",
         is_public=True,
         is_polled=True,
     ),
-    Endpoint("GET", "/version", version.version, response_schema=control_answers.VersionAnswer),
-    Endpoint("GET", "/openapi.json", openapi.document),
     Endpoint(
-        "GET", "/server_info", server_info.server_info, response_schema=control_answers.ServerInfo
+        "GET", "/version", version.get_version, response_schema=server_schemas.VersionResponse
     ),
-    Endpoint("GET", "/load", server_info.load, response_schema=control_answers.LoadAnswer),
+    Endpoint("GET", "/openapi.json", openapi.get_openapi_document),
+    Endpoint(
+        "GET",
+        "/server_info",
+        server_info.get_server_info,
+        response_schema=server_schemas.ServerInfoResponse,
+    ),
+    Endpoint("GET", "/load", server_info.get_load, response_schema=server_schemas.LoadResponse),
     Endpoint(
         "POST",
         "/abort",
-        control.abort,
+        control.abort_requests,
         request_schema=AbortFields,
-        response_schema=control_answers.Aborted,
+        response_schema=server_schemas.AbortResponse,
         is_control=True,
     ),
     Endpoint(
         "POST",
         "/reset_prefix_cache",
         control.reset_prefix_cache,
-        response_schema=control_answers.Status,
+        response_schema=server_schemas.StatusResponse,
     ),
     Endpoint(
         "POST",
         "/start_profile",
         control.start_profile,
-        response_schema=control_answers.ProfileStatus,
+        response_schema=server_schemas.ProfileResponse,
     ),
     Endpoint(
         "POST",
         "/stop_profile",
         control.stop_profile,
-        response_schema=control_answers.ProfileStatus,
+        response_schema=server_schemas.ProfileResponse,
     ),
 )
 
 CHAT_PAGE_ENDPOINTS = (
-    Endpoint("GET", "/", page.index, content_type="text/html", is_public=True),
+    Endpoint("GET", "/", page.get_chat_page, content_type="text/html", is_public=True),
     Endpoint(
         "GET",
         "/page/{path}",
-        page.file,
+        page.get_chat_page_file,
         content_type="*/*",
         path_parameters=(PathParameter("path", "path of a file of the chat page"),),
         is_public=True,

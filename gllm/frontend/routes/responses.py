@@ -13,28 +13,28 @@ from gllm.frontend.fields.responses import (
     NAMES,
     CompactFields,
     InputTokensFields,
-    ResponseFields,
+    ResponsesFields,
     as_chat,
     prompt_fields,
 )
 from gllm.frontend.response_writer import ResponseWriter
 
 
-async def create(request: web.Request) -> web.StreamResponse:
+async def create_response(request: web.Request) -> web.StreamResponse:
     """An answer to the input, in the shape of OpenAI's Responses API."""
     context = request.app[CONTEXT]
-    async with converted_job(request, ResponseFields, as_chat, NAMES) as (fields, job):
+    async with converted_job(request, ResponsesFields, as_chat, NAMES) as (fields, job):
         writer = ResponseWriter(context.engine, job, fields, request[REQUEST_ID])
         return await answer(request, context, job, writer)
 
 
-async def count(request: web.Request) -> web.Response:
+async def count_input_tokens(request: web.Request) -> web.Response:
     """How many tokens the input is."""
     num_tokens = await count_tokens(request, InputTokensFields, prompt_fields, NAMES)
     return web.json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-async def compact(request: web.Request) -> web.StreamResponse:
+async def compact_conversation(request: web.Request) -> web.StreamResponse:
     """A shorter input that stands for the conversation: the user's messages and a summary."""
     context = request.app[CONTEXT]
     async with converted_job(request, CompactFields, _summary_fields, NAMES) as (_, job):

@@ -14,7 +14,7 @@ from gllm.config.server import ServerConfig
 from gllm.frontend.context import CONTEXT
 
 
-async def server_info(request: web.Request) -> web.Response:
+async def get_server_info(request: web.Request) -> web.Response:
     """The configuration of the server and of its engine."""
     context = request.app[CONTEXT]
     told = {
@@ -32,7 +32,7 @@ def _told(config: ServerConfig) -> dict[str, Any]:
     return {one.name: getattr(config, one.name) for one in open_ones}
 
 
-async def load(request: web.Request) -> web.Response:
+async def get_load(request: web.Request) -> web.Response:
     """How busy the engine is, for whoever spreads requests over servers."""
     status = request.app[CONTEXT].engine.status()
     stats = status.stats

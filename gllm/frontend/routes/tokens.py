@@ -11,7 +11,7 @@ from gllm.config.server import ServerConfig
 from gllm.frontend.chat_job import chat_request
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.encoding import encode_piecewise
-from gllm.frontend.fields.reading import read_fields
+from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.logprobs import token_text
 from gllm.text.chat.prompt import render_chat
@@ -62,7 +62,7 @@ async def detokenize(request: web.Request) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-async def info(request: web.Request) -> web.Response:
+async def get_tokenizer_info(request: web.Request) -> web.Response:
     """The tokenizer's special tokens, chat template and context length, as evaluations ask for."""
     context = request.app[CONTEXT]
     context.check_ready()

@@ -8,6 +8,6 @@ from aiohttp import web
 from gllm import __version__
 
 
-async def version(request: web.Request) -> web.Response:
+async def get_version(request: web.Request) -> web.Response:
     """Which gllm this is."""
     return web.json_response({"version": __version__})

@@ -12,11 +12,11 @@ AUTOMATIC = zlib.MAX_WBITS | 32
 WINDOW_BITS = {"gzip": AUTOMATIC, "x-gzip": AUTOMATIC, "deflate": AUTOMATIC}
 
 
-class BodyTooLarge(Exception):
+class BodyTooLargeError(Exception):
     """More comes out of a body than is allowed."""
 
 
-def check_encoding(encoding: str) -> None:
+def check_content_encoding(encoding: str) -> None:
     """Raise ApiError for a Content-Encoding that is not read here."""
     if encoding not in WINDOW_BITS:
         known = ", ".join(WINDOW_BITS)
@@ -24,11 +24,11 @@ def check_encoding(encoding: str) -> None:
         raise ApiError(415, message, code="unsupported_encoding")
 
 
-def inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
+def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """Return what was compressed. Holds no more than `max_bytes` of it, and no lock of Python's
     while it works.
 
-    Raises BodyTooLarge if there is more, ApiError if the body is broken.
+    Raises BodyTooLargeError if there is more, ApiError if the body is broken.
     """
     bits = WINDOW_BITS[encoding]
     if encoding == "deflate" and body[:1] and body[0] & 0xF != zlib.DEFLATED:
@@ -40,7 +40,7 @@ def inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
     except zlib.error as error:
         raise ApiError(400, f"the body is not {encoding}: {error}", code="invalid_body") from error
     if len(plain) > max_bytes:
-        raise BodyTooLarge
+        raise BodyTooLargeError
     if not inflater.eof:
         raise ApiError(400, f"the body ends before its {encoding} data does", code="invalid_body")
     return plain

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 from msgspec import UNSET
 
-from gllm.frontend.answer_schemas import Answer, Unset
+from gllm.frontend.response_schemas import ResponseSchema, Unset
 
 
-class ModelCard(Answer):
+class ModelCard(ResponseSchema):
     """A served model."""
 
     id: str
@@ -19,33 +19,33 @@ class ModelCard(Answer):
     vocab_size: int
 
 
-class ModelList(Answer):
+class ModelListResponse(ResponseSchema):
     """The answer of /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Status(Answer):
+class StatusResponse(ResponseSchema):
     """A state in one word."""
 
     status: str
 
 
-class ProfileStatus(Answer):
+class ProfileResponse(ResponseSchema):
     """A state, and where profiles are written."""
 
     status: str
     folder: str
 
 
-class VersionAnswer(Answer):
+class VersionResponse(ResponseSchema):
     """The version of gllm."""
 
     version: str
 
 
-class TokenizeAnswer(Answer):
+class TokenizeResponse(ResponseSchema):
     """Token ids of a prompt."""
 
     count: int
@@ -54,13 +54,13 @@ class TokenizeAnswer(Answer):
     token_strs: list[str] | Unset = UNSET
 
 
-class DetokenizeAnswer(Answer):
+class DetokenizeResponse(ResponseSchema):
     """The text of token ids."""
 
     prompt: str
 
 
-class ServerInfo(Answer):
+class ServerInfoResponse(ResponseSchema):
     """The configuration of server and engine."""
 
     version: str
@@ -69,7 +69,7 @@ class ServerInfo(Answer):
     server: dict[str, Any]
 
 
-class LoadAnswer(Answer):
+class LoadResponse(ResponseSchema):
     """Requests in the engine, and the share of KV blocks in use."""
 
     server_load: int
@@ -78,13 +78,13 @@ class LoadAnswer(Answer):
     kv_usage: float
 
 
-class Aborted(Answer):
+class AbortResponse(ResponseSchema):
     """Requests that were ended."""
 
     aborted: int
 
 
-class TokenizerInfo(Answer):
+class TokenizerInfoResponse(ResponseSchema):
     """The tokenizer's special tokens, chat template and sizes."""
 
     bos_token: str | None

@@ -13,23 +13,23 @@ Unset = UnsetType
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
-class Answer(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseSchema(msgspec.Struct, forbid_unknown_fields=True):
     """A JSON object with these fields and no others."""
 
 
-class PromptTokensDetails(Answer):
+class PromptTokensDetails(ResponseSchema):
     """Tokens read from the prefix cache."""
 
     cached_tokens: int
 
 
-class CompletionTokensDetails(Answer):
+class CompletionTokensDetails(ResponseSchema):
     """Tokens of reasoning."""
 
     reasoning_tokens: int
 
 
-class UsageCounts(Answer):
+class Usage(ResponseSchema):
     """Token counts of chat completions and completions."""
 
     prompt_tokens: int
@@ -39,7 +39,7 @@ class UsageCounts(Answer):
     completion_tokens_details: CompletionTokensDetails | Unset = UNSET
 
 
-class TokenAlternative(Answer):
+class TopLogprob(ResponseSchema):
     """A token and its log-probability."""
 
     token: str
@@ -47,22 +47,22 @@ class TokenAlternative(Answer):
     bytes: list[int]
 
 
-class TokenScore(Answer):
+class TokenLogprob(ResponseSchema):
     """A token of a message, its log-probability, and the likeliest tokens at its place."""
 
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[TokenAlternative]
+    top_logprobs: list[TopLogprob]
 
 
-class ChatScores(Answer):
+class ChatLogprobs(ResponseSchema):
     """Log-probabilities of a message."""
 
-    content: list[TokenScore]
+    content: list[TokenLogprob]
 
 
-class PromptTokenScore(Answer):
+class PromptTokenLogprob(ResponseSchema):
     """A token at a place of the prompt."""
 
     logprob: float
@@ -70,17 +70,17 @@ class PromptTokenScore(Answer):
     decoded_token: str
 
 
-PromptScores = list[dict[str, PromptTokenScore] | None]
+PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
 
 
-class FunctionCall(Answer):
+class FunctionCall(ResponseSchema):
     """A function and its arguments, as JSON text; a stream sends the arguments in parts."""
 
     arguments: str
     name: str | Unset = UNSET
 
 
-class ToolCallJson(Answer):
+class ToolCall(ResponseSchema):
     """A call of a tool."""
 
     function: FunctionCall
@@ -89,28 +89,28 @@ class ToolCallJson(Answer):
     index: int | Unset = UNSET
 
 
-class AssistantMessage(Answer):
+class ChatMessage(ResponseSchema):
     """The assistant's message; its content is null beside reasoning or calls alone."""
 
     role: Literal["assistant"]
     content: str | None
     reasoning: str | Unset = UNSET
     reasoning_content: str | Unset = UNSET
-    tool_calls: list[ToolCallJson] | Unset = UNSET
+    tool_calls: list[ToolCall] | Unset = UNSET
 
 
-class ChatChoice(Answer):
+class ChatChoice(ResponseSchema):
     """One answer of a chat completion."""
 
     index: int
-    message: AssistantMessage
-    logprobs: ChatScores | None
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | Unset = UNSET
 
 
-class ChatCompletion(Answer):
+class ChatCompletionResponse(ResponseSchema):
     """The answer of /v1/chat/completions."""
 
     id: str
@@ -118,43 +118,43 @@ class ChatCompletion(Answer):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: UsageCounts
-    prompt_logprobs: PromptScores | Unset = UNSET
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | Unset = UNSET
 
 
-class MessageDelta(Answer):
+class ChatMessageDelta(ResponseSchema):
     """An increment of the assistant's message."""
 
     role: Literal["assistant"] | Unset = UNSET
     content: str | Unset = UNSET
     reasoning: str | Unset = UNSET
     reasoning_content: str | Unset = UNSET
-    tool_calls: list[ToolCallJson] | Unset = UNSET
+    tool_calls: list[ToolCall] | Unset = UNSET
 
 
-class ChunkChoice(Answer):
+class ChatChunkChoice(ResponseSchema):
     """An increment of one answer."""
 
     index: int
-    delta: MessageDelta
-    logprobs: ChatScores | None
+    delta: ChatMessageDelta
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | Unset | None = UNSET
     token_ids: list[int] | Unset = UNSET
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(ResponseSchema):
     """An event of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
-    choices: list[ChunkChoice]
-    usage: UsageCounts | Unset = UNSET
+    choices: list[ChatChunkChoice]
+    usage: Usage | Unset = UNSET
 
 
-class CompletionScores(Answer):
+class CompletionLogprobsObject(ResponseSchema):
     """Log-probabilities of a text: a list each, with an entry for each token."""
 
     tokens: list[str]
@@ -163,19 +163,19 @@ class CompletionScores(Answer):
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(ResponseSchema):
     """One text, or its increment."""
 
     index: int
     text: str
-    logprobs: CompletionScores | None
+    logprobs: CompletionLogprobsObject | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     token_ids: list[int] | Unset = UNSET
-    prompt_logprobs: PromptScores | Unset = UNSET
+    prompt_logprobs: PromptLogprobs | Unset = UNSET
 
 
-class TextCompletion(Answer):
+class CompletionResponse(ResponseSchema):
     """The answer of /v1/completions, and an event of its stream."""
 
     id: str
@@ -183,10 +183,10 @@ class TextCompletion(Answer):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: UsageCounts | Unset = UNSET
+    usage: Usage | Unset = UNSET
 
 
-class ResponseItem(Answer):
+class ResponsesOutputItem(ResponseSchema):
     """An item of a response: a message, reasoning, or a function call."""
 
     id: str
@@ -200,7 +200,7 @@ class ResponseItem(Answer):
     arguments: str | Unset = UNSET
 
 
-class ResponseUsage(Answer):
+class ResponsesUsage(ResponseSchema):
     """Token counts of a response."""
 
     input_tokens: int
@@ -210,7 +210,7 @@ class ResponseUsage(Answer):
     total_tokens: int
 
 
-class ResponseObject(Answer):
+class ResponsesResponse(ResponseSchema):
     """The answer of /v1/responses."""
 
     id: str
@@ -221,8 +221,8 @@ class ResponseObject(Answer):
     error: dict[str, Any] | None
     incomplete_details: dict[str, str] | None
     model: str
-    output: list[ResponseItem]
-    usage: ResponseUsage | None
+    output: list[ResponsesOutputItem]
+    usage: ResponsesUsage | None
     instructions: str | None
     max_output_tokens: int | None
     temperature: float
@@ -241,14 +241,14 @@ class ResponseObject(Answer):
     service_tier: str
 
 
-class ResponseEvent(msgspec.Struct):
+class ResponsesEvent(msgspec.Struct):
     """An event of a streamed response; the other fields depend on its type."""
 
     type: str
     sequence_number: int
 
 
-class ContentBlock(Answer):
+class MessagesContentBlock(ResponseSchema):
     """A block of a message: text, thinking, or the use of a tool."""
 
     type: Literal["text", "thinking", "tool_use"]
@@ -260,7 +260,7 @@ class ContentBlock(Answer):
     input: dict[str, Any] | Unset = UNSET
 
 
-class MessageUsage(Answer):
+class MessagesUsage(ResponseSchema):
     """Token counts of a message."""
 
     input_tokens: int
@@ -270,49 +270,49 @@ class MessageUsage(Answer):
     output_tokens_details: dict[str, int] | Unset = UNSET
 
 
-class MessageAnswer(Answer):
+class MessagesResponse(ResponseSchema):
     """The answer of /v1/messages."""
 
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[ContentBlock]
+    content: list[MessagesContentBlock]
     stop_reason: str | None
     stop_sequence: str | None
-    usage: MessageUsage
+    usage: MessagesUsage
 
 
-class MessageEvent(msgspec.Struct):
+class MessagesEvent(msgspec.Struct):
     """An event of a streamed message; the other fields depend on its type."""
 
     type: str
 
 
-class TokenCount(Answer):
+class CountTokensResponse(ResponseSchema):
     """The answer of /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
-class InputTokenCount(Answer):
+class InputTokensResponse(ResponseSchema):
     """The answer of /v1/responses/input_tokens."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
-class Compaction(Answer):
+class CompactionResponse(ResponseSchema):
     """The answer of /v1/responses/compact: input items that stand for a conversation."""
 
     id: str
     object: Literal["response.compaction"]
     created_at: int
     output: list[dict[str, Any]]
-    usage: ResponseUsage
+    usage: ResponsesUsage
 
 
-class Embedding(Answer):
+class EmbeddingData(ResponseSchema):
     """A vector: numbers, or their float32 bytes as base64."""
 
     object: Literal["embedding"]
@@ -320,17 +320,17 @@ class Embedding(Answer):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Answer):
+class EmbeddingUsage(ResponseSchema):
     """Token counts of texts."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingList(Answer):
+class EmbeddingsResponse(ResponseSchema):
     """The answer of /v1/embeddings."""
 
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddingData]
     model: str
     usage: EmbeddingUsage

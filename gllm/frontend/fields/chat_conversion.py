@@ -8,20 +8,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from gllm.config.field_types import FieldError
-from gllm.frontend.fields.chat import ChatFields
-from gllm.frontend.fields.generation import Sampling
-from gllm.frontend.fields.reading import convert
+from gllm.frontend.fields.chat import ChatCompletionFields
+from gllm.frontend.fields.generation import SamplingFields
+from gllm.frontend.fields.parsing import parse_fields
 
 
-def chat_fields(fields: object, values: Mapping[str, Any], names: Mapping[str, str]) -> ChatFields:
+def to_chat_fields(
+    fields: object, values: Mapping[str, Any], names: Mapping[str, str]
+) -> ChatCompletionFields:
     """Fields of chat completions: those of all endpoints that `fields` has, and `values`.
 
     names: what the client calls a field of chat completions. Raises FieldError by those names.
     """
-    shared = {name: getattr(fields, name, None) for name in Sampling.__struct_fields__}
+    shared = {name: getattr(fields, name, None) for name in SamplingFields.__struct_fields__}
     given = {name: value for name, value in {**shared, **values}.items() if value is not None}
     with named(names):
-        return convert(given, ChatFields)
+        return parse_fields(given, ChatCompletionFields)
 
 
 @contextmanager

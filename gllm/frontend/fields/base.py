@@ -1,0 +1,57 @@
+"""Base classes of request bodies: supported, ignored and unsupported fields."""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from gllm.config.options import INT32_MAX
+
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)]
+PositiveInt = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+NonNegativeInt = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+
+
+def doc(text: str, **schema: object) -> Meta:
+    """Return the description of a field for docs/api.md and /openapi.json.
+
+    Args:
+        text: The description.
+        **schema: JSON Schema keywords that the type does not imply, such as `minimum=0`. They are
+            not checked here: the code that uses the field raises its own error.
+    """
+    return Meta(description=text, extra_json_schema=schema or None)
+
+
+class UnsupportedField(msgspec.Struct, frozen=True):
+    """A field of OpenAI's, Anthropic's, vLLM's or llama.cpp's API that is not implemented."""
+
+    reason: str
+    """Predicate of a sentence whose subject is the field's name."""
+    accepted_values: tuple[object, ...] = ()
+    """Values that have no effect and are accepted, besides null."""
+
+
+class RequestFields(msgspec.Struct):
+    """Fields of a request body. A field that is absent or null is None."""
+
+    ignored_fields: ClassVar[Mapping[str, str]] = {}
+    """Fields that are accepted with any value and have no effect, with their purpose elsewhere."""
+    required_fields: ClassVar[tuple[str, ...]] = ()
+    required_any_of: ClassVar[tuple[str, ...]] = ()
+    """Fields of which at least one is required."""
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {}
+    """Fields that are rejected. A subclass that declares one of them as a field accepts it."""
+
+    def validate(self) -> None:
+        """Check rules that involve several fields. Raises FieldError."""
+
+
+class ModelRequestFields(RequestFields):
+    """Fields of a request body that may name the model."""
+
+    model: Annotated[
+        str | None, doc("name of the served model; any other name is answered with 404")
+    ] = None
