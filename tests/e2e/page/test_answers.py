@@ -55,8 +55,8 @@ async def test_reasoning_is_folded(tab: browser.Tab) -> None:
         return web.json_response({"data": [{"id": "thinker"}]})
 
     app = web.Application()
-    app.router.add_get("/", page.index)
-    app.router.add_get("/page/{path:.+}", page.file)
+    app.router.add_get("/", page.get_chat_page)
+    app.router.add_get("/page/{path:.+}", page.get_chat_page_file)
     app.router.add_get("/ready", models)
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/chat/completions", chat)
