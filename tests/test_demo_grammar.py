@@ -13,7 +13,7 @@ import jinja2
 import pytest
 
 from gllm.text.chat.template import ChatTemplate, load_chat_template
-from gllm.text.output.registry import reasoning_tags, tool_family
+from gllm.text.output.registry import select_reasoning_tags, select_tool_call_format
 from scripts.demo_model import grammar, metrics, questions, stories
 from scripts.demo_model.chat import CHAT_TEMPLATE, Message, render, render_prompt
 from scripts.demo_model.templates import expand, template_words, words
@@ -189,10 +189,10 @@ def test_the_shipped_template_renders_tools_calls_and_results() -> None:
     assert template.render(WITH_CALLS, tools=[TOOL], add_generation_prompt=False) == (
         RENDERED_WITH_CALLS
     )
-    family = tool_family("auto", template.source, template.model_type)
+    family = select_tool_call_format("auto", template.source, template.model_type)
     assert family is not None
     assert family.name == "hermes"
-    assert reasoning_tags("auto", template.source) is None
+    assert select_reasoning_tags("auto", template.source) is None
 
 
 def test_expansion_makes_choices_and_fills_slots() -> None:

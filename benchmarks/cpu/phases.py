@@ -31,7 +31,7 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.report import text_table
 from gllm.sim.run import run_of
 from gllm.sim.workload import Job
-from gllm.text.detokenizer import TextStream
+from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
@@ -117,11 +117,11 @@ class Replay:
 
 def detokenize_seconds(outcomes: dict[int, Outcome], tokenizer: Tokenizer) -> Seconds:
     """Return the time to turn each step's tokens into text."""
-    texts: dict[int, TextStream] = {}
+    texts: dict[int, IncrementalDetokenizer] = {}
     seconds = {}
     for step, outcome in outcomes.items():
         for seq in outcome.seqs:
-            texts.setdefault(seq, TextStream(tokenizer))
+            texts.setdefault(seq, IncrementalDetokenizer(tokenizer))
         begin = time.perf_counter()
         for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
             texts[seq].push([token])

@@ -35,7 +35,7 @@ from gllm.engine.interface import (
 )
 from gllm.engine.preflight import plan_model
 from gllm.engine.request import Request, Words, make_sampling
-from gllm.grammar.compiler import CompilerBusy, GrammarCompiler
+from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import notes_of
 from gllm.observability.logs import QUIET, LogConfig
@@ -310,7 +310,7 @@ class Engine:
         try:
             await asyncio.wait([task])
             return task.result() if task in self._compiling else None
-        except CompilerBusy as error:
+        except CompilerBusyError as error:
             raise EngineUnavailable("full", str(error)) from error
         finally:
             self._compiling.pop(task, None)

@@ -17,7 +17,7 @@ from gllm.config.sampling import SamplingParams
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import Stats
-from gllm.text.tokenizer import Tokenizer, TooManyTokens
+from gllm.text.tokenizer import Tokenizer, TooManyTokensError
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -262,7 +262,7 @@ def prompt_limit(param: str, model: ModelInfo) -> Iterator[None]:
     """Raise PromptTooLong in place of TooManyTokens."""
     try:
         yield
-    except TooManyTokens as error:
+    except TooManyTokensError as error:
         raise _too_long(param, error.count, model, error.is_exact) from None
 
 

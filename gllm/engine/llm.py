@@ -22,8 +22,8 @@ from gllm.engine.interface import check_options, check_request, truncated
 from gllm.messages.sampling import TokenLogprobs
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.chat.request import ChatRequest, ReasoningEffort
-from gllm.text.chat.tools import tool_use
-from gllm.text.output.events import Call
+from gllm.text.chat.tools import parse_tools
+from gllm.text.output.events import ToolCall
 from gllm.text.output.parser import OutputFormat
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class ChatCompletionOutput(CompletionOutput):
     content: str = ""
     """The answer without reasoning and tool calls."""
     reasoning: str = ""
-    tool_calls: list[Call] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def message(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class LLM:
         request = ChatRequest(
             messages=list(messages),
             tool_use=replace(
-                tool_use(None if tools is None else list(tools), tool_choice),
+                parse_tools(None if tools is None else list(tools), tool_choice),
                 is_single=not parallel_tool_calls,
             ),
             template_variables=chat_template_kwargs or {},

@@ -12,7 +12,7 @@ from gllm.engine.interface import Delta
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.runtime.client import EngineClient, RequestStream, TokenDelta
 from gllm.scheduler.plan import First
-from gllm.text.detokenizer import TextStream
+from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.stops import StopStrings
 from gllm.text.tokenizer import Tokenizer
 
@@ -77,8 +77,10 @@ class Request:
         self._client.release(self._stream)
 
 
-def _text_stream(tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings) -> TextStream:
-    return TextStream(
+def _text_stream(
+    tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings
+) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(
         tokenizer,
         stops,
         params.skip_special_tokens,
@@ -87,7 +89,9 @@ def _text_stream(tokenizer: Tokenizer, params: SamplingParams, stops: StopString
     )
 
 
-def _delta(choice: int, piece: TokenDelta, text: TextStream, params: SamplingParams) -> Delta:
+def _delta(
+    choice: int, piece: TokenDelta, text: IncrementalDetokenizer, params: SamplingParams
+) -> Delta:
     """A piece as text. A token that ends the choice is counted, but is no part of the text unless
     the request asks for what stopped it."""
     end, tokens = piece.end, piece.tokens

@@ -58,7 +58,7 @@ class Blocks:
         self.all: list[Block] = []
         self._pen = pen
 
-    def add(self, events: Sequence[output.Event]) -> list[Event]:
+    def add(self, events: Sequence[output.OutputEvent]) -> list[Event]:
         """What the output's events add to a stream.
 
         A call that turns out to be none is left out where all of it is among the events; it cannot
@@ -67,16 +67,16 @@ class Blocks:
         written: list[Event] = []
         for event in _without_broken_calls(events):
             match event:
-                case output.Content(text):
+                case output.ContentDelta(text):
                     written += self._text("text", text)
-                case output.Reasoning(text):
+                case output.ReasoningDelta(text):
                     written += self._text("reasoning", text)
-                case output.CallStart(_, call_id, name, is_custom):
+                case output.ToolCallStart(_, call_id, name, is_custom):
                     kind: Kind = "custom" if is_custom else "call"
                     written += self._begin(Block(kind, len(self.all), call_id, name))
-                case output.CallArguments(_, text):
+                case output.ToolCallArgumentsDelta(_, text):
                     written += self._grow(text)
-                case output.CallBroken(_):
+                case output.ToolCallAborted(_):
                     written += self.end("incomplete")
         return written
 
@@ -109,11 +109,11 @@ class Blocks:
         return self._pen.grown(block, text)
 
 
-def _without_broken_calls(events: Sequence[output.Event]) -> Sequence[output.Event]:
+def _without_broken_calls(events: Sequence[output.OutputEvent]) -> Sequence[output.OutputEvent]:
     """The events without those of calls that begin and break among them."""
     if len(events) < 2:
         return events
-    begun = {event.index for event in events if isinstance(event, output.CallStart)}
-    broken = {event.index for event in events if isinstance(event, output.CallBroken)}
+    begun = {event.index for event in events if isinstance(event, output.ToolCallStart)}
+    broken = {event.index for event in events if isinstance(event, output.ToolCallAborted)}
     gone = begun & broken
     return [event for event in events if getattr(event, "index", None) not in gone]

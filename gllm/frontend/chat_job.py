@@ -13,7 +13,7 @@ from gllm.frontend.fields.generation import to_sampling_params
 from gllm.frontend.run import Job
 from gllm.text.chat.output_parser import reasoning_counter
 from gllm.text.chat.request import ChatRequest
-from gllm.text.chat.tools import ToolUse, function_use, tool_use
+from gllm.text.chat.tools import ToolOptions, parse_functions, parse_tools
 
 
 async def chat_job(context: Context, fields: ChatCompletionFields) -> Job:
@@ -50,7 +50,7 @@ def chat_request(fields: ChatCompletionFields) -> ChatRequest:
     )
     return ChatRequest(
         messages=fields.messages,
-        tool_use=_tool_use(fields),
+        parse_tools=_tool_use(fields),
         template_variables=variables,
         reasoning_effort=fields.reasoning_effort,
         add_generation_prompt=fields.add_generation_prompt is not False,
@@ -59,9 +59,9 @@ def chat_request(fields: ChatCompletionFields) -> ChatRequest:
     )
 
 
-def _tool_use(fields: ChatCompletionFields) -> ToolUse:
+def _tool_use(fields: ChatCompletionFields) -> ToolOptions:
     """Return the tools and the choice among them. Raises FieldError."""
     if fields.functions or fields.function_call not in (None, "none", "auto"):
-        return function_use(fields.functions, fields.function_call)
-    use = tool_use(fields.tools, fields.tool_choice)
+        return parse_functions(fields.functions, fields.function_call)
+    use = parse_tools(fields.tools, fields.tool_choice)
     return replace(use, is_single=fields.parallel_tool_calls is False)

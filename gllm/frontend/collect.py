@@ -9,7 +9,7 @@ from typing import Any
 
 from gllm.engine.interface import Delta
 from gllm.messages.sampling import TokenLogprobs
-from gllm.text.output.reasoning import ReasoningCounter
+from gllm.text.output.reasoning import ReasoningTokenCounter
 
 
 @dataclass
@@ -18,11 +18,11 @@ class Tally:
 
     prompt_tokens: int
     n: int
-    new_counter: Callable[[], ReasoningCounter] | None = None
+    new_counter: Callable[[], ReasoningTokenCounter] | None = None
     """Makes what counts a choice's tokens of reasoning; None where they are not told."""
     completion_tokens: int = 0
     cached_tokens: int = 0
-    counters: dict[int, ReasoningCounter] = field(default_factory=dict)
+    counters: dict[int, ReasoningTokenCounter] = field(default_factory=dict)
     """By choice."""
 
     def add(self, delta: Delta) -> None:

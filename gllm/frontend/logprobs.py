@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gllm.messages.sampling import TokenLogprobs
-from gllm.text.detokenizer import TextStream
+from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -84,7 +84,7 @@ class CompletionLogprobs:
         self._as_ids = as_ids
         self._tokenizer = tokenizer
         self._top = top
-        self._decoder = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decoder = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._length = start
 
     def part(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> Json:

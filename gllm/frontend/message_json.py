@@ -5,17 +5,17 @@ Owns this JSON. Knows nothing of chunks and choices.
 
 from gllm.frontend.answer import Json
 from gllm.text.output.events import (
-    Call,
-    CallArguments,
-    CallStart,
-    Content,
-    Event,
-    Message,
-    Reasoning,
+    AssistantMessage,
+    ContentDelta,
+    OutputEvent,
+    ReasoningDelta,
+    ToolCall,
+    ToolCallArgumentsDelta,
+    ToolCallStart,
 )
 
 
-def message_json(message: Message, legacy: bool = False) -> Json:
+def message_json(message: AssistantMessage, legacy: bool = False) -> Json:
     """Return a whole message. Content is null where there is something else instead.
 
     legacy: Show a call as `function_call`, of which a message has one.
@@ -41,19 +41,19 @@ class DeltaWriter:
         self._custom: set[int] = set()
         """Indices of calls of custom tools."""
 
-    def delta_json(self, event: Event) -> Json | None:
+    def delta_json(self, event: OutputEvent) -> Json | None:
         """Return an increment; None for an event that adds nothing."""
         match event:
-            case Content(text):
+            case ContentDelta(text):
                 return {"content": text}
-            case Reasoning(text):
+            case ReasoningDelta(text):
                 return _reasoning(text)
-            case CallStart(index, call_id, name, is_custom):
+            case ToolCallStart(index, call_id, name, is_custom):
                 if is_custom:
                     self._custom.add(index)
-                call = {"index": index, **Call(call_id, name, is_custom=is_custom).to_dict()}
+                call = {"index": index, **ToolCall(call_id, name, is_custom=is_custom).to_dict()}
                 return self._calls(index, call)
-            case CallArguments(index, text):
+            case ToolCallArgumentsDelta(index, text):
                 if index in self._custom:
                     return self._calls(index, {"index": index, "custom": {"input": text}})
                 return self._calls(index, {"index": index, "function": {"arguments": text}})

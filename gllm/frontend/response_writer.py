@@ -16,7 +16,7 @@ from gllm.frontend.logprobs import chat_logprobs
 from gllm.frontend.run import Job
 from gllm.frontend.sse import Event
 from gllm.text.chat.output_parser import ChatOutputParser
-from gllm.text.output.events import Content
+from gllm.text.output.events import ContentDelta
 
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
 """What ids of items begin with."""
@@ -69,7 +69,7 @@ class ResponseWriter:
         if reason is not None:
             self._cut = CUTS.get(reason)
             if not self._blocks.all:
-                events += self._blocks.add([Content("")])
+                events += self._blocks.add([ContentDelta("")])
             events += self._blocks.finish(reason)
         return events
 

@@ -13,8 +13,8 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import Delta, EngineInterface, RequestHandle
 from gllm.frontend.fields.generation import BaseCompletionFields
 from gllm.frontend.metrics import Metrics, RequestRecord
-from gllm.text.output.parser import PLAIN, OutputFormat
-from gllm.text.output.reasoning import ReasoningCounter
+from gllm.text.output.parser import PLAIN_TEXT, OutputFormat
+from gllm.text.output.reasoning import ReasoningTokenCounter
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Job:
     params: SamplingParams
     generates: bool = True
     """If not, what is drawn is not shown: the prompt is all that matters."""
-    output: OutputFormat = PLAIN
+    output: OutputFormat = PLAIN_TEXT
     """What the choices may hold besides text."""
-    reasoning: Callable[[], ReasoningCounter] | None = None
+    reasoning: Callable[[], ReasoningTokenCounter] | None = None
     """Makes what counts a choice's tokens of reasoning, where they can be told apart."""
 
     @property

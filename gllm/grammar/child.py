@@ -29,11 +29,11 @@ MAX_ERROR = 600
 """Characters of an error."""
 
 
-def compiled(source: list[str], tokens: Any) -> list[str]:
+def compile_grammar(source: list[str], tokens: Any) -> list[str]:
     """[grammar, ""], or ["", why not]."""
     from llguidance import LLMatcher, grammar_from
 
-    from gllm.grammar.vocabulary import limits
+    from gllm.grammar.vocabulary import parser_limits
 
     kind, text = source
     try:
@@ -43,7 +43,7 @@ def compiled(source: list[str], tokens: Any) -> list[str]:
     if kind in ("lark", "gbnf"):
         # Bare, it could as well be the library's own format.
         grammar = json.dumps({"grammars": [{"lark_grammar": grammar}]})
-    matcher = LLMatcher(tokens, grammar, limits=limits(), log_level=0)
+    matcher = LLMatcher(tokens, grammar, limits=parser_limits(), log_level=0)
     chance = random.Random(0)
     for _ in range(TRIAL_TOKENS):
         if matcher.is_error() or matcher.is_stopped():
@@ -58,10 +58,10 @@ def compiled(source: list[str], tokens: Any) -> list[str]:
     return [grammar, ""]
 
 
-def answer_to(source: list[str], tokens: Any) -> list[str]:
+def compile_or_error(source: list[str], tokens: Any) -> list[str]:
     """Return `compiled`, an error in its place where that raises: it would raise again."""
     try:
-        return compiled(source, tokens)
+        return compile_grammar(source, tokens)
     except MemoryError:
         return ["", f"it is too complex: compiling takes more than {MEMORY >> 20} MiB"]
     except BaseException as error:  # A panic of the library is no Exception.
@@ -90,10 +90,10 @@ def _bound_memory() -> None:
 
 def serve(folder: Path, vocab_size: int, eos_ids: list[int]) -> None:
     """Answer line by line until there are no more."""
-    from gllm.grammar.vocabulary import load_vocabulary
+    from gllm.grammar.vocabulary import load_grammar_tokenizer
 
     try:
-        tokens = load_vocabulary(folder, vocab_size, eos_ids)
+        tokens = load_grammar_tokenizer(folder, vocab_size, eos_ids)
     except ValueError as error:
         _say(["", str(error)])
         return
@@ -102,7 +102,7 @@ def serve(folder: Path, vocab_size: int, eos_ids: list[int]) -> None:
     for line in sys.stdin:
         # The signal's default action: nothing within has to notice.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        answer = answer_to(json.loads(line), tokens)
+        answer = compile_or_error(json.loads(line), tokens)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _say(answer)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar.child import CPU_SECONDS, MEMORY, STACK
-from gllm.grammar.sources.source import Source, source_of
+from gllm.grammar.sources.source import GrammarSource, to_grammar_source
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ ATTEMPTS = 2
 """Processes that one grammar is given to, where they end for another reason."""
 
 
-class BadGrammar(ValueError):
+class GrammarError(ValueError):
     """A grammar that cannot be used; the message is for whoever wrote it."""
 
 
-class CompilerBusy(Exception):
+class CompilerBusyError(Exception):
     """Nothing can be compiled now, which is no fault of the grammar."""
 
 
@@ -61,10 +61,10 @@ class GrammarCompiler:
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._arguments = [str(folder), str(vocab_size), *map(str, eos_ids)]
-        self._known: OrderedDict[Source, tuple[str, str]] = OrderedDict()
+        self._known: OrderedDict[GrammarSource, tuple[str, str]] = OrderedDict()
         """Grammar and error by what was compiled, the one used longest ago first."""
         self._characters = 0
-        self._under_way: dict[Source, asyncio.Task[tuple[str, str]]] = {}
+        self._under_way: dict[GrammarSource, asyncio.Task[tuple[str, str]]] = {}
         self._turn = asyncio.Lock()
         self._process: Process | None = None
         self._is_fresh = False
@@ -72,13 +72,13 @@ class GrammarCompiler:
 
     async def grammar_of(self, wanted: StructuredOutput) -> str:
         """What a structured output asks for, compiled. Raises FieldError and CompilerBusy."""
-        source = await asyncio.to_thread(source_of, wanted)
+        source = await asyncio.to_thread(to_grammar_source, wanted)
         try:
             return await self.compile(source)
-        except BadGrammar as error:
+        except GrammarError as error:
             raise FieldError(wanted.param, f"{wanted.param} cannot be used: {error}") from error
 
-    async def compile(self, source: Source) -> str:
+    async def compile(self, source: GrammarSource) -> str:
         """The grammar as the last stage wants it. Raises BadGrammar and CompilerBusy."""
         if source in self._known:
             self._known.move_to_end(source)
@@ -86,7 +86,7 @@ class GrammarCompiler:
         else:
             grammar, error = await self._wait(self._task(source))
         if error:
-            raise BadGrammar(error)
+            raise GrammarError(error)
         return grammar
 
     async def close(self) -> None:
@@ -103,34 +103,34 @@ class GrammarCompiler:
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise
-            raise CompilerBusy("the engine was stopped") from None
+            raise CompilerBusyError("the engine was stopped") from None
 
-    def _task(self, source: Source) -> "asyncio.Task[tuple[str, str]]":
+    def _task(self, source: GrammarSource) -> "asyncio.Task[tuple[str, str]]":
         if source in self._under_way:
             return self._under_way[source]
         if len(self._under_way) >= MAX_WAITING:
-            raise CompilerBusy(f"{MAX_WAITING} grammars wait to be compiled: try again later")
+            raise CompilerBusyError(f"{MAX_WAITING} grammars wait to be compiled: try again later")
         task = asyncio.create_task(self._compile(source))
         self._under_way[source] = task
         task.add_done_callback(lambda _: self._under_way.pop(source, None))
         return task
 
-    async def _compile(self, source: Source) -> tuple[str, str]:
+    async def _compile(self, source: GrammarSource) -> tuple[str, str]:
         async with self._turn:
             try:
                 answer = await self._ask(source)
-            except BadGrammar as error:
+            except GrammarError as error:
                 answer = "", str(error)
         self._remember(source, answer)
         return answer
 
-    def _remember(self, source: Source, answer: tuple[str, str]) -> None:
+    def _remember(self, source: GrammarSource, answer: tuple[str, str]) -> None:
         self._known[source] = answer
         self._characters += _size(source, answer)
         while len(self._known) > MAX_ENTRIES or self._characters > MAX_CHARACTERS:
             self._characters -= _size(*self._known.popitem(last=False))
 
-    async def _ask(self, source: Source) -> tuple[str, str]:
+    async def _ask(self, source: GrammarSource) -> tuple[str, str]:
         """Return the process's answer: grammar and error.
 
         Raises BadGrammar where compiling exceeds a limit of its own. A process that ends for
@@ -155,12 +155,12 @@ class GrammarCompiler:
             # What others left behind may be what a process that compiled before dies of.
             if -code in LIMITS and (was_fresh or -code == signal.SIGPROF):
                 limit = LIMITS[signal.Signals(-code)]
-                raise BadGrammar(f"it is too complex: compiling takes more than {limit}")
+                raise GrammarError(f"it is too complex: compiling takes more than {limit}")
             ending = _ending(code)
             log.warning("the process that compiles grammars ended: %s", ending)
-        raise CompilerBusy(f"grammars cannot be compiled now ({ending}): try again later")
+        raise CompilerBusyError(f"grammars cannot be compiled now ({ending}): try again later")
 
-    async def _exchange(self, process: Process, source: Source) -> bytes:
+    async def _exchange(self, process: Process, source: GrammarSource) -> bytes:
         """Give the process a grammar; return its answer, empty where it has ended."""
         assert process.stdin is not None
         assert process.stdout is not None
@@ -174,13 +174,15 @@ class GrammarCompiler:
         except TimeoutError:
             await self._end()
             # Its own bound is CPU time, which it did not get: that is the machine's fault.
-            raise CompilerBusy(
+            raise CompilerBusyError(
                 f"grammars cannot be compiled now (no answer in {PATIENCE:g} s): try again later"
             ) from None
         except ValueError:
             # The rest of the line would be taken for the next answer.
             await self._end()
-            raise BadGrammar(f"it is too complex: it becomes more than {LINE >> 20} MiB") from None
+            raise GrammarError(
+                f"it is too complex: it becomes more than {LINE >> 20} MiB"
+            ) from None
         return _whole(line)
 
     async def _start(self) -> Process | None:
@@ -203,7 +205,7 @@ class GrammarCompiler:
         if error or not line:
             await self._end()
         if error:
-            raise BadGrammar(error)
+            raise GrammarError(error)
         self._is_fresh = True
         return process if line else None
 
@@ -228,5 +230,5 @@ def _ending(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
-def _size(source: Source, answer: tuple[str, str]) -> int:
+def _size(source: GrammarSource, answer: tuple[str, str]) -> int:
     return len(source.text) + sum(map(len, answer))

@@ -19,16 +19,16 @@ TOKEN_SECONDS = 60.0
 """The same for a token that has to be drawn first."""
 
 
-class GuideError(Exception):
+class GrammarGuideError(Exception):
     """Why a sequence cannot go on."""
 
 
 def _reason(error: Exception) -> str:
     """Return an error in words."""
-    return str(error) if isinstance(error, GuideError) else f"its grammar failed: {error!r}"
+    return str(error) if isinstance(error, GrammarGuideError) else f"its grammar failed: {error!r}"
 
 
-class Rules(NamedTuple):
+class GuideOptions(NamedTuple):
     """What goes for a guide besides its grammar."""
 
     vocab_size: int
@@ -38,12 +38,12 @@ class Rules(NamedTuple):
     """Settle tokens that the grammar leaves no choice about; if not, every token is drawn."""
 
 
-def usable_eos(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
+def valid_eos_ids(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
     """The ends of a sequence that the model can write."""
     return [token for token in eos_ids if token < vocab_size]
 
 
-class Guide:
+class GrammarGuide:
     """Output tokens are counted from 0. A draw settles one and, where the grammar forces others,
     those that follow: rows that were planned before anybody knew get the settled token."""
 
@@ -52,7 +52,7 @@ class Guide:
         begin: Callable[[Callable[[], bytes]], "Future[bytes]"],
         go_on: Callable[[Callable[[], bytes]], "Future[bytes]"],
         compiled: "Callable[[], LLMatcher]",
-        rules: Rules,
+        rules: GuideOptions,
     ) -> None:
         """begin, go_on: run a function somewhere else, the first with time on its hands; compiled:
         a matcher of its own, raising GuideError where there is none."""
@@ -103,7 +103,7 @@ class Guide:
             except Exception as error:
                 # Whatever the library raises concerns this sequence only.
                 self._error = _reason(error)
-                raise GuideError(self._error) from error
+                raise GrammarGuideError(self._error) from error
             finally:
                 self._news.notify_all()
             told, self._told = self._told, len(self._tokens)
@@ -129,11 +129,11 @@ class Guide:
             self.fail(f"a step of its grammar takes over {MASK_SECONDS:g} s")
         except Exception as error:
             self.fail(_reason(error))
-        raise GuideError(self._error)
+        raise GrammarGuideError(self._error)
 
     def _check(self) -> None:
         if self._error:
-            raise GuideError(self._error)
+            raise GrammarGuideError(self._error)
 
     def _begin(self, matcher: "LLMatcher") -> bytes:
         self._matcher = matcher
@@ -167,4 +167,4 @@ class Guide:
 
     def _check_matcher(self) -> None:
         if self._matcher.is_error():
-            raise GuideError(f"the grammar cannot go on: {self._matcher.get_error()}")
+            raise GrammarGuideError(f"the grammar cannot go on: {self._matcher.get_error()}")

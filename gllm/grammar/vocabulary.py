@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llguidance import LLParserLimits, LLTokenizer
 
-from gllm.grammar.guide import usable_eos
+from gllm.grammar.guide import valid_eos_ids
 
 STEP_FUEL = 50_000
 """Work on regular expressions for one mask, which takes 0.1 s and 50 MB at worst."""
@@ -19,7 +19,7 @@ LEXER_STATES = 20_000
 """States of a grammar's lexer, 1 to 2 KB each."""
 
 
-def limits() -> LLParserLimits:
+def parser_limits() -> LLParserLimits:
     """What one grammar may use up."""
     return LLParserLimits(
         step_lexer_fuel=STEP_FUEL,
@@ -29,12 +29,12 @@ def limits() -> LLParserLimits:
     )
 
 
-def load_vocabulary(folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+def load_grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
     """The tokens of the model folder's tokenizer.json, padded to the model's vocabulary.
 
     Raises ValueError where grammars cannot be followed with them.
     """
-    ends = usable_eos(eos_ids, vocab_size)
+    ends = valid_eos_ids(eos_ids, vocab_size)
     if not ends:
         raise ValueError("the model has no token that ends a sequence")
     described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))

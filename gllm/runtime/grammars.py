@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gllm.grammar.guide import Guide, GuideError, Rules, usable_eos
+from gllm.grammar.guide import GrammarGuide, GrammarGuideError, GuideOptions, valid_eos_ids
 from gllm.messages.sampling import SequenceSamplingParams
 
 if TYPE_CHECKING:
@@ -41,16 +41,16 @@ class Grammars:
         """Matchers at their beginning and how often each was copied, the one used longest ago
         first. Only the compiling thread looks at them."""
 
-    def guide(self, spec: SequenceSamplingParams) -> Guide:
+    def guide(self, spec: SequenceSamplingParams) -> GrammarGuide:
         """The guide of one sequence; what it needs is made meanwhile."""
         if self._compiler is None:
             self._compiler = _one_thread()
         _, vocab_size, eos_ids = self._model
         # What may forbid a token that a grammar forces, or tells about each, has to see each.
         sees_all = spec.logprobs is not None or spec.allowed or spec.bad_words
-        ends = usable_eos(eos_ids, vocab_size)
-        rules = Rules(vocab_size, ends[0] if ends else 0, not sees_all)
-        return Guide(
+        ends = valid_eos_ids(eos_ids, vocab_size)
+        rules = GuideOptions(vocab_size, ends[0] if ends else 0, not sees_all)
+        return GrammarGuide(
             self._compiler.submit, self._walkers.submit, lambda: self._copy(spec.grammar), rules
         )
 
@@ -68,16 +68,16 @@ class Grammars:
         # Most workers never need it.
         from llguidance import LLMatcher
 
-        from gllm.grammar.vocabulary import limits, load_vocabulary
+        from gllm.grammar.vocabulary import load_grammar_tokenizer, parser_limits
 
         if self._tokens is None:
             try:
-                self._tokens = load_vocabulary(*self._model)
+                self._tokens = load_grammar_tokenizer(*self._model)
             except (OSError, ValueError) as error:
-                raise GuideError(str(error)) from error
-        matcher = LLMatcher(self._tokens, grammar, limits=limits(), log_level=0)
+                raise GrammarGuideError(str(error)) from error
+        matcher = LLMatcher(self._tokens, grammar, limits=parser_limits(), log_level=0)
         if matcher.is_error():
-            raise GuideError(f"the grammar does not compile: {matcher.get_error()}")
+            raise GrammarGuideError(f"the grammar does not compile: {matcher.get_error()}")
         return matcher
 
 

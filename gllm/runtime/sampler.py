@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gllm.config.limits import MAX_LOGPROBS
-from gllm.grammar.guide import Guide, GuideError
+from gllm.grammar.guide import GrammarGuide, GrammarGuideError
 from gllm.kernels.logprobs import log_probabilities, score
 from gllm.kernels.masking import keep_masked, mask_of, words_of
 from gllm.kernels.sampling import all_finite, sample
@@ -140,7 +140,7 @@ def take_forced(rows: SampledRows, drawn: SampleOutput) -> dict[int, tuple[int, 
             if drawn.errors[row]:
                 guide.fail(drawn.errors[row])
             taken[row] = guide.take(index, drawn.tokens[row])
-        except GuideError as error:
+        except GrammarGuideError as error:
             drawn.tokens[row], drawn.errors[row] = 0, str(error)
         else:
             drawn.tokens[row], drawn.forced[row] = guide.settled(index), taken[row][1:]
@@ -194,7 +194,7 @@ def follow_grammars(rows: SampledRows, vocabulary: int) -> tuple[Tensor, set[int
     for row in rows.guided:
         try:
             allowed = _guide(rows, row).allowed(rows.indices[row])
-        except GuideError:
+        except GrammarGuideError:
             allowed = b"\0" * 4 * words_of(vocabulary)
         if isinstance(allowed, int):
             settled.add(row)
@@ -205,7 +205,7 @@ def follow_grammars(rows: SampledRows, vocabulary: int) -> tuple[Tensor, set[int
     return torch.stack(masks), settled
 
 
-def _guide(rows: SampledRows, row: int) -> Guide:
+def _guide(rows: SampledRows, row: int) -> GrammarGuide:
     guide = rows.states[row].guide
     assert guide is not None, "the row has a grammar"
     return guide

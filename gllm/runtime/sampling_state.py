@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gllm.grammar.guide import Guide
+from gllm.grammar.guide import GrammarGuide
 from gllm.kernels.masking import add_bias, ban, keep_only
 from gllm.kernels.penalties import SeenTokens, penalize
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
@@ -127,7 +127,7 @@ class SamplingState:
         spec: SequenceSamplingParams,
         edits: LogitEdits | None,
         prompt: list[int],
-        guide: Guide | None = None,
+        guide: GrammarGuide | None = None,
     ) -> None:
         self.spec = spec
         self.edits = edits

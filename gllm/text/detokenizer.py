@@ -75,7 +75,7 @@ class _WindowDecoder:
 NO_STOPS = StopStrings()
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Tokens in, text out, up to the first stop string, with it where `include_stop`.
 
     shown: special tokens that are shown although special ones are skipped.

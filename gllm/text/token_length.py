@@ -16,7 +16,7 @@ KEEPING = ("ByteLevel", "Digits", "Metaspace", "Split")
 """Pre-tokenizers that keep every character, Split unless its behavior is to remove."""
 
 
-def longest_token(backend: tokenizers.Tokenizer) -> int | None:
+def max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
     """Return the most characters of a text that one token stands for.
 
     None where there is no such bound: unknown characters may be dropped or merged, white space may

@@ -13,13 +13,13 @@ import tokenizers
 
 from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.special_tokens import SpecialTokens
-from gllm.text.token_length import longest_token
+from gllm.text.token_length import max_token_characters
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """How vocabularies of text write a single byte."""
 
 
-class TooManyTokens(ValueError):
+class TooManyTokensError(ValueError):
     """A text has more tokens than are allowed: at least `count` if that is not exact."""
 
     def __init__(self, count: int, is_exact: bool = True) -> None:
@@ -44,7 +44,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._longest = longest_token(backend)
+        self._longest = max_token_characters(backend)
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | None = None) -> "Tokenizer":
@@ -85,7 +85,7 @@ class Tokenizer:
         self._check_length(text, max_tokens)
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if max_tokens is not None and len(encoding) > max_tokens:
-            raise TooManyTokens(len(encoding))
+            raise TooManyTokensError(len(encoding))
         return encoding.ids
 
     def encode_chat(self, text: str, mark: str, max_tokens: int | None = None) -> list[int]:
@@ -98,7 +98,7 @@ class Tokenizer:
         self._check_length(text.replace(mark, ""), max_tokens)
         ids = self.special_tokens.encode(text, mark)
         if max_tokens is not None and len(ids) > max_tokens:
-            raise TooManyTokens(len(ids))
+            raise TooManyTokensError(len(ids))
         return ids
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
@@ -106,7 +106,7 @@ class Tokenizer:
         if max_tokens is not None and self._longest is not None:
             fewest = -(-len(text) // self._longest)
             if fewest > max_tokens:
-                raise TooManyTokens(fewest, is_exact=False)
+                raise TooManyTokensError(fewest, is_exact=False)
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:

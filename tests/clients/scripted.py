@@ -29,9 +29,9 @@ from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import Delta
 from gllm.frontend.app import make_app, make_runner
-from gllm.grammar.child import _set_bits, compiled
-from gllm.grammar.sources.source import source_of
-from gllm.grammar.vocabulary import load_vocabulary
+from gllm.grammar.child import _set_bits, compile_grammar
+from gllm.grammar.sources.source import to_grammar_source
+from gllm.grammar.vocabulary import load_grammar_tokenizer
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import RealServer, Server
 from tests.frontend.fake_engine import FakeEngine, FakeRequest
@@ -52,7 +52,7 @@ class ScriptedEngine(FakeEngine):
     reply: str = DEFAULT
     max_model_len: int = 4096
     vocabulary: LLTokenizer = field(
-        default_factory=cache(lambda: load_vocabulary(DEMO, 2048, (2,)))
+        default_factory=cache(lambda: load_grammar_tokenizer(DEMO, 2048, (2,)))
     )
 
     async def submit(
@@ -76,7 +76,7 @@ class ScriptedEngine(FakeEngine):
             yield delta
 
     def _compiled(self, wanted: StructuredOutput) -> str:
-        grammar, error = compiled(list(source_of(wanted)), self.vocabulary)
+        grammar, error = compile_grammar(list(to_grammar_source(wanted)), self.vocabulary)
         if error:
             raise FieldError(wanted.param, f"{wanted.param} cannot be used: {error}")
         return grammar

@@ -19,11 +19,11 @@ from gllm.engine.interface import (
     check_request,
     truncated,
 )
-from gllm.grammar.sources.source import source_of
+from gllm.grammar.sources.source import to_grammar_source
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import Stats
-from gllm.text.detokenizer import TextStream
+from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.stops import StopStrings
 from gllm.text.tokenizer import Tokenizer
 
@@ -196,7 +196,7 @@ class FakeEngine:
         for prompt in prompts:
             check_request(prompt, params, self.model)
         if params.structured is not None:
-            source_of(params.structured)
+            to_grammar_source(params.structured)
         calls = [Call(prompt, params, priority, cache_salt, request_id) for prompt in prompts]
         self.calls += calls
         if self.raises is not None:
@@ -258,7 +258,7 @@ class FakeEngine:
             params.include_stop_str_in_output,
         )
         shown += (params.shown_tokens,)
-        streams = {i: TextStream(self.tokenizer, *shown) for i in range(params.n)}
+        streams = {i: IncrementalDetokenizer(self.tokenizer, *shown) for i in range(params.n)}
         before = [entry for token in prompt[1:] for entry in scored(token, params.prompt_logprobs)]
         for at in range(limit):
             if self.delay:

@@ -10,11 +10,11 @@ from gllm.frontend.blocks import Blocks
 from gllm.frontend.sse import Event
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.output.events import (
-    CallArguments,
-    CallBroken,
-    CallStart,
-    Content,
-    Reasoning,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallAborted,
+    ToolCallArgumentsDelta,
+    ToolCallStart,
 )
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.sse import named_events_of
@@ -219,8 +219,10 @@ class Notes:
 
 def test_a_call_that_breaks_later_ends_as_it_is():
     blocks = Blocks(Notes())
-    begun = blocks.add([Reasoning("a"), CallStart(0, "c", "f"), CallArguments(0, "{")])
-    broken = blocks.add([CallBroken(0), Content("b"), Content("c")])
+    begun = blocks.add(
+        [ReasoningDelta("a"), ToolCallStart(0, "c", "f"), ToolCallArgumentsDelta(0, "{")]
+    )
+    broken = blocks.add([ToolCallAborted(0), ContentDelta("b"), ContentDelta("c")])
     assert noted(begun + broken + blocks.end()) == [
         *("open reasoning 0", "a", "completed 0", "open call 1", "{", "incomplete 1"),
         *("open text 2", "b", "c", "completed 2"),
@@ -230,9 +232,15 @@ def test_a_call_that_breaks_later_ends_as_it_is():
 
 def test_a_call_that_breaks_at_once_is_never_shown():
     blocks = Blocks(Notes())
-    call: list[Any] = [CallStart(0, "c", "f"), CallArguments(0, "{"), CallBroken(0)]
-    good: list[Any] = [CallStart(1, "d", "g"), CallArguments(1, "{}")]
-    events = blocks.add([Content("a"), *call, Content("b"), *good]) + blocks.finish("length")
+    call: list[Any] = [
+        ToolCallStart(0, "c", "f"),
+        ToolCallArgumentsDelta(0, "{"),
+        ToolCallAborted(0),
+    ]
+    good: list[Any] = [ToolCallStart(1, "d", "g"), ToolCallArgumentsDelta(1, "{}")]
+    events = blocks.add([ContentDelta("a"), *call, ContentDelta("b"), *good]) + blocks.finish(
+        "length"
+    )
     assert noted(events) == [
         *("open text 0", "a", "b", "completed 0", "open call 1", "{}", "completed 1"),
     ]
@@ -240,5 +248,5 @@ def test_a_call_that_breaks_at_once_is_never_shown():
 
 def test_a_text_at_the_limit_is_incomplete():
     blocks = Blocks(Notes())
-    events = blocks.add([Content("a")]) + blocks.finish("length")
+    events = blocks.add([ContentDelta("a")]) + blocks.finish("length")
     assert noted(events) == ["open text 0", "a", "incomplete 0"]

@@ -15,7 +15,7 @@ from gllm.grammar import child
 FATAL = "innocent"
 """Text of the grammar that the process dies over."""
 
-compile_grammar = child.compiled
+compile_grammar = child.compile_grammar
 
 
 def compiled(source: list[str], tokens: Any) -> list[str]:
@@ -33,5 +33,5 @@ def compiled(source: list[str], tokens: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    child.compiled = compiled
+    child.compile_grammar = compiled
     child.main()

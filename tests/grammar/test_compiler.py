@@ -10,12 +10,12 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar import child
 from gllm.grammar import compiler as module
-from gllm.grammar.compiler import BadGrammar, CompilerBusy, GrammarCompiler
-from gllm.grammar.sources.source import Source
+from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler, GrammarError
+from gllm.grammar.sources.source import GrammarSource
 from tests.grammar import dying_child
 from tests.grammar.writing import EOS, FOLDER, VOCABULARY
 
-GOOD = Source("regex", "[a-z]+")
+GOOD = GrammarSource("regex", "[a-z]+")
 HANGS = "start: T\nT: /(.*a.{15}.*)/ & /(.*b.{15}.*)/ & ~/.*c.{13}.*/ & /(.*d.{17}.*)/"
 RULES = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000))
 WIDE = {f"p{i}": {"type": "string"} for i in range(3000)}
@@ -59,7 +59,7 @@ async def test_hostile_grammars_are_refused_and_the_next_one_is_served(compiler)
             await compiler.grammar_of(wanted)
         assert refused.value.param == "structured", name
         assert name != "takes for ever" or "more than 2 s" in str(refused.value)
-        assert await compiler.compile(Source("regex", f"good{number}"))
+        assert await compiler.compile(GrammarSource("regex", f"good{number}"))
 
 
 async def test_what_does_not_compile_is_told(compiler):
@@ -71,12 +71,12 @@ async def test_what_does_not_compile_is_told(compiler):
 
 async def test_an_answer_is_remembered_good_or_bad(compiler):
     good = await compiler.compile(GOOD)
-    bad = Source("regex", "(a")
-    with pytest.raises(BadGrammar) as first:
+    bad = GrammarSource("regex", "(a")
+    with pytest.raises(GrammarError) as first:
         await compiler.compile(bad)
     compiler._process.kill()
     assert await compiler.compile(GOOD) == good
-    with pytest.raises(BadGrammar, match="invalid") as second:
+    with pytest.raises(GrammarError, match="invalid") as second:
         await compiler.compile(bad)
     assert str(first.value) == str(second.value)
 
@@ -85,7 +85,7 @@ async def test_a_process_that_is_gone_is_replaced(compiler):
     await compiler.compile(GOOD)
     compiler._process.kill()
     await compiler._process.wait()
-    assert await compiler.compile(Source("regex", "one"))
+    assert await compiler.compile(GrammarSource("regex", "one"))
 
 
 @pytest.mark.parametrize("output", ["", '["half an ans'])
@@ -104,7 +104,7 @@ async def test_a_process_that_dies_over_a_good_grammar_is_replaced(
     await compiler.compile(GOOD)
     first = compiler._process
     death.write_text(f"{int(number)} {output}")
-    assert dying_child.FATAL in await compiler.compile(Source("regex", dying_child.FATAL))
+    assert dying_child.FATAL in await compiler.compile(GrammarSource("regex", dying_child.FATAL))
     assert first.returncode == -number
     assert compiler._process.pid != first.pid
     assert not death.exists()
@@ -113,9 +113,9 @@ async def test_a_process_that_dies_over_a_good_grammar_is_replaced(
 async def test_who_comes_behind_a_death_is_not_blamed(compiler):
     """Nobody has noticed it yet."""
     for i in range(2):
-        await compiler.compile(Source("regex", f"before{i}"))
+        await compiler.compile(GrammarSource("regex", f"before{i}"))
         os.kill(compiler._process.pid, signal.SIGKILL)
-        assert await compiler.compile(Source("regex", f"behind{i}"))
+        assert await compiler.compile(GrammarSource("regex", f"behind{i}"))
 
 
 async def test_a_process_that_keeps_dying_is_no_fault_of_the_grammar(compiler, monkeypatch):
@@ -130,7 +130,7 @@ async def test_a_process_that_keeps_dying_is_no_fault_of_the_grammar(compiler, m
         return process
 
     monkeypatch.setattr(GrammarCompiler, "_start", start_and_kill)
-    with pytest.raises(CompilerBusy, match="killed by SIGKILL"):
+    with pytest.raises(CompilerBusyError, match="killed by SIGKILL"):
         await compiler.compile(GOOD)
     assert len(started) == 2
     assert not compiler._known
@@ -146,9 +146,9 @@ async def test_a_limit_is_named(compiler):
 
 async def test_an_answer_beyond_bounds_is_not_mixed_up_with_the_next(compiler, monkeypatch):
     monkeypatch.setattr(module, "LINE", 2**12)
-    with pytest.raises(BadGrammar, match="too complex"):
-        await compiler.compile(Source("regex", "x" * 2**13))
-    assert "next" in await compiler.compile(Source("regex", "next"))
+    with pytest.raises(GrammarError, match="too complex"):
+        await compiler.compile(GrammarSource("regex", "x" * 2**13))
+    assert "next" in await compiler.compile(GrammarSource("regex", "next"))
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_whatever_the_library_raises_is_an_answer(monkeypatch, error, told):
     def raises(*_):
         raise error
 
-    monkeypatch.setattr(child, "compiled", raises)
-    grammar, reason = child.answer_to(["regex", "a"], None)
+    monkeypatch.setattr(child, "compile_grammar", raises)
+    grammar, reason = child.compile_or_error(["regex", "a"], None)
     assert grammar == ""
     assert told in reason
 
 
 async def test_a_caller_that_leaves_does_not_mix_up_answers(compiler):
-    sources = [Source("regex", f"a{{{i}}}") for i in range(1, 20)]
+    sources = [GrammarSource("regex", f"a{{{i}}}") for i in range(1, 20)]
     tasks = [asyncio.create_task(compiler.compile(source)) for source in sources]
     await asyncio.sleep(0)
     for task in tasks[::2]:
@@ -179,22 +179,22 @@ async def test_a_caller_that_leaves_does_not_mix_up_answers(compiler):
 
 async def test_who_waits_when_it_is_closed_is_told(compiler):
     await compiler.compile(GOOD)
-    waiting = asyncio.create_task(compiler.compile(Source("lark", HANGS)))
+    waiting = asyncio.create_task(compiler.compile(GrammarSource("lark", HANGS)))
     await asyncio.sleep(0.1)
     await compiler.close()
-    with pytest.raises(CompilerBusy, match="stopped"):
+    with pytest.raises(CompilerBusyError, match="stopped"):
         await waiting
 
 
 async def test_one_without_an_answer_is_given_up(compiler, monkeypatch):
     await compiler.compile(GOOD)
     monkeypatch.setattr(module, "PATIENCE", 0.1)
-    with pytest.raises(CompilerBusy, match="no answer in"):
-        await compiler.compile(Source("lark", HANGS))
+    with pytest.raises(CompilerBusyError, match="no answer in"):
+        await compiler.compile(GrammarSource("lark", HANGS))
     assert compiler._process is None
     monkeypatch.undo()
-    assert Source("lark", HANGS) not in compiler._known
-    assert await compiler.compile(Source("regex", "next"))
+    assert GrammarSource("lark", HANGS) not in compiler._known
+    assert await compiler.compile(GrammarSource("regex", "next"))
 
 
 async def test_one_grammar_is_compiled_once_for_all_that_wait(compiler, monkeypatch):
@@ -213,29 +213,29 @@ async def test_one_grammar_is_compiled_once_for_all_that_wait(compiler, monkeypa
 
 async def test_those_that_wait_are_bounded(compiler, monkeypatch):
     monkeypatch.setattr(module, "MAX_WAITING", 3)
-    sources = [Source("regex", f"b{{{i}}}") for i in range(1, 9)]
+    sources = [GrammarSource("regex", f"b{{{i}}}") for i in range(1, 9)]
     tasks = [asyncio.create_task(compiler.compile(source)) for source in sources]
     answers = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [isinstance(one, CompilerBusy) for one in answers] == [False] * 3 + [True] * 5
+    assert [isinstance(one, CompilerBusyError) for one in answers] == [False] * 3 + [True] * 5
     assert await compiler.compile(sources[-1])
 
 
 async def test_what_is_remembered_is_bounded(compiler, monkeypatch):
     monkeypatch.setattr(module, "MAX_ENTRIES", 3)
     for i in range(1, 6):
-        await compiler.compile(Source("regex", f"c{{{i}}}"))
+        await compiler.compile(GrammarSource("regex", f"c{{{i}}}"))
     assert [source.text for source in compiler._known] == ["c{3}", "c{4}", "c{5}"]
-    await compiler.compile(Source("regex", "c{3}"))
+    await compiler.compile(GrammarSource("regex", "c{3}"))
     await compiler.compile(GOOD)
     assert [source.text for source in compiler._known] == ["c{5}", "c{3}", "[a-z]+"]
     monkeypatch.setattr(module, "MAX_CHARACTERS", compiler._characters)
-    await compiler.compile(Source("regex", "d" * 1000))
+    await compiler.compile(GrammarSource("regex", "d" * 1000))
     assert compiler._characters <= module.MAX_CHARACTERS or len(compiler._known) == 0
 
 
 async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(tmp_path):
     compiler = GrammarCompiler(tmp_path, VOCABULARY, (EOS,))
-    with pytest.raises(CompilerBusy, match="does not start"):
+    with pytest.raises(CompilerBusyError, match="does not start"):
         await compiler.compile(GOOD)
     assert not compiler._known
     assert compiler._process is None
@@ -243,6 +243,6 @@ async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(tmp_path
 
 async def test_a_model_without_an_end_has_no_grammars():
     compiler = GrammarCompiler(FOLDER, VOCABULARY, (VOCABULARY,))
-    with pytest.raises(BadGrammar, match="no token that ends"):
+    with pytest.raises(GrammarError, match="no token that ends"):
         await compiler.compile(GOOD)
     await compiler.close()

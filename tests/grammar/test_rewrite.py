@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar.sources.rewrite import MAX_ARRANGEMENTS, UnsupportedKeywordError, rewrite_schema
-from gllm.grammar.sources.source import source_of
+from gllm.grammar.sources.source import to_grammar_source
 from tests.grammar.writing import TOKENIZER, TOKENS, grammar_of
 
 LISTED = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -143,7 +143,7 @@ def test_unique_items_that_cannot_be_listed_are_left_to_the_model():
 )
 def test_what_nothing_stands_for_is_refused(schema):
     with pytest.raises(FieldError):
-        source_of(StructuredOutput(json=schema))
+        to_grammar_source(StructuredOutput(json=schema))
 
 
 ODD: list[Any] = [None, True, -1, 2.5, "x", [], [7], [{}], {}, {"": 1}, {"enum": 7}, 2**40]

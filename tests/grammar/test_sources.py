@@ -7,8 +7,8 @@ import pytest
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
-from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, depth
-from gllm.grammar.sources.source import MAX_BYTES, MAX_CHOICES, source_of
+from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, nesting_depth
+from gllm.grammar.sources.source import MAX_BYTES, MAX_CHOICES, to_grammar_source
 
 OTHERS = [
     *("if", "then", "else", "contains", "minContains", "dependentRequired", "$id", "$anchor"),
@@ -121,7 +121,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_sizes_are_bounded_before_anything_is_compiled(case):
     with pytest.raises(FieldError) as refused:
-        source_of(StructuredOutput(**REFUSED[case], param="response_format"))
+        to_grammar_source(StructuredOutput(**REFUSED[case], param="response_format"))
     assert refused.value.param == "response_format"
     assert str(refused.value).startswith("response_format: ")
     assert len(str(refused.value)) < 2000
@@ -137,13 +137,15 @@ def test_one_of_four():
 
 
 def test_what_is_compiled():
-    kind, text = source_of(StructuredOutput(json='{"type": "null"}'))
+    kind, text = to_grammar_source(StructuredOutput(json='{"type": "null"}'))
     assert (kind, json.loads(text)["type"]) == ("json_schema", "null")
-    assert source_of(StructuredOutput(grammar='root ::= "a"')).format == "gbnf"
-    assert source_of(StructuredOutput(grammar='start: "a"')).format == "lark"
-    assert source_of(StructuredOutput(choice=('a"', "b", "b"))).text == 'start: "a\\"" | "b"'
+    assert to_grammar_source(StructuredOutput(grammar='root ::= "a"')).format == "gbnf"
+    assert to_grammar_source(StructuredOutput(grammar='start: "a"')).format == "lark"
+    assert (
+        to_grammar_source(StructuredOutput(choice=('a"', "b", "b"))).text == 'start: "a\\"" | "b"'
+    )
 
 
 def test_depth():
     nested: list[Any] = [1, [], [[]], {"a": [1, {"b": {}}]}]
-    assert [depth(one) for one in nested] == [0, 0, 1, 3]
+    assert [nesting_depth(one) for one in nested] == [0, 0, 1, 3]

@@ -8,9 +8,9 @@ import pytest
 from llguidance import LLMatcher
 
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar.child import compiled
-from gllm.grammar.sources.source import source_of
-from gllm.grammar.vocabulary import limits, load_vocabulary
+from gllm.grammar.child import compile_grammar
+from gllm.grammar.sources.source import to_grammar_source
+from gllm.grammar.vocabulary import load_grammar_tokenizer, parser_limits
 from gllm.text.tokenizer import Tokenizer
 from tests.grammar.writing import EOS
 from tests.text.tokenizers_for_tests import byte_level, metaspace, save, sentencepiece, word_piece
@@ -30,10 +30,10 @@ def test_a_text_of_its_tokens_fits(tmp_path: Path, kind, more: int) -> None:
     backend.enable_truncation(3)
     tokenizer = Tokenizer.load(save(tmp_path, backend))
     size = tokenizer.vocab_size + more
-    tokens = load_vocabulary(tmp_path, size, (size + 3, EOS))
+    tokens = load_grammar_tokenizer(tmp_path, size, (size + 3, EOS))
     assert tokens.eos_tokens == [EOS]
-    grammar, _ = compiled(list(source_of(StructuredOutput(json=SCHEMA))), tokens)
-    matcher = LLMatcher(tokens, grammar, limits=limits())
+    grammar, _ = compile_grammar(list(to_grammar_source(StructuredOutput(json=SCHEMA))), tokens)
+    matcher = LLMatcher(tokens, grammar, limits=parser_limits())
     output: list[int] = []
     chance = Random(1)
     while not matcher.is_stopped():
@@ -52,9 +52,9 @@ def test_a_text_of_its_tokens_fits(tmp_path: Path, kind, more: int) -> None:
 def test_kinds_without_grammars_are_told(tmp_path: Path, kind) -> None:
     folder = save(tmp_path, kind())
     with pytest.raises(ValueError, match="tokenizer is of a kind without grammars"):
-        load_vocabulary(folder, 5, (2,))
+        load_grammar_tokenizer(folder, 5, (2,))
 
 
 def test_some_token_has_to_end_a_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no token that ends"):
-        load_vocabulary(save(tmp_path, byte_level()), 402, (402,))
+        load_grammar_tokenizer(save(tmp_path, byte_level()), 402, (402,))

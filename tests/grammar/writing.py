@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gllm.grammar.child import compiled
-from gllm.grammar.sources.source import source_of
-from gllm.grammar.vocabulary import load_vocabulary
+from gllm.grammar.child import compile_grammar
+from gllm.grammar.sources.source import to_grammar_source
+from gllm.grammar.vocabulary import load_grammar_tokenizer
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.grammars import Grammars
@@ -18,7 +18,7 @@ from gllm.text.tokenizer import Tokenizer
 FOLDER = Path(__file__).parents[2] / "gllm" / "demo"
 VOCABULARY = 2048
 EOS = 2
-TOKENS = load_vocabulary(FOLDER, VOCABULARY, (EOS,))
+TOKENS = load_grammar_tokenizer(FOLDER, VOCABULARY, (EOS,))
 TOKENIZER = Tokenizer.load(FOLDER)
 
 
@@ -29,7 +29,7 @@ def grammars() -> Grammars:
 
 def compile_output(wanted) -> tuple[str, str]:
     """A structured output's grammar, or why there is none."""
-    grammar, error = compiled(list(source_of(wanted)), TOKENS)
+    grammar, error = compile_grammar(list(to_grammar_source(wanted)), TOKENS)
     return grammar, error
 
 

@@ -10,7 +10,7 @@ import torch
 
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar import guide as guide_module
-from gllm.grammar.guide import Guide, GuideError, Rules
+from gllm.grammar.guide import GrammarGuide, GrammarGuideError, GuideOptions
 from gllm.kernels.sampling import sample
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
@@ -40,7 +40,7 @@ def owner():
     return grammars()
 
 
-def guide_of(state: SamplingState) -> Guide:
+def guide_of(state: SamplingState) -> GrammarGuide:
     assert state.guide is not None
     return state.guide
 
@@ -180,7 +180,7 @@ def test_rows_drawn_one_by_one_after_a_fault_take_each_token_once(owner, monkeyp
 def test_a_grammar_that_does_not_compile_is_told(owner):
     spec = SequenceSamplingParams(grammar='{"grammars": [{"lark_grammar": "start: ("}]}')
     state = states_of(RegisterSequences(0, 1, [], spec), owner)[0]
-    assert isinstance(guide_of(state).begun.exception(20), GuideError)
+    assert isinstance(guide_of(state).begun.exception(20), GrammarGuideError)
     drawn = step([state, plain(1)], [0, 0], noise(2))
     assert ["does not compile" in error for error in drawn.errors] == [True, False]
 
@@ -194,13 +194,13 @@ def test_a_mask_that_never_comes_ends_its_own_row(monkeypatch):
     def no_matcher() -> Any:
         return None
 
-    guide = Guide(never, never, no_matcher, Rules(VOCABULARY, EOS, True))
+    guide = GrammarGuide(never, never, no_matcher, GuideOptions(VOCABULARY, EOS, True))
     stuck = SamplingState(SequenceSamplingParams(grammar="x"), None, [], guide)
     drawn: SampleOutput = draw(noise(2), plan_rows([(0, 0), (1, 0)], [stuck, plain(1)], [0, 0]))
     assert ["takes over" in error for error in drawn.errors] == [True, False]
 
 
-def asked_meanwhile(guide: Guide, index: int) -> "Future[int | bytes]":
+def asked_meanwhile(guide: GrammarGuide, index: int) -> "Future[int | bytes]":
     """What is allowed at `index`, asked by another thread that has to wait for it."""
     pool = ThreadPoolExecutor(1)
     asked = pool.submit(guide.allowed, index)
@@ -231,7 +231,7 @@ def test_nobody_waits_for_a_sequence_that_has_failed(owner):
     guide_of(state).allowed(0)
     asked = asked_meanwhile(guide_of(state), 1)
     give_up([state, plain(1)], "no memory")
-    with pytest.raises(GuideError, match="its step failed: no memory"):
+    with pytest.raises(GrammarGuideError, match="its step failed: no memory"):
         asked.result(10)
     drawn = step([state, plain(1)], [1, 1], noise(2))
     assert drawn.errors == ["its step failed: no memory", ""]
@@ -252,7 +252,7 @@ def test_a_library_that_raises_ends_its_own_row_only(owner, method):
     compiled = owner._copy(state.spec.grammar)
     now = ThreadPoolExecutor(1).submit
     broken: Any = Broken(compiled)
-    state.guide = Guide(now, now, lambda: broken, Rules(VOCABULARY, EOS, True))
+    state.guide = GrammarGuide(now, now, lambda: broken, GuideOptions(VOCABULARY, EOS, True))
     drawn = step([state, plain(1)], [0, 0], noise(2))
     assert "no memory" in drawn.errors[0]
     assert not drawn.errors[1]
@@ -261,7 +261,7 @@ def test_a_library_that_raises_ends_its_own_row_only(owner, method):
 
 def test_a_token_that_never_comes_ends_the_wait(owner, monkeypatch):
     monkeypatch.setattr(guide_module, "TOKEN_SECONDS", 0.01)
-    with pytest.raises(GuideError, match="did not come"):
+    with pytest.raises(GrammarGuideError, match="did not come"):
         guide_of(state_of(WORDS, owner)).allowed(1)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gllm.text.detokenizer import TextStream
+from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
 from scripts.convert_chatglm_tokenizer import SPECIAL, main, merges, parse
 
@@ -62,7 +62,7 @@ def test_decodes_as_sentencepiece(tokenizers: dict[str, Tokenizer], name: str) -
     tokenizer = tokenizers[name]
     for row in expected(name):
         assert tokenizer.decode(row["ids"]) == row["decoded"], row
-        stream = TextStream(tokenizer)
+        stream = IncrementalDetokenizer(tokenizer)
         pieces = [stream.push([i])[0] for i in row["ids"]]
         assert "".join(pieces) + stream.finish() == row["decoded"], row
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.text.detokenizer import TextStream
+from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.stops import StopStrings
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
@@ -26,7 +26,7 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 
 def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     return [stream.push([i])[0] for i in ids] + [stream.finish()]
 
 
@@ -57,7 +57,7 @@ def test_cuts_do_not_matter(data):
     tokenizer = KINDS["byte-level"]
     ids = data.draw(ids_of(tokenizer))
     cut = data.draw(st.integers(0, len(ids)))
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     text = stream.push(ids[:cut])[0] + stream.push(ids[cut:])[0] + stream.finish()
     assert text == tokenizer.decode(ids)
 
@@ -68,7 +68,7 @@ def test_cost_of_a_token_does_not_grow(kind):
     # Bytes that never make a character are the worst case: nothing can be shown for good.
     bad = next(i for i in range(tokenizer.vocab_size) if tokenizer.token(i) in ("<0xFF>", "ÿ"))
     ids = [bad] * 20_000 + tokenizer.encode("Hello") * 5_000
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     start = time.monotonic()
     text = "".join(stream.push([i])[0] for i in ids) + stream.finish()
     assert time.monotonic() - start < 5
@@ -78,7 +78,7 @@ def test_cost_of_a_token_does_not_grow(kind):
 def test_stop_string_says_which_token_completed_it():
     tokenizer = KINDS["byte-level"]
     ids = tokenizer.encode("Hello world, how are you today?")
-    stream = TextStream(tokenizer, StopStrings(["how are"]))
+    stream = IncrementalDetokenizer(tokenizer, StopStrings(["how are"]))
     text, used, stop = stream.push(ids)
     assert (text, stop) == ("Hello world, ", "how are")
     assert "how are" in tokenizer.decode(ids[:used])
@@ -87,7 +87,7 @@ def test_stop_string_says_which_token_completed_it():
 
 def test_unfinished_stop_string_is_shown_at_the_end():
     tokenizer = KINDS["byte-level"]
-    stream = TextStream(tokenizer, StopStrings(["you!"]))
+    stream = IncrementalDetokenizer(tokenizer, StopStrings(["you!"]))
     shown, used, stop = stream.push(tokenizer.encode("thank you"))
     assert (shown, stop) == ("thank ", None)
     assert used == len(tokenizer.encode("thank you"))
@@ -100,7 +100,7 @@ def test_unfinished_stop_string_is_shown_at_the_end():
 def test_special_tokens_are_shown_where_asked(kind, data):
     tokenizer = KINDS[kind]
     ids = data.draw(ids_of(tokenizer))
-    stream = TextStream(tokenizer, skip_special_tokens=False)
+    stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
     pieces = [stream.push([i])[0] for i in ids] + [stream.finish()]
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -109,8 +109,8 @@ def test_special_tokens_are_shown_where_asked(kind, data):
 def test_stop_strings_are_shown_where_asked(stop):
     tokenizer = KINDS["byte-level"]
     ids = tokenizer.encode("Hello world, you")
-    cut = TextStream(tokenizer, StopStrings([stop])).push(ids)
-    kept = TextStream(tokenizer, StopStrings([stop]), include_stop=True).push(ids)
+    cut = IncrementalDetokenizer(tokenizer, StopStrings([stop])).push(ids)
+    kept = IncrementalDetokenizer(tokenizer, StopStrings([stop]), include_stop=True).push(ids)
     assert cut[1:] == kept[1:] == (kept[1], stop)
     assert kept[0] == cut[0] + stop
     assert "Hello world, you".startswith(kept[0])
@@ -120,7 +120,7 @@ def test_a_stop_string_at_the_very_end_is_shown_where_asked():
     tokenizer = KINDS["llama"]
     ids = tokenizer.encode("Hello \u00e9")
     for include, wanted in ((False, "Hello "), (True, "Hello \u00e9")):
-        stream = TextStream(tokenizer, StopStrings(["\u00e9"]), include_stop=include)
+        stream = IncrementalDetokenizer(tokenizer, StopStrings(["\u00e9"]), include_stop=include)
         assert stream.push(ids)[0] + stream.finish() == wanted
 
 
@@ -132,5 +132,5 @@ def test_some_special_tokens_are_shown(kind):
     shown, hidden = sorted(names)[:2]
     ids = [i for token in (shown, hidden, shown) if (i := tokenizer.token_id(token)) is not None]
     assert len(ids) == 3
-    stream = TextStream(tokenizer, shown=[shown, "no such token"])
+    stream = IncrementalDetokenizer(tokenizer, shown=[shown, "no such token"])
     assert "".join(stream.push([i])[0] for i in ids) + stream.finish() == shown * 2

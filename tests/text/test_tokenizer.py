@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from gllm.text.token_length import longest_token
-from gllm.text.tokenizer import Tokenizer, TooManyTokens
+from gllm.text.token_length import max_token_characters
+from gllm.text.tokenizer import Tokenizer, TooManyTokensError
 from tests.text import tokenizers_for_tests as some
 
 
@@ -72,7 +72,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch):
     tokenizer = Tokenizer(some.byte_level())
     longest = max(map(len, some.byte_level().get_vocab()))
     monkeypatch.setattr(tokenizer, "_backend", None)
-    with pytest.raises(TooManyTokens) as raised:
+    with pytest.raises(TooManyTokensError) as raised:
         tokenizer.encode("x" * (longest * 7 + 1), max_tokens=7)
     assert (raised.value.count, raised.value.is_exact) == (8, False)
 
@@ -102,7 +102,7 @@ def test_too_many_tokens():
     tokenizer = Tokenizer(some.byte_level())
     count = len(tokenizer.encode("Hello world"))
     assert len(tokenizer.encode("Hello world", max_tokens=count)) == count
-    with pytest.raises(TooManyTokens) as raised:
+    with pytest.raises(TooManyTokensError) as raised:
         tokenizer.encode("Hello world", max_tokens=count - 1)
     assert (raised.value.count, raised.value.is_exact) == (count, True)
 
@@ -113,7 +113,7 @@ def test_no_text_has_fewer_tokens_than_its_length_tells(text):
     composing = some.byte_level()
     composing.normalizer = normalizers.NFC()
     for backend in (some.byte_level(), composing, some.sentencepiece(), some.metaspace()):
-        longest = longest_token(backend)
+        longest = max_token_characters(backend)
         assert longest is not None
         assert len(text) <= longest * len(backend.encode(text, add_special_tokens=False))
 
@@ -124,4 +124,4 @@ def test_tokenizers_that_may_drop_text_have_no_longest_token():
     swallowing.add_special_tokens([AddedToken("<pad>", lstrip=True)])
     lossy.normalizer = normalizers.Strip()
     for backend in (some.word_piece(), dropping, swallowing, lossy):
-        assert longest_token(backend) is None
+        assert max_token_characters(backend) is None

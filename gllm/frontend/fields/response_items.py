@@ -7,7 +7,7 @@ from typing import Any
 
 from gllm.config.field_types import FieldError
 from gllm.frontend.fields.chat_messages import Turns, listed, refuse, string, text_of, unknown_type
-from gllm.text.chat.tools import INPUT, KINDS
+from gllm.text.chat.tools import CUSTOM_INPUT_KEY, TOOL_TYPES
 
 Json = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
@@ -17,7 +17,7 @@ OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ITEMS = ("message", *CALLS, *OUTPUTS, "reasoning", "compaction")
 COMPACTED = "gllm-summary:"
 """Marks the contents of compaction items that this server wrote."""
-CHOICES = (*KINDS, "allowed_tools")
+CHOICES = (*TOOL_TYPES, "allowed_tools")
 
 
 def convert_input(given: str | list[Json] | None, instructions: str | None) -> list[Json]:
@@ -53,7 +53,7 @@ def convert_tool(tool: Json, where: str) -> Json:
     elif kind == "custom":
         names = ("name", "description", "format")
     else:
-        unknown_type(tool, where, KINDS)
+        unknown_type(tool, where, TOOL_TYPES)
     body = {name: tool[name] for name in names if tool.get(name) is not None}
     form = body.get("format")
     if isinstance(form, dict) and form.get("type") == "grammar":
@@ -70,7 +70,7 @@ def convert_tool_choice(given: str | Json | None) -> str | Json | None:
         return _reference(given, "tool_choice", CHOICES)
     where = "tool_choice.tools"
     tools = [
-        _reference(tool, f"{where}[{i}]", KINDS)
+        _reference(tool, f"{where}[{i}]", TOOL_TYPES)
         for i, tool in enumerate(listed(given.get("tools"), where))
     ]
     allowed = {"mode": given.get("mode"), "tools": tools}
@@ -80,7 +80,7 @@ def convert_tool_choice(given: str | Json | None) -> str | Json | None:
 def _reference(tool: Json, where: str, known: tuple[str, ...]) -> Json:
     """Return the name of a tool as chat completions nest it."""
     kind = tool.get("type")
-    if kind not in KINDS:
+    if kind not in TOOL_TYPES:
         unknown_type(tool, where, known)
     return {"type": kind, kind: {"name": string(tool, "name", where)}}
 
@@ -102,7 +102,9 @@ def _add_item(turns: Turns, item: Json, where: str) -> None:
             if kind == "function_call":
                 arguments = string(item, "arguments", where)
             else:
-                arguments = json.dumps({INPUT: string(item, "input", where)}, ensure_ascii=False)
+                arguments = json.dumps(
+                    {CUSTOM_INPUT_KEY: string(item, "input", where)}, ensure_ascii=False
+                )
             turns.call(call_id, name, arguments)
         case "function_call_output" | "custom_tool_call_output":
             text = text_of(item.get("output"), f"{where}.output", TEXTS)

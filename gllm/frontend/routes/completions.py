@@ -25,7 +25,7 @@ from gllm.frontend.fields.generation import to_sampling_params
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from gllm.frontend.run import Job
-from gllm.text.detokenizer import TextStream
+from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
 
 
@@ -107,7 +107,7 @@ def _is_whole(tokenizer: Tokenizer, text: str, ids: list[int], params: SamplingP
 
 
 def _text(tokenizer: Tokenizer, ids: list[int], params: SamplingParams) -> str:
-    stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
     return stream.push(ids)[0] + stream.finish()
 
 

@@ -123,7 +123,7 @@ def resolve_reference(root: object, reference: object) -> object:
     return found
 
 
-def depth(value: object) -> int:
+def nesting_depth(value: object) -> int:
     """How deep JSON values are nested; 0 for one that holds no others."""
     return sum(1 for _ in _levels(value)) - 1
 

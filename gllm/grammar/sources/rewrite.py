@@ -55,7 +55,7 @@ def rewrite_schema(schema: Mapping[str, Any], strict: bool, lenient: bool = Fals
         closed = {} if id(one) in parts else _closing(one, strict)
         made = {name: _map_values(name, value, rewrite) for name, value in one.items()} | closed
         made = _without_older_drafts(made)
-        for keyword, express in EXPRESSED.items():
+        for keyword, express in KEYWORD_REWRITES.items():
             if keyword in made:
                 value = made.pop(keyword)
                 try:
@@ -250,7 +250,7 @@ def _express_not(schema: Schema, excluded: object, root: Schema) -> Schema:
     )
 
 
-EXPRESSED: dict[str, Callable[[Schema, object, Schema], Schema]] = {
+KEYWORD_REWRITES: dict[str, Callable[[Schema, object, Schema], Schema]] = {
     "propertyNames": _express_property_names,
     "uniqueItems": _express_unique_items,
     "not": _express_not,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, depth
+from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, nesting_depth
 from gllm.grammar.sources.rewrite import rewrite_schema
 
 MAX_BYTES = {"json": 2**17, "regex": 2**13, "choice": 2**16, "grammar": 2**16}
@@ -19,7 +19,7 @@ STYLE = {"whitespace_flexible": False}
 cannot go on with blanks for ever."""
 
 
-class Source(NamedTuple):
+class GrammarSource(NamedTuple):
     """A grammar to be compiled."""
 
     format: str
@@ -27,18 +27,18 @@ class Source(NamedTuple):
     text: str
 
 
-def source_of(wanted: StructuredOutput) -> Source:
+def to_grammar_source(wanted: StructuredOutput) -> GrammarSource:
     """The grammar of a structured output. Raises FieldError."""
     try:
         if wanted.json is not None:
-            return Source("json_schema", _schema(wanted.json, wanted.strict))
+            return GrammarSource("json_schema", _schema(wanted.json, wanted.strict))
         if wanted.regex is not None:
-            return Source("regex", _bounded("regex", wanted.regex))
+            return GrammarSource("regex", _bounded("regex", wanted.regex))
         if wanted.choice is not None:
-            return Source("lark", _choice(wanted.choice))
+            return GrammarSource("lark", _choice(wanted.choice))
         assert wanted.grammar is not None, "a structured output has one of four"
         text = _bounded("grammar", wanted.grammar)
-        return Source("gbnf" if "::=" in text else "lark", text)
+        return GrammarSource("gbnf" if "::=" in text else "lark", text)
     except ValueError as error:
         raise FieldError(wanted.param, f"{wanted.param}: {error}") from error
 
@@ -50,7 +50,7 @@ def _schema(schema: object, strict: bool) -> str:
             schema = json.loads(_bounded("json", schema))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the schema is no JSON: {error}") from error
-    if depth(schema) > MAX_DEPTH:
+    if nesting_depth(schema) > MAX_DEPTH:
         raise ValueError(f"the schema is nested deeper than {MAX_DEPTH} levels")
     if not isinstance(schema, dict):
         raise ValueError("the schema has to be an object")

@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_CALLS, MAX_MESSAGES
-from gllm.text.chat.tools import INPUT
+from gllm.text.chat.tools import CUSTOM_INPUT_KEY
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 
 
-class Arguments(dict[str, Any]):
+class ToolCallArguments(dict[str, Any]):
     """A call's arguments, for templates that go through them as for those that write them out.
 
     Some templates take an object, others a text to which they add more; so this is an object that
@@ -36,7 +36,7 @@ class Arguments(dict[str, Any]):
         return other + self._text
 
 
-def checked_messages(messages: object) -> list[Message]:
+def normalize_messages(messages: object) -> list[ChatMessage]:
     """Return copies of the messages with their contents as text, and with the older `function_call`
     and role `function` as tool calls and their results. Raises FieldError naming `messages`."""
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
@@ -56,7 +56,7 @@ def checked_messages(messages: object) -> list[Message]:
     return made
 
 
-def _without_function_call(where: str, message: Message, call_id: str) -> Message:
+def _without_function_call(where: str, message: ChatMessage, call_id: str) -> ChatMessage:
     """Return a message whose `function_call` is a tool call."""
     if message.get("tool_calls"):
         _refuse(where, "has both a function_call and tool_calls")
@@ -68,7 +68,7 @@ def _refuse(where: str, why: str) -> NoReturn:
     raise FieldError("messages", f"{where} {why}")
 
 
-def _checked(where: str, message: object) -> Message:
+def _checked(where: str, message: object) -> ChatMessage:
     """A copy of one message without what is null, but for a content that may be."""
     if not isinstance(message, dict):
         _refuse(where, "has to be an object")
@@ -91,7 +91,7 @@ def _checked(where: str, message: object) -> Message:
     return made
 
 
-def _content(where: str, message: Message) -> str | None:
+def _content(where: str, message: ChatMessage) -> str | None:
     """The text of a message. Null only beside tool calls; nothing may stand for an empty text
     beside reasoning."""
     content = message.get("content")
@@ -99,13 +99,13 @@ def _content(where: str, message: Message) -> str | None:
         if "tool_calls" in message:
             return None
         content = "" if "reasoning_content" in message else None
-    text = text_of(content)
+    text = content_text(content)
     if text is None:
         _refuse(where, "has to have a content that is a string or a list of parts of type text")
     return text
 
 
-def text_of(content: object) -> str | None:
+def content_text(content: object) -> str | None:
     """The text of a content, parts of it one per line; None where it is not text."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
@@ -120,7 +120,7 @@ def text_of(content: object) -> str | None:
     return "\n".join(texts)
 
 
-def _checked_calls(where: str, calls: object) -> list[Message]:
+def _checked_calls(where: str, calls: object) -> list[ChatMessage]:
     """Tool calls that were made, their arguments as objects."""
     if not isinstance(calls, list) or len(calls) > MAX_CALLS:
         _refuse(where, f"has tool_calls that are no list of up to {MAX_CALLS}")
@@ -144,15 +144,18 @@ def _checked_calls(where: str, calls: object) -> list[Message]:
     return made
 
 
-def _custom_as_function(where: str, custom: object) -> Message:
+def _custom_as_function(where: str, custom: object) -> ChatMessage:
     """Return a call of a custom tool as one of the function that stands for it."""
     text = custom.get("input") if isinstance(custom, dict) else None
     if not isinstance(custom, dict) or not isinstance(text, str):
         _refuse(where, "has to have a custom with a name and an input that is a string")
-    return {"name": custom.get("name"), "arguments": json.dumps({INPUT: text}, ensure_ascii=False)}
+    return {
+        "name": custom.get("name"),
+        "arguments": json.dumps({CUSTOM_INPUT_KEY: text}, ensure_ascii=False),
+    }
 
 
-def _arguments(where: str, given: object) -> Arguments:
+def _arguments(where: str, given: object) -> ToolCallArguments:
     """Arguments given as the text of a JSON object, or as the object."""
     try:
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
@@ -161,4 +164,4 @@ def _arguments(where: str, given: object) -> Arguments:
         values = None
     if not isinstance(values, dict):
         _refuse(where, "has arguments that are not the text of a JSON object")
-    return Arguments(values, text if values else "{}")
+    return ToolCallArguments(values, text if values else "{}")

@@ -13,9 +13,9 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar.sources.json_schema import check_schema
 from gllm.grammar.sources.rewrite import rewrite_schema
-from gllm.grammar.sources.source import Source, source_of
-from gllm.text.chat.tools import ToolUse
-from gllm.text.output.constraint import Grammar, calls_of, output_of
+from gllm.grammar.sources.source import GrammarSource, to_grammar_source
+from gllm.text.chat.tools import ToolOptions
+from gllm.text.output.constraint import GrammarBuilder, output_grammar, tool_call_rule
 from gllm.text.output.parser import OutputFormat
 
 _ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
@@ -25,7 +25,7 @@ _WITHIN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 def constrain_output(
     structured: StructuredOutput | None,
-    tool_use: ToolUse,
+    tool_use: ToolOptions,
     output_format: OutputFormat,
     template_source: str,
     token_id: Callable[[str], int | None],
@@ -51,7 +51,7 @@ def constrain_output(
                 f"{structured.param} applies to the whole output",
             )
         # The structure applies to content, which a required call leaves empty. It is still checked.
-        source_of(structured)
+        to_grammar_source(structured)
         structured = None
     if structured is not None and structured.grammar is not None:
         # A grammar of the request's own covers the whole output: nothing is split off it.
@@ -59,20 +59,22 @@ def constrain_output(
     has_sections = output_format.reasoning is not None or output_format.calls is not None
     if not is_call_required and (structured is None or not has_sections):
         return structured, output_format
-    grammar = Grammar(token_id, output_format.markers)
+    grammar = GrammarBuilder(token_id, output_format.markers)
     answers = []
     if structured is not None:
-        answers.append(_content_rule(grammar, source_of(structured)))
+        answers.append(_content_rule(grammar, to_grammar_source(structured)))
     if output_format.calls is not None:
         written = output_format.calls.written(template_source)
         allows_several = not (tool_use.named or tool_use.is_single)
-        answers.append(calls_of(grammar, written, _enforced_schemas(tool_use), allows_several))
-    text = output_of(grammar, answers, output_format.reasoning, output_format.within)
+        answers.append(
+            tool_call_rule(grammar, written, _enforced_schemas(tool_use), allows_several)
+        )
+    text = output_grammar(grammar, answers, output_format.reasoning, output_format.within)
     param = "tools" if structured is None else structured.param
     return StructuredOutput(grammar=text, param=param), output_format
 
 
-def _enforced_schemas(tool_use: ToolUse) -> dict[str, dict[str, Any]]:
+def _enforced_schemas(tool_use: ToolOptions) -> dict[str, dict[str, Any]]:
     """Return the schemas of arguments as the grammar enforces them, by name of the tool.
 
     Keywords that cannot be enforced are dropped, except for strict functions.
@@ -96,7 +98,7 @@ def _enforced_schemas(tool_use: ToolUse) -> dict[str, dict[str, Any]]:
     return enforced
 
 
-def _content_rule(grammar: Grammar, source: Source) -> str:
+def _content_rule(grammar: GrammarBuilder, source: GrammarSource) -> str:
     """Add a rule for structured content and return its name."""
     match source.format:
         case "json_schema":

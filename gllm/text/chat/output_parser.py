@@ -2,9 +2,15 @@
 
 from collections.abc import Callable
 
-from gllm.text.output.events import CallBroken, CallStart, Content, Event, Message
+from gllm.text.output.events import (
+    AssistantMessage,
+    ContentDelta,
+    OutputEvent,
+    ToolCallAborted,
+    ToolCallStart,
+)
 from gllm.text.output.parser import OutputFormat, OutputParser
-from gllm.text.output.reasoning import ReasoningCounter
+from gllm.text.output.reasoning import ReasoningTokenCounter
 from gllm.text.tokenizer import Tokenizer
 
 
@@ -21,10 +27,10 @@ class ChatOutputParser:
 
     def push(
         self, index: int, text: str, finish_reason: str | None
-    ) -> tuple[list[Event], str | None]:
+    ) -> tuple[list[OutputEvent], str | None]:
         """Return the events of more text of a choice, and the finish reason if the choice ended."""
         if self.is_plain_text:
-            return [Content(text)] if text else [], finish_reason
+            return [ContentDelta(text)] if text else [], finish_reason
         if index not in self._parsers:
             self._parsers[index] = OutputParser(self._format)
         parser = self._parsers[index]
@@ -33,15 +39,15 @@ class ChatOutputParser:
             events += parser.finish()
         calls = self._calls.setdefault(index, set())
         for event in events:
-            if isinstance(event, CallStart):
+            if isinstance(event, ToolCallStart):
                 calls.add(event.index)
-            elif isinstance(event, CallBroken):
+            elif isinstance(event, ToolCallAborted):
                 calls.discard(event.index)
         return events, _finish_reason(finish_reason, bool(calls))
 
-    def parse(self, text: str, finish_reason: str | None) -> tuple[Message, str | None]:
+    def parse(self, text: str, finish_reason: str | None) -> tuple[AssistantMessage, str | None]:
         """Return the message of a finished choice and its finish reason."""
-        parser, message = OutputParser(self._format), Message()
+        parser, message = OutputParser(self._format), AssistantMessage()
         message.add(parser.push(text))
         message.add(parser.finish())
         return message, _finish_reason(finish_reason, bool(message.calls))
@@ -53,7 +59,7 @@ def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
 
 def reasoning_counter(
     tokenizer: Tokenizer, output_format: OutputFormat
-) -> Callable[[], ReasoningCounter] | None:
+) -> Callable[[], ReasoningTokenCounter] | None:
     """Return a function that creates a counter of reasoning tokens for one choice.
 
     Returns:
@@ -70,4 +76,4 @@ def reasoning_counter(
     def is_blank(token: int) -> bool:
         return not tokenizer.token_bytes(token).strip()
 
-    return lambda: ReasoningCounter(opening, closing, output_format.within, is_blank)
+    return lambda: ReasoningTokenCounter(opening, closing, output_format.within, is_blank)

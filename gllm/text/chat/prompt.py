@@ -6,13 +6,13 @@ from typing import Any
 
 from gllm.config.field_types import FieldError
 from gllm.config.output_parsers import OutputParserConfig
-from gllm.text.chat.messages import text_of
+from gllm.text.chat.messages import content_text
 from gllm.text.chat.request import ChatRequest
 from gllm.text.chat.template import ChatTemplate
-from gllm.text.output.calls import ToolFamily
+from gllm.text.output.calls import ToolCallFormat
 from gllm.text.output.parser import OutputFormat
 from gllm.text.output.reasoning import ReasoningTags
-from gllm.text.output.registry import reasoning_tags, tool_family
+from gllm.text.output.registry import select_reasoning_tags, select_tool_call_format
 from gllm.text.special_tokens import new_mark
 from gllm.text.tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ def render_chat(
         tools=_mark_special_tokens(tokenizer, list(use.tools), mark),
         continue_final=request.continue_final_message,
     )
-    tags = reasoning_tags(parsers.reasoning_parser, template.source)
+    tags = select_reasoning_tags(parsers.reasoning_parser, template.source)
     shown = text.replace(mark, "") if mark else text
     within = tags is not None and _starts_in_reasoning(tags, shown, request)
     output_format = OutputFormat(tags, within, family, use.schemas, use.custom, use.is_restricted)
@@ -82,11 +82,13 @@ def _mark_special_tokens(tokenizer: Tokenizer, values: Any, mark: str) -> Any:
 def _starts_in_reasoning(tags: ReasoningTags, prompt: str, request: ChatRequest) -> bool:
     """Return whether the output begins inside a reasoning section that the prompt has opened."""
     if request.continue_final_message:
-        return tags.left_within(text_of(request.messages[-1]["content"]) or "")
+        return tags.left_within(content_text(request.messages[-1]["content"]) or "")
     return tags.left_open(prompt)
 
 
-def _tool_family(template: ChatTemplate, request: ChatRequest, parser: str) -> ToolFamily | None:
+def _tool_family(
+    template: ChatTemplate, request: ChatRequest, parser: str
+) -> ToolCallFormat | None:
     """Return the format of tool calls, None if the request has no tools or the parser is `none`.
 
     Raises:
@@ -96,7 +98,7 @@ def _tool_family(template: ChatTemplate, request: ChatRequest, parser: str) -> T
         return None
     if not template.takes_tools:
         raise FieldError("tools", "the chat template of this model does not support tools")
-    family = tool_family(parser, template.source, template.model_type)
+    family = select_tool_call_format(parser, template.source, template.model_type)
     if family is None and parser == "auto":
         raise FieldError(
             "tools",
@@ -130,7 +132,7 @@ def _template_variables(template: ChatTemplate, request: ChatRequest) -> Mapping
         "thinking": effort not in ("none", "minimal"),
     }
     known = {name: value for name, value in values.items() if name in template.variables}
-    if not known and effort == "none" and reasoning_tags("auto", template.source):
+    if not known and effort == "none" and select_reasoning_tags("auto", template.source):
         raise FieldError(
             "reasoning_effort",
             "reasoning_effort is none, but this model always reasons: omit the field",

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from gllm.config.field_types import FieldError
-from gllm.text.chat.tools import ToolUse
+from gllm.text.chat.tools import ToolOptions
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """Values of `reasoning_effort`, from OpenAI's and Anthropic's APIs."""
@@ -31,7 +31,7 @@ class ChatRequest:
     """
 
     messages: Any
-    tool_use: ToolUse = field(default_factory=ToolUse)
+    tool_use: ToolOptions = field(default_factory=ToolOptions)
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool = True

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gllm.config.field_types import FieldError
-from gllm.text.chat.messages import Message, checked_messages
+from gllm.text.chat.messages import ChatMessage, normalize_messages
 
 MAX_TEXT = 32 * 2**20
 """Characters a rendered chat may have."""
@@ -140,9 +140,9 @@ class ChatTemplate:
             raise FieldError("messages", f"the chat template refused them: {error}") from error
         return "".join(pieces)
 
-    def _checked(self, messages: object) -> list[Message]:
+    def _checked(self, messages: object) -> list[ChatMessage]:
         """The messages as this template expects them. Raises FieldError naming `messages`."""
-        checked = checked_messages(messages)
+        checked = normalize_messages(messages)
         for message in checked:
             # The newer name of the system role; templates drop or misplace a role they do not know.
             if message["role"] == "developer" and not self._knows_developer:

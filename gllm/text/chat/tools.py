@@ -19,9 +19,9 @@ from gllm.config.limits import MAX_TOOL_BYTES, MAX_TOOL_DEPTH, MAX_TOOLS, check_
 MAX_PATTERN = 8192
 """Characters of a custom tool's regular expression."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-CHOICES = ("none", "auto", "required")
-KINDS = ("function", "custom")
-INPUT = "input"
+TOOL_CHOICE_MODES = ("none", "auto", "required")
+TOOL_TYPES = ("function", "custom")
+CUSTOM_INPUT_KEY = "input"
 """The argument that holds a custom tool's input."""
 
 Tool = dict[str, Any]
@@ -30,7 +30,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True)
-class ToolUse:
+class ToolOptions:
     """The tools of a request, as templates expect them, and the choice among them."""
 
     tools: tuple[Tool, ...] = ()
@@ -54,7 +54,7 @@ class ToolUse:
         return {one["name"]: one.get("parameters", NO_ARGUMENTS) for one in functions}
 
 
-def tool_use(tools: object, choice: object) -> ToolUse:
+def parse_tools(tools: object, choice: object) -> ToolOptions:
     """Check `tools` and `tool_choice`. Raises FieldError naming one of them.
 
     With the choice `none` it is as if there were no tools; with `allowed_tools` as if there were no
@@ -64,13 +64,13 @@ def tool_use(tools: object, choice: object) -> ToolUse:
     if not checked:
         if choice not in (None, "none", "auto"):
             raise FieldError("tool_choice", "tool_choice asks for a call, but there are no tools")
-        return ToolUse()
+        return ToolOptions()
     kinds = {tool["function"]["name"]: kind for tool, kind, _ in checked}
     mode, named, allowed = _choice(choice, kinds)
     if mode == "none":
-        return ToolUse()
+        return ToolOptions()
     kept = [row for row in checked if not allowed or row[0]["function"]["name"] in allowed]
-    return ToolUse(
+    return ToolOptions(
         tools=tuple(tool for tool, _, _ in kept),
         choice=mode,
         named=named,
@@ -80,7 +80,7 @@ def tool_use(tools: object, choice: object) -> ToolUse:
     )
 
 
-def function_use(functions: object, call: object) -> ToolUse:
+def parse_functions(functions: object, call: object) -> ToolOptions:
     """Check the older `functions` and `function_call`. Raises FieldError naming one of them."""
     if functions is not None and not isinstance(functions, list):
         raise FieldError("functions", f"functions has to be a list of up to {MAX_TOOLS}")
@@ -88,17 +88,17 @@ def function_use(functions: object, call: object) -> ToolUse:
     checked = _checked_tools(wrapped, "functions")
     tools = tuple(tool for tool, _, _ in checked)
     if call == "none" or (not tools and call in (None, "auto")):
-        return ToolUse()
+        return ToolOptions()
     if not tools:
         raise FieldError("function_call", "function_call asks for a call without functions")
     if call in (None, "auto"):
-        return ToolUse(tools, "auto", is_single=True)
+        return ToolOptions(tools, "auto", is_single=True)
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str):
         raise FieldError(
             "function_call", "function_call has to be none, auto or an object with a name"
         )
-    use = ToolUse(tools, "required", name, is_single=True)
+    use = ToolOptions(tools, "required", name, is_single=True)
     if name not in use.schemas:
         raise FieldError("function_call", f"function_call names {name!r}, which is no function")
     return use
@@ -109,16 +109,16 @@ def _choice(choice: object, kinds: Mapping[str, str]) -> tuple[str, str, set[str
     those that may be; empty for any. `kinds`: function or custom, by name of the tool."""
     if choice is None:
         return "auto", "", set()
-    if isinstance(choice, str) and choice in CHOICES:
+    if isinstance(choice, str) and choice in TOOL_CHOICE_MODES:
         return choice, "", set()
-    if isinstance(choice, dict) and choice.get("type") in KINDS:
+    if isinstance(choice, dict) and choice.get("type") in TOOL_TYPES:
         return "required", _reference(choice, kinds, "tool_choice"), set()
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         return _allowed(choice.get("allowed_tools"), kinds)
     raise FieldError(
         "tool_choice",
-        f"tool_choice has to be {', '.join(CHOICES)} or an object of type function or custom with "
-        "its name, or of type allowed_tools",
+        f"tool_choice must be {', '.join(TOOL_CHOICE_MODES)}, an object of type function or custom "
+        "with its name, or an object of type allowed_tools",
     )
 
 
@@ -138,8 +138,10 @@ def _allowed(allowed: object, kinds: Mapping[str, str]) -> tuple[str, str, set[s
 def _reference(value: object, kinds: Mapping[str, str], where: str) -> str:
     """Return the name of the tool that an object refers to."""
     kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or kind not in KINDS:
-        raise FieldError("tool_choice", f"{where} has to be an object of type {' or '.join(KINDS)}")
+    if not isinstance(value, dict) or kind not in TOOL_TYPES:
+        raise FieldError(
+            "tool_choice", f"{where} has to be an object of type {' or '.join(TOOL_TYPES)}"
+        )
     body = value.get(kind)
     name = body.get("name") if isinstance(body, dict) else None
     if not isinstance(name, str):
@@ -171,8 +173,8 @@ def _checked(param: str, where: str, tool: object) -> tuple[Tool, str, bool]:
         raise FieldError(param, f"{where} {why}")
 
     kind = tool.get("type") if isinstance(tool, dict) else None
-    if not isinstance(tool, dict) or kind not in KINDS:
-        refuse(f"has to be an object of type {' or '.join(KINDS)}")
+    if not isinstance(tool, dict) or kind not in TOOL_TYPES:
+        refuse(f"has to be an object of type {' or '.join(TOOL_TYPES)}")
     body = tool.get(kind)
     if not isinstance(body, dict):
         refuse(f"has to have a {kind}, which is an object")
@@ -213,7 +215,11 @@ def _input_schema(form: object, refuse: Callable[[str], NoReturn]) -> Tool:
 
 
 def _object_of(text: Tool) -> Tool:
-    return {"type": "object", "properties": {INPUT: text}, "required": [INPUT]}
+    return {
+        "type": "object",
+        "properties": {CUSTOM_INPUT_KEY: text},
+        "required": [CUSTOM_INPUT_KEY],
+    }
 
 
 def _is_object_schema(schema: object) -> bool:

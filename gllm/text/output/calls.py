@@ -10,37 +10,47 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from gllm.text.output.constraint import Schema, Written
-from gllm.text.output.events import CallArguments, CallBroken, CallStart, Content, Event
-from gllm.text.output.reader import Reader, Trimmed, Wait
+from gllm.text.output.constraint import Schema, ToolCallDelimiters
+from gllm.text.output.events import (
+    ContentDelta,
+    OutputEvent,
+    ToolCallAborted,
+    ToolCallArgumentsDelta,
+    ToolCallStart,
+)
+from gllm.text.output.reader import ParserCoroutine, TextReader, TrailingSpaceFilter
 
-Tools = Mapping[str, Schema]
+ToolSchemas = Mapping[str, Schema]
 """Schemas of arguments by name of the tool."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
-def call_id() -> str:
+def new_call_id() -> str:
     """An id as OpenAI's look."""
     return f"call_{secrets.token_hex(12)}"
 
 
-def short_id() -> str:
+def new_short_call_id() -> str:
     """Nine letters and digits, which is what Mistral's templates take."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-class Calls:
+class ToolCallEmitter:
     """Takes what a parser finds. At most one call is open at a time.
 
     only_known: whether a call of a tool that the request does not have is none.
     """
 
     def __init__(
-        self, reader: Reader, tools: Tools, only_known: bool, new_id: Callable[[], str]
+        self,
+        reader: TextReader,
+        tools: ToolSchemas,
+        only_known: bool,
+        new_id: Callable[[], str],
     ) -> None:
         self.tools = tools
-        self.events: list[Event] = []
+        self.events: list[OutputEvent] = []
         self._reader = reader
         self._only_known = only_known
         self._new_id = new_id
@@ -49,7 +59,7 @@ class Calls:
         self._open = False
         self._may_close = False
         """Whether a closing marker may still belong to the last call."""
-        self._shown = Trimmed(lambda text: self.events.append(Content(text)))
+        self._shown = TrailingSpaceFilter(lambda text: self.events.append(ContentDelta(text)))
 
     def content(self, text: str) -> None:
         """More content."""
@@ -60,7 +70,7 @@ class Calls:
         known = name in self.tools if self._only_known else _NAME.fullmatch(name)
         if not known:
             return False
-        self.events.append(CallStart(self._begun, self._new_id(), name))
+        self.events.append(ToolCallStart(self._begun, self._new_id(), name))
         self._begun += 1
         self._open = True
         return True
@@ -68,9 +78,9 @@ class Calls:
     def arguments(self, text: str) -> None:
         """More of the open call's arguments."""
         if text:
-            self.events.append(CallArguments(self._begun - 1, text))
+            self.events.append(ToolCallArgumentsDelta(self._begun - 1, text))
 
-    def attempt(self, call: Wait[bool], marker: str = "") -> Wait[bool]:
+    def attempt(self, call: ParserCoroutine[bool], marker: str = "") -> ParserCoroutine[bool]:
         """Whether a parser finds a call behind the marker. If not, its text is content."""
         self._reader.keep(marker)
         good = yield from call
@@ -80,7 +90,7 @@ class Calls:
             self._done += 1
         else:
             if self._open:
-                self.events.append(CallBroken(self._begun - 1))
+                self.events.append(ToolCallAborted(self._begun - 1))
             self.content(text)
         self._open = False
         self._may_close = good
@@ -99,11 +109,11 @@ class Calls:
             self._shown.flush()
 
 
-Parse = Callable[[Reader, Calls], Wait[None]]
+Parse = Callable[[TextReader, ToolCallEmitter], ParserCoroutine[None]]
 
 
 @dataclass(frozen=True)
-class ToolFamily:
+class ToolCallFormat:
     """How the models of a family write tool calls."""
 
     name: str
@@ -113,11 +123,11 @@ class ToolFamily:
     """Tokens that the parser has to see, should the vocabulary have them as special ones."""
     written_by: Callable[[str], bool]
     """Whether a chat template, given by its source, shows this format."""
-    written: Callable[[str], Written]
+    written: Callable[[str], ToolCallDelimiters]
     """How calls look, by the chat template's source."""
     model_types: tuple[str, ...] = ()
     """Of config.json, for templates that show no format that is known."""
     only_known: bool = False
     """Whether only the request's own tools can be called: text without markers may look like a
     call."""
-    new_id: Callable[[], str] = call_id
+    new_id: Callable[[], str] = new_call_id

@@ -24,7 +24,7 @@ are not."""
 _ANYTHING, _BLANKS = r"/(.|\n)*/", r"/[ \n]{0,4}/"
 
 
-class Grammar:
+class GrammarBuilder:
     """The rules so far. Methods give the expression for something.
 
     token: the id of a vocabulary's entry, None where there is none.
@@ -68,13 +68,13 @@ class Grammar:
         return made.replace("::=", r":\u003a=")
 
 
-def json_arguments(grammar: Grammar, schema: Schema) -> str:
+def json_arguments_rule(grammar: GrammarBuilder, schema: Schema) -> str:
     """Return the expression of arguments as a JSON object."""
     return grammar.rule(grammar.json({"type": "object", **schema}))
 
 
 @dataclass(frozen=True)
-class Written:
+class ToolCallDelimiters:
     """How calls look as text. NAME stands for the tool's name."""
 
     before: str
@@ -86,10 +86,12 @@ class Written:
     closing: str = ""
     several: bool = True
     """Whether an answer may hold more than one."""
-    arguments: Callable[[Grammar, Schema], str] = json_arguments
+    arguments: Callable[[GrammarBuilder, Schema], str] = json_arguments_rule
 
 
-def calls_of(grammar: Grammar, written: Written, tools: Mapping[str, Schema], several: bool) -> str:
+def tool_call_rule(
+    grammar: GrammarBuilder, written: ToolCallDelimiters, tools: Mapping[str, Schema], several: bool
+) -> str:
     """The expression of a call of one of the tools, or of `several` calls."""
     calls = []
     for name, schema in tools.items():
@@ -104,8 +106,8 @@ def calls_of(grammar: Grammar, written: Written, tools: Mapping[str, Schema], se
     return grammar.rule(_joined(opening, call, more, closing))
 
 
-def output_of(
-    grammar: Grammar, answers: Sequence[str], tags: ReasoningTags | None, within: bool
+def output_grammar(
+    grammar: GrammarBuilder, answers: Sequence[str], tags: ReasoningTags | None, within: bool
 ) -> str:
     """The grammar of outputs that are one of the answers, which are expressions, or reasoning and
     then one of them.
@@ -120,7 +122,7 @@ def _joined(*parts: str) -> str:
     return " ".join(filter(None, parts))
 
 
-def _reasoning(grammar: Grammar, tags: ReasoningTags | None, within: bool) -> str:
+def _reasoning(grammar: GrammarBuilder, tags: ReasoningTags | None, within: bool) -> str:
     """What may come before the answer."""
     if tags is None:
         return ""

@@ -6,10 +6,10 @@ The model writes `{"input": "..."}`; the text is passed on while it arrives.
 import json
 import re
 
-from gllm.text.chat.tools import INPUT
+from gllm.text.chat.tools import CUSTOM_INPUT_KEY
 
-_COMPLETE = re.compile(rf'\s*{{\s*"{INPUT}"\s*:\s*"')
-_BEGINNING = "".join(("{", f'"{INPUT}"', ":", '"'))
+_COMPLETE = re.compile(rf'\s*{{\s*"{CUSTOM_INPUT_KEY}"\s*:\s*"')
+_BEGINNING = "".join(("{", f'"{CUSTOM_INPUT_KEY}"', ":", '"'))
 _SPACE = re.compile(r"\s+")
 _UNIT = re.compile(
     r'[^"\\]+'
@@ -25,7 +25,7 @@ _LONE = re.compile(
 """Half of a surrogate pair without the other half."""
 
 
-class CustomInput:
+class CustomToolInputDecoder:
     """Decodes the arguments of one call. Arguments of another form are passed on as they are."""
 
     def __init__(self) -> None:

@@ -10,21 +10,21 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class ContentDelta:
     """More of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningDelta:
     """More of what the model thinks before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallStart:
+class ToolCallStart:
     """A tool call begins; calls count from 0."""
 
     index: int
@@ -35,7 +35,7 @@ class CallStart:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallArgumentsDelta:
     """More of a call's arguments: pieces of the text of a JSON object, or of a custom tool's
     input."""
 
@@ -44,17 +44,19 @@ class CallArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBroken:
+class ToolCallAborted:
     """A call that had begun turned out to be none; its whole text follows as content."""
 
     index: int
 
 
-Event = Content | Reasoning | CallStart | CallArguments | CallBroken
+OutputEvent = (
+    ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArgumentsDelta | ToolCallAborted
+)
 
 
 @dataclass
-class Call:
+class ToolCall:
     """A tool call."""
 
     id: str
@@ -73,50 +75,50 @@ class Call:
 
 
 @dataclass
-class Message:
+class AssistantMessage:
     """All of an output."""
 
     content: str = ""
     reasoning: str = ""
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, ToolCall] = field(default_factory=dict)
     """By index; those that broke are missing."""
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[OutputEvent]) -> None:
         """Append what came."""
         for event in events:
             match event:
-                case Content(text):
+                case ContentDelta(text):
                     self.content += text
-                case Reasoning(text):
+                case ReasoningDelta(text):
                     self.reasoning += text
-                case CallStart(index, call_id, name, is_custom):
-                    self.calls[index] = Call(call_id, name, is_custom=is_custom)
-                case CallArguments(index, text):
+                case ToolCallStart(index, call_id, name, is_custom):
+                    self.calls[index] = ToolCall(call_id, name, is_custom=is_custom)
+                case ToolCallArgumentsDelta(index, text):
                     self.calls[index].arguments += text
-                case CallBroken(index):
+                case ToolCallAborted(index):
                     del self.calls[index]
 
 
-def merged(events: list[Event]) -> list[Event]:
+def merge_events(events: list[OutputEvent]) -> list[OutputEvent]:
     """The same events with neighbours of one kind joined."""
     if len(events) < 2:
         return events
-    joined: list[Event] = []
+    joined: list[OutputEvent] = []
     for _, group in groupby(events, _kind):
         several = list(group)
         text = "".join(getattr(event, "text", "") for event in several)
         match several[0]:
-            case Content():
-                joined.append(Content(text))
-            case Reasoning():
-                joined.append(Reasoning(text))
-            case CallArguments(index):
-                joined.append(CallArguments(index, text))
+            case ContentDelta():
+                joined.append(ContentDelta(text))
+            case ReasoningDelta():
+                joined.append(ReasoningDelta(text))
+            case ToolCallArgumentsDelta(index):
+                joined.append(ToolCallArgumentsDelta(index, text))
             case _:
                 joined += several
     return joined
 
 
-def _kind(event: Event) -> tuple[type[Event], int]:
+def _kind(event: OutputEvent) -> tuple[type[OutputEvent], int]:
     """What is the same in neighbours that can be joined."""
     return type(event), getattr(event, "index", 0)

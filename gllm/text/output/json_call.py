@@ -5,13 +5,16 @@ there before. Knows nothing of what surrounds such objects.
 """
 
 from gllm.text.output import json_text
-from gllm.text.output.calls import Calls
-from gllm.text.output.reader import Reader, Wait, ignore
+from gllm.text.output.calls import ToolCallEmitter
+from gllm.text.output.reader import ParserCoroutine, TextReader, discard
 
 
-def call(
-    reader: Reader, calls: Calls, *, arguments: tuple[str, ...] = ("arguments",)
-) -> Wait[bool]:
+def parse_json_call(
+    reader: TextReader,
+    calls: ToolCallEmitter,
+    *,
+    arguments: tuple[str, ...] = ("arguments",),
+) -> ParserCoroutine[bool]:
     """Take an object with `name` and one of `arguments`; other keys are skipped.
 
     It is a call from where name and arguments are there: whatever is wrong behind them is left.
@@ -24,7 +27,9 @@ def call(
 class _Object:
     """One object while it is read."""
 
-    def __init__(self, reader: Reader, calls: Calls, arguments: tuple[str, ...]) -> None:
+    def __init__(
+        self, reader: TextReader, calls: ToolCallEmitter, arguments: tuple[str, ...]
+    ) -> None:
         self._reader = reader
         self._calls = calls
         self._keys = arguments
@@ -46,14 +51,14 @@ class _Object:
         self._calls.arguments(self._arguments or "{}")
         return True
 
-    def members(self) -> Wait[None]:
+    def members(self) -> ParserCoroutine[None]:
         """Take what there is, up to the closing brace or to what is wrong."""
         reader = self._reader
         if not (yield from reader.starts("{")):
             return
         while True:
             yield from reader.space()
-            key = yield from json_text.decoded(reader)
+            key = yield from json_text.parse_decoded_string(reader)
             yield from reader.space()
             if key is None or not (yield from reader.starts(":")):
                 return
@@ -66,26 +71,26 @@ class _Object:
                 self._closed = end == "}"
                 return
 
-    def _value(self, key: str) -> Wait[bool]:
+    def _value(self, key: str) -> ParserCoroutine[bool]:
         """Take the value of a key."""
         if key == "name" and self._name is None:
-            self._name = yield from json_text.decoded(self._reader)
+            self._name = yield from json_text.parse_decoded_string(self._reader)
             return self._name is not None
         if key in self._keys and self._arguments is None and not self._passed:
             return (yield from self._take_arguments())
-        return (yield from json_text.value(self._reader, ignore))
+        return (yield from json_text.parse_value(self._reader, discard))
 
-    def _take_arguments(self) -> Wait[bool]:
+    def _take_arguments(self) -> ParserCoroutine[bool]:
         """Take an object, null, or an object within a string."""
         opening = yield from self._reader.peek()
         if opening == "{" and self._name is not None:
             if not self._calls.start(self._name):
                 self._name = None
                 return False
-            self._passed = yield from json_text.value(self._reader, self._calls.arguments)
+            self._passed = yield from json_text.parse_value(self._reader, self._calls.arguments)
             return self._passed
         pieces: list[str] = []
-        if not (yield from json_text.value(self._reader, pieces.append)):
+        if not (yield from json_text.parse_value(self._reader, pieces.append)):
             return False
         self._arguments = _object_text("".join(pieces))
         return self._arguments is not None
@@ -94,10 +99,10 @@ class _Object:
 def _object_text(text: str) -> str | None:
     """The object that a JSON text stands for, None where it is none."""
     try:
-        value = json_text.parsed(text)
+        value = json_text.load_json(text)
         if isinstance(value, str):
             text = value
-            value = json_text.parsed(text)
+            value = json_text.load_json(text)
     except ValueError:
         return None
     if value is None:

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from gllm.text.output.reader import Reader, Sink, Wait
+from gllm.text.output.reader import ParserCoroutine, TextReader, TextSink
 
 BLANK = re.compile(r"[ \t\r\n]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -18,7 +18,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 _CLOSERS = {"{": "}", "[": "]"}
 
 
-def value(reader: Reader, sink: Sink) -> Wait[bool]:
+def parse_value(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
     """Take a value and pass it on; false where it is none, with what was one so far passed on."""
     closers: list[str] = []
     while True:
@@ -34,7 +34,7 @@ def value(reader: Reader, sink: Sink) -> Wait[bool]:
                     return False
                 continue
         else:
-            scalar = string if char == '"' else _scalar
+            scalar = parse_string if char == '"' else _scalar
             if not (yield from scalar(reader, sink)):
                 return False
         # Behind a value, or in front of the end of an empty container.
@@ -55,7 +55,7 @@ def value(reader: Reader, sink: Sink) -> Wait[bool]:
                 return False
 
 
-def string(reader: Reader, sink: Sink) -> Wait[bool]:
+def parse_string(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
     """Take a string, quotes included. Control characters, which JSON does not allow in strings and
     models write, are passed on as escapes."""
     if not (yield from reader.starts('"')):
@@ -76,16 +76,16 @@ def string(reader: Reader, sink: Sink) -> Wait[bool]:
             return True
 
 
-def decoded(reader: Reader) -> Wait[str | None]:
+def parse_decoded_string(reader: TextReader) -> ParserCoroutine[str | None]:
     """Take a string: what it says, None where it is none."""
     pieces: list[str] = []
-    if not (yield from string(reader, pieces.append)):
+    if not (yield from parse_string(reader, pieces.append)):
         return None
     text: str = json.loads("".join(pieces))
     return text
 
 
-def parsed(text: str) -> Any:
+def load_json(text: str) -> Any:
     """The value of a JSON text. Raises ValueError, for NaN, infinities and absurd depth too."""
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -97,9 +97,9 @@ def _refuse(name: str) -> None:
     raise ValueError(f"JSON has no {name}")
 
 
-def _key(reader: Reader, sink: Sink) -> Wait[bool]:
+def _key(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
     """Take a key and its colon."""
-    if not (yield from string(reader, sink)):
+    if not (yield from parse_string(reader, sink)):
         return False
     yield from reader.word(BLANK, sink)
     if not (yield from reader.starts(":")):
@@ -108,7 +108,7 @@ def _key(reader: Reader, sink: Sink) -> Wait[bool]:
     return True
 
 
-def _escape(reader: Reader, sink: Sink) -> Wait[bool]:
+def _escape(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
     """Take a backslash and what belongs to it, all at once."""
     reader.take(1)
     char = yield from reader.peek()
@@ -125,7 +125,7 @@ def _escape(reader: Reader, sink: Sink) -> Wait[bool]:
     return True
 
 
-def _scalar(reader: Reader, sink: Sink) -> Wait[bool]:
+def _scalar(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
     """Take a number, true, false or null, all at once."""
     pieces: list[str] = []
     yield from reader.word(_SCALAR_CHARS, pieces.append)

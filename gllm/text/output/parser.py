@@ -7,12 +7,18 @@ nothing of tokens and of HTTP.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gllm.text.output.calls import Calls, ToolFamily
+from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
 from gllm.text.output.constraint import Schema
-from gllm.text.output.custom_input import CustomInput
-from gllm.text.output.events import CallArguments, CallStart, Content, Event, merged
-from gllm.text.output.reader import Reader, Wait
-from gllm.text.output.reasoning import ReasoningTags, Splitter
+from gllm.text.output.custom_input import CustomToolInputDecoder
+from gllm.text.output.events import (
+    ContentDelta,
+    OutputEvent,
+    ToolCallArgumentsDelta,
+    ToolCallStart,
+    merge_events,
+)
+from gllm.text.output.reader import ParserCoroutine, TextReader
+from gllm.text.output.reasoning import ReasoningSplitter, ReasoningTags
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class OutputFormat:
     reasoning: ReasoningTags | None = None
     within: bool = False
     """Whether the prompt has opened reasoning that the output goes on with."""
-    calls: ToolFamily | None = None
+    calls: ToolCallFormat | None = None
     tools: Mapping[str, Schema] = field(default_factory=dict)
     """Schemas of arguments by name of the tool."""
     custom: frozenset[str] = frozenset()
@@ -40,14 +46,14 @@ class OutputFormat:
         )
 
 
-PLAIN = OutputFormat()
+PLAIN_TEXT = OutputFormat()
 """Nothing but text."""
 
 
 class _Machine:
     """A parser and the text it reads."""
 
-    def __init__(self, reader: Reader, parser: Wait[None]) -> None:
+    def __init__(self, reader: TextReader, parser: ParserCoroutine[None]) -> None:
         self._reader = reader
         self._parser = parser
         next(parser, None)
@@ -67,43 +73,43 @@ class OutputParser:
     where they are cut themselves."""
 
     def __init__(self, form: OutputFormat) -> None:
-        self._calls: Calls | None = None
+        self._calls: ToolCallEmitter | None = None
         self._custom = form.custom
-        self._inputs: dict[int, CustomInput] = {}
+        self._inputs: dict[int, CustomToolInputDecoder] = {}
         """Of calls of custom tools, by index."""
         self._machines: list[_Machine] = []
-        content: list[Event] = []
+        content: list[OutputEvent] = []
         self._sources = [content]
         """Where events come from, in the order of the text."""
 
         def answer(text: str) -> None:
             if text:
-                content.append(Content(text))
+                content.append(ContentDelta(text))
 
         if form.calls is not None:
-            reader = Reader()
+            reader = TextReader()
             family = form.calls
             only_known = family.only_known or form.is_restricted
-            self._calls = Calls(reader, form.tools, only_known, family.new_id)
+            self._calls = ToolCallEmitter(reader, form.tools, only_known, family.new_id)
             calls = _Machine(reader, family.parse(reader, self._calls))
             self._machines.append(calls)
             self._sources = [self._calls.events]
             answer = calls.feed
         if form.reasoning is not None:
-            reader = Reader()
-            splitter = Splitter(form.reasoning, form.within, answer)
+            reader = TextReader()
+            splitter = ReasoningSplitter(form.reasoning, form.within, answer)
             split = _Machine(reader, splitter.split(reader))
             self._machines.insert(0, split)
             self._sources.insert(0, splitter.events)
             answer = split.feed
         self._feed = answer
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[OutputEvent]:
         """What more text brings."""
         self._feed(text)
         return self._take()
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[OutputEvent]:
         """What was held back, when no more text comes."""
         for machine in self._machines:
             machine.end()
@@ -111,20 +117,20 @@ class OutputParser:
             self._calls.finish()
         return self._take()
 
-    def _take(self) -> list[Event]:
+    def _take(self) -> list[OutputEvent]:
         """The events so far."""
         taken = [event for source in self._sources for event in source]
         for source in self._sources:
             source.clear()
-        return merged(taken if not self._custom else [*map(self._as_custom, taken)])
+        return merge_events(taken if not self._custom else [*map(self._as_custom, taken)])
 
-    def _as_custom(self, event: Event) -> Event:
+    def _as_custom(self, event: OutputEvent) -> OutputEvent:
         """Return an event of a custom tool's call with its input for its arguments."""
         match event:
-            case CallStart(index, call_id, name) if name in self._custom:
-                self._inputs[index] = CustomInput()
-                return CallStart(index, call_id, name, is_custom=True)
-            case CallArguments(index, text) if index in self._inputs:
-                return CallArguments(index, self._inputs[index].push(text))
+            case ToolCallStart(index, call_id, name) if name in self._custom:
+                self._inputs[index] = CustomToolInputDecoder()
+                return ToolCallStart(index, call_id, name, is_custom=True)
+            case ToolCallArgumentsDelta(index, text) if index in self._inputs:
+                return ToolCallArgumentsDelta(index, self._inputs[index].push(text))
             case _:
                 return event

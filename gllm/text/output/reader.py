@@ -11,22 +11,22 @@ from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
-Wait = Generator[None, None, T]
+ParserCoroutine = Generator[None, None, T]
 """A parser, or a part of one: waits at every yield, and returns what it found."""
-Sink = Callable[[str], object]
+TextSink = Callable[[str], object]
 """Takes text."""
 
 SPACE = re.compile(r"\s+")
 
 
-def ignore(text: str) -> None:
+def discard(text: str) -> None:
     """A sink for what nobody needs."""
 
 
-class Trimmed:
+class TrailingSpaceFilter:
     """Passes text on, but whitespace only once something follows it."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: TextSink) -> None:
         self._sink = sink
         self._space: list[str] = []
 
@@ -50,7 +50,7 @@ class Trimmed:
             self._space.clear()
 
 
-class Reader:
+class TextReader:
     """The text from where the parser stands. At the end there is nothing more to wait for."""
 
     def __init__(self) -> None:
@@ -85,13 +85,13 @@ class Reader:
             self._kept.append(taken)
         return taken
 
-    def peek(self) -> Wait[str]:
+    def peek(self) -> ParserCoroutine[str]:
         """The next character, empty at the end."""
         while self._at == len(self._text) and not self._ended:
             yield
         return self._text[self._at : self._at + 1]
 
-    def word(self, pattern: re.Pattern[str], sink: Sink) -> Wait[None]:
+    def word(self, pattern: re.Pattern[str], sink: TextSink) -> ParserCoroutine[None]:
         """Take characters while they match. The pattern is one kind of character, any number."""
         while True:
             yield from self.peek()
@@ -100,11 +100,11 @@ class Reader:
                 return
             sink(self.take(found.end() - self._at))
 
-    def space(self) -> Wait[None]:
+    def space(self) -> ParserCoroutine[None]:
         """Take whitespace."""
-        yield from self.word(SPACE, ignore)
+        yield from self.word(SPACE, discard)
 
-    def starts(self, *texts: str) -> Wait[str]:
+    def starts(self, *texts: str) -> ParserCoroutine[str]:
         """Take the first of the texts that comes next; empty where none does."""
         for text in texts:
             while True:
@@ -116,7 +116,7 @@ class Reader:
                 yield
         return ""
 
-    def until(self, stops: tuple[str, ...], sink: Sink) -> Wait[str]:
+    def until(self, stops: tuple[str, ...], sink: TextSink) -> ParserCoroutine[str]:
         """Take the text up to the first of the stops, and that stop, which is returned; empty where
         the end came first. No stop may be the beginning of another one."""
         while True:
@@ -130,7 +130,7 @@ class Reader:
                 return ""
             yield
 
-    def rest(self, sink: Sink) -> Wait[None]:
+    def rest(self, sink: TextSink) -> ParserCoroutine[None]:
         """Take all that comes."""
         while (yield from self.peek()):
             sink(self.take(len(self._text) - self._at))

@@ -7,8 +7,13 @@ nobody. Knows nothing of what an answer holds.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gllm.text.output.events import Event, Reasoning
-from gllm.text.output.reader import Reader, Sink, Trimmed, Wait
+from gllm.text.output.events import OutputEvent, ReasoningDelta
+from gllm.text.output.reader import (
+    ParserCoroutine,
+    TextReader,
+    TextSink,
+    TrailingSpaceFilter,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class ReasoningTags:
         return text.rfind(self.opening) > text.rfind(self.closing)
 
 
-REASONING = {
+REASONING_TAGS = {
     tags.name: tags
     for tags in (
         ReasoningTags("think", "<think>", "</think>"),
@@ -42,20 +47,20 @@ REASONING = {
 """Families by name, in the order in which they are looked for."""
 
 
-class Splitter:
+class ReasoningSplitter:
     """Reasoning into events, what follows into a sink. Reasoning can only be at the beginning.
 
     within: whether the text begins in the middle of it.
     """
 
-    def __init__(self, tags: ReasoningTags, within: bool, answer: Sink) -> None:
-        self.events: list[Event] = []
+    def __init__(self, tags: ReasoningTags, within: bool, answer: TextSink) -> None:
+        self.events: list[OutputEvent] = []
         self._tags = tags
         self._within = within
         self._answer = answer
-        self._thought = Trimmed(lambda text: self.events.append(Reasoning(text)))
+        self._thought = TrailingSpaceFilter(lambda text: self.events.append(ReasoningDelta(text)))
 
-    def split(self, reader: Reader) -> Wait[None]:
+    def split(self, reader: TextReader) -> ParserCoroutine[None]:
         """The parser."""
         reader.keep()
         yield from reader.space()
@@ -70,7 +75,7 @@ class Splitter:
         yield from reader.rest(self._answer)
 
 
-class ReasoningCounter:
+class ReasoningTokenCounter:
     """Counts the tokens of reasoning, the tags among them.
 
     opening, closing: the tags' token ids. within: whether the output begins in the middle of it.

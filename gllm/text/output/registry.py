@@ -3,7 +3,7 @@
 Owns the two registries and the detection. A family is a file and a line here.
 """
 
-from gllm.text.output.calls import ToolFamily
+from gllm.text.output.calls import ToolCallFormat
 from gllm.text.output.families import (
     deepseek,
     glm4,
@@ -13,10 +13,10 @@ from gllm.text.output.families import (
     mistral,
     qwen3_coder,
 )
-from gllm.text.output.reasoning import REASONING, ReasoningTags
+from gllm.text.output.reasoning import REASONING_TAGS, ReasoningTags
 
 # In the order in which they are looked for: several families write <tool_call>.
-TOOL_FAMILIES = {
+TOOL_CALL_FORMATS = {
     family.name: family
     for family in (
         deepseek.FAMILY,
@@ -30,19 +30,21 @@ TOOL_FAMILIES = {
 }
 
 
-def tool_family(choice: str, template: str, model_type: str = "") -> ToolFamily | None:
+def select_tool_call_format(
+    choice: str, template: str, model_type: str = ""
+) -> ToolCallFormat | None:
     """The family that a setting names; for `auto` the one whose format the template's source shows,
     else the one of the model's type; None for `none` and where nothing is known."""
     if choice != "auto":
-        return TOOL_FAMILIES.get(choice)
-    families = TOOL_FAMILIES.values()
+        return TOOL_CALL_FORMATS.get(choice)
+    families = TOOL_CALL_FORMATS.values()
     shown = (family for family in families if family.written_by(template))
     typed = (family for family in families if model_type in family.model_types)
     return next(shown, None) or next(typed, None)
 
 
-def reasoning_tags(choice: str, template: str) -> ReasoningTags | None:
+def select_reasoning_tags(choice: str, template: str) -> ReasoningTags | None:
     """The tags that a setting names; for `auto` those that the template's source shows."""
     if choice != "auto":
-        return REASONING.get(choice)
-    return next((tags for tags in REASONING.values() if tags.written_by(template)), None)
+        return REASONING_TAGS.get(choice)
+    return next((tags for tags in REASONING_TAGS.values() if tags.written_by(template)), None)

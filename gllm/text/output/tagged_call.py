@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gllm.text.output import json_text
-from gllm.text.output.calls import Calls
-from gllm.text.output.constraint import Grammar, Schema
-from gllm.text.output.reader import Sink, Wait
+from gllm.text.output.calls import ToolCallEmitter
+from gllm.text.output.constraint import GrammarBuilder, Schema
+from gllm.text.output.reader import ParserCoroutine, TextSink
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "string": str,
@@ -27,7 +27,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 class TaggedArguments:
     """One call's arguments. `schema`: of the arguments."""
 
-    def __init__(self, calls: Calls, schema: Schema) -> None:
+    def __init__(self, calls: ToolCallEmitter, schema: Schema) -> None:
         self._calls = calls
         self._schema = schema
         self._count = 0
@@ -36,9 +36,11 @@ class TaggedArguments:
         """There are no more."""
         self._calls.arguments("}" if self._count else "{}")
 
-    def add(self, key: str, value: Callable[[Sink], Wait[str]]) -> Wait[str]:
+    def add(
+        self, key: str, value: Callable[[TextSink], ParserCoroutine[str]]
+    ) -> ParserCoroutine[str]:
         """Take one argument; what `value`, given a sink for the text, returns."""
-        kinds = kinds_of(self._schema, key)
+        kinds = property_types(self._schema, key)
         lead = ", " if self._count else "{"
         self._count += 1
         self._calls.arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
@@ -49,11 +51,13 @@ class TaggedArguments:
             return end
         pieces: list[str] = []
         end = yield from value(pieces.append)
-        self._calls.arguments(typed("".join(pieces), kinds))
+        self._calls.arguments(to_typed_json("".join(pieces), kinds))
         return end
 
 
-def tagged_grammar(grammar: Grammar, schema: Schema, before: str, end: str, space: str) -> str:
+def tagged_arguments_rule(
+    grammar: GrammarBuilder, schema: Schema, before: str, end: str, space: str
+) -> str:
     """Arguments in the schema's order, those left out that are not required. KEY in `before` stands
     for an argument's name; `end` is behind its value, `space` behind that."""
     required = schema.get("required", [])
@@ -68,7 +72,7 @@ def tagged_grammar(grammar: Grammar, schema: Schema, before: str, end: str, spac
     return " ".join(parts)
 
 
-def _value(grammar: Grammar, schema: Schema, value: Schema, end: str) -> str:
+def _value(grammar: GrammarBuilder, schema: Schema, value: Schema, end: str) -> str:
     """A value and its end."""
     if _kinds(value) == {"string"}:
         if not isinstance(value.get("enum"), list):
@@ -79,7 +83,7 @@ def _value(grammar: Grammar, schema: Schema, value: Schema, end: str) -> str:
     return f"{grammar.rule(grammar.json({**value, **shared}))} {grammar.text(end)}"
 
 
-def kinds_of(schema: Schema, key: str) -> set[str]:
+def property_types(schema: Schema, key: str) -> set[str]:
     """The JSON types that a property may have; empty where the schema does not say."""
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, Mapping) else None
@@ -101,7 +105,7 @@ def _kinds(schema: Schema) -> set[str]:
     return kinds & _KINDS.keys()
 
 
-def typed(text: str, kinds: set[str]) -> str:
+def to_typed_json(text: str, kinds: set[str]) -> str:
     """A value as JSON: of one of the kinds where it can be read so, else a string. Without kinds
     all are good. Where no string is meant, Python's True, False and None are understood."""
     readings = [text.strip()]
@@ -109,7 +113,7 @@ def typed(text: str, kinds: set[str]) -> str:
         readings.append({"True": "true", "False": "false", "None": "null"}.get(readings[0], ""))
     for reading in readings:
         try:
-            value = json_text.parsed(reading)
+            value = json_text.load_json(reading)
         except ValueError:
             continue
         if any(_is(value, kind) for kind in (kinds or _KINDS)):

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from gllm.config.field_types import FieldError
-from gllm.text.chat.messages import checked_messages
+from gllm.text.chat.messages import normalize_messages
 from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
@@ -197,17 +197,17 @@ def test_the_older_function_call_is_a_tool_call():
         },
         {"role": "function", "name": "f", "content": "7"},
     ]
-    first, second = checked_messages(older)
+    first, second = normalize_messages(older)
     (call,) = first["tool_calls"]
     assert "function_call" not in first
     assert (call["function"]["name"], dict(call["function"]["arguments"])) == ("f", {"a": 1})
     assert (second["role"], second["tool_call_id"], second["content"]) == ("tool", call["id"], "7")
-    assert checked_messages([older[1]])[0]["role"] == "tool"
+    assert normalize_messages([older[1]])[0]["role"] == "tool"
 
 
 def test_a_call_of_a_custom_tool_is_one_of_a_function():
     text = 'say "hi"\n'
     custom = {"id": "a", "type": "custom", "custom": {"name": "f", "input": text}}
-    (message,) = checked_messages([{"role": "assistant", "tool_calls": [custom]}])
+    (message,) = normalize_messages([{"role": "assistant", "tool_calls": [custom]}])
     function = message["tool_calls"][0]["function"]
     assert (function["name"], dict(function["arguments"])) == ("f", {"input": text})

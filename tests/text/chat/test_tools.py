@@ -6,7 +6,7 @@ import pytest
 
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_TOOL_DEPTH, MAX_TOOLS
-from gllm.text.chat.tools import ToolUse, function_use, tool_use
+from gllm.text.chat.tools import ToolOptions, parse_functions, parse_tools
 
 
 def tool(name="f", **more):
@@ -43,7 +43,7 @@ def test_what_models_are_trained_on():
         },
         tool("g", description=None, parameters=None),
     ]
-    use = tool_use(given, None)
+    use = parse_tools(given, None)
     assert list(use.tools[0]) == ["type", "function"]
     assert list(use.tools[0]["function"]) == ["name", "description", "parameters"]
     assert use.tools[1] == tool("g")
@@ -65,7 +65,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
     ids=str,
 )
 def test_choices(choice, found):
-    use = tool_use(GOOD, choice)
+    use = parse_tools(GOOD, choice)
     assert (use.choice, use.named) == found
 
 
@@ -73,8 +73,8 @@ def test_no_tools():
     absent: list[Any] = [None, []]
     for tools in absent:
         for choice in (None, "none", "auto"):
-            assert tool_use(tools, choice) == ToolUse()
-    assert tool_use(GOOD, "none") == ToolUse()
+            assert parse_tools(tools, choice) == ToolOptions()
+    assert parse_tools(GOOD, "none") == ToolOptions()
 
 
 def nested(levels):
@@ -86,7 +86,7 @@ def nested(levels):
 
 
 def test_depth():
-    assert tool_use([tool(parameters=nested(MAX_TOOL_DEPTH - 3))], None).choice == "auto"
+    assert parse_tools([tool(parameters=nested(MAX_TOOL_DEPTH - 3))], None).choice == "auto"
 
 
 BAD_TOOLS = [
@@ -108,7 +108,7 @@ BAD_TOOLS = [
 @pytest.mark.parametrize("choice", [None, "none", "required"])
 def test_bad_tools(tools, choice):
     with pytest.raises(FieldError) as caught:
-        tool_use(tools, choice)
+        parse_tools(tools, choice)
     assert caught.value.param == "tools"
 
 
@@ -125,51 +125,51 @@ BAD_CHOICES = [
 @pytest.mark.parametrize("tools", [None, GOOD], ids=["none", "some"])
 def test_bad_choices(tools, choice):
     with pytest.raises(FieldError) as caught:
-        tool_use(tools, choice)
+        parse_tools(tools, choice)
     assert caught.value.param == "tool_choice"
 
 
 def test_allowed_tools_are_as_if_there_were_no_others():
     for mode in ("auto", "required"):
-        use = tool_use([*GOOD, custom("c")], allowed(mode, custom("c"), tool("f")))
+        use = parse_tools([*GOOD, custom("c")], allowed(mode, custom("c"), tool("f")))
         assert [one["function"]["name"] for one in use.tools] == ["f", "c"]
         assert (use.choice, use.named, use.is_restricted) == (mode, "", True)
-    assert not tool_use(GOOD, "auto").is_restricted
+    assert not parse_tools(GOOD, "auto").is_restricted
 
 
 def test_a_custom_tool_is_a_function_of_one_string():
-    use = tool_use([custom("c", description="d", format=grammar("regex", "a|b"))], custom("c"))
+    use = parse_tools([custom("c", description="d", format=grammar("regex", "a|b"))], custom("c"))
     (made,) = use.tools
     assert made["type"] == "function"
     assert list(made["function"]) == ["name", "description", "parameters"]
     assert use.schemas["c"]["properties"] == {"input": {"type": "string", "pattern": "^(?:a|b)$"}}
     assert use.named == "c"
     assert use.custom == {"c"}
-    assert tool_use([custom("c", format={"type": "text"})], None).schemas["c"]["required"]
+    assert parse_tools([custom("c", format={"type": "text"})], None).schemas["c"]["required"]
 
 
 def test_strict_functions_are_known_by_name():
-    use = tool_use([tool("f", strict=True), tool("g", strict=False), tool("h")], None)
+    use = parse_tools([tool("f", strict=True), tool("g", strict=False), tool("h")], None)
     assert use.strict == {"f"}
 
 
 def test_the_older_functions():
     functions = [{"name": "f", "parameters": SCHEMA}, {"name": "g"}]
-    assert function_use(functions, "none") == function_use(None, None) == ToolUse()
+    assert parse_functions(functions, "none") == parse_functions(None, None) == ToolOptions()
     for call, found in (
         (None, ("auto", "")),
         ("auto", ("auto", "")),
         ({"name": "g"}, ("required", "g")),
     ):
-        use = function_use(functions, call)
+        use = parse_functions(functions, call)
         assert (use.choice, use.named, use.is_single) == (*found, True)
         assert use.schemas["f"] == SCHEMA
     for bad in ("required", 7, {}, {"name": 7}, {"name": "h"}):
         with pytest.raises(FieldError) as caught:
-            function_use(functions, bad)
+            parse_functions(functions, bad)
         assert caught.value.param == "function_call"
     several: list[Any] = [7, ["f"], [{"name": "a b"}], [functions[0]] * 2]
     for listed in several:
         with pytest.raises(FieldError) as caught:
-            function_use(listed, "auto")
+            parse_functions(listed, "auto")
         assert caught.value.param == "functions"

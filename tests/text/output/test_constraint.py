@@ -6,10 +6,10 @@ import pytest
 from tokenizers import AddedToken
 
 from gllm.grammar.sources.rewrite import rewrite_schema
-from gllm.text.output.calls import ToolFamily
-from gllm.text.output.constraint import Grammar, calls_of, output_of
-from gllm.text.output.reasoning import REASONING
-from gllm.text.output.registry import TOOL_FAMILIES
+from gllm.text.output.calls import ToolCallFormat
+from gllm.text.output.constraint import GrammarBuilder, output_grammar, tool_call_rule
+from gllm.text.output.reasoning import REASONING_TAGS
+from gllm.text.output.registry import TOOL_CALL_FORMATS
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
 from tests.text.output.formats import FIRST_ONLY, FORMATS
@@ -34,29 +34,29 @@ SHOWN = {"glm47": "", "mistral_named": "[ARGS]", "deepseek": "```json"}
 ROWS = [row for row in FORMATS if row[1].__name__ not in ("glm47", "llama3_tag")]
 
 
-def vocabularies(family: ToolFamily) -> list[Tokenizer]:
+def vocabularies(family: ToolCallFormat) -> list[Tokenizer]:
     """One whose markers are tokens, one where they are spelled."""
-    tags = [tag for one in REASONING.values() for tag in (one.opening, one.closing)]
+    tags = [tag for one in REASONING_TAGS.values() for tag in (one.opening, one.closing)]
     added = some.byte_level()
     added.add_tokens([AddedToken(token, special=True) for token in [*family.markers, *tags]])
     return [Tokenizer(added), Tokenizer(some.byte_level())]
 
 
 def judge(name, write, tokenizer, schemas=SCHEMAS, tags=None, within=False, several=True):
-    family = TOOL_FAMILIES[name]
-    reasoning = REASONING.get(tags)
+    family = TOOL_CALL_FORMATS[name]
+    reasoning = REASONING_TAGS.get(tags)
     shown = () if reasoning is None else (reasoning.opening, reasoning.closing)
     written = family.written(SHOWN.get(write.__name__, ""))
-    grammar = Grammar(tokenizer.token_id, (*family.markers, *shown))
+    grammar = GrammarBuilder(tokenizer.token_id, (*family.markers, *shown))
     enforced = {tool: rewrite_schema(schema, strict=False) for tool, schema in schemas.items()}
-    calls = calls_of(grammar, written, enforced, several)
-    return Judge(tokenizer, output_of(grammar, [calls], reasoning, within))
+    calls = tool_call_rule(grammar, written, enforced, several)
+    return Judge(tokenizer, output_grammar(grammar, [calls], reasoning, within))
 
 
 @pytest.mark.parametrize("spelled", [False, True], ids=["tokens", "spelled"])
 @pytest.mark.parametrize(("name", "write"), ROWS, ids=[write.__name__ for _, write in ROWS])
 def test_calls_and_nothing_else(name, write, spelled):
-    tokenizer = vocabularies(TOOL_FAMILIES[name])[spelled]
+    tokenizer = vocabularies(TOOL_CALL_FORMATS[name])[spelled]
     made = judge(name, write, tokenizer)
     assert made.takes(write(GOOD))
     assert made.takes(write([*GOOD, ("now", {}), *GOOD])) == (name != "llama3")
@@ -79,11 +79,11 @@ def test_calls_and_nothing_else(name, write, spelled):
 
 
 @pytest.mark.parametrize("spelled", [False, True], ids=["tokens", "spelled"])
-@pytest.mark.parametrize("tags", REASONING)
+@pytest.mark.parametrize("tags", REASONING_TAGS)
 def test_reasoning_first(tags, spelled):
     name, write = FORMATS[0]
-    tokenizer = vocabularies(TOOL_FAMILIES[name])[spelled]
-    opening, closing = REASONING[tags].opening, REASONING[tags].closing
+    tokenizer = vocabularies(TOOL_CALL_FORMATS[name])[spelled]
+    opening, closing = REASONING_TAGS[tags].opening, REASONING_TAGS[tags].closing
     calls = write(GOOD)
     made = judge(name, write, tokenizer, tags=tags)
     for text in (calls, f"{opening}\nhm {{ or\n{closing}\n\n{calls}", f"{opening}{closing}{calls}"):
@@ -96,5 +96,5 @@ def test_reasoning_first(tags, spelled):
 
 
 def test_every_family_has_a_format_that_is_held_against_its_grammar():
-    assert {name for name, _ in ROWS} == TOOL_FAMILIES.keys()
-    assert TOOL_FAMILIES.keys() >= FIRST_ONLY
+    assert {name for name, _ in ROWS} == TOOL_CALL_FORMATS.keys()
+    assert TOOL_CALL_FORMATS.keys() >= FIRST_ONLY

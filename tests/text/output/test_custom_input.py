@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.text.output.custom_input import CustomInput
+from gllm.text.output.custom_input import CustomToolInputDecoder
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
 
 
 def decoded(arguments, cuts):
     """The input that arguments cut at these places add up to."""
-    made = CustomInput()
+    made = CustomToolInputDecoder()
     bounds = [0, *sorted(min(cut, len(arguments)) for cut in cuts), len(arguments)]
     return "".join(made.push(arguments[begin:end]) for begin, end in pairwise(bounds))
 

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gllm.config.output_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
-from gllm.text.output.events import CallStart, Message, merged
+from gllm.text.output.events import AssistantMessage, ToolCallStart, merge_events
 from gllm.text.output.parser import OutputFormat, OutputParser
-from gllm.text.output.reasoning import REASONING
-from gllm.text.output.registry import TOOL_FAMILIES
+from gllm.text.output.reasoning import REASONING_TAGS
+from gllm.text.output.registry import TOOL_CALL_FORMATS
 from tests.text.output.formats import BEFORE, FIRST_ONLY, FORMATS
 
 TOOLS = {
@@ -26,9 +26,9 @@ IDS = [write.__name__ for _, write in FORMATS]
 
 
 def test_every_family_has_a_row_and_a_name_for_the_flag():
-    assert set(NAMES) == TOOL_FAMILIES.keys()
-    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *TOOL_FAMILIES}
-    assert set(REASONING_PARSERS) == {"auto", "none", *REASONING}
+    assert set(NAMES) == TOOL_CALL_FORMATS.keys()
+    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *TOOL_CALL_FORMATS}
+    assert set(REASONING_PARSERS) == {"auto", "none", *REASONING_TAGS}
 
 
 def events_of(form, pieces):
@@ -39,8 +39,8 @@ def events_of(form, pieces):
 
 def message_of(family, *pieces, tags=None, within=False):
     """All that the pieces say."""
-    form = OutputFormat(REASONING.get(tags), within, TOOL_FAMILIES.get(family), TOOLS)
-    message = Message()
+    form = OutputFormat(REASONING_TAGS.get(tags), within, TOOL_CALL_FORMATS.get(family), TOOLS)
+    message = AssistantMessage()
     message.add(events_of(form, pieces))
     return message
 
@@ -70,12 +70,12 @@ def test_calls_are_found_character_by_character(name, write):
 @pytest.mark.parametrize(("name", "write"), FORMATS, ids=IDS)
 def test_arguments_come_while_they_are_written(name, write):
     text = write([("f", {"a": "long " * 50})])
-    parser = OutputParser(OutputFormat(None, False, TOOL_FAMILIES[name], TOOLS))
+    parser = OutputParser(OutputFormat(None, False, TOOL_CALL_FORMATS[name], TOOLS))
     held = 0
     begun = done = False
     for char in text:
         events = parser.push(char)
-        begun = begun or any(isinstance(event, CallStart) for event in events)
+        begun = begun or any(isinstance(event, ToolCallStart) for event in events)
         done = done or any('g "' in getattr(event, "text", "") for event in events)
         held = held + 1 if begun and not done and not events else 0
         if begun and "long" in "".join(getattr(event, "text", "") for event in events):
@@ -164,27 +164,27 @@ def cut(text, cuts):
 def bare(events):
     """Events without ids."""
     return [
-        CallStart(event.index, "", event.name) if isinstance(event, CallStart) else event
-        for event in merged(events)
+        ToolCallStart(event.index, "", event.name) if isinstance(event, ToolCallStart) else event
+        for event in merge_events(events)
     ]
 
 
-@pytest.mark.parametrize("name", [*TOOL_FAMILIES, None])
+@pytest.mark.parametrize("name", [*TOOL_CALL_FORMATS, None])
 @settings(max_examples=100, deadline=None)
 @given(
     text=TEXTS,
     cuts=st.lists(st.integers(0, 120), max_size=12),
-    tags=st.sampled_from([None, *REASONING]),
+    tags=st.sampled_from([None, *REASONING_TAGS]),
     within=st.booleans(),
 )
 def test_cuts_do_not_matter(name, text, cuts, tags, within):
-    form = OutputFormat(REASONING.get(tags), within, TOOL_FAMILIES.get(name), TOOLS)
+    form = OutputFormat(REASONING_TAGS.get(tags), within, TOOL_CALL_FORMATS.get(name), TOOLS)
     whole = bare(events_of(form, [text]))
     assert bare(events_of(form, cut(text, cuts))) == whole
     assert bare(events_of(form, text)) == whole
 
 
-@pytest.mark.parametrize("name", TOOL_FAMILIES)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 @settings(max_examples=120, deadline=None)
 @given(text=TEXTS)
 @example(text='<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>')
@@ -280,7 +280,7 @@ def test_ids_fit_the_family():
 PIECES = ["<tool_call>", '<tool_call>{"name": "f", "arguments": {"a": "', "[TOOL_CALLS][", "<", " "]
 
 
-@pytest.mark.parametrize("name", TOOL_FAMILIES)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 @pytest.mark.parametrize("piece", PIECES)
 def test_nothing_is_read_twice(name, piece):
     """Were it, this would take minutes."""

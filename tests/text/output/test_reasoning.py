@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.text.output.events import Message
+from gllm.text.output.events import AssistantMessage
 from gllm.text.output.parser import OutputFormat, OutputParser
-from gllm.text.output.reasoning import REASONING, ReasoningCounter
-from gllm.text.output.registry import reasoning_tags, tool_family
+from gllm.text.output.reasoning import REASONING_TAGS, ReasoningTokenCounter
+from gllm.text.output.registry import select_reasoning_tags, select_tool_call_format
 
 CASES = [
     ("<think>\nhm, yes\n</think>\n\nHello.\n", False, "hm, yes", "Hello.\n"),
@@ -30,7 +30,7 @@ CASES = [
 
 
 def read(text, within, name="think"):
-    parser, message = OutputParser(OutputFormat(REASONING[name], within)), Message()
+    parser, message = OutputParser(OutputFormat(REASONING_TAGS[name], within)), AssistantMessage()
     for char in text:
         message.add(parser.push(char))
     message.add(parser.finish())
@@ -73,7 +73,9 @@ COUNTS = [
 
 @pytest.mark.parametrize(("tokens", "within", "count"), COUNTS)
 def test_tokens_are_counted(tokens, within, count):
-    counters = [ReasoningCounter(OPEN, CLOSE, within, lambda token: token == BLANK) for _ in "ab"]
+    counters = [
+        ReasoningTokenCounter(OPEN, CLOSE, within, lambda token: token == BLANK) for _ in "ab"
+    ]
     counters[0].add(tokens)
     for token in tokens:
         counters[1].add([token])
@@ -81,7 +83,7 @@ def test_tokens_are_counted(tokens, within, count):
 
 
 def test_where_a_prompt_leaves_reasoning():
-    tags = REASONING["think"]
+    tags = REASONING_TAGS["think"]
     assert tags.left_open("<|Assistant|><think>\n")
     assert not tags.left_open("<|Assistant|><think>\n\n</think>\n\n")
     assert not tags.left_open("what is <think>?<|Assistant|>")
@@ -105,25 +107,25 @@ SHOWN = [
 
 @pytest.mark.parametrize(("template", "name"), SHOWN)
 def test_families_are_known_by_the_template(template, name):
-    found = tool_family("auto", template, "qwen2")
+    found = select_tool_call_format("auto", template, "qwen2")
     assert found is not None
     assert found.name == name
 
 
 def test_families_are_known_by_type_or_named():
-    assert tool_family("auto", "{{ tools }}") is None
-    found = tool_family("auto", "{{ tools }}", "qwen3_moe")
+    assert select_tool_call_format("auto", "{{ tools }}") is None
+    found = select_tool_call_format("auto", "{{ tools }}", "qwen3_moe")
     assert found is not None
     assert found.name == "hermes"
-    named = tool_family("llama3", "[TOOL_CALLS]")
+    named = select_tool_call_format("llama3", "[TOOL_CALLS]")
     assert named is not None
     assert named.name == "llama3"
-    assert tool_family("none", "[TOOL_CALLS]") is None
+    assert select_tool_call_format("none", "[TOOL_CALLS]") is None
 
 
 def test_tags_are_known_by_the_template_or_named():
-    assert reasoning_tags("auto", "{{ messages }}") is None
-    assert reasoning_tags("auto", "content.split('</think>')") is REASONING["think"]
-    assert reasoning_tags("auto", "[THINK]") is REASONING["mistral"]
-    assert reasoning_tags("none", "<think>") is None
-    assert reasoning_tags("mistral", "<think>") is REASONING["mistral"]
+    assert select_reasoning_tags("auto", "{{ messages }}") is None
+    assert select_reasoning_tags("auto", "content.split('</think>')") is REASONING_TAGS["think"]
+    assert select_reasoning_tags("auto", "[THINK]") is REASONING_TAGS["mistral"]
+    assert select_reasoning_tags("none", "<think>") is None
+    assert select_reasoning_tags("mistral", "<think>") is REASONING_TAGS["mistral"]

@@ -7,9 +7,9 @@ block of JSON; V3.1 writes `NAME<sep>{..}`. Source: the models' chat templates.
 import re
 
 from gllm.text.output import json_text
-from gllm.text.output.calls import Calls, ToolFamily
-from gllm.text.output.constraint import Written
-from gllm.text.output.reader import Reader, Wait
+from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
+from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output.reader import ParserCoroutine, TextReader
 
 BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 OPEN, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -18,7 +18,7 @@ FENCE, FENCE_END = "```json", "```"
 _WORD = re.compile(r"[^\s<]+")
 
 
-def _parse(reader: Reader, calls: Calls) -> Wait[None]:
+def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
     stops = (BLOCK, OPEN, CLOSE, BLOCK_END)
     while marker := (yield from reader.until(stops, calls.content)):
         if marker in (BLOCK, OPEN):
@@ -27,7 +27,7 @@ def _parse(reader: Reader, calls: Calls) -> Wait[None]:
             calls.closing(marker)
 
 
-def _call(reader: Reader, calls: Calls, marker: str) -> Wait[bool]:
+def _call(reader: TextReader, calls: ToolCallEmitter, marker: str) -> ParserCoroutine[bool]:
     if marker == BLOCK:
         yield from reader.space()
         if not (yield from reader.starts(OPEN)):
@@ -48,7 +48,7 @@ def _call(reader: Reader, calls: Calls, marker: str) -> Wait[bool]:
         name = "".join(second)
     if (yield from reader.peek()) != "{" or not calls.start(name):
         return False
-    if not (yield from json_text.value(reader, calls.arguments)):
+    if not (yield from json_text.parse_value(reader, calls.arguments)):
         return False
     for ending in (FENCE_END, CLOSE, BLOCK_END):
         yield from reader.space()
@@ -56,15 +56,15 @@ def _call(reader: Reader, calls: Calls, marker: str) -> Wait[bool]:
     return True
 
 
-def _written(template: str) -> Written:
+def _written(template: str) -> ToolCallDelimiters:
     """The older format where the template shows its fences."""
     if FENCE in template:
         before = f"{OPEN}function{SEPARATOR}NAME\n{FENCE}\n"
-        return Written(before, f"\n{FENCE_END}{CLOSE}", BLOCK, "\n", BLOCK_END)
-    return Written(f"{OPEN}NAME{SEPARATOR}", CLOSE, BLOCK, "", BLOCK_END)
+        return ToolCallDelimiters(before, f"\n{FENCE_END}{CLOSE}", BLOCK, "\n", BLOCK_END)
+    return ToolCallDelimiters(f"{OPEN}NAME{SEPARATOR}", CLOSE, BLOCK, "", BLOCK_END)
 
 
-FAMILY = ToolFamily(
+FAMILY = ToolCallFormat(
     name="deepseek",
     parse=_parse,
     markers=(BLOCK, BLOCK_END, OPEN, CLOSE, SEPARATOR),

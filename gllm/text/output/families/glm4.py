@@ -7,51 +7,51 @@ of the request's tools. Source: the models' chat templates.
 import re
 
 from gllm.text.output import json_text
-from gllm.text.output.calls import Calls, ToolFamily
-from gllm.text.output.constraint import Written
-from gllm.text.output.reader import Reader, Wait, ignore
+from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
+from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output.reader import ParserCoroutine, TextReader, discard
 
 _BLANK = re.compile(r"[ \t]+")
 
 
-def _parse(reader: Reader, calls: Calls) -> Wait[None]:
+def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
     while (yield from reader.peek()):
         if not (yield from calls.attempt(_call(reader, calls))):
             calls.content((yield from _line_end(reader, calls)))
 
 
-def _line_end(reader: Reader, calls: Calls) -> Wait[str]:
+def _line_end(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[str]:
     """The rest of a line is content."""
     return (yield from reader.until(("\n",), calls.content))
 
 
-def _call(reader: Reader, calls: Calls) -> Wait[bool]:
+def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
     name = yield from _known_name(reader, calls)
     if not name:
         return False
-    yield from reader.word(_BLANK, ignore)
+    yield from reader.word(_BLANK, discard)
     if not (yield from reader.starts("\n")):
         return False
-    yield from reader.word(_BLANK, ignore)
+    yield from reader.word(_BLANK, discard)
     if (yield from reader.peek()) != "{":
         return False
     calls.start(name)
-    return (yield from json_text.value(reader, calls.arguments))
+    return (yield from json_text.parse_value(reader, calls.arguments))
 
 
-def _known_name(reader: Reader, calls: Calls) -> Wait[str]:
+def _known_name(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[str]:
     """Take the longest name of a tool that comes next."""
     # Longer ones first: one name may be the beginning of another.
     names = sorted(calls.tools, key=len, reverse=True)
     return (yield from reader.starts(*names))
 
 
-FAMILY = ToolFamily(
+FAMILY = ToolCallFormat(
     name="glm4",
     parse=_parse,
     markers=(),
     written_by=lambda template: "<|observation|>" in template,
-    written=lambda template: Written(before="NAME\n", after="", between="\n"),
+    written=lambda template: ToolCallDelimiters(before="NAME\n", after="", between="\n"),
     model_types=("glm", "glm4", "chatglm"),
     only_known=True,
 )

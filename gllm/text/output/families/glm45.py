@@ -6,10 +6,10 @@ between tags. Source: the models' chat templates.
 
 import re
 
-from gllm.text.output.calls import Calls, ToolFamily
-from gllm.text.output.constraint import Written
-from gllm.text.output.reader import Reader, Wait
-from gllm.text.output.tagged_call import TaggedArguments, tagged_grammar
+from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
+from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output.reader import ParserCoroutine, TextReader
+from gllm.text.output.tagged_call import TaggedArguments, tagged_arguments_rule
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[^<\s]+")
 _KEY = re.compile(r"[^<\n]+")
 
 
-def _parse(reader: Reader, calls: Calls) -> Wait[None]:
+def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
     while marker := (yield from reader.until((OPEN, CLOSE), calls.content)):
         if marker == OPEN:
             yield from calls.attempt(_call(reader, calls), OPEN)
@@ -26,7 +26,7 @@ def _parse(reader: Reader, calls: Calls) -> Wait[None]:
             calls.closing(marker)
 
 
-def _call(reader: Reader, calls: Calls) -> Wait[bool]:
+def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
     name: list[str] = []
     yield from reader.space()
     yield from reader.word(_NAME, name.append)
@@ -54,16 +54,16 @@ def _call(reader: Reader, calls: Calls) -> Wait[bool]:
     return bool(tag)
 
 
-FAMILY = ToolFamily(
+FAMILY = ToolCallFormat(
     name="glm45",
     parse=_parse,
     markers=(OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END),
     written_by=lambda template: KEY in template,
-    written=lambda template: Written(
+    written=lambda template: ToolCallDelimiters(
         before=f"{OPEN}NAME\n",
         after=CLOSE,
         between="\n",
-        arguments=lambda grammar, schema: tagged_grammar(
+        arguments=lambda grammar, schema: tagged_arguments_rule(
             grammar, schema, f"{KEY}KEY{KEY_END}\n{VALUE}", VALUE_END, "\n"
         ),
     ),

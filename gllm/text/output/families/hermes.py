@@ -4,14 +4,14 @@ Owns this format. Source: the models' chat templates.
 """
 
 from gllm.text.output import json_call
-from gllm.text.output.calls import Calls, ToolFamily
-from gllm.text.output.constraint import Written
-from gllm.text.output.reader import Reader, Wait
+from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
+from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output.reader import ParserCoroutine, TextReader
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _parse(reader: Reader, calls: Calls) -> Wait[None]:
+def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
     while marker := (yield from reader.until((OPEN, CLOSE), calls.content)):
         if marker == OPEN:
             yield from calls.attempt(_call(reader, calls), OPEN)
@@ -19,21 +19,21 @@ def _parse(reader: Reader, calls: Calls) -> Wait[None]:
             calls.closing(marker)
 
 
-def _call(reader: Reader, calls: Calls) -> Wait[bool]:
+def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
     yield from reader.space()
-    good = yield from json_call.call(reader, calls)
+    good = yield from json_call.parse_json_call(reader, calls)
     if good:
         yield from reader.space()
         yield from reader.starts(CLOSE)
     return good
 
 
-FAMILY = ToolFamily(
+FAMILY = ToolCallFormat(
     name="hermes",
     parse=_parse,
     markers=(OPEN, CLOSE),
     written_by=lambda template: OPEN in template and '"arguments"' in template,
-    written=lambda template: Written(
+    written=lambda template: ToolCallDelimiters(
         before=f'{OPEN}\n{{"name": "NAME", "arguments": ',
         after=f"}}\n{CLOSE}",
         between="\n",

@@ -6,20 +6,20 @@ templates.
 """
 
 from gllm.text.output import json_call
-from gllm.text.output.calls import Calls, ToolFamily
-from gllm.text.output.constraint import Written
-from gllm.text.output.reader import Reader, Wait
+from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
+from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output.reader import ParserCoroutine, TextReader
 
 TAG = "<|python_tag|>"
 
 
-def _parse(reader: Reader, calls: Calls) -> Wait[None]:
+def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
     yield from _series(reader, calls, "")
     while marker := (yield from reader.until((TAG,), calls.content)):
         yield from _series(reader, calls, marker)
 
 
-def _series(reader: Reader, calls: Calls, marker: str) -> Wait[None]:
+def _series(reader: TextReader, calls: ToolCallEmitter, marker: str) -> ParserCoroutine[None]:
     """Calls one behind the other, up to what is none."""
     good = yield from calls.attempt(_call(reader, calls), marker)
     while good:
@@ -27,20 +27,22 @@ def _series(reader: Reader, calls: Calls, marker: str) -> Wait[None]:
         good = yield from calls.attempt(_call(reader, calls), separator)
 
 
-def _call(reader: Reader, calls: Calls) -> Wait[bool]:
+def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
     yield from reader.space()
     yield from reader.starts(TAG)
     yield from reader.space()
-    return (yield from json_call.call(reader, calls, arguments=("parameters", "arguments")))
+    return (
+        yield from json_call.parse_json_call(reader, calls, arguments=("parameters", "arguments"))
+    )
 
 
-FAMILY = ToolFamily(
+FAMILY = ToolCallFormat(
     name="llama3",
     parse=_parse,
     markers=(TAG,),
     written_by=lambda template: TAG in template or '"parameters": dictionary' in template,
     # The templates take no more than one call of an answer.
-    written=lambda template: Written(
+    written=lambda template: ToolCallDelimiters(
         before='{"name": "NAME", "parameters": ', after="}", several=False
     ),
     only_known=True,

@@ -6,15 +6,15 @@ Owns both formats: what follows the marker tells which it is. Source: the models
 import re
 
 from gllm.text.output import json_call, json_text
-from gllm.text.output.calls import Calls, ToolFamily, short_id
-from gllm.text.output.constraint import Written
-from gllm.text.output.reader import Reader, Wait, ignore
+from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat, new_short_call_id
+from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output.reader import ParserCoroutine, TextReader, discard
 
 MARKER, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
-def _parse(reader: Reader, calls: Calls) -> Wait[None]:
+def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
     while marker := (yield from reader.until((MARKER,), calls.content)):
         bracket = yield from reader.starts("[", " [")
         call = _object if bracket else _single
@@ -27,31 +27,31 @@ def _parse(reader: Reader, calls: Calls) -> Wait[None]:
             good = yield from calls.attempt(_object(reader, calls), separator)
 
 
-def _object(reader: Reader, calls: Calls) -> Wait[bool]:
+def _object(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
     yield from reader.space()
-    return (yield from json_call.call(reader, calls))
+    return (yield from json_call.parse_json_call(reader, calls))
 
 
-def _single(reader: Reader, calls: Calls) -> Wait[bool]:
+def _single(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
     yield from reader.space()
     if (yield from reader.peek()) == "{":
         return (yield from _object(reader, calls))
     name: list[str] = []
     yield from reader.word(_NAME, name.append)
     if (yield from reader.starts(ID)):
-        yield from reader.word(_NAME, ignore)
+        yield from reader.word(_NAME, discard)
     yield from reader.starts(ARGUMENTS)
     yield from reader.space()
     if (yield from reader.peek()) != "{" or not calls.start("".join(name)):
         return False
-    return (yield from json_text.value(reader, calls.arguments))
+    return (yield from json_text.parse_value(reader, calls.arguments))
 
 
-def _written(template: str) -> Written:
+def _written(template: str) -> ToolCallDelimiters:
     """The newer format where the template shows it."""
     if ARGUMENTS in template:
-        return Written(before=f"{MARKER}NAME{ARGUMENTS}", after="")
-    return Written(
+        return ToolCallDelimiters(before=f"{MARKER}NAME{ARGUMENTS}", after="")
+    return ToolCallDelimiters(
         before='{"name": "NAME", "arguments": ',
         after="}",
         opening=f"{MARKER}[",
@@ -60,12 +60,12 @@ def _written(template: str) -> Written:
     )
 
 
-FAMILY = ToolFamily(
+FAMILY = ToolCallFormat(
     name="mistral",
     parse=_parse,
     markers=(MARKER, ID, ARGUMENTS),
     written_by=lambda template: MARKER in template,
     written=_written,
     model_types=("mistral", "mixtral", "mistral3", "ministral"),
-    new_id=short_id,
+    new_id=new_short_call_id,
 )

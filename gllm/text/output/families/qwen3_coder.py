@@ -6,10 +6,10 @@ chat templates.
 
 import re
 
-from gllm.text.output.calls import Calls, ToolFamily
-from gllm.text.output.constraint import Written
-from gllm.text.output.reader import Reader, Sink, Wait
-from gllm.text.output.tagged_call import TaggedArguments, tagged_grammar
+from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
+from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output.reader import ParserCoroutine, TextReader, TextSink
+from gllm.text.output.tagged_call import TaggedArguments, tagged_arguments_rule
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -17,7 +17,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^<>\n]+")
 
 
-def _parse(reader: Reader, calls: Calls) -> Wait[None]:
+def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
     # The model leaves the outer tag out at times.
     stops = (OPEN, FUNCTION, CLOSE)
     while marker := (yield from reader.until(stops, calls.content)):
@@ -27,7 +27,7 @@ def _parse(reader: Reader, calls: Calls) -> Wait[None]:
             calls.closing(marker)
 
 
-def _call(reader: Reader, calls: Calls, marker: str) -> Wait[bool]:
+def _call(reader: TextReader, calls: ToolCallEmitter, marker: str) -> ParserCoroutine[bool]:
     if marker == OPEN:
         yield from reader.space()
         if not (yield from reader.starts(FUNCTION)):
@@ -51,7 +51,7 @@ def _call(reader: Reader, calls: Calls, marker: str) -> Wait[bool]:
     return bool(tag)
 
 
-def _tag_name(reader: Reader) -> Wait[str]:
+def _tag_name(reader: TextReader) -> ParserCoroutine[str]:
     """Take the rest of a tag: the name in it, empty where it has none."""
     pieces: list[str] = []
     yield from reader.word(_NAME, pieces.append)
@@ -59,21 +59,21 @@ def _tag_name(reader: Reader) -> Wait[str]:
     return "".join(pieces).strip() if closed else ""
 
 
-def _value(reader: Reader, sink: Sink) -> Wait[str]:
+def _value(reader: TextReader, sink: TextSink) -> ParserCoroutine[str]:
     yield from reader.starts("\n")
     return (yield from reader.until(("\n" + PARAMETER_END, PARAMETER_END), sink))
 
 
-FAMILY = ToolFamily(
+FAMILY = ToolCallFormat(
     name="qwen3_coder",
     parse=_parse,
     markers=(OPEN, CLOSE),
     written_by=lambda template: FUNCTION in template and PARAMETER in template,
-    written=lambda template: Written(
+    written=lambda template: ToolCallDelimiters(
         before=f"{OPEN}\n{FUNCTION}NAME>\n",
         after=f"{FUNCTION_END}\n{CLOSE}",
         between="\n",
-        arguments=lambda grammar, schema: tagged_grammar(
+        arguments=lambda grammar, schema: tagged_arguments_rule(
             grammar, schema, f"{PARAMETER}KEY>\n", f"\n{PARAMETER_END}", "\n"
         ),
     ),
