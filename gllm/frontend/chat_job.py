@@ -50,7 +50,7 @@ def chat_request(fields: ChatCompletionFields) -> ChatRequest:
     )
     return ChatRequest(
         messages=fields.messages,
-        parse_tools=_tool_use(fields),
+        tool_use=_tool_use(fields),
         template_variables=variables,
         reasoning_effort=fields.reasoning_effort,
         add_generation_prompt=fields.add_generation_prompt is not False,
