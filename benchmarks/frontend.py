@@ -28,7 +28,7 @@ from gllm.frontend.sse import HEADERS
 from gllm.messages.base import WireMessage
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SampleDetails
-from gllm.scheduler.plan import End, First, Outcome, Stats
+from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 STREAMS: dict[str, tuple[str, dict[str, object], str]] = {
@@ -79,16 +79,16 @@ class EndlessPipeline:
     def _step(self) -> None:
         seqs = list(self._left)
         tokens = [self._ids[self._left[seq] % len(self._ids)] for seq in seqs]
-        firsts = [First(seq, 0, 0.0) for seq in seqs if seq not in self._begun]
+        firsts = [FirstToken(seq, 0, 0.0) for seq in seqs if seq not in self._begun]
         self._begun.update(seqs)
         ends = []
         for seq in seqs:
             self._left[seq] -= 1
             if not self._left[seq]:
                 del self._left[seq]
-                ends.append(End(seq, "length"))
-        outcome = Outcome(seqs, tokens, firsts, ends, len(seqs))
-        self._client.hear(EngineOutputs(outcome, Stats(), self._rows(seqs, tokens)))
+                ends.append(FinishedSequence(seq, "length"))
+        outcome = StepOutput(seqs, tokens, firsts, ends, len(seqs))
+        self._client.hear(EngineOutputs(outcome, SchedulerStats(), self._rows(seqs, tokens)))
 
     def _rows(self, seqs: list[int], tokens: list[int]) -> list[SampleDetails]:
         """What sequences tell besides their tokens."""

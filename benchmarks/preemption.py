@@ -12,9 +12,9 @@ from random import Random
 from typing import NamedTuple
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import Sampled, StepPlan, StepResult
+from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 
 STOP = 1
 """Token that ends an output early."""
@@ -91,7 +91,7 @@ def run_load(load: LoadCase, stages: int, policy: str = "auto", expected: int = 
     scheduler = Scheduler(config.resolve(stages, load.num_blocks, load.max_model_len))
     for seq, job in enumerate(load.jobs):
         prompt = [seq, *range(100, 99 + job.prompt_tokens)]
-        request = Request(seq, prompt, job.max_tokens, frozenset([STOP]))
+        request = SchedulerRequest(seq, prompt, job.max_tokens, frozenset([STOP]))
         scheduler.add(request._replace(reads_cache=not load.scores_prompts), 0.0)
     left = [job.output_tokens for job in load.jobs]
     in_flight: deque[StepPlan] = deque()
@@ -119,7 +119,7 @@ def answer(plan: StepPlan, left: list[int]) -> StepResult:
     for row in plan.rows:
         if row.samples:
             left[row.seq] -= 1
-            sampled.append(Sampled(row.seq, row.epoch, STOP if left[row.seq] <= 0 else 7))
+            sampled.append(SampledToken(row.seq, row.epoch, STOP if left[row.seq] <= 0 else 7))
     return StepResult(plan.step, sampled)
 
 

@@ -8,14 +8,14 @@ import statistics
 import time
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import Sampled, StepPlan, StepResult
+from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 
 
 def answer(plan: StepPlan) -> StepResult:
     """A result that ends nothing."""
-    sampled = [Sampled(row.seq, row.epoch, 7) for row in plan.rows if row.samples]
+    sampled = [SampledToken(row.seq, row.epoch, 7) for row in plan.rows if row.samples]
     return StepResult(plan.step, sampled)
 
 
@@ -28,7 +28,7 @@ def measure(policy: str, running: int, stages: int, steps: int) -> list[float]:
     seq = 0
     while len(times) < steps + 200:
         while len(scheduler._sequences) < running + 8:
-            scheduler.add(Request(seq, [seq] * 200, 100 + seq % 300), 0.0)
+            scheduler.add(SchedulerRequest(seq, [seq] * 200, 100 + seq % 300), 0.0)
             seq += 1
         begin = time.perf_counter()
         plan = scheduler.schedule(0.0)

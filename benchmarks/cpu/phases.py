@@ -26,7 +26,7 @@ from gllm.messages.requests import EngineOutputs
 from gllm.messages.steps import RunStep, StepDone
 from gllm.models.hub import resolve
 from gllm.observability.step_log import Add, Commit, Event, Schedule, Start, Times, request_of
-from gllm.scheduler.plan import Outcome, StepPlan, StepResult
+from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.report import text_table
 from gllm.sim.run import run_of
@@ -73,7 +73,7 @@ class Replay:
         assert isinstance(start, Start), "the bench has put it there"
         self._scheduler = Scheduler(start.scheduler)
         self.plans: dict[int, StepPlan] = {}
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, StepOutput] = {}
         self.schedule_seconds: Seconds = {}
         self.encode_seconds: Seconds = {}
         for event in events[1:]:
@@ -115,7 +115,7 @@ class Replay:
         seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - begin
 
 
-def detokenize_seconds(outcomes: dict[int, Outcome], tokenizer: Tokenizer) -> Seconds:
+def detokenize_seconds(outcomes: dict[int, StepOutput], tokenizer: Tokenizer) -> Seconds:
     """Return the time to turn each step's tokens into text."""
     texts: dict[int, IncrementalDetokenizer] = {}
     seconds = {}

@@ -24,7 +24,7 @@ from benchmarks.gpu.peers import Peer
 from benchmarks.gpu.rows import Measured, Skip
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.scheduler.plan import Row, StepPlan
+from gllm.scheduler.plan import ScheduledRow, StepPlan
 
 ERRORS, MARGIN = 2.0, 4.0
 INCLUDED = 0.99
@@ -87,7 +87,7 @@ def logits_of(executor: Executor, prompt: list[int], counts: Sequence[int], seq:
     blocks = list(range(-(-len(prompt) // models.BLOCK_SIZE)))
     made, start = [], 0
     for step, count in enumerate(counts):
-        row = Row(seq, 0, start, count, blocks if not step else [], [], False)
+        row = ScheduledRow(seq, 0, start, count, blocks if not step else [], [], False)
         made.append(executor.all_logits(executor.prepare(StepPlan(step, [row], []))))
         start += count
     return torch.cat(made)

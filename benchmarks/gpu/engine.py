@@ -29,7 +29,7 @@ from gllm.runtime.batch import Batch
 from gllm.runtime.executor import DeviceTime
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ class Model:
         scheduler = Scheduler(executor.scheduler)
         for prompt in prompts:
             seq = self.number()
-            scheduler.add(Request(seq, prompt, new), time.monotonic())
+            scheduler.add(SchedulerRequest(seq, prompt, new), time.monotonic())
             executor.register(
                 RegisterSequences(seq, len(prompt), prompt, SequenceSamplingParams(temperature=0.0))
             )

@@ -22,7 +22,7 @@ from gllm.runtime.batch import Batch
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 from gllm.transport.device_streams import CudaQueues, Queues
 
 NUM_BLOCKS, LONGEST, GRAPH_ROWS = 256, 512, 16
@@ -54,7 +54,7 @@ class InlinePipeline:
         """Return the greedy token ids, `tokens` of each prompt."""
         scheduler = Scheduler(self._config)
         for seq, prompt in enumerate(prompts):
-            scheduler.add(Request(seq, prompt, tokens), time.monotonic())
+            scheduler.add(SchedulerRequest(seq, prompt, tokens), time.monotonic())
             for executor in self._executors:
                 executor.register(
                     RegisterSequences(

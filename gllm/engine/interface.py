@@ -16,7 +16,7 @@ from gllm.config.limits import MAX_PROMPT_LOGPROBS
 from gllm.config.sampling import SamplingParams
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import TokenLogprobs
-from gllm.scheduler.plan import Stats
+from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer, TooManyTokensError
 
 
@@ -71,7 +71,7 @@ class EngineStatus:
     """True if the engine is ready or draining and its pending work makes progress."""
     num_requests: int = 0
     """Requests that have not been closed."""
-    stats: Stats = field(default_factory=Stats)
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
     """The scheduler's counters after the last step."""
     step_sizes: Mapping[int, int] = field(default_factory=dict)
     """Number of micro-batches by their tokens, rounded up to a power of two."""

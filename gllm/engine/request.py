@@ -11,7 +11,7 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import Delta
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.runtime.client import EngineClient, RequestStream, TokenDelta
-from gllm.scheduler.plan import First
+from gllm.scheduler.plan import FirstToken
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.stops import StopStrings
 from gllm.text.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ from gllm.text.tokenizer import Tokenizer
 Words = tuple[tuple[int, ...], ...]
 """Bad words as token sequences."""
 
-NOT_FIRST = First(0, 0, 0.0)
+NOT_FIRST = FirstToken(0, 0, 0.0)
 """Of a piece that does not begin its choice."""
 
 

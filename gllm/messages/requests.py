@@ -6,7 +6,7 @@ from msgspec import Meta
 
 from gllm.messages.base import TokenId, WireMessage
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
-from gllm.scheduler.plan import Outcome, Stats
+from gllm.scheduler.plan import SchedulerStats, StepOutput
 
 
 class SubmitRequest(WireMessage, frozen=True):
@@ -42,7 +42,7 @@ class AbortSequences(WireMessage, frozen=True):
 class EngineOutputs(WireMessage, frozen=True):
     """What a commit brought, for all its sequences at once; an empty outcome brings statistics."""
 
-    outcome: Outcome
-    stats: Stats
+    outcome: StepOutput
+    stats: SchedulerStats
     logprobs: list[SampleDetails] = []
     """Of sequences in the outcome that asked for them."""

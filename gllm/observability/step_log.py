@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import Outcome, StepPlan, StepResult, StepTime
+from gllm.scheduler.plan import StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 
 BUFFER_BYTES = 2**18
 
@@ -104,7 +104,7 @@ class LoggedScheduler(Scheduler):
         self._write = write
         self._clock = clock
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: SchedulerRequest, now: float) -> None:
         """As Scheduler.add; a refused request is not written."""
         super().add(request, now)
         seq, prompt, max_tokens, stop_ids, priority, salt, n, reads = request
@@ -127,7 +127,7 @@ class LoggedScheduler(Scheduler):
         self._write(Schedule(now, plan, self.parallelism()))
         return plan
 
-    def commit(self, result: StepResult) -> Outcome:
+    def commit(self, result: StepResult) -> StepOutput:
         """As Scheduler.commit."""
         self._write(Commit(self._clock(), result))
         return super().commit(result)
@@ -138,9 +138,9 @@ class LoggedScheduler(Scheduler):
         super().observe(stage, times)
 
 
-def request_of(event: Add) -> Request:
+def request_of(event: Add) -> SchedulerRequest:
     """The request that came."""
-    return Request(
+    return SchedulerRequest(
         *(event.seq, event.prompt, event.max_tokens, frozenset(event.stop_ids)),
         *(event.priority, event.cache_salt, event.n, event.reads_cache),
     )

@@ -17,8 +17,8 @@ from gllm.kernels.attention_plan import AttentionPlan, PagedRows, plan_attention
 from gllm.models.stage import StageInputs
 from gllm.runtime.logprobs import PromptRows
 from gllm.runtime.sampler import SampledRows
-from gllm.scheduler.mirror import Followed
-from gllm.scheduler.plan import ON_DEVICE, Row, StepPlan
+from gllm.scheduler.block_table_replica import SequenceView
+from gllm.scheduler.plan import ON_DEVICE, ScheduledRow, StepPlan
 
 Ints = npt.NDArray[np.int64]
 Windows = frozenset[int | None]
@@ -61,7 +61,9 @@ class BlockTables:
     _arrays: dict[int, tuple[int, int, Ints]] = field(default_factory=dict)
     """By sequence: epoch, blocks, and an array with room for more."""
 
-    def rows(self, plan_rows: list[Row], followed: list[Followed], block_size: int) -> Ints:
+    def rows(
+        self, plan_rows: list[ScheduledRow], followed: list[SequenceView], block_size: int
+    ) -> Ints:
         """Block ids [rows, most blocks], zero-padded; each row's up to its last token."""
         needed = [-(-(row.start + row.num_tokens) // block_size) for row in plan_rows]
         table = np.zeros((len(plan_rows), max(needed, default=0)), dtype=np.int64)
@@ -75,7 +77,7 @@ class BlockTables:
         for seq in seqs:
             self._arrays.pop(seq, None)
 
-    def _current(self, row: Row, sequence: Followed) -> Ints:
+    def _current(self, row: ScheduledRow, sequence: SequenceView) -> Ints:
         """The row's table, brought up to what the plan added."""
         count = len(sequence.blocks)
         epoch, known, array = self._arrays.get(row.seq, (-1, 0, np.empty(0, dtype=np.int64)))
@@ -106,7 +108,11 @@ class CacheShape:
 
 
 def build_inputs(
-    plan: StepPlan, followed: list[Followed], tables: BlockTables, cache: CacheShape, tokens: bool
+    plan: StepPlan,
+    followed: list[SequenceView],
+    tables: BlockTables,
+    cache: CacheShape,
+    tokens: bool,
 ) -> tuple[StageInputs, list[tuple[int, int]]]:
     """A stage's inputs and its placeholders (token row, sequence); `tokens`: on the first stage.
 
@@ -142,7 +148,7 @@ def build_inputs(
     return inputs, placeholders
 
 
-def token_ids(rows: list[Row], followed: list[Followed]) -> Ints:
+def token_ids(rows: list[ScheduledRow], followed: list[SequenceView]) -> Ints:
     """Token ids [tokens]: of the prompt as registered, then what the row brings."""
     ids: list[int] = []
     for row, sequence in zip(rows, followed, strict=True):

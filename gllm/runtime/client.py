@@ -15,7 +15,7 @@ from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.runtime.bus import Outbox
-from gllm.scheduler.plan import End, First, Stats
+from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ class TokenDelta(msgspec.Struct):
     """Of the prompt's tokens from the second on; with the first piece of the first choice."""
     embedding: bytes = b""
     """As of RowLogprobs, where it was asked for."""
-    first: First | None = None
-    end: End | None = None
+    first: FirstToken | None = None
+    end: FinishedSequence | None = None
 
 
 def _nobody_listens() -> None:
@@ -61,7 +61,7 @@ class RequestStream:
             piece = self._pieces[choice] = TokenDelta()
         return piece
 
-    def end(self, end: End) -> None:
+    def end(self, end: FinishedSequence) -> None:
         """A sequence has ended."""
         if end.seq in self.alive:
             self.alive.discard(end.seq)
@@ -98,7 +98,7 @@ class EngineClient:
     """Requests under way."""
 
     def __init__(self) -> None:
-        self.stats = Stats()
+        self.stats = SchedulerStats()
         self.stage_loads: dict[int, StageUtilization] = {}
         self.bubbles = BubbleReport()
         self.step_sizes: Counter[int] = Counter()
@@ -178,7 +178,7 @@ class EngineClient:
         for stream in streams:
             living = sorted(stream.alive)
             for seq in living:
-                stream.end(End(seq, "abort"))
+                stream.end(FinishedSequence(seq, "abort"))
                 del self._streams[seq]
             self._send(AbortSequences(living))
         self._tell()
@@ -202,7 +202,7 @@ class EngineClient:
         """The engine is gone: every request ends with an error now, and nothing runs or waits."""
         self.stats = self.stats._replace(running=0, waiting=0, kv_usage=0.0, in_flight=0)
         for seq, stream in self._streams.items():
-            stream.end(End(seq, "error", error=cause))
+            stream.end(FinishedSequence(seq, "error", error=cause))
         self._streams.clear()
         self._tell()
 
@@ -237,7 +237,7 @@ class EngineClient:
         living = sorted(stream.alive)
         self.abort(living)
         for seq in living:
-            stream.piece(seq).end = End(seq, "error", error=error)
+            stream.piece(seq).end = FinishedSequence(seq, "error", error=error)
 
     def _deliver(self, message: EngineOutputs) -> None:
         outcome = message.outcome

@@ -19,9 +19,9 @@ from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedReques
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.observability.bubbles import BubbleMeter
-from gllm.scheduler.plan import End, Outcome, Stats, StepPlan
+from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput, StepPlan
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Driver:
         self._local = local
         self._others = others
         self._frontend = frontend
-        self._outcomes: list[tuple[Outcome, list[SampleDetails]]] = []
-        self._held: dict[int, Request] = {}
+        self._outcomes: list[tuple[StepOutput, list[SampleDetails]]] = []
+        self._held: dict[int, SchedulerRequest] = {}
         """Requests whose grammars are being compiled, by their first sequence."""
         self._cancelled: dict[int, set[int]] = {}
         """Choices of those that were aborted meanwhile."""
@@ -86,7 +86,7 @@ class Driver:
 
     def _submit(self, message: SubmitRequest) -> None:
         """Add a request. Raises ValueError for one that can never run."""
-        request = Request(
+        request = SchedulerRequest(
             message.seq,
             message.prompt,
             message.max_tokens,
@@ -175,12 +175,12 @@ class Driver:
             self._local(step)
         outcomes, self._outcomes = self._outcomes, []
         if self._accepted and not outcomes:
-            outcomes = [(Outcome([], [], [], []), [])]
+            outcomes = [(StepOutput([], [], [], []), [])]
         self._accepted = False
         for outcome, logprobs in outcomes:
             self._frontend.send(EngineOutputs(outcome, self._stats(), logprobs))
 
-    def _stats(self) -> Stats:
+    def _stats(self) -> SchedulerStats:
         """The scheduler's statistics; requests whose grammars are being compiled wait as well."""
         stats = self.scheduler.stats()
         num_held = sum(request.n for request in self._held.values())
@@ -190,8 +190,8 @@ class Driver:
         """End the sequences seq .. seq + n - 1 with an error, scheduled or not."""
         seqs = range(seq, seq + n)
         self.scheduler.abort(list(seqs))
-        ends = [End(each, "error", error=error) for each in seqs]
-        self._outcomes.append((Outcome([], [], [], ends), []))
+        ends = [FinishedSequence(each, "error", error=error) for each in seqs]
+        self._outcomes.append((StepOutput([], [], [], ends), []))
 
     def _schedule(self) -> StepPlan | None:
         """The next plan; what work is left beside it is noted."""

@@ -34,8 +34,8 @@ from gllm.runtime.kv_cache import KVCache, block_bytes
 from gllm.runtime.logprobs import PromptRows, prompt_rows
 from gllm.runtime.sampler import SampledRows, draw, give_up, plan_rows, results, tell_embedded
 from gllm.runtime.sampling_state import SamplingState, states_of
-from gllm.scheduler.mirror import Followed, Mirror
-from gllm.scheduler.plan import Sampled, StepPlan
+from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
+from gllm.scheduler.plan import SampledToken, StepPlan
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ class StageExecutor:
             log_kernels()
         self.backend = self._attention_backend(engine_config, gpu)
         self.weight_bytes = 0
-        self._mirror = Mirror()
+        self._mirror = BlockTableReplica()
         self._tables = BlockTables()
         self._samplings: dict[int, SamplingState] = {}
         self._keeps_tokens = stages == 1
@@ -199,7 +199,7 @@ class StageExecutor:
             self._last_tokens.pop(seq, None)
 
     def _sampled_rows(
-        self, plan: StepPlan, followed: list[Followed]
+        self, plan: StepPlan, followed: list[SequenceView]
     ) -> tuple[Tensor, SampledRows, list[PromptRows]]:
         """Which token rows are sampled and which scored, and how; none but on the last stage."""
         owners, states, indices, rows = [], [], [], []
@@ -242,7 +242,9 @@ class StageExecutor:
         return self._stage.logits(sampling)
 
     @torch.inference_mode()
-    def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[SampleDetails]]:
+    def sample(
+        self, batch: Batch, logits: Tensor
+    ) -> tuple[list[SampledToken], list[SampleDetails]]:
         """What each sampling row drew, and the log-probabilities of those that tell them; to be
         called for every batch of the last stage.
 

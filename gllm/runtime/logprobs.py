@@ -14,7 +14,7 @@ from torch import Tensor
 from gllm.kernels.logprobs import Scores, log_probabilities, score
 from gllm.messages.sampling import TokenLogprobs
 from gllm.runtime.sampling_state import SamplingState
-from gllm.scheduler.plan import Row
+from gllm.scheduler.plan import ScheduledRow
 
 SCORED_ROWS = 256
 """Most rows of a prompt whose logits exist at once; they are vocabulary-wide."""
@@ -59,7 +59,7 @@ class PromptRows:
         self.state.prompt_logprobs.update(enumerate(entries, start=self.position))
 
 
-def prompt_rows(state: SamplingState, row: Row, begin: int) -> list[PromptRows]:
+def prompt_rows(state: SamplingState, row: ScheduledRow, begin: int) -> list[PromptRows]:
     """What a plan's row, whose first token row is `begin`, scores of its sequence's prompt."""
     tokens = state.prompt[row.start + 1 : row.start + row.num_tokens + 1]
     if not tokens or not state.wants_prompt_logprobs:

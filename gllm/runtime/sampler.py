@@ -22,7 +22,7 @@ from gllm.kernels.sampling_plan import SamplingPlan, plan_sampling
 from gllm.messages.sampling import SampleDetails, TokenLogprobs
 from gllm.runtime.logprobs import NOT_FINITE, entries_of
 from gllm.runtime.sampling_state import SamplingState, edit_logits
-from gllm.scheduler.plan import Sampled
+from gllm.scheduler.plan import SampledToken
 
 ALL_FORBIDDEN = "every token of the vocabulary is forbidden"
 
@@ -116,11 +116,11 @@ def draw(logits: Tensor, rows: SampledRows) -> SampleOutput:
     return drawn
 
 
-def results(rows: SampledRows, drawn: SampleOutput) -> list[Sampled]:
+def results(rows: SampledRows, drawn: SampleOutput) -> list[SampledToken]:
     """What the driver hears of each row."""
     told = zip(rows.owners, drawn.tokens, drawn.errors, strict=True)
     return [
-        Sampled(seq, epoch, token, error, drawn.forced.get(row, ()), error != NOT_FINITE)
+        SampledToken(seq, epoch, token, error, drawn.forced.get(row, ()), error != NOT_FINITE)
         for row, ((seq, epoch), token, error) in enumerate(told)
     ]
 

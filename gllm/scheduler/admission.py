@@ -12,25 +12,25 @@ Source of the expected peak: "Past-Future Scheduler for LLM Serving under SLA Gu
 from collections.abc import Container
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.memory import Memory
-from gllm.scheduler.output_lengths import OutputLengths
+from gllm.scheduler.kv_cache_manager import KVCacheManager
+from gllm.scheduler.output_lengths import OutputLengthPredictor
 from gllm.scheduler.sequence import Sequence
 
 HORIZON_TOKENS = 32
 """Tokens per decode that admission looks ahead while it may risk preemptions."""
-RECOMPUTED_SHARE = 0.15
+MAX_RECOMPUTED_SHARE = 0.15
 """Recomputed tokens per computed token up to which admission may risk preemptions.
 docs/scheduler.md has the measurements behind both constants."""
 
-UNBOUNDED = 2**62
+UNBOUNDED_HORIZON = 2**62
 """Horizon in tokens that is longer than every output."""
 
 
-class Admission:
+class AdmissionController:
     """Admission rule, with the statistics that it needs: output lengths and recomputed tokens."""
 
-    def __init__(self, config: SchedulerConfig, memory: Memory) -> None:
-        self.lengths = OutputLengths(config.expected_output_tokens)
+    def __init__(self, config: SchedulerConfig, memory: KVCacheManager) -> None:
+        self.lengths = OutputLengthPredictor(config.expected_output_tokens)
         self._expects = config.expected_output_tokens > 0
         self._size = config.block_size
         self._memory = memory
@@ -40,7 +40,7 @@ class Admission:
 
     def on_scheduled(self, num_tokens: int) -> None:
         """Add the tokens of a scheduled micro-batch to the recomputation allowance."""
-        self._credit = min(self._credit + RECOMPUTED_SHARE * num_tokens, self._most_credit)
+        self._credit = min(self._credit + MAX_RECOMPUTED_SHARE * num_tokens, self._most_credit)
 
     def on_preempted(self, victim: Sequence) -> None:
         """Subtract the computed tokens that a preempted sequence loses from the allowance."""
@@ -74,7 +74,7 @@ class Admission:
             free: blocks that are free or about to be freed.
         """
         size = self._size
-        horizon = HORIZON_TOKENS if self._credit >= candidate.target else UNBOUNDED
+        horizon = HORIZON_TOKENS if self._credit >= candidate.target else UNBOUNDED_HORIZON
         growths = [(min(self._tokens_left(candidate), horizon), missing, 0)]
         for owner in owners:
             needed = owner.blocks_missing(len(owner.tokens), size)

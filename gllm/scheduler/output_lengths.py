@@ -8,7 +8,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from itertools import accumulate
 
-WINDOW = 64
+HISTORY_LENGTH = 64
 """Number of finished sequences in the history of a class."""
 
 
@@ -16,14 +16,14 @@ class _History:
     """Output lengths of the last WINDOW finished sequences of one class, in tokens."""
 
     def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=WINDOW)
+        self._recent: deque[int] = deque(maxlen=HISTORY_LENGTH)
         self._sorted: list[int] = []
         self._sums: list[int] = []
         """Sums of the 0, 1, 2, ... longest lengths; empty if they have to be recomputed."""
 
     def record(self, length: int) -> None:
         """Add the output length of a finished sequence; drop the oldest if the window is full."""
-        if len(self._recent) == WINDOW:
+        if len(self._recent) == HISTORY_LENGTH:
             del self._sorted[bisect_right(self._sorted, self._recent[0]) - 1]
         self._recent.append(length)
         insort(self._sorted, length)
@@ -37,7 +37,7 @@ class _History:
         return self._sums[count] / count if count else 0.0
 
 
-class OutputLengths:
+class OutputLengthPredictor:
     """Predictor of output lengths.
 
     Args:

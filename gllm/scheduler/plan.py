@@ -10,7 +10,7 @@ ON_DEVICE = -1
 """Stands for an input token that the step before samples and that never visits the driver first."""
 
 
-class Row(NamedTuple):
+class ScheduledRow(NamedTuple):
     """One sequence's part in a micro-batch: a decode token, with those it forced, or a chunk of its
     prefill."""
 
@@ -37,13 +37,13 @@ class StepPlan(NamedTuple):
 
     step: int
     """Step number: counts up by one, no gaps."""
-    rows: list[Row]
+    rows: list[ScheduledRow]
     released: list[int]
     """Sequences that ended, all their steps committed: neither this plan nor a later one names
     them, and followers forget them."""
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """What one sampling row brought."""
 
     seq: int
@@ -61,7 +61,7 @@ class StepResult(NamedTuple):
     """What the last stage returns for a plan, one entry for each row with `samples`."""
 
     step: int
-    sampled: list[Sampled]
+    sampled: list[SampledToken]
     error: str = ""
     """Why the whole step failed; every sequence in it ends with this error."""
 
@@ -74,7 +74,7 @@ class StepTime(NamedTuple):
     end: float
 
 
-class End(NamedTuple):
+class FinishedSequence(NamedTuple):
     """The end of a sequence."""
 
     seq: int
@@ -85,7 +85,7 @@ class End(NamedTuple):
     error: str = ""
 
 
-class Stats(NamedTuple):
+class SchedulerStats(NamedTuple):
     """The scheduler's state; counters count from its start."""
 
     running: int = 0
@@ -111,7 +111,7 @@ class Stats(NamedTuple):
         return self.running + self.waiting
 
 
-class First(NamedTuple):
+class FirstToken(NamedTuple):
     """What is known of a sequence once it has its first token."""
 
     seq: int
@@ -121,12 +121,12 @@ class First(NamedTuple):
     """From its arrival to its first micro-batch."""
 
 
-class Outcome(NamedTuple):
+class StepOutput(NamedTuple):
     """What a commit brought: seqs[i] got tokens[i]; `ends` come after the tokens."""
 
     seqs: list[int]
     tokens: list[int]
-    firsts: list[First]
-    ends: list[End]
+    firsts: list[FirstToken]
+    ends: list[FinishedSequence]
     step_tokens: int = 0
     """Tokens that the micro-batch computed, prefill and decode together."""

@@ -13,16 +13,16 @@ import math
 from typing import NamedTuple, Protocol
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.work import Work
+from gllm.scheduler.stage_work import StageWork
 
-PREFILL_PER_DECODE = 8
+PREFILL_TOKENS_PER_DECODE = 8
 """Prefill tokens for each decode of a micro-batch at which prefill has 8/9 of it."""
-YIELD_PER_DECODE = 4
+YIELDED_TOKENS_PER_DECODE = 4
 """Tokens that each decode of a micro-batch takes off the chunk that would suit prefill best.
 docs/scheduler.md has the measurements behind both."""
 
 
-class Load(NamedTuple):
+class SchedulerLoad(NamedTuple):
     """What a policy may know when it fills a micro-batch."""
 
     waiting_tokens: float
@@ -49,7 +49,7 @@ class Load(NamedTuple):
     """k: plans issued so far that carried decodes."""
 
 
-class Policy(Protocol):
+class SchedulingPolicy(Protocol):
     """Budgets for one micro-batch, in a unit of the policy's own. Caps (max_num_batched_tokens,
     blocks, #WP) are applied later."""
 
@@ -58,23 +58,23 @@ class Policy(Protocol):
     learns: bool
     """It wants to hear how long steps took."""
 
-    def decodes(self, load: Load) -> float:
+    def decodes(self, load: SchedulerLoad) -> float:
         """Budget for decodes: they are taken until it is used up, the last one may exceed it."""
 
     def decode_cost(self, context: int) -> float:
         """What a decode with that many tokens in the cache costs."""
 
-    def prefill(self, load: Load) -> float:
+    def prefill(self, load: SchedulerLoad) -> float:
         """Budget for prefill; `load.kv_free` is what the decodes have left."""
 
     def chunk(self, start: int, most: int, budget: float) -> tuple[int, float]:
         """Tokens of a chunk after `start` earlier ones, 1 to `most`, and what they cost."""
 
-    def observe(self, work: Work, seconds: float) -> None:
+    def observe(self, work: StageWork, seconds: float) -> None:
         """A step's work and how long the slowest stage took for it."""
 
 
-class TokenPolicy:
+class TokenBudgetPolicy:
     """What policies have in common that budget tokens: each costs one."""
 
     prefill_leads = False
@@ -89,11 +89,11 @@ class TokenPolicy:
         tokens = min(most, max(1, math.ceil(budget)))
         return tokens, tokens
 
-    def observe(self, work: Work, seconds: float) -> None:
+    def observe(self, work: StageWork, seconds: float) -> None:
         """Learns nothing."""
 
 
-class PaperThrottle(TokenPolicy):
+class PaperThrottlePolicy(TokenBudgetPolicy):
     """Token throttling: decodes spread evenly (4), prefill by waiting tokens and free cache (3).
 
     `by_waiting` and `by_cache` switch off the two factors of (3) for the paper's ablation; the
@@ -107,13 +107,13 @@ class PaperThrottle(TokenPolicy):
         self._by_waiting = by_waiting
         self._by_cache = by_cache
 
-    def decodes(self, load: Load) -> float:
+    def decodes(self, load: SchedulerLoad) -> float:
         """(4), with the remainder of #RD / #PP_depth going to the first plans of each round."""
         share, rest = divmod(load.decoding, self._config.stages)
         share += load.decode_plans % self._config.stages < rest
         return min(load.ready, max(1, share))
 
-    def prefill(self, load: Load) -> float:
+    def prefill(self, load: SchedulerLoad) -> float:
         """(3); where nothing decodes, (1): there is nobody to hold cache back for."""
         config = self._config
         if load.decoding and load.kv_free <= config.kv_threshold:
@@ -126,21 +126,23 @@ class PaperThrottle(TokenPolicy):
             tokens = min(tokens, config.max_prefill_tokens * spare)
         return math.ceil(max(tokens, config.min_prefill_tokens))
 
-    def _paced(self, load: Load) -> float:
+    def _paced(self, load: SchedulerLoad) -> float:
         return load.waiting_tokens / self._config.prefill_iterations
 
 
-class Throttle(PaperThrottle):
+class ThrottlePolicy(PaperThrottlePolicy):
     """The paper's, but for how waiting tokens become chunks while few sequences decode."""
 
-    def _paced(self, load: Load) -> float:
+    def _paced(self, load: SchedulerLoad) -> float:
         """#WP / #T, but #WP counts a half-scheduled prompt whole, or its chunks would shrink as it
         is consumed; at most PREFILL_PER_DECODE tokens for each decode in the micro-batch: with that
         share the pipeline is prefill's already, and larger chunks only fill it more slowly; at
         least the chunk that suits prefill best, less what it has to yield to decodes."""
         work = load.waiting_tokens + load.begun_tokens
-        paced = min(work / self._config.prefill_iterations, PREFILL_PER_DECODE * load.scheduled)
-        return max(paced, self._efficient_chunk(work) - YIELD_PER_DECODE * load.scheduled)
+        paced = min(
+            work / self._config.prefill_iterations, PREFILL_TOKENS_PER_DECODE * load.scheduled
+        )
+        return max(paced, self._efficient_chunk(work) - YIELDED_TOKENS_PER_DECODE * load.scheduled)
 
     def _efficient_chunk(self, work: float) -> float:
         """Tokens of the equal chunks that take `work` prefill tokens through an idle pipeline
@@ -156,7 +158,7 @@ class Throttle(PaperThrottle):
         return work / math.ceil(work / best) if work else 0
 
 
-class Sarathi(TokenPolicy):
+class SarathiPolicy(TokenBudgetPolicy):
     """One token budget: every ready decode, then prefill chunks up to the budget.
 
     Source: "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI'24).
@@ -166,16 +168,16 @@ class Sarathi(TokenPolicy):
         assert config.max_num_batched_tokens is not None
         self._budget = config.max_num_batched_tokens
 
-    def decodes(self, load: Load) -> float:
+    def decodes(self, load: SchedulerLoad) -> float:
         """All that can run."""
         return load.ready
 
-    def prefill(self, load: Load) -> float:
+    def prefill(self, load: SchedulerLoad) -> float:
         """All that the cap leaves."""
         return self._budget
 
 
-class PrefillFirst(Sarathi):
+class PrefillFirstPolicy(SarathiPolicy):
     """Prefill whenever there is any, decodes in between: short TTFT, stalls in the stream."""
 
     prefill_leads = True

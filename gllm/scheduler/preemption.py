@@ -6,24 +6,24 @@ Rank is priority, then arrival. docs/scheduler.md proves that every sequence sti
 import math
 from collections.abc import Collection
 
-from gllm.scheduler.admission import Admission
+from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.memory import Memory
+from gllm.scheduler.kv_cache_manager import KVCacheManager
+from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import Sequence
-from gllm.scheduler.tally import Counts
 
 
-class Preemption:
+class PreemptionManager:
     """Policy that selects victims, frees their KV blocks and returns them to the prefill queue."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        memory: Memory,
-        admission: Admission,
+        memory: KVCacheManager,
+        admission: AdmissionController,
         queues: SequenceQueues,
-        counts: Counts,
+        counts: SchedulerCounters,
     ) -> None:
         self._max_num_seqs = config.max_num_seqs
         self._reserve = math.ceil(config.kv_threshold * config.num_blocks)

@@ -6,10 +6,10 @@ Updates the running sums of `Tally` with every change of a queue.
 from bisect import bisect_left, insort
 from operator import attrgetter
 
-from gllm.scheduler.memory import Memory
-from gllm.scheduler.policy import Load
+from gllm.scheduler.kv_cache_manager import KVCacheManager
+from gllm.scheduler.policy import SchedulerLoad
+from gllm.scheduler.queue_tally import QueueTally
 from gllm.scheduler.sequence import Sequence
-from gllm.scheduler.tally import Tally
 
 rank_of = attrgetter("rank")
 
@@ -22,12 +22,12 @@ class SequenceQueues:
         lookahead: schedule a decode before the token of its previous step is known.
     """
 
-    def __init__(self, memory: Memory, lookahead: bool) -> None:
+    def __init__(self, memory: KVCacheManager, lookahead: bool) -> None:
         self.waiting: list[Sequence] = []
         """Sequences with unscheduled prefill, best rank (priority, then arrival) first."""
         self.ready: dict[int, Sequence] = {}
         """Decodes that can run, by sequence number; the one that became ready first comes first."""
-        self.tally = Tally()
+        self.tally = QueueTally()
         self._memory = memory
         self._lookahead = lookahead
 
@@ -64,7 +64,7 @@ class SequenceQueues:
             self.ready.setdefault(sequence.seq, sequence)
             self.tally.decode(sequence)
 
-    def load(self, decodes: int = 0, cost: float = 0.0) -> Load:
+    def load(self, decodes: int = 0, cost: float = 0.0) -> SchedulerLoad:
         """Return the load record for a policy.
 
         Args:

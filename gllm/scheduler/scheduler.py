@@ -5,37 +5,37 @@ no tensors. The driver of a real pipeline and a simulator call the same four met
 `abort`, `schedule`, `commit`. docs/scheduler.md says why every sequence ends.
 """
 
-from gllm.scheduler.admission import Admission
+from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.memory import Memory
-from gllm.scheduler.observations import Observations
+from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.plan import (
-    End,
-    First,
-    Outcome,
-    Row,
-    Sampled,
-    Stats,
+    FinishedSequence,
+    FirstToken,
+    SampledToken,
+    ScheduledRow,
+    SchedulerStats,
+    StepOutput,
     StepPlan,
     StepResult,
     StepTime,
 )
-from gllm.scheduler.policies import POLICIES
-from gllm.scheduler.policy import Policy
-from gllm.scheduler.preemption import Preemption
+from gllm.scheduler.policy import SchedulingPolicy
+from gllm.scheduler.policy_registry import POLICIES
+from gllm.scheduler.preemption import PreemptionManager
+from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
-from gllm.scheduler.sequence import Request, Sequence
-from gllm.scheduler.tally import Counts
+from gllm.scheduler.sequence import SchedulerRequest, Sequence
+from gllm.scheduler.step_times import StepTimeCollector
 
 
 class Scheduler:
     """All sequences of one pipeline. `config` is resolved (SchedulerConfig.resolve)."""
 
-    def __init__(self, config: SchedulerConfig, policy: Policy | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, policy: SchedulingPolicy | None = None) -> None:
         assert config.max_in_flight is not None
         assert config.max_num_batched_tokens is not None
         self.config = config
-        self.memory = Memory(config)
+        self.memory = KVCacheManager(config)
         self._policy = policy or POLICIES[config.policy](config)
         self._limit = config.max_in_flight
         self._cap = config.max_num_batched_tokens
@@ -44,18 +44,18 @@ class Scheduler:
         """Choices that will fork, with the first choice of their request."""
         self._in_flight: dict[int, StepPlan] = {}
         self._released: list[int] = []
-        self._observed = Observations(self._policy, config.stages)
+        self._observed = StepTimeCollector(self._policy, config.stages)
         self._decodes_last = False
         self._stalled = False
         """A decode could not get a block."""
-        self._counts = Counts()
-        self._admission = Admission(config, self.memory)
+        self._counts = SchedulerCounters()
+        self._admission = AdmissionController(config, self.memory)
         self._queues = SequenceQueues(self.memory, config.lookahead)
-        self._preemption = Preemption(
+        self._preemption = PreemptionManager(
             config, self.memory, self._admission, self._queues, self._counts
         )
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: SchedulerRequest, now: float) -> None:
         """Take a request in. Raises ValueError where it can never run."""
         request.check(self.config.max_model_len)
         first = self._new_sequence(request.seq, request, now)
@@ -93,14 +93,14 @@ class Scheduler:
         self._admission.on_scheduled(sum(row.num_tokens for row in rows))
         return plan
 
-    def commit(self, result: StepResult) -> Outcome:
+    def commit(self, result: StepResult) -> StepOutput:
         """Take the oldest plan's result in. Raises ValueError where it is not that plan's."""
         step = next(iter(self._in_flight), None)
         if step != result.step:
             raise ValueError(f"result of step {result.step} came, but step {step} is next")
         plan = self._in_flight.pop(result.step)
         sampled = {entry.seq: entry for entry in result.sampled}
-        outcome = Outcome([], [], [], [], sum(row.num_tokens for row in plan.rows))
+        outcome = StepOutput([], [], [], [], sum(row.num_tokens for row in plan.rows))
         for row in plan.rows:
             sequence = self._sequences[row.seq]
             sequence.in_flight -= 1
@@ -135,10 +135,10 @@ class Scheduler:
             return False
         return head.seq in self.memory.holders or self._admission.is_admissible(head)
 
-    def stats(self) -> Stats:
+    def stats(self) -> SchedulerStats:
         """Where things stand."""
         running = len(self.memory.holders)
-        return Stats(
+        return SchedulerStats(
             running=running,
             waiting=len(self._sequences) - running + len(self._unborn),
             kv_usage=1 - self.memory.free_share,
@@ -148,7 +148,7 @@ class Scheduler:
 
     # Filling a micro-batch.
 
-    def _fill(self, now: float) -> list[Row]:
+    def _fill(self, now: float) -> list[ScheduledRow]:
         """Rows by the policy's budgets.
 
         Decodes take their blocks first, unless prefill leads. It never does while a decode lacks
@@ -164,10 +164,10 @@ class Scheduler:
             return rows
         return rows + self._prefill_rows(rows, cost, now)
 
-    def _decode_rows(self) -> tuple[list[Row], float]:
+    def _decode_rows(self) -> tuple[list[ScheduledRow], float]:
         """Decodes, those of one token first, and what they cost of the policy's budget."""
         budget, cost = self._policy.decodes(self._queues.load()), 0.0
-        rows: tuple[list[Row], list[Row]] = ([], [])
+        rows: tuple[list[ScheduledRow], list[ScheduledRow]] = ([], [])
         room, self._stalled = self._cap, False
         for sequence in list(self._queues.ready.values()):
             if cost >= budget or not room:
@@ -183,11 +183,13 @@ class Scheduler:
                 self._stalled = True
         return rows[0] + rows[1], cost
 
-    def _prefill_rows(self, decodes: list[Row], decode_cost: float, now: float) -> list[Row]:
+    def _prefill_rows(
+        self, decodes: list[ScheduledRow], decode_cost: float, now: float
+    ) -> list[ScheduledRow]:
         """Chunks beside these decodes."""
         budget = self._policy.prefill(self._queues.load(len(decodes), decode_cost))
         room = self._cap - sum(row.num_tokens for row in decodes)
-        rows: list[Row] = []
+        rows: list[ScheduledRow] = []
         while self._queues.waiting and budget > 0 and room:
             sequence = self._queues.waiting[0]
             most = min(self._fitting_tokens(sequence, now), room)
@@ -201,7 +203,7 @@ class Scheduler:
                 break
         return rows
 
-    def _force(self, now: float) -> list[Row]:
+    def _force(self, now: float) -> list[ScheduledRow]:
         """With nothing in flight, run the best-ranked sequence, whoever has to make room."""
         if self._in_flight:
             return []
@@ -213,7 +215,7 @@ class Scheduler:
             self._preemption.preempt(victim)
         return rows
 
-    def _run_alone(self, sequence: Sequence, now: float) -> list[Row]:
+    def _run_alone(self, sequence: Sequence, now: float) -> list[ScheduledRow]:
         if sequence.prefilling:
             if not (most := min(self._fitting_tokens(sequence, now, True), self._cap)):
                 return []
@@ -224,7 +226,7 @@ class Scheduler:
         count = min(sequence.decode_tokens, fits, self._cap)
         return [self._feed(sequence, count)] if count else []
 
-    def _feed_prefill(self, sequence: Sequence, count: int) -> Row:
+    def _feed_prefill(self, sequence: Sequence, count: int) -> ScheduledRow:
         self._queues.tally.wait(sequence, -1)
         row = self._feed(sequence, count)
         self._queues.tally.wait(sequence)
@@ -232,7 +234,7 @@ class Scheduler:
             self._queues.dequeue(sequence)
         return row
 
-    def _feed(self, sequence: Sequence, count: int) -> Row:
+    def _feed(self, sequence: Sequence, count: int) -> ScheduledRow:
         self.memory.grow(sequence, count)
         self._queues.ready.pop(sequence.seq, None)
         if sequence.prefilling:
@@ -274,7 +276,7 @@ class Scheduler:
 
     # The course of a sequence.
 
-    def _new_sequence(self, seq: int, request: Request, now: float) -> Sequence:
+    def _new_sequence(self, seq: int, request: SchedulerRequest, now: float) -> Sequence:
         tokens = list(request.prompt)
         sequence = Sequence(seq, request, tokens, target=len(tokens), arrival=now)
         self._sequences[seq] = sequence
@@ -290,7 +292,11 @@ class Scheduler:
                 self._queues.enqueue(choice)
 
     def _advance(
-        self, sequence: Sequence, row: Row, sampled: Sampled | None, outcome: Outcome
+        self,
+        sequence: Sequence,
+        row: ScheduledRow,
+        sampled: SampledToken | None,
+        outcome: StepOutput,
     ) -> None:
         """Count a row as computed and append the token that it sampled."""
         if row.start <= sequence.computed:
@@ -311,27 +317,27 @@ class Scheduler:
                 if not sequence.ended:
                     self._append(sequence, token, outcome)
 
-    def _append(self, sequence: Sequence, token: int, outcome: Outcome) -> None:
+    def _append(self, sequence: Sequence, token: int, outcome: StepOutput) -> None:
         sequence.tokens.append(token)
         outcome.seqs.append(sequence.seq)
         outcome.tokens.append(token)
         generated = len(sequence.tokens) - sequence.prompt_len
         if generated == 1:
-            first = First(sequence.seq, sequence.cached, sequence.queue_seconds)
+            first = FirstToken(sequence.seq, sequence.cached, sequence.queue_seconds)
             outcome.firsts.append(first)
             self._fork(sequence)
         if token in sequence.request.stop_ids:
-            outcome.ends.append(End(sequence.seq, "stop", token))
+            outcome.ends.append(FinishedSequence(sequence.seq, "stop", token))
         elif generated == sequence.request.max_tokens:
-            outcome.ends.append(End(sequence.seq, "length"))
+            outcome.ends.append(FinishedSequence(sequence.seq, "length"))
         else:
             return
         self._admission.lengths.record(sequence.request.max_tokens, generated)
         self._end(sequence)
 
-    def _fail(self, sequence: Sequence, error: str, outcome: Outcome) -> None:
+    def _fail(self, sequence: Sequence, error: str, outcome: StepOutput) -> None:
         if not sequence.ended:
-            outcome.ends.append(End(sequence.seq, "error", error=error))
+            outcome.ends.append(FinishedSequence(sequence.seq, "error", error=error))
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:

@@ -7,11 +7,11 @@ before chunk k has left. Knows nothing of other sequences.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gllm.scheduler.blocks import chain_hash, root_hash
-from gllm.scheduler.plan import ON_DEVICE, Row
+from gllm.scheduler.block_pool import chain_hash, root_hash
+from gllm.scheduler.plan import ON_DEVICE, ScheduledRow
 
 
-class Request(NamedTuple):
+class SchedulerRequest(NamedTuple):
     """What is asked of the scheduler: `n` sequences seq .. seq + n - 1 from one prompt."""
 
     seq: int
@@ -43,7 +43,7 @@ class Sequence:
     """One choice of a request."""
 
     seq: int
-    request: Request
+    request: SchedulerRequest
     tokens: list[int]
     """Prompt and generated tokens, as far as the driver knows them."""
     target: int
@@ -145,7 +145,7 @@ class Sequence:
             self.hashes.append(chain_hash(parent, self.tokens[begin : begin + block_size]))
         return self.hashes[:count]
 
-    def feed(self, num_tokens: int) -> Row:
+    def feed(self, num_tokens: int) -> ScheduledRow:
         """Schedule the next `num_tokens` tokens; the blocks for them are there."""
         start = self.scheduled
         end = start + num_tokens
@@ -153,7 +153,9 @@ class Sequence:
         if end > len(self.tokens):
             known.append(ON_DEVICE)
         samples = end >= len(self.tokens)
-        row = Row(self.seq, self.epoch, start, num_tokens, self.blocks[self.sent :], known, samples)
+        row = ScheduledRow(
+            self.seq, self.epoch, start, num_tokens, self.blocks[self.sent :], known, samples
+        )
         self.sent = len(self.blocks)
         self.scheduled = end
         self.in_flight += 1

@@ -9,17 +9,17 @@ from its tokens, its prefill attention and its decode attention.
 
 from typing import NamedTuple
 
-from gllm.scheduler.work import Work, pairs
+from gllm.scheduler.stage_work import StageWork, count_query_key_pairs
 
-SCALES = (1.0, 1e3, 1e6, 1e2, 1e5)
+FEATURE_SCALES = (1.0, 1e3, 1e6, 1e2, 1e5)
 """Typical sizes of the features, so that the equations are well conditioned."""
-MEMORY = 0.998
+DECAY_PER_STEP = 0.998
 """Weight that a step keeps with each later one: the last thousand or so count."""
-REFIT_EVERY = 32
-SWEEPS = 60
+REFIT_INTERVAL_STEPS = 32
+DESCENT_SWEEPS = 60
 
 
-class Coefficients(NamedTuple):
+class StepCostCoefficients(NamedTuple):
     """Seconds for one of each; none is negative."""
 
     step: float = 0.0
@@ -31,22 +31,22 @@ class Coefficients(NamedTuple):
     context: float = 0.0
     """A token that a decode attends to."""
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StageWork) -> float:
         """A step's predicted time."""
-        return sum(c * f for c, f in zip(self, features(work), strict=True))
+        return sum(c * f for c, f in zip(self, step_features(work), strict=True))
 
     def chunk(self, start: int, tokens: int) -> float:
         """A prefill chunk's part of it."""
-        return self.token * tokens + self.pair * pairs(start, tokens)
+        return self.token * tokens + self.pair * count_query_key_pairs(start, tokens)
 
 
-def features(work: Work) -> tuple[float, ...]:
+def step_features(work: StageWork) -> tuple[float, ...]:
     """What the coefficients multiply."""
     return (1.0, work.tokens, work.pairs, work.decodes, work.decode_context)
 
 
 def solve_nonnegative(
-    matrix: list[list[float]], right: list[float], start: list[float], sweeps: int = SWEEPS
+    matrix: list[list[float]], right: list[float], start: list[float], sweeps: int = DESCENT_SWEEPS
 ) -> list[float]:
     """x >= 0 that minimises x'Ax / 2 - b'x, by coordinate descent.
 
@@ -61,31 +61,33 @@ def solve_nonnegative(
     return x
 
 
-class OnlineFit:
+class OnlineStepCostFit:
     """Coefficients that follow the steps that were observed."""
 
     def __init__(self) -> None:
-        self.fitted: Coefficients | None = None
+        self.fitted: StepCostCoefficients | None = None
         """None until there were steps enough."""
-        size = len(SCALES)
+        size = len(FEATURE_SCALES)
         self._matrix = [[0.0] * size for _ in range(size)]
         self._right = [0.0] * size
         self._scaled = [0.0] * size
         self._seen = 0
 
-    def observe(self, work: Work, seconds: float) -> None:
+    def observe(self, work: StageWork, seconds: float) -> None:
         """A step's work and how long the slowest stage took for it."""
         if seconds <= 0:
             return
-        row = [f / s for f, s in zip(features(work), SCALES, strict=True)]
+        row = [f / s for f, s in zip(step_features(work), FEATURE_SCALES, strict=True)]
         # Errors count in relation to the step's length, or long steps alone would be fitted.
         weight = 1 / seconds**2
         for i, value in enumerate(row):
             line = self._matrix[i]
             for j, other in enumerate(row):
-                line[j] = line[j] * MEMORY + weight * value * other
-            self._right[i] = self._right[i] * MEMORY + weight * value * seconds
+                line[j] = line[j] * DECAY_PER_STEP + weight * value * other
+            self._right[i] = self._right[i] * DECAY_PER_STEP + weight * value * seconds
         self._seen += 1
-        if self._seen % REFIT_EVERY == 0:
+        if self._seen % REFIT_INTERVAL_STEPS == 0:
             self._scaled = solve_nonnegative(self._matrix, self._right, self._scaled)
-            self.fitted = Coefficients(*(x / s for x, s in zip(self._scaled, SCALES, strict=True)))
+            self.fitted = StepCostCoefficients(
+                *(x / s for x, s in zip(self._scaled, FEATURE_SCALES, strict=True))
+            )

@@ -10,7 +10,7 @@ from statistics import fmean, median
 
 from gllm.observability.metrics import percentile
 from gllm.observability.step_log import Abort, Add, Event, read_step_log, request_of
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.fitted import FittedCost, SlowedCost
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.profile import Profile, read_profile
@@ -67,7 +67,7 @@ def _slowdown(run: Run, cost: FittedCost) -> float:
     return took / said if said else 1.0
 
 
-def requests_of_log(events: list[Event], run: Run) -> list[tuple[float, Request]]:
+def requests_of_log(events: list[Event], run: Run) -> list[tuple[float, SchedulerRequest]]:
     """A log's requests, each to generate as many tokens as it did there; warm-ups are left out."""
     requests = []
     for event in events:

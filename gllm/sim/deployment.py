@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gllm.observability.step_log import Event, Start
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import Cost
 from gllm.sim.costs.roofline import Efficiency, RooflineCost
 from gllm.sim.events import run as run_events
@@ -40,7 +40,7 @@ def simulate(deployment: Deployment, jobs: list[Job]) -> tuple[Run, list[Event]]
 
 def serve_requests(
     deployment: Deployment,
-    requests: list[tuple[float, Request]],
+    requests: list[tuple[float, SchedulerRequest]],
     aborts: Iterable[tuple[float, list[int]]] = (),
     told: list[Told] | None = None,
 ) -> tuple[Run, list[Event]]:

@@ -12,9 +12,9 @@ from functools import partial
 from gllm.observability.step_log import Event as Logged
 from gllm.observability.step_log import LoggedScheduler
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import Sampled, StepPlan, StepResult, StepTime
-from gllm.scheduler.sequence import Request
-from gllm.scheduler.work import Work, work_of
+from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.stage_work import StageWork, compute_stage_work
 from gllm.sim.costs.base import Cost
 from gllm.sim.events import Event
 
@@ -27,7 +27,7 @@ NANOSECONDS = 9
 TOKEN = 1
 """What every made-up output token is."""
 
-MicroBatch = tuple[StepPlan, Work]
+MicroBatch = tuple[StepPlan, StageWork]
 
 
 class _Lane:
@@ -59,7 +59,7 @@ class Pipeline:
         self._planned = self._sampled = self._returned = 0.0
         """When the newest plan's inputs, the newest step's tokens and its result are there."""
 
-    def arrivals(self, requests: Iterable[tuple[float, Request]]) -> list[Event]:
+    def arrivals(self, requests: Iterable[tuple[float, SchedulerRequest]]) -> list[Event]:
         """Events that bring the requests at their times, in seconds."""
         return [
             Event(round(time, NANOSECONDS), ARRIVAL, partial(self._arrive, request))
@@ -77,7 +77,7 @@ class Pipeline:
 
     # Handlers: each takes the time and returns what follows.
 
-    def _arrive(self, request: Request, now: float) -> list[Event]:
+    def _arrive(self, request: SchedulerRequest, now: float) -> list[Event]:
         self._now = now
         self.scheduler.add(request, now)
         return self._news(now)
@@ -104,7 +104,7 @@ class Pipeline:
         self._turning = False
         follows = []
         while (plan := self.scheduler.schedule(now)) is not None:
-            batch = plan, work_of(plan.step, plan.rows)
+            batch = plan, compute_stage_work(plan.step, plan.rows)
             ready = round(now + self._cost.plan_seconds(batch[1]), NANOSECONDS)
             self._planned = max(self._planned, ready)
             follows.append(Event(self._planned, PIPELINE, partial(self._reach_stage, 0, batch)))
@@ -158,6 +158,6 @@ class Pipeline:
 
     def _commit(self, plan: StepPlan, now: float) -> list[Event]:
         self._now = now
-        sampled = [Sampled(row.seq, row.epoch, TOKEN) for row in plan.rows if row.samples]
+        sampled = [SampledToken(row.seq, row.epoch, TOKEN) for row in plan.rows if row.samples]
         self.scheduler.commit(StepResult(plan.step, sampled))
         return self._news(now)

@@ -12,8 +12,8 @@ from operator import attrgetter
 from gllm.observability.bubbles import Change, Spell, Sweep
 from gllm.observability.metrics import Timeline
 from gllm.observability.step_log import Abort, Add, Commit, Event, Schedule, Start, Times
-from gllm.scheduler.plan import Row, Sampled, StepTime
-from gllm.scheduler.work import Work, work_of
+from gllm.scheduler.plan import SampledToken, ScheduledRow, StepTime
+from gllm.scheduler.stage_work import StageWork, compute_stage_work
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Step:
     """One micro-batch."""
 
     planned: float
-    work: Work
+    work: StageWork
     prefill_tokens: int
     """Tokens of prompts, and of preempted sequences computed again."""
     decode_tokens: int
@@ -162,7 +162,7 @@ class _Reader:
         """What came since the last schedule."""
         self._news = run.start.time
         """When the last of it came."""
-        self._rows: dict[int, list[Row]] = {}
+        self._rows: dict[int, list[ScheduledRow]] = {}
         """Of the steps in flight."""
         self._prefilled: dict[int, int] = {}
         """By sequence, the newest epoch whose prefill was planned to its end."""
@@ -209,7 +209,7 @@ class _Reader:
         if plan is None:
             return
         decodes = sum(self._prefilled.get(row.seq) == row.epoch for row in plan.rows)
-        work = work_of(plan.step, plan.rows)
+        work = compute_stage_work(plan.step, plan.rows)
         stages: list[StepTime | None] = [None] * len(run.start.layers)
         step = Step(event.time, work, work.tokens - decodes, decodes, stages)
         step.prompted = self._news
@@ -237,7 +237,7 @@ class _Reader:
         for sampled in result.sampled:
             self._sample(sampled, event.time)
 
-    def _sample(self, sampled: Sampled, now: float) -> None:
+    def _sample(self, sampled: SampledToken, now: float) -> None:
         stop_ids = self._stop_ids.get(sampled.seq)
         if stop_ids is None:
             return

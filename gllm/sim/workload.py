@@ -15,7 +15,7 @@ from importlib.resources import files
 from itertools import accumulate
 from typing import NamedTuple
 
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 
 SHAREGPT_RATIOS = (5.21, 1.66)
 """Prompt and output lengths of the Azure trace over ShareGPT's, as reported in arXiv 2504.14775."""
@@ -238,11 +238,11 @@ def scaled(job: Job, factor: float, most: int | None = None) -> Job:
     return Job(job.arrival, prompt, output)
 
 
-def requests_of(jobs: list[Job]) -> list[tuple[float, Request]]:
+def requests_of(jobs: list[Job]) -> list[tuple[float, SchedulerRequest]]:
     """Requests of the scheduler, no two prompts with a block in common."""
     requests, base = [], 0
     for seq, job in enumerate(jobs):
         prompt = list(range(base, base + job.prompt))
         base += job.prompt
-        requests.append((job.arrival, Request(seq, prompt, job.output)))
+        requests.append((job.arrival, SchedulerRequest(seq, prompt, job.output)))
     return requests

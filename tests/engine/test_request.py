@@ -11,7 +11,7 @@ from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.engine import Engine
 from gllm.engine.interface import EngineUnavailable
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
-from gllm.scheduler.plan import End, First, Outcome, Stats
+from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
 PARAMS = SamplingParams(temperature=0)
 CHOICE = SamplingParams(structured=StructuredOutput(choice=("yes", "no")))
@@ -37,9 +37,9 @@ async def engine():
 def bring(engine, *tokens, ends=()):
     """A step with (sequence, token) pairs."""
     seqs = [seq for seq, _ in tokens]
-    firsts = [First(seq, 2, 0.5) for seq in seqs]
-    step = Outcome(seqs, [token for _, token in tokens], firsts, list(ends))
-    engine._client.hear(EngineOutputs(step, Stats()))
+    firsts = [FirstToken(seq, 2, 0.5) for seq in seqs]
+    step = StepOutput(seqs, [token for _, token in tokens], firsts, list(ends))
+    engine._client.hear(EngineOutputs(step, SchedulerStats()))
 
 
 def ids(engine, text):
@@ -50,7 +50,7 @@ async def test_each_prompt_is_a_request(engine):
     one, two = await engine.submit([[5], [6, 7]], PARAMS)
     assert [message.prompt for message in engine.sent] == [[5], [6, 7]]
     word, other = ids(engine, "cat")[0], ids(engine, "dog")[0]
-    bring(engine, (0, word), (1, other), ends=[End(1, "length")])
+    bring(engine, (0, word), (1, other), ends=[FinishedSequence(1, "length")])
     (delta,) = one.take()
     assert (delta.token_ids, delta.cached_tokens, delta.finish_reason) == ([word], 2, None)
     (delta,) = two.take()

@@ -22,7 +22,7 @@ from gllm.engine.interface import (
 from gllm.grammar.sources.source import to_grammar_source
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import TokenLogprobs
-from gllm.scheduler.plan import Stats
+from gllm.scheduler.plan import SchedulerStats
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.stops import StopStrings
 from gllm.text.tokenizer import Tokenizer
@@ -129,7 +129,9 @@ class FakeEngine:
     state: str = "ready"
     cause: str = ""
     well: bool = True
-    stats: Stats = field(default_factory=lambda: Stats(running=2, waiting=1, kv_usage=0.25))
+    stats: SchedulerStats = field(
+        default_factory=lambda: SchedulerStats(running=2, waiting=1, kv_usage=0.25)
+    )
     step_sizes: Mapping[int, int] = field(default_factory=lambda: {1: 4, 8: 2})
     stage_loads: Mapping[int, StageUtilization] = field(
         default_factory=lambda: {

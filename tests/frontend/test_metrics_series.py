@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gllm.scheduler.plan import Stats
+from gllm.scheduler.plan import SchedulerStats
 
 
 async def series(server):
@@ -16,7 +16,7 @@ async def series(server):
 
 
 async def test_all_buckets_of_all_histograms_are_there_before_the_first_step(server):
-    server.engine.step_sizes, server.engine.stats = {}, Stats()
+    server.engine.step_sizes, server.engine.stats = {}, SchedulerStats()
     fresh = await series(server)
     assert {value for (name, *_), value in fresh.items() if name.endswith("_bucket")} == {0}
     assert (await server.chat()).status == 200

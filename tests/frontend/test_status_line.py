@@ -12,7 +12,7 @@ import pytest
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.status_line import StatusLine
 from gllm.observability.logs import REQUEST_ID, JsonLines
-from gllm.scheduler.plan import Stats
+from gllm.scheduler.plan import SchedulerStats
 from tests.frontend.conftest import Server
 from tests.frontend.fake_engine import FakeEngine
 
@@ -60,7 +60,9 @@ def test_a_line_every_ten_seconds_of_activity(engine: FakeEngine, told: Any) -> 
     loop.turn(3)
     line.on_request(loop)
     metrics.output.tokens = 425
-    engine.stats = Stats(3, 1, 0.25, 2, prefill_tokens=1200, prefix_queries=800, prefix_hits=200)
+    engine.stats = SchedulerStats(
+        3, 1, 0.25, 2, prefill_tokens=1200, prefix_queries=800, prefix_hits=200
+    )
     loop.turn(6.9)
     assert told.messages == []
     loop.turn(0.2)

@@ -33,12 +33,12 @@ from gllm.models.split import split_layers
 from gllm.runtime.batch import PlanAttention
 from gllm.runtime.cuda import drawing
 from gllm.runtime.cuda.executor import DeviceExecutor
-from gllm.scheduler.plan import Sampled, StepPlan
+from gllm.scheduler.plan import SampledToken, StepPlan
 from tests.runtime.fake_streams import FakeQueues
 
 BLOCK_SIZE, NUM_BLOCKS, IN_FLIGHT = 4, 64, 3
 LONGEST = 64
-Answer = tuple[list[Sampled], list[SampleDetails]]
+Answer = tuple[list[SampledToken], list[SampleDetails]]
 """What a step sampled, and what its rows told."""
 
 

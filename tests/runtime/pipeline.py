@@ -18,7 +18,7 @@ from gllm.models.config import ModelConfig, read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import StageExecutor
-from gllm.scheduler.plan import Row, Sampled, StepPlan
+from gllm.scheduler.plan import SampledToken, ScheduledRow, StepPlan
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
 
@@ -79,14 +79,14 @@ class Pipeline:
         for executor in self.executors:
             executor.register(RegisterSequences(seq, len(prompt), prompt, sampling))
 
-    def row(self, seq: int, tokens: int, samples: bool = True, **given: Any) -> Row:
+    def row(self, seq: int, tokens: int, samples: bool = True, **given: Any) -> ScheduledRow:
         """The next tokens of a sequence, with blocks for them."""
         held = self.held[seq]
         end = held.computed + tokens
         needed = -(-end // self.block_size) - held.blocks
         blocks = [self.free.pop() for _ in range(needed)]
         brought = held.tokens[max(held.computed, held.prompt_len) : end]
-        row = Row(seq, held.epoch, held.computed, tokens, blocks, brought, samples)
+        row = ScheduledRow(seq, held.epoch, held.computed, tokens, blocks, brought, samples)
         held.computed = end
         held.blocks += needed
         return row._replace(**given)
@@ -97,7 +97,7 @@ class Pipeline:
         held.computed = held.blocks = 0
         held.epoch += 1
 
-    def plan(self, rows: list[Row], released: list[int] | None = None) -> StepPlan:
+    def plan(self, rows: list[ScheduledRow], released: list[int] | None = None) -> StepPlan:
         """The next step's plan."""
         self.steps += 1
         return StepPlan(self.steps, rows, released or [])
@@ -111,7 +111,9 @@ class Pipeline:
         assert hidden is not None
         return batch, hidden
 
-    def run(self, rows: list[Row], released: list[int] | None = None) -> list[Sampled]:
+    def run(
+        self, rows: list[ScheduledRow], released: list[int] | None = None
+    ) -> list[SampledToken]:
         """Compute and sample a step; drawn tokens are appended to their sequences."""
         batch, logits = self.logits(self.plan(rows, released))
         results, logprobs = self.executors[-1].sample(batch, logits)

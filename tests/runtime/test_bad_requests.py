@@ -17,7 +17,7 @@ from gllm.messages.steps import RegisterSequences
 from gllm.runtime import executor as executor_module
 from gllm.runtime.client import RequestStream
 from gllm.runtime.sampling_state import states_of
-from gllm.scheduler.plan import End
+from gllm.scheduler.plan import FinishedSequence
 from tests.runtime.local_workers import local_engine
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
@@ -56,7 +56,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-async def end_of(stream: RequestStream) -> End:
+async def end_of(stream: RequestStream) -> FinishedSequence:
     """How a request's first choice ends."""
     end = None
     while end is None:

@@ -13,7 +13,7 @@ from gllm.messages.requests import AbortSequences, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams as Spec
 from gllm.messages.steps import RunStep
 from gllm.runtime.bus import BusFault, Inbox, Outbox
-from gllm.scheduler.plan import Row, StepPlan
+from gllm.scheduler.plan import ScheduledRow, StepPlan
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ async def test_messages_survive_the_way(context: zmq.Context, tmp_path: Path) ->
     inbox, sender = Inbox(context, address), Outbox(context, address, 0)
     sent = [
         SubmitRequest(3, [1, 2, 2**31 - 1], Spec(0.5, seed=-(2**63), banned=(2,)), 5, [2], n=2),
-        RunStep(StepPlan(7, [Row(3, 1, 0, 2, [9, 8], [-1], True)], [1, 2])),
+        RunStep(StepPlan(7, [ScheduledRow(3, 1, 0, 2, [9, 8], [-1], True)], [1, 2])),
         InitializeCache(12),
     ]
     for message in sent:

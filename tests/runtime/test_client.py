@@ -6,7 +6,7 @@ from typing import Any
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.client import EngineClient
-from gllm.scheduler.plan import End, First, Outcome, Stats
+from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
 
 class Sent(list):
@@ -25,8 +25,12 @@ def connected():
 
 def brings(client, seq, *tokens, ends=()):
     for token in tokens:
-        client.hear(EngineOutputs(Outcome([seq], [token], [First(seq, 1, 0.5)], []), Stats()))
-    client.hear(EngineOutputs(Outcome([], [], [], list(ends)), Stats()))
+        client.hear(
+            EngineOutputs(
+                StepOutput([seq], [token], [FirstToken(seq, 1, 0.5)], []), SchedulerStats()
+            )
+        )
+    client.hear(EngineOutputs(StepOutput([], [], [], list(ends)), SchedulerStats()))
 
 
 async def test_a_slow_reader_gets_all_at_once():
@@ -35,7 +39,7 @@ async def test_a_slow_reader_gets_all_at_once():
     assert isinstance(sent[0], SubmitRequest)
     brings(client, 0, 1, 2, 3)
     assert stream.take()[0].tokens == [1, 2, 3]
-    brings(client, 0, 4, ends=[End(0, "length")])
+    brings(client, 0, 4, ends=[FinishedSequence(0, "length")])
     piece = stream.take()[0]
     assert (piece.tokens, piece.end.reason) == ([4], "length")
 
@@ -71,8 +75,10 @@ async def test_a_listener_is_told_once_when_all_of_a_step_is_there():
     heard = []
     for stream in streams:
         stream.listen(lambda stream=stream: heard.append(stream.take()))
-    step = Outcome([0, 1, 2, 3], [10, 11, 12, 13], [First(0, 1, 0.5)], [End(3, "length")])
-    client.hear(EngineOutputs(step, Stats()))
+    step = StepOutput(
+        [0, 1, 2, 3], [10, 11, 12, 13], [FirstToken(0, 1, 0.5)], [FinishedSequence(3, "length")]
+    )
+    client.hear(EngineOutputs(step, SchedulerStats()))
     assert [{choice: p.tokens for choice, p in taken.items()} for taken in heard] == [
         {0: [10], 1: [11]},
         {0: [12], 1: [13]},
@@ -100,7 +106,7 @@ async def test_a_listener_may_end_its_sequence_and_others():
     first.listen(lambda: client.abort([0, 1]))
     heard = []
     second.listen(lambda: heard.append(second.take()[0].tokens))
-    client.hear(EngineOutputs(Outcome([0, 1], [10, 11], [], []), Stats()))
+    client.hear(EngineOutputs(StepOutput([0, 1], [10, 11], [], []), SchedulerStats()))
     assert sent[-1] == AbortSequences([0, 1])
     assert heard == [[11]]
 
@@ -111,7 +117,7 @@ async def test_nobody_is_told_of_what_another_listener_took():
     heard = []
     for stream in streams:
         stream.listen(lambda: heard.append([each.take()[0].tokens for each in streams]))
-    client.hear(EngineOutputs(Outcome([0, 1, 2], [10, 11, 12], [], []), Stats()))
+    client.hear(EngineOutputs(StepOutput([0, 1, 2], [10, 11, 12], [], []), SchedulerStats()))
     assert heard == [[[10], [11], [12]]]
 
 
@@ -161,9 +167,9 @@ async def test_statistics_alone_are_no_progress(monkeypatch):
     monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: now)
     client.submit([5], SequenceSamplingParams(), 8, [])
     now = 130.0
-    client.hear(EngineOutputs(Outcome([], [], [], []), Stats(waiting=1)))
+    client.hear(EngineOutputs(StepOutput([], [], [], []), SchedulerStats(waiting=1)))
     assert (client.stats.waiting, client.stalled_seconds) == (1, 30.0)
-    client.hear(EngineOutputs(Outcome([], [], [], [], 5), Stats(running=1)))
+    client.hear(EngineOutputs(StepOutput([], [], [], [], 5), SchedulerStats(running=1)))
     assert (client.stats.running, client.stalled_seconds) == (1, 0.0)
 
 
@@ -171,10 +177,12 @@ async def test_nothing_runs_or_waits_once_the_engine_is_gone():
     """Counters stay: they must not fall."""
     client, _ = connected()
     client.hear(
-        EngineOutputs(Outcome([], [], [], [], 5), Stats(3, 2, 0.5, 1, steps=7, decode_tokens=9))
+        EngineOutputs(
+            StepOutput([], [], [], [], 5), SchedulerStats(3, 2, 0.5, 1, steps=7, decode_tokens=9)
+        )
     )
     client.fail_all("gone")
-    assert client.stats == Stats(steps=7, decode_tokens=9)
+    assert client.stats == SchedulerStats(steps=7, decode_tokens=9)
 
 
 async def test_work_without_a_finished_step_is_a_stall_and_idle_time_is_none(monkeypatch):
@@ -189,7 +197,7 @@ async def test_work_without_a_finished_step_is_a_stall_and_idle_time_is_none(mon
     assert client.stalled_seconds == 7
     client.submit([6], SequenceSamplingParams(), 8, [])
     assert client.stalled_seconds == 7, "another request is no progress"
-    client.hear(EngineOutputs(Outcome([0], [9], [], [], 1), Stats()))
+    client.hear(EngineOutputs(StepOutput([0], [9], [], [], 1), SchedulerStats()))
     assert client.stalled_seconds == 0
     clock[0] += 3
     client.abort([1])
@@ -200,5 +208,5 @@ async def test_work_without_a_finished_step_is_a_stall_and_idle_time_is_none(mon
 async def test_steps_are_counted_by_their_size():
     client, _ = connected()
     for tokens in (1, 3, 4, 5, 0):
-        client.hear(EngineOutputs(Outcome([], [], [], [], tokens), Stats()))
+        client.hear(EngineOutputs(StepOutput([], [], [], [], tokens), SchedulerStats()))
     assert client.step_sizes == {1: 1, 4: 2, 8: 1}

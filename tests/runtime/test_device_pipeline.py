@@ -9,7 +9,7 @@ import torch
 
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.scheduler.plan import Sampled
+from gllm.scheduler.plan import SampledToken
 from gllm.transport.base import EdgeShape
 from gllm.transport.edge import create_edge
 from gllm.transport.host_staging import HostStagingReceiver, HostStagingSender
@@ -29,7 +29,7 @@ LOOKING = SequenceSamplingParams(
 )
 
 
-def rounds(pipeline: Pipeline, sampling: SequenceSamplingParams) -> list[list[Sampled]]:
+def rounds(pipeline: Pipeline, sampling: SequenceSamplingParams) -> list[list[SampledToken]]:
     """What the CPU samples, step by step."""
     for seq, prompt in PROMPTS.items():
         pipeline.add(seq, prompt, sampling)
@@ -61,7 +61,7 @@ def test_two_stages_are_as_one(tmp_path: Path, seed: int, sampling: SequenceSamp
         for seq, prompt in PROMPTS.items():
             for stage in stages:
                 stage.register(RegisterSequences(seq, len(prompt), prompt, sampling))
-        results: list[list[Sampled]] = []
+        results: list[list[SampledToken]] = []
         begun: list = []
         while len(results) < len(expected):
             started, group = len(begun), GROUPS[len(begun) % 2]

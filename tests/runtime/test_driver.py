@@ -11,7 +11,7 @@ from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenL
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import Sampled, StepResult, StepTime
+from gllm.scheduler.plan import SampledToken, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
 
 
@@ -93,7 +93,7 @@ def test_what_rows_tell_beyond_the_end_of_their_sequence_is_dropped() -> None:
         driver.submit(SubmitRequest(seq, [1, 2, 3], SequenceSamplingParams(logprobs=0), 4, []))
     driver.turn()
     driver.abort(AbortSequences([1]))
-    sampled = [Sampled(seq, 0, 9) for seq in (0, 1)]
+    sampled = [SampledToken(seq, 0, 9) for seq in (0, 1)]
     told = [SampleDetails(seq, TokenLogprobs(9, -0.5, 1, [], []), []) for seq in (0, 1)]
     driver.commit(StepDone(StepResult(0, sampled), told))
     driver.turn()

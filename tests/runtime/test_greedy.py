@@ -21,9 +21,9 @@ from gllm.models.split import split_layers
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import StageExecutor
 from gllm.scheduler.config import POLICY_NAMES
-from gllm.scheduler.plan import Outcome, StepPlan, StepResult
+from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 from tests.tiny_models import FAMILIES, SMALL, reference, save
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
@@ -59,7 +59,7 @@ class Scheduled:
 
     def add(self, seq: int, prompt: list[int], n: int = 1) -> None:
         """Submit a request and register it everywhere."""
-        self.scheduler.add(Request(seq, prompt, NEW_TOKENS, n=n), 0.0)
+        self.scheduler.add(SchedulerRequest(seq, prompt, NEW_TOKENS, n=n), 0.0)
         for executor in self.executors:
             executor.register(RegisterSequences(seq, len(prompt), prompt, GREEDY, n))
 
@@ -71,7 +71,7 @@ class Scheduled:
             self._commit()
         return self.generated
 
-    def _commit(self) -> tuple[Outcome, list[SampleDetails]]:
+    def _commit(self) -> tuple[StepOutput, list[SampleDetails]]:
         """Compute and commit the oldest plan: what it brought, what its rows told."""
         plan, batches = self._plans.popleft()
         hidden = None

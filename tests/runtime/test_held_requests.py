@@ -5,7 +5,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import Sampled, Stats, StepResult
+from gllm.scheduler.plan import SampledToken, SchedulerStats, StepResult
 from gllm.scheduler.scheduler import Scheduler
 
 
@@ -14,7 +14,7 @@ class Frontend:
 
     def __init__(self) -> None:
         self.ends: dict[int, str] = {}
-        self.stats: list[Stats] = []
+        self.stats: list[SchedulerStats] = []
 
     def send(self, message) -> None:
         if isinstance(message, EngineOutputs):
@@ -93,7 +93,7 @@ def test_statistics_follow_each_turn_that_changed_them() -> None:
     assert (frontend.stats[-1].in_flight, len(frontend.stats)) == (1, 2), "before any commit"
     driver.turn()
     assert len(frontend.stats) == 2, "nothing has changed"
-    driver.commit(StepDone(StepResult(0, [Sampled(3, 0, 7)])))
+    driver.commit(StepDone(StepResult(0, [SampledToken(3, 0, 7)])))
     driver.turn()
     assert len(frontend.stats) == 3, "with the outcome, not beside it"
     driver.abort(AbortSequences([0, 1, 2, 3]))

@@ -14,8 +14,8 @@ import torch
 
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenLogprobs
 from gllm.messages.steps import RegisterSequences
-from gllm.scheduler.plan import Outcome, StepResult
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.plan import StepOutput, StepResult
+from gllm.scheduler.sequence import SchedulerRequest
 from tests.runtime.test_greedy import NEW_TOKENS, Scheduled, prompts
 from tests.tiny_models import reference, save
 
@@ -47,7 +47,7 @@ class Told(Scheduled):
     ) -> None:
         """Submit a request and register it everywhere, the prompt where it is needed."""
         reads = sampling.prompt_logprobs is None
-        self.scheduler.add(Request(seq, prompt, NEW_TOKENS, n=n, reads_cache=reads), 0.0)
+        self.scheduler.add(SchedulerRequest(seq, prompt, NEW_TOKENS, n=n, reads_cache=reads), 0.0)
         bare = RegisterSequences(seq, len(prompt), n=n)
         for executor in self.executors:
             needed = executor.is_first or (executor.is_last and sampling.needs_prompt)
@@ -55,7 +55,7 @@ class Told(Scheduled):
             own = msgspec.structs.replace(own, sampling=sampling if executor.is_last else None)
             executor.register(own)
 
-    def _commit(self) -> tuple[Outcome, list[SampleDetails]]:
+    def _commit(self) -> tuple[StepOutput, list[SampleDetails]]:
         outcome, told = super()._commit()
         for row in told:
             if row.seq in outcome.seqs:

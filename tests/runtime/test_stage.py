@@ -12,12 +12,12 @@ from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import StepDone
 from gllm.runtime.executor import DeviceTime
 from gllm.runtime.stage import Stage
-from gllm.scheduler.plan import Row, Sampled, StepPlan, StepResult
+from gllm.scheduler.plan import SampledToken, ScheduledRow, StepPlan, StepResult
 from gllm.transport.base import StepFailed, TransportFault
 
 
 def plan(step: int, tokens: int = 1) -> StepPlan:
-    return StepPlan(step, [Row(step, 0, 0, tokens, [0], [], True)], [])
+    return StepPlan(step, [ScheduledRow(step, 0, 0, tokens, [0], [], True)], [])
 
 
 class FakeExecutor:
@@ -42,12 +42,14 @@ class FakeExecutor:
             raise RuntimeError("compute")
         return torch.zeros(1, 3)
 
-    def sample(self, batch: Any, logits: torch.Tensor) -> tuple[list[Sampled], list[SampleDetails]]:
+    def sample(
+        self, batch: Any, logits: torch.Tensor
+    ) -> tuple[list[SampledToken], list[SampleDetails]]:
         assert self.sampling.wait(60)
         self.log.append(f"sample {batch.step}")
         if batch.step == 3:
             raise ValueError("sample")
-        return [Sampled(batch.step, 0, 9)], []
+        return [SampledToken(batch.step, 0, 9)], []
 
     def give_up(self, batch: Any, error: str) -> None:
         self.given_up.append((self.log[-1], batch.step, error))

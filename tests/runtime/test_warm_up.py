@@ -21,7 +21,7 @@ from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.cuda.plans import plan_tables
-from gllm.scheduler.plan import Row, StepPlan
+from gllm.scheduler.plan import ScheduledRow, StepPlan
 from tests.tiny_models import save
 from tests.triton.variants import recorded_variants
 
@@ -81,7 +81,7 @@ class Steps:
             seq, prompt = self._count, [1] * (start + tokens)
             self._executor.register(RegisterSequences(seq, len(prompt), prompt, sampling))
             blocks = [block % NUM_BLOCKS for block in range(-(-len(prompt) // BLOCK_SIZE))]
-            planned.append(Row(seq, 0, start, tokens, blocks, [], True))
+            planned.append(ScheduledRow(seq, 0, start, tokens, blocks, [], True))
         batch = self._executor.prepare(StepPlan(self._count, planned, self._ended))
         self._ended = [row.seq for row in planned]
         self._executor.compute(batch, None)

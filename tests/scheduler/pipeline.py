@@ -15,12 +15,20 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.mirror import Followed, Mirror
-from gllm.scheduler.plan import ON_DEVICE, Outcome, Row, Sampled, StepPlan, StepResult, StepTime
+from gllm.scheduler.plan import (
+    ON_DEVICE,
+    SampledToken,
+    ScheduledRow,
+    StepOutput,
+    StepPlan,
+    StepResult,
+    StepTime,
+)
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
-from gllm.scheduler.work import pairs
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.stage_work import count_query_key_pairs
 
 VOCABULARY = 50
 NAN = None
@@ -43,7 +51,7 @@ def draw(tokens: list[int], forces: bool) -> list[int]:
     return drawn
 
 
-def generate(request: Request, forces: bool = False) -> list[int]:
+def generate(request: SchedulerRequest, forces: bool = False) -> list[int]:
     """What a request generates when it has the pipeline for itself."""
     tokens = list(request.prompt)
     limit = len(tokens) + request.max_tokens
@@ -72,7 +80,7 @@ class Stage:
     """One follower: mirror and cache."""
 
     block_size: int
-    mirror: Mirror = field(default_factory=Mirror)
+    mirror: BlockTableReplica = field(default_factory=BlockTableReplica)
     cache: dict[int, int | None] = field(default_factory=dict)
 
     def run(
@@ -99,7 +107,9 @@ class Stage:
         self.mirror.apply(plan)
         self.mirror.release(plan.released)
 
-    def _run_row(self, row: Row, followed: Followed, digests: list[int], faulty: bool) -> bool:
+    def _run_row(
+        self, row: ScheduledRow, followed: SequenceView, digests: list[int], faulty: bool
+    ) -> bool:
         end = row.start + row.num_tokens
         assert end <= len(digests)
         for position in range(row.start):
@@ -109,11 +119,13 @@ class Stage:
         self._write(row, followed, [NAN] * row.num_tokens if faulty else digests[row.start : end])
         return faulty
 
-    def _write(self, row: Row, followed: Followed, values: Sequence[int | None]) -> None:
+    def _write(
+        self, row: ScheduledRow, followed: SequenceView, values: Sequence[int | None]
+    ) -> None:
         for position, value in enumerate(values, start=row.start):
             self.cache[self._slot(followed, position)] = value
 
-    def _slot(self, followed: Followed, position: int) -> int:
+    def _slot(self, followed: SequenceView, position: int) -> int:
         return followed.blocks[position // self.block_size] * self.block_size + (
             position % self.block_size
         )
@@ -142,12 +154,12 @@ class Pipeline:
         self.generated: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
         self.alive: set[int] = set()
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, SchedulerRequest] = {}
         self.scored: dict[int, set[int]] = {}
         """Tokens of each sequence that committed rows have computed."""
         self.now = 0.0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SchedulerRequest) -> None:
         """Submit a request and register its sequences everywhere."""
         self.scheduler.add(request, self.now)
         for seq in range(request.seq, request.seq + request.n):
@@ -196,7 +208,7 @@ class Pipeline:
             nan |= last.run(plan, self.texts, self.broken, faulty)
         self.nan[plan.step] = nan
 
-    def commit(self, errors: dict[int, str] | None = None) -> Outcome:
+    def commit(self, errors: dict[int, str] | None = None) -> StepOutput:
         """Return the oldest plan's result; sequences in `errors` fail."""
         plan = self.plans.popleft()
         for row in plan.rows:
@@ -228,7 +240,7 @@ class Pipeline:
                 error = NOT_FINITE if row.seq in nan else errors.get(row.seq, "")
                 token = self._token(plan.step, row)
                 sampled.append(
-                    Sampled(row.seq, row.epoch, token, error, forced, row.seq not in nan)
+                    SampledToken(row.seq, row.epoch, token, error, forced, row.seq not in nan)
                 )
         return StepResult(plan.step, sampled)
 
@@ -266,7 +278,7 @@ class Pipeline:
                     assert followed.epoch == sequence.epoch
                     assert followed.blocks == sequence.blocks[: sequence.sent]
 
-    def _check_scores(self, outcome: Outcome) -> None:
+    def _check_scores(self, outcome: StepOutput) -> None:
         """Where the prompt is scored, each of its tokens was computed before the output."""
         for first in outcome.firsts:
             request = self.requests[first.seq]
@@ -277,7 +289,9 @@ class Pipeline:
         """The running sums are the sums."""
         tally, queue = self.scheduler._queues.tally, self.scheduler._queues.waiting
         assert tally.waiting_tokens == sum(s.waiting_tokens for s in queue)
-        expected = sum(pairs(s.target - s.waiting_tokens, s.waiting_tokens) for s in queue)
+        expected = sum(
+            count_query_key_pairs(s.target - s.waiting_tokens, s.waiting_tokens) for s in queue
+        )
         assert tally._waiting_pairs == expected
         decoding = [self.scheduler._sequences[seq] for seq in tally.decoding]
         assert tally._decode_context == sum(sequence.scheduled for sequence in decoding)
@@ -307,7 +321,7 @@ class Pipeline:
                 for token in drawn:
                     text.append(token)
 
-    def _token(self, step: int, row: Row) -> int:
+    def _token(self, step: int, row: ScheduledRow) -> int:
         if self.broken.get(row.seq, step) < step:
             return 0
         return self.texts[row.seq].tokens[row.start + row.num_tokens]

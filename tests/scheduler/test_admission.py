@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.preemption import LOADS, run_load
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.output_lengths import OutputLengths
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.output_lengths import OutputLengthPredictor
+from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.pipeline import Pipeline
 from tests.scheduler.test_traps import prompt
 
@@ -24,8 +24,8 @@ def test_little_is_computed_twice(load, stages: int) -> None:
 def test_a_victim_returns_only_when_its_whole_target_fits() -> None:
     """Beside a decode it would lose its blocks again at the decode's next block."""
     pipe = pipeline(16, 250, expected_output_tokens=0, prefix_cache=False)
-    pipe.add(Request(0, prompt(20), 200))
-    pipe.add(Request(1, prompt(225, mark=2), 8))
+    pipe.add(SchedulerRequest(0, prompt(20), 200))
+    pipe.add(SchedulerRequest(1, prompt(225, mark=2), 8))
     pipe.drain()
     assert pipe.scheduler.stats().preemptions == 1
 
@@ -33,8 +33,8 @@ def test_a_victim_returns_only_when_its_whole_target_fits() -> None:
 def test_one_that_is_not_expected_to_fit_waits() -> None:
     """Two prompts fit, their outputs do not."""
     pipe = pipeline(16, 250)
-    pipe.add(Request(0, prompt(60), 100))
-    pipe.add(Request(1, prompt(60, mark=2), 100))
+    pipe.add(SchedulerRequest(0, prompt(60), 100))
+    pipe.add(SchedulerRequest(1, prompt(60, mark=2), 100))
     plan = pipe.schedule()
     assert plan is not None
     assert [row.seq for row in plan.rows] == [0]
@@ -46,7 +46,7 @@ def test_shorter_outputs_than_expected_let_more_in() -> None:
     """By max_tokens of 100 one fits at a time; answers take one token."""
     pipe = pipeline(16, 250, max_num_seqs=4)
     for seq in range(12):
-        pipe.add(Request(seq, prompt(20, mark=seq), 100, frozenset(range(50))))
+        pipe.add(SchedulerRequest(seq, prompt(20, mark=seq), 100, frozenset(range(50))))
     together = []
     while pipe.alive:
         plan = pipe.schedule()
@@ -62,10 +62,10 @@ def test_shorter_outputs_than_expected_let_more_in() -> None:
 def test_a_scored_prompt_reads_after_preemption_what_it_has_scored(stages: int) -> None:
     """Another request keeps the same prompt cached all the while."""
     pipe = pipeline(40, 250, stages, expected_output_tokens=0)
-    pipe.add(Request(0, prompt(160), 80))
+    pipe.add(SchedulerRequest(0, prompt(160), 80))
     pipe.schedule()
     pipe.commit()
-    scored = Request(1, prompt(160), 8, reads_cache=False, priority=1)
+    scored = SchedulerRequest(1, prompt(160), 8, reads_cache=False, priority=1)
     pipe.add(scored)
     while not pipe.generated[1]:
         if pipe.schedule() is None:
@@ -80,7 +80,7 @@ def test_a_scored_prompt_reads_after_preemption_what_it_has_scored(stages: int) 
 
 
 def test_expected_lengths_follow_what_has_ended() -> None:
-    lengths = OutputLengths(256)
+    lengths = OutputLengthPredictor(256)
     assert [lengths.expected(1000, n) for n in (0, 255, 256, 600)] == [256, 256, 512, 1000]
     assert lengths.expected(100, 0) == 100
     for length in (10, 20, 60):
@@ -90,7 +90,7 @@ def test_expected_lengths_follow_what_has_ended() -> None:
 
 
 def test_old_lengths_are_forgotten() -> None:
-    lengths = OutputLengths(256)
+    lengths = OutputLengthPredictor(256)
     for _ in range(64):
         lengths.record(1000, 900)
     for _ in range(64):

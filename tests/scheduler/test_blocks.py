@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.scheduler.blocks import BlockPool, chain_hash, root_hash
+from gllm.scheduler.block_pool import BlockPool, chain_hash, root_hash
 
 
 def chain(tokens: list[int], size: int = 2) -> list[bytes]:

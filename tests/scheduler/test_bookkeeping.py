@@ -2,10 +2,10 @@
 
 import pytest
 
+from gllm.scheduler.block_table_replica import BlockTableReplica
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.mirror import Mirror
 from gllm.scheduler.plan import StepPlan
-from gllm.scheduler.sequence import Request, Sequence
+from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from tests.scheduler.pipeline import Pipeline
 from tests.scheduler.test_traps import prompt
 
@@ -28,7 +28,7 @@ def running(pipe: Pipeline, seq: int) -> Sequence:
 def fill(pipe: Pipeline, lengths: list[int], priorities: list[int]) -> None:
     """Prefill sequences 0, 1, ... and commit, so that each is ready to decode."""
     for seq, (length, priority) in enumerate(zip(lengths, priorities, strict=True)):
-        pipe.add(Request(seq, prompt(length, mark=seq), 40, priority=priority))
+        pipe.add(SchedulerRequest(seq, prompt(length, mark=seq), 40, priority=priority))
     plan_of(pipe)
     pipe.commit()
 
@@ -74,7 +74,7 @@ def test_prefill_does_not_lead_while_a_decode_lacks_a_block() -> None:
     fill(pipe, [64, 64], [0, 0])
     plan_of(pipe)
     pipe.scheduler._stalled = True
-    pipe.add(Request(2, prompt(4, mark=2), 4, priority=-1))
+    pipe.add(SchedulerRequest(2, prompt(4, mark=2), 4, priority=-1))
     pipe.commit()
     rows = plan_of(pipe).rows
     assert rows[0].seq in (0, 1), "decodes first"
@@ -83,7 +83,7 @@ def test_prefill_does_not_lead_while_a_decode_lacks_a_block() -> None:
 def test_nothing_is_planned_past_max_tokens() -> None:
     """Async scheduling knows the length at which an output ends."""
     pipe = pipeline(max_in_flight=8)
-    pipe.add(Request(0, prompt(20), 3))
+    pipe.add(SchedulerRequest(0, prompt(20), 3))
     starts = []
     while (plan := pipe.schedule()) is not None:
         starts += [row.start for row in plan.rows]
@@ -93,12 +93,12 @@ def test_nothing_is_planned_past_max_tokens() -> None:
 def test_idle_blocks_that_would_be_shared_are_no_free_blocks() -> None:
     """All blocks that are left hold the beginning of the sequence itself."""
     pipe = pipeline(10)
-    pipe.add(Request(0, prompt(80), 1))
+    pipe.add(SchedulerRequest(0, prompt(80), 1))
     pipe.drain()
-    pipe.add(Request(1, prompt(76, mark=2), 60))
+    pipe.add(SchedulerRequest(1, prompt(76, mark=2), 60))
     plan_of(pipe)
     memory = pipe.scheduler.memory
-    sequence = Sequence(2, Request(2, prompt(96), 1), prompt(96), target=96)
+    sequence = Sequence(2, SchedulerRequest(2, prompt(96), 1), prompt(96), target=96)
     shared = memory.shareable(sequence)
     assert (len(shared), memory.pool.available) == (5, 5)
     assert not memory.admit(sequence)
@@ -107,7 +107,7 @@ def test_idle_blocks_that_would_be_shared_are_no_free_blocks() -> None:
 
 def test_blocks_are_offered_once_they_are_computed() -> None:
     pipe = pipeline()
-    pipe.add(Request(0, prompt(40), 4))
+    pipe.add(SchedulerRequest(0, prompt(40), 4))
     plan_of(pipe)
     offered = pipe.scheduler.memory.pool._by_hash
     assert not offered
@@ -118,7 +118,7 @@ def test_blocks_are_offered_once_they_are_computed() -> None:
 def test_blocks_of_chunks_in_flight_are_not_offered() -> None:
     chunks = {"max_num_batched_tokens": 16, "max_in_flight": 3}
     pipe = pipeline(**chunks)
-    pipe.add(Request(0, prompt(48), 4))
+    pipe.add(SchedulerRequest(0, prompt(48), 4))
     for _ in range(3):
         plan_of(pipe)
     pipe.commit()
@@ -127,7 +127,7 @@ def test_blocks_of_chunks_in_flight_are_not_offered() -> None:
 
 def test_choices_that_wait_for_the_first_are_counted() -> None:
     pipe = pipeline()
-    pipe.add(Request(0, prompt(20), 4, n=3))
+    pipe.add(SchedulerRequest(0, prompt(20), 4, n=3))
     assert (pipe.scheduler.stats().waiting, pipe.scheduler.stats().running) == (3, 0)
     plan_of(pipe)
     assert (pipe.scheduler.stats().waiting, pipe.scheduler.stats().running) == (2, 1)
@@ -135,18 +135,18 @@ def test_choices_that_wait_for_the_first_are_counted() -> None:
 
 def test_followers_forget_choices_that_were_aborted_before_they_ran() -> None:
     pipe = pipeline(lookahead=False)
-    pipe.add(Request(0, prompt(20), 4, n=3))
+    pipe.add(SchedulerRequest(0, prompt(20), 4, n=3))
     pipe.abort([1, 2])
     assert plan_of(pipe).released == [1, 2]
     assert set(pipe.stages[0].mirror.sequences) == {0}
     pipe.drain()
-    pipe.add(Request(3, prompt(20), 1))
+    pipe.add(SchedulerRequest(3, prompt(20), 1))
     assert plan_of(pipe).released == [0]
     assert set(pipe.stages[0].mirror.sequences) == {3}
 
 
 def test_followers_forget_what_a_plan_releases() -> None:
-    mirror = Mirror()
+    mirror = BlockTableReplica()
     mirror.register(0, 4, [1, 2, 3, 4])
     mirror.apply(StepPlan(0, [], [0]))
     mirror.release([0])
@@ -156,8 +156,8 @@ def test_followers_forget_what_a_plan_releases() -> None:
 def test_queue_seconds_end_with_the_first_chunk() -> None:
     """The clock of this pipeline advances by one second with each call of schedule."""
     pipe = pipeline(max_num_seqs=1, lookahead=False)
-    pipe.add(Request(0, prompt(20), 3))
-    pipe.add(Request(1, prompt(20, mark=2), 1))
+    pipe.add(SchedulerRequest(0, prompt(20), 3))
+    pipe.add(SchedulerRequest(1, prompt(20, mark=2), 1))
     firsts: dict[int, float] = {}
     while pipe.alive:
         if pipe.schedule() is None:

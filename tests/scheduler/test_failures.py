@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.pipeline import Pipeline, generate
 from tests.scheduler.test_properties import pipelines, random_request
 
@@ -32,7 +32,7 @@ def commit_all(pipe: Pipeline) -> None:
 def check_asked_again(pipe: Pipeline, seq: int, prompt: list[int]) -> None:
     """Two further requests with this prompt generate what they would alone."""
     for later in (seq, seq + 1):
-        pipe.add(Request(later, prompt, 8))
+        pipe.add(SchedulerRequest(later, prompt, 8))
         pipe.drain()
         assert pipe.generated[later] == generate(pipe.requests[later])
 
@@ -40,7 +40,7 @@ def check_asked_again(pipe: Pipeline, seq: int, prompt: list[int]) -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_chunks_behind_a_failed_one_are_not_offered(stages: int) -> None:
     pipe = chunked(stages, 16)
-    pipe.add(Request(0, PROMPT, 8))
+    pipe.add(SchedulerRequest(0, PROMPT, 8))
     for step in range(4):
         pipe.schedule(fails=step == 1)
     commit_all(pipe)
@@ -53,7 +53,7 @@ def test_choices_do_not_share_chunks_behind_a_failed_one() -> None:
     """Without a prefix cache they share the blocks of the first choice while it holds them."""
     chunks = {"max_prefill_tokens": 32, "min_prefill_tokens": 32, "max_num_batched_tokens": 32}
     pipe = pipeline(1, prefix_cache=False, max_in_flight=3, **chunks)
-    pipe.add(Request(0, PROMPT, 8, n=2))
+    pipe.add(SchedulerRequest(0, PROMPT, 8, n=2))
     pipe.schedule(fails=True)
     pipe.schedule()
     pipe.schedule()
@@ -68,20 +68,20 @@ def test_a_decode_behind_a_failed_one_offers_nothing_across_a_block() -> None:
     """Async scheduling: the row behind the failed decode begins a new block."""
     pipe = pipeline(1, max_in_flight=3)
     prompt = PROMPT[:31]
-    pipe.add(Request(0, prompt, 8))
+    pipe.add(SchedulerRequest(0, prompt, 8))
     pipe.schedule()
     pipe.schedule(fails=True)
     pipe.schedule()
     commit_all(pipe)
     assert pipe.ended == {0: "error"}
     assert len(pipe.scheduler.memory.pool._by_hash) == 1
-    check_asked_again(pipe, 1, [*prompt, *generate(Request(0, prompt, 8))])
+    check_asked_again(pipe, 1, [*prompt, *generate(SchedulerRequest(0, prompt, 8))])
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_row_that_is_not_finite_withdraws_the_blocks_of_its_prompt(stages: int) -> None:
     pipe = chunked(stages, 16)
-    pipe.add(Request(0, PROMPT, 8))
+    pipe.add(SchedulerRequest(0, PROMPT, 8))
     for step in range(4):
         pipe.schedule(faulty=[0] if step == 1 else [])
     commit_all(pipe)
@@ -93,12 +93,12 @@ def test_a_row_that_is_not_finite_withdraws_the_blocks_of_its_prompt(stages: int
 def test_blocks_from_the_cache_are_withdrawn_by_a_reader_whose_logits_are_not_finite() -> None:
     """The request that wrote NaN ended before it sampled, so that only a reader notices."""
     pipe = chunked(1, 32)
-    pipe.add(Request(0, PROMPT, 8))
+    pipe.add(SchedulerRequest(0, PROMPT, 8))
     pipe.schedule(faulty=[0])
     pipe.commit()
     pipe.abort([0])
     commit_all(pipe)
-    pipe.add(Request(1, PROMPT, 8))
+    pipe.add(SchedulerRequest(1, PROMPT, 8))
     pipe.drain()
     assert pipe.ended == {0: "abort", 1: "error"}
     check_asked_again(pipe, 2, PROMPT)
@@ -107,7 +107,7 @@ def test_blocks_from_the_cache_are_withdrawn_by_a_reader_whose_logits_are_not_fi
 def test_an_error_of_a_request_alone_withdraws_nothing() -> None:
     """An impossible combination of sampling fields must not empty others' prefix cache."""
     pipe = pipeline()
-    pipe.add(Request(0, PROMPT, 8))
+    pipe.add(SchedulerRequest(0, PROMPT, 8))
     pipe.schedule()
     pipe.commit(errors={0: "every token of the vocabulary is forbidden"})
     assert len(pipe.scheduler.memory.pool._by_hash) == 4

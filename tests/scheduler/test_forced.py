@@ -3,9 +3,9 @@
 import pytest
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import Sampled, StepPlan, StepResult
+from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 
 
 def scheduler(stages: int = 2, **options) -> Scheduler:
@@ -21,12 +21,12 @@ def plan_of(made: Scheduler) -> StepPlan:
 
 def answer(made: Scheduler, plan: StepPlan, token: int, *forced: int, seq: int = 0):
     """The plan's result, where only one sequence samples."""
-    return made.commit(StepResult(plan.step, [Sampled(seq, 0, token, "", forced)]))
+    return made.commit(StepResult(plan.step, [SampledToken(seq, 0, token, "", forced)]))
 
 
 def test_they_are_emitted_at_once_and_computed_in_one_row() -> None:
     made = scheduler()
-    made.add(Request(0, [1, 2, 3], 10), 0.0)
+    made.add(SchedulerRequest(0, [1, 2, 3], 10), 0.0)
     outcome = answer(made, plan_of(made), 7, 8, 9)
     assert (outcome.seqs, outcome.tokens) == ([0, 0, 0], [7, 8, 9])
     assert [first.seq for first in outcome.firsts] == [0]
@@ -37,7 +37,7 @@ def test_they_are_emitted_at_once_and_computed_in_one_row() -> None:
 
 def test_a_text_takes_as_many_steps_as_tokens_were_drawn() -> None:
     made = scheduler()
-    made.add(Request(0, [1], 12), 0.0)
+    made.add(SchedulerRequest(0, [1], 12), 0.0)
     steps = 0
     while made._sequences:
         answer(made, plan_of(made), 5, 6, 7)
@@ -57,7 +57,7 @@ def test_a_text_takes_as_many_steps_as_tokens_were_drawn() -> None:
 )
 def test_the_text_ends_within_them(limit, stops, tokens, end) -> None:
     made = scheduler()
-    made.add(Request(0, [1], limit, frozenset(stops)), 0.0)
+    made.add(SchedulerRequest(0, [1], limit, frozenset(stops)), 0.0)
     outcome = answer(made, plan_of(made), 7, 8, 9)
     assert outcome.tokens == tokens
     assert [(one.reason, one.stop_token) for one in outcome.ends] == [end]
@@ -67,7 +67,7 @@ def test_the_text_ends_within_them(limit, stops, tokens, end) -> None:
 
 def test_with_lookahead_rows_under_way_bring_what_is_known() -> None:
     made = scheduler(stages=1, lookahead=True, max_in_flight=3)
-    made.add(Request(0, [1, 2], 20), 0.0)
+    made.add(SchedulerRequest(0, [1, 2], 20), 0.0)
     plans = [plan_of(made) for _ in range(3)]
     assert [plan.rows[0].start for plan in plans] == [0, 2, 3]
     assert answer(made, plans[0], 7, 8, 9).tokens == [7, 8, 9]
@@ -80,7 +80,7 @@ def test_with_lookahead_rows_under_way_bring_what_is_known() -> None:
 
 def test_a_budget_cuts_them_and_only_their_last_part_samples() -> None:
     made = scheduler(max_num_batched_tokens=2)
-    made.add(Request(0, [1, 2], 20), 0.0)
+    made.add(SchedulerRequest(0, [1, 2], 20), 0.0)
     answer(made, plan_of(made), 3, 4, 5)
     part = plan_of(made)
     assert (part.rows[0].num_tokens, part.rows[0].samples) == (2, False)
@@ -92,7 +92,11 @@ def test_a_budget_cuts_them_and_only_their_last_part_samples() -> None:
 def test_rows_with_them_come_behind_plain_decodes() -> None:
     made = scheduler(stages=1)
     for seq in range(3):
-        made.add(Request(seq, [seq + 1], 20), 0.0)
-    drawn = [Sampled(0, 0, 5, "", (6, 7)), Sampled(1, 0, 5), Sampled(2, 0, 5, "", (6,))]
+        made.add(SchedulerRequest(seq, [seq + 1], 20), 0.0)
+    drawn = [
+        SampledToken(0, 0, 5, "", (6, 7)),
+        SampledToken(1, 0, 5),
+        SampledToken(2, 0, 5, "", (6,)),
+    ]
     made.commit(StepResult(plan_of(made).step, drawn))
     assert [(row.seq, row.num_tokens) for row in plan_of(made).rows] == [(1, 1), (0, 3), (2, 2)]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
-from gllm.scheduler.policies import POLICIES
-from gllm.scheduler.policy import Load
-from gllm.scheduler.work import pairs
+from gllm.scheduler.policy import SchedulerLoad
+from gllm.scheduler.policy_registry import POLICIES
+from gllm.scheduler.stage_work import count_query_key_pairs
 
 
 def resolved(stages: int = 4, **options: Any) -> SchedulerConfig:
@@ -25,12 +25,12 @@ def load(
     plans: int = 0,
     scheduled: int = 0,
     begun: int = 0,
-) -> Load:
-    return Load(
+) -> SchedulerLoad:
+    return SchedulerLoad(
         waiting_tokens=waiting,
-        waiting_pairs=pairs(begun, waiting),
+        waiting_pairs=count_query_key_pairs(begun, waiting),
         begun_tokens=begun,
-        begun_pairs=pairs(0, begun),
+        begun_pairs=count_query_key_pairs(0, begun),
         decoding=decoding,
         decode_context=100 * decoding,
         ready=decoding if ready is None else ready,
@@ -97,7 +97,7 @@ def test_decodes_never_exceed_what_is_ready() -> None:
         ("prefill-first", load(waiting=8000, decoding=9, free=0.01), 2560),
     ],
 )
-def test_prefill_budget(name: str, given_load: Load, tokens: int) -> None:
+def test_prefill_budget(name: str, given_load: SchedulerLoad, tokens: int) -> None:
     config = SchedulerConfig(policy=name).resolve(4, 1000, 1000)
     assert POLICIES[name](config).prefill(given_load) == tokens
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.pipeline import Pipeline, generate
 from tests.scheduler.test_traps import POLICIES, prompt
 
@@ -39,13 +39,13 @@ def test_half_prefilled_prompts_of_worse_rank_give_way_at_once() -> None:
     """Beside a decode of the same priority, whose end nobody should have to wait for."""
     options = {"max_num_batched_tokens": 80, "expected_output_tokens": 0}
     pipe = pipeline(40, 600, **options)
-    pipe.add(Request(0, prompt(32), 400, priority=0))
+    pipe.add(SchedulerRequest(0, prompt(32), 400, priority=0))
     advance(pipe)
-    pipe.add(Request(1, prompt(580, mark=2), 8, priority=1))
+    pipe.add(SchedulerRequest(1, prompt(580, mark=2), 8, priority=1))
     for _ in range(12):
         advance(pipe)
     assert pipe.scheduler._sequences[1].prefilling
-    pipe.add(Request(2, prompt(300, mark=3), 8, priority=0))
+    pipe.add(SchedulerRequest(2, prompt(300, mark=3), 8, priority=0))
     assert decode_tokens_before(pipe, 2) < 12
     pipe.drain()
     assert all(pipe.generated[seq] == generate(pipe.requests[seq]) for seq in range(3))
@@ -55,10 +55,10 @@ def test_half_prefilled_prompts_of_worse_rank_give_way_at_once() -> None:
 def test_a_seat_is_taken_from_a_decode_of_worse_priority(policy: str) -> None:
     pipe = pipeline(200, 400, 2, policy=policy, max_num_seqs=2)
     for seq in range(2):
-        pipe.add(Request(seq, prompt(20, mark=seq), 300, priority=1))
+        pipe.add(SchedulerRequest(seq, prompt(20, mark=seq), 300, priority=1))
     while len(pipe.scheduler._queues.tally.decoding) < 2:
         advance(pipe)
-    pipe.add(Request(2, prompt(20, mark=3), 8, priority=0))
+    pipe.add(SchedulerRequest(2, prompt(20, mark=3), 8, priority=0))
     assert decode_tokens_before(pipe, 2) < 12
     pipe.drain()
     assert next(iter(pipe.ended)) == 2
@@ -69,7 +69,7 @@ def test_a_later_arrival_takes_no_seat() -> None:
     """Among equals who came first runs to its end, or everything would be computed again."""
     pipe = pipeline(200, 400, max_num_seqs=2)
     for seq in range(4):
-        pipe.add(Request(seq, prompt(20, mark=seq), 50))
+        pipe.add(SchedulerRequest(seq, prompt(20, mark=seq), 50))
     pipe.drain()
     assert list(pipe.ended) == [0, 1, 2, 3]
     assert pipe.scheduler.stats().preemptions == 0
@@ -78,11 +78,11 @@ def test_a_later_arrival_takes_no_seat() -> None:
 def test_nobody_gives_way_where_that_would_not_help() -> None:
     """The cache is held by decodes of the same priority; the worse ones hold too little."""
     pipe = pipeline(30, 480)
-    pipe.add(Request(0, prompt(200), 100))
-    pipe.add(Request(1, prompt(60, mark=2), 100, priority=1))
+    pipe.add(SchedulerRequest(0, prompt(200), 100))
+    pipe.add(SchedulerRequest(1, prompt(60, mark=2), 100, priority=1))
     for _ in range(6):
         advance(pipe)
-    pipe.add(Request(2, prompt(400, mark=3), 8))
+    pipe.add(SchedulerRequest(2, prompt(400, mark=3), 8))
     while 0 not in pipe.ended:
         advance(pipe)
         assert pipe.scheduler.stats().preemptions == 0
@@ -115,11 +115,11 @@ def test_an_urgent_prompt_waits_a_bounded_number_of_plans(
     )
     for seq in range(12):
         tokens = rng.randint(1, 300)
-        request = Request(seq, prompt(tokens, mark=seq), rng.randint(1, 100), priority=1)
+        request = SchedulerRequest(seq, prompt(tokens, mark=seq), rng.randint(1, 100), priority=1)
         pipe.add(request._replace(priority=rng.randint(1, 3)))
         for _ in range(rng.randint(0, 20)):
             advance(pipe)
-    urgent = Request(12, prompt(rng.randint(1, 400), mark=99), 8, priority=0)
+    urgent = SchedulerRequest(12, prompt(rng.randint(1, 400), mark=99), 8, priority=0)
     pipe.add(urgent)
     own = others = 0
     while True:

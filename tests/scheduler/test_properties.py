@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
-from gllm.scheduler.sequence import Request
+from gllm.scheduler.sequence import SchedulerRequest
 from tests.examples import num_examples
 from tests.scheduler.pipeline import Pipeline, generate
 
@@ -42,12 +42,12 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     return Pipeline(config.resolve(stages, num_blocks, max_model_len), draw(st.booleans()))
 
 
-def random_request(rng: Random, seq: int, longest: int) -> Request:
+def random_request(rng: Random, seq: int, longest: int) -> SchedulerRequest:
     """A request that begins like many others, in one of two salts."""
     prompt_len = rng.randint(1, longest - 1)
     common = rng.randint(0, prompt_len)
     prompt = [7] * common + [rng.randrange(50) for _ in range(prompt_len - common)]
-    return Request(
+    return SchedulerRequest(
         seq=seq,
         prompt=prompt,
         max_tokens=rng.randint(1, min(longest - prompt_len, 20)),
@@ -109,7 +109,7 @@ def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
     config = SchedulerConfig(policy="throttle", lookahead=False, max_num_seqs=64)
     pipeline = Pipeline(config.resolve(stages, 1000, 200))
     for seq in range(decoding):
-        pipeline.add(Request(seq, [seq], 199))
+        pipeline.add(SchedulerRequest(seq, [seq], 199))
     while (
         pipeline.scheduler._queues.waiting
         or len(pipeline.scheduler._queues.tally.decoding) < decoding
@@ -142,7 +142,7 @@ def test_a_ready_decode_waits_a_bounded_number_of_plans(stages: int, seed: int) 
     most = 0
     for seq in range(60):
         if rng.random() < 0.5:
-            pipeline.add(Request(len(pipeline.requests), [seq], rng.randint(1, 60)))
+            pipeline.add(SchedulerRequest(len(pipeline.requests), [seq], rng.randint(1, 60)))
         for _ in range(rng.randint(1, 6)):
             most = max(most, len(pipeline.scheduler._queues.tally.decoding))
             ready = set(pipeline.scheduler._queues.ready)

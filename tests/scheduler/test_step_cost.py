@@ -7,29 +7,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.scheduler.balance import Balance
+from gllm.scheduler.balance_policy import BalancePolicy
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import Row, StepPlan, StepTime
-from gllm.scheduler.policies import POLICIES
-from gllm.scheduler.policy import Load
+from gllm.scheduler.plan import ScheduledRow, StepPlan, StepTime
+from gllm.scheduler.policy import SchedulerLoad
+from gllm.scheduler.policy_registry import POLICIES
 from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import Request
-from gllm.scheduler.step_cost import REFIT_EVERY, Coefficients, OnlineFit, solve_nonnegative
-from gllm.scheduler.work import Work, pairs, work_of
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.stage_work import StageWork, compute_stage_work, count_query_key_pairs
+from gllm.scheduler.step_cost import (
+    REFIT_INTERVAL_STEPS,
+    OnlineStepCostFit,
+    StepCostCoefficients,
+    solve_nonnegative,
+)
 
-TRUTH = Coefficients(step=2e-3, token=5e-5, pair=3e-8, decode=1e-5, context=4e-8)
+TRUTH = StepCostCoefficients(step=2e-3, token=5e-5, pair=3e-8, decode=1e-5, context=4e-8)
 
 
-def random_work(rng: random.Random, step: int) -> Work:
+def random_work(rng: random.Random, step: int) -> StageWork:
     chunks = tuple((rng.randint(0, 8000), rng.randint(2, 500)) for _ in range(rng.randint(0, 2)))
     decodes = rng.randint(0, 64)
     context = sum(rng.randint(1, 6000) for _ in range(decodes))
     tokens = decodes + sum(tokens for _, tokens in chunks)
-    return Work(step, tokens, chunks, decodes, context, decodes)
+    return StageWork(step, tokens, chunks, decodes, context, decodes)
 
 
-def fitted(noise: float) -> Coefficients:
-    rng, fit = random.Random(1), OnlineFit()
+def fitted(noise: float) -> StepCostCoefficients:
+    rng, fit = random.Random(1), OnlineStepCostFit()
     for step in range(3000):
         work = random_work(rng, step)
         fit.observe(work, TRUTH.seconds(work) * rng.lognormvariate(0, noise))
@@ -53,7 +58,7 @@ def test_the_fit_stands_noise_and_predicts() -> None:
 
 
 def test_the_fit_follows_a_change() -> None:
-    rng, fit = random.Random(3), OnlineFit()
+    rng, fit = random.Random(3), OnlineStepCostFit()
     for step in range(6000):
         work = random_work(rng, step)
         factor = 1.0 if step < 3000 else 3.0
@@ -62,11 +67,13 @@ def test_the_fit_follows_a_change() -> None:
     assert fit.fitted.token == pytest.approx(3 * TRUTH.token, rel=0.05)
 
 
-@given(st.lists(st.tuples(st.integers(1, 4000), st.floats(1e-6, 10)), min_size=REFIT_EVERY))
+@given(
+    st.lists(st.tuples(st.integers(1, 4000), st.floats(1e-6, 10)), min_size=REFIT_INTERVAL_STEPS)
+)
 def test_no_coefficient_is_ever_negative(steps: list[tuple[int, float]]) -> None:
-    fit = OnlineFit()
+    fit = OnlineStepCostFit()
     for number, (tokens, seconds) in enumerate(steps):
-        fit.observe(Work(number, tokens, ((0, tokens),), 0, 0, 1), seconds)
+        fit.observe(StageWork(number, tokens, ((0, tokens),), 0, 0, 1), seconds)
     assert fit.fitted is None or min(fit.fitted) >= 0
 
 
@@ -76,19 +83,19 @@ def test_coordinate_descent_solves_by_hand() -> None:
 
 
 def test_work_of_a_plan() -> None:
-    rows = [Row(1, 0, 99, 1, [], [7], True), Row(2, 0, 10, 5, [], [], False)]
-    assert work_of(4, rows) == Work(4, 6, ((10, 5),), 1, 100, 1)
-    assert work_of(4, rows).pairs == 11 + 12 + 13 + 14 + 15
-    assert pairs(10, 5) == 65
+    rows = [ScheduledRow(1, 0, 99, 1, [], [7], True), ScheduledRow(2, 0, 10, 5, [], [], False)]
+    assert compute_stage_work(4, rows) == StageWork(4, 6, ((10, 5),), 1, 100, 1)
+    assert compute_stage_work(4, rows).pairs == 11 + 12 + 13 + 14 + 15
+    assert count_query_key_pairs(10, 5) == 65
 
 
-def load(**values: float) -> Load:
-    fields: dict[str, Any] = {**dict.fromkeys(Load._fields, 0), "kv_free": 1.0, **values}
-    return Load(**fields)
+def load(**values: float) -> SchedulerLoad:
+    fields: dict[str, Any] = {**dict.fromkeys(SchedulerLoad._fields, 0), "kv_free": 1.0, **values}
+    return SchedulerLoad(**fields)
 
 
-def learnt() -> Balance:
-    policy = Balance(SchedulerConfig().resolve(4, 1000, 16000))
+def learnt() -> BalancePolicy:
+    policy = BalancePolicy(SchedulerConfig().resolve(4, 1000, 16000))
     rng = random.Random(4)
     for step in range(500):
         work = random_work(rng, step)
@@ -98,7 +105,7 @@ def learnt() -> Balance:
 
 def test_before_the_fit_balance_is_throttle() -> None:
     config = SchedulerConfig().resolve(4, 1000, 16000)
-    balance, throttle = Balance(config), POLICIES["throttle"](config)
+    balance, throttle = BalancePolicy(config), POLICIES["throttle"](config)
     for waiting in (10, 3000, 40_000):
         given_load = load(waiting_tokens=waiting, waiting_pairs=1e6)
         assert balance.prefill(given_load) == throttle.prefill(given_load)
@@ -120,14 +127,14 @@ def test_a_chunk_uses_its_budget(start: int, most: int, budget: float) -> None:
     tokens, cost = learnt_once().chunk(start, most, budget)
     assert 1 <= tokens <= most
     if 1 < tokens < most:
-        below = tokens - 1 + learnt_once()._pair * pairs(start, tokens - 1)
+        below = tokens - 1 + learnt_once()._pair * count_query_key_pairs(start, tokens - 1)
         assert below < budget <= cost + 1e-6
 
 
-_LEARNT: list[Balance] = []
+_LEARNT: list[BalancePolicy] = []
 
 
-def learnt_once() -> Balance:
+def learnt_once() -> BalancePolicy:
     if not _LEARNT:
         _LEARNT.append(learnt())
     return _LEARNT[0]
@@ -145,12 +152,12 @@ def test_times_reach_the_policy_once_every_stage_has_told_its_own() -> None:
     config = SchedulerConfig(policy="balance").resolve(2, 100, 1600)
     heard: list[tuple[int, float]] = []
 
-    class Listening(Balance):
-        def observe(self, work: Work, seconds: float) -> None:
+    class Listening(BalancePolicy):
+        def observe(self, work: StageWork, seconds: float) -> None:
             heard.append((work.step, seconds))
 
     scheduler = Scheduler(config, Listening(config))
-    scheduler.add(Request(0, list(range(40)), 4), 0.0)
+    scheduler.add(SchedulerRequest(0, list(range(40)), 4), 0.0)
     plan = scheduler.schedule(0.0)
     assert isinstance(plan, StepPlan)
     scheduler.observe(1, [StepTime(plan.step, 5.0, 8.0), StepTime(99, 0.0, 1.0)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gllm.scheduler.work import Work
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
 from gllm.sim.costs.forest import ForestCost, aggregate
 
@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[2]
 LLAMA_70B = operators.ATTENTION
 
 
-def prefill(*chunks: tuple[int, int]) -> Work:
-    return Work(0, sum(tokens for _, tokens in chunks), chunks, 0, 0, len(chunks))
+def prefill(*chunks: tuple[int, int]) -> StageWork:
+    return StageWork(0, sum(tokens for _, tokens in chunks), chunks, 0, 0, len(chunks))
 
 
-def decode(count: int, context: int) -> Work:
-    return Work(0, count, (), count, count * context, count)
+def decode(count: int, context: int) -> StageWork:
+    return StageWork(0, count, (), count, count * context, count)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_more_work_takes_longer(cost: ForestCost) -> None:
 
 
 def test_a_mixed_micro_batch_costs_both_attentions(cost: ForestCost) -> None:
-    both = cost.stage_seconds(0, Work(0, 544, ((0, 512),), 32, 32 * 2048, 33))
+    both = cost.stage_seconds(0, StageWork(0, 544, ((0, 512),), 32, 32 * 2048, 33))
     assert both > cost.stage_seconds(0, prefill((0, 544)))
 
 
@@ -140,7 +140,7 @@ def test_several_chunks_count_as_one_with_the_same_pairs() -> None:
         (decode(4, 4034), "attn_decode: mean kv is 4033"),
     ],
 )
-def test_what_was_not_measured_is_refused(cost: ForestCost, work: Work, message: str) -> None:
+def test_what_was_not_measured_is_refused(cost: ForestCost, work: StageWork, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cost.stage_seconds(0, work)
 

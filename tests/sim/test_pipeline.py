@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from gllm.observability.step_log import Commit, Schedule, Start, Times
 from gllm.observability.step_log import Event as Logged
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
-from gllm.scheduler.plan import End, Outcome, StepPlan, StepResult, StepTime
-from gllm.scheduler.work import Work
+from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan, StepResult, StepTime
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.constant import ConstantCost
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.events import Event, run
@@ -42,15 +42,15 @@ class HostCost(ConstantCost):
         super().__init__(stage)
         self._host = plan, sample, back
 
-    def plan_seconds(self, work: Work) -> float:
+    def plan_seconds(self, work: StageWork) -> float:
         """The constant."""
         return self._host[0]
 
-    def sample_seconds(self, work: Work) -> float:
+    def sample_seconds(self, work: StageWork) -> float:
         """The constant."""
         return self._host[1]
 
-    def return_seconds(self, work: Work) -> float:
+    def return_seconds(self, work: StageWork) -> float:
         """The constant."""
         return self._host[2]
 
@@ -85,7 +85,7 @@ class Played:
     commits: list[tuple[float, int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     """The sequence of each token that the scheduler let out."""
-    ends: list[End] = field(default_factory=list)
+    ends: list[FinishedSequence] = field(default_factory=list)
 
 
 def play(
@@ -96,7 +96,7 @@ def play(
     played = Played(resolved, pipeline, log, times=[[] for _ in range(resolved.stages)])
     commit = pipeline.scheduler.commit
 
-    def listened(result: StepResult) -> Outcome:
+    def listened(result: StepResult) -> StepOutput:
         outcome = commit(result)
         played.tokens += outcome.seqs
         played.ends += outcome.ends
@@ -327,10 +327,10 @@ def test_the_driver_hears_all_of_one_moment_before_it_schedules() -> None:
 
 def test_commits_keep_their_order_though_results_overtake() -> None:
     class Uneven(ConstantCost):
-        def return_seconds(self, work: Work) -> float:
+        def return_seconds(self, work: StageWork) -> float:
             return 1.0 if work.step == 0 else 0.0
 
-        def plan_seconds(self, work: Work) -> float:
+        def plan_seconds(self, work: StageWork) -> float:
             return 1.0 if work.step == 0 else 0.0
 
     jobs = [Job(time, 10, 2) for time in (0.0, 0.125, 0.25)]

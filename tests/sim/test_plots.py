@@ -12,7 +12,7 @@ from gllm.observability.metrics import Timeline
 from gllm.observability.step_log import Start
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
-from gllm.scheduler.work import Work
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.deployment import roofline, simulate
 from gllm.sim.intervals import (
     Bubble,
@@ -54,7 +54,7 @@ def run() -> Run:
 def step(
     number: int, *times: tuple[float, float] | None, decodes: int = 1, prefill: int = 0
 ) -> Step:
-    work = Work(number, decodes + prefill, (), decodes, 0, 0)
+    work = StageWork(number, decodes + prefill, (), decodes, 0, 0)
     stages = [StepTime(number, *pair) if pair else None for pair in times]
     ends = [pair[1] for pair in times if pair]
     return Step(0.0, work, prefill, decodes, stages, max(ends, default=None))

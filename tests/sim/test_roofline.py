@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.work import Work
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
 from gllm.sim.costs.roofline import Efficiency, RooflineCost
 from gllm.sim.deployment import roofline
@@ -24,12 +24,12 @@ LAYER = 8 * 4 * (2 * 2 + 2 * 1) + 3 * 8 * 16
 ATTENTION = operators.ATTENTION[:2]
 
 
-def prefill(*chunks: tuple[int, int], samples: int = 0) -> Work:
-    return Work(0, sum(tokens for _, tokens in chunks), chunks, 0, 0, samples)
+def prefill(*chunks: tuple[int, int], samples: int = 0) -> StageWork:
+    return StageWork(0, sum(tokens for _, tokens in chunks), chunks, 0, 0, samples)
 
 
-def decode(count: int, context: int) -> Work:
-    return Work(0, count, (), count, count * context, count)
+def decode(count: int, context: int) -> StageWork:
+    return StageWork(0, count, (), count, count * context, count)
 
 
 def tiny(*layers: int, efficiency: Efficiency = PEAK) -> RooflineCost:
@@ -58,7 +58,7 @@ def test_decodes_by_hand() -> None:
 
 def test_decodes_and_chunks_share_the_weights() -> None:
     """Of what both take alone, only the matrices are common."""
-    both = Work(0, 5, ((5, 3),), 2, 20, 0)
+    both = StageWork(0, 5, ((5, 3),), 2, 20, 0)
     cost = tiny(1, 1)
     alone = [cost.stage_seconds(0, work) for work in (prefill((5, 3)), decode(2, 10))]
     matrices = [hypot(2 * rows * LAYER / 1000, 2 * LAYER / 100) for rows in (3, 2, 5)]
@@ -129,7 +129,7 @@ def test_more_work_takes_longer(
     def seconds(chunks: list[tuple[int, int]], decodes: int, context: int) -> float:
         tokens = decodes + sum(tokens for _, tokens in chunks)
         return cost.stage_seconds(
-            stage, Work(0, tokens, tuple(chunks), decodes, decodes * context, 1)
+            stage, StageWork(0, tokens, tuple(chunks), decodes, decodes * context, 1)
         )
 
     now = seconds(chunks, decodes, context)
@@ -253,7 +253,7 @@ def test_the_rounded_corner_is_closer_to_vidurs_tables(monkeypatch: pytest.Monke
     cost = RooflineCost(shape, Device(312e12, 2039e9, 80e9), LINKS["pcie"], [1], efficiency)
 
     def error() -> float:
-        works = [Work(0, int(count), (), 0, 0, 0) for count in tokens]
+        works = [StageWork(0, int(count), (), 0, 0, 0) for count in tokens]
         predicted = np.array([cost.stage_seconds(0, work) * 1e3 for work in works])
         return float(np.mean(np.abs(predicted - measured) / measured))
 

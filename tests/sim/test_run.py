@@ -17,7 +17,14 @@ from gllm.observability.step_log import (
     read_step_log,
 )
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import ON_DEVICE, Row, Sampled, StepPlan, StepResult, StepTime
+from gllm.scheduler.plan import (
+    ON_DEVICE,
+    SampledToken,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+    StepTime,
+)
 from gllm.sim.intervals import bubbles_of
 from gllm.sim.report import metrics_table, summarize
 from gllm.sim.run import Run, run_of
@@ -34,15 +41,15 @@ def add(time: float, seq: int, prompt: int, output: int, n: int = 1) -> Add:
     return Add(time, seq, [5] * prompt, output, stop_ids=[STOP], n=n)
 
 
-def chunk(seq: int, begin: int, tokens: int, samples: bool = True, epoch: int = 0) -> Row:
-    return Row(seq, epoch, begin, tokens, [], [], samples)
+def chunk(seq: int, begin: int, tokens: int, samples: bool = True, epoch: int = 0) -> ScheduledRow:
+    return ScheduledRow(seq, epoch, begin, tokens, [], [], samples)
 
 
-def decode(seq: int, position: int, epoch: int = 0, token: int = 5) -> Row:
-    return Row(seq, epoch, position, 1, [], [token], True)
+def decode(seq: int, position: int, epoch: int = 0, token: int = 5) -> ScheduledRow:
+    return ScheduledRow(seq, epoch, position, 1, [], [token], True)
 
 
-def plan(time: float, parallelism: int, step: int, *rows: Row) -> Schedule:
+def plan(time: float, parallelism: int, step: int, *rows: ScheduledRow) -> Schedule:
     return Schedule(time, StepPlan(step, list(rows), []), parallelism)
 
 
@@ -51,7 +58,7 @@ def times(stage: int, step: int, begin: float, end: float) -> Times:
 
 
 def commit(time: float, step: int, *seqs: int, token: int = 5, epoch: int = 0) -> Commit:
-    return Commit(time, StepResult(step, [Sampled(seq, epoch, token) for seq in seqs]))
+    return Commit(time, StepResult(step, [SampledToken(seq, epoch, token) for seq in seqs]))
 
 
 LOG: list[Event] = [
@@ -200,7 +207,7 @@ def test_preempted_sequences_prefill_again() -> None:
     [
         ([Abort(1.0, [0]), commit(2.0, 1, 0)], [1]),
         ([commit(2.0, 1, 0, token=STOP)], [1, 2]),
-        ([Commit(2.0, StepResult(1, [Sampled(0, 0, -1, "no memory")]))], [1]),
+        ([Commit(2.0, StepResult(1, [SampledToken(0, 0, -1, "no memory")]))], [1]),
         ([Commit(2.0, StepResult(1, [], "no memory"))], [1]),
     ],
     ids=["abort", "stop", "failed row", "failed step"],

@@ -40,7 +40,7 @@ from gllm.runtime.executor import DeviceTime, StageExecutor
 from gllm.runtime.kv_cache import KVCache
 from gllm.runtime.sampler import follow_grammars, results, take_forced, tell_embedded
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import Sampled, StepPlan
+from gllm.scheduler.plan import SampledToken, StepPlan
 from gllm.transport.device_streams import Event, Queues
 
 INTS_PER_TOKEN = 8
@@ -232,7 +232,9 @@ class DeviceExecutor(StageExecutor):
         self.stream.record(end)
         batch.device.spans.append((begin, end))
 
-    def sample(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[SampleDetails]]:
+    def sample(
+        self, batch: Batch, logits: Tensor
+    ) -> tuple[list[SampledToken], list[SampleDetails]]:
         """As in StageExecutor, but all is drawn: the host waits for the tokens."""
         told = batch.device.told
         assert told is not None, "a step is sampled once it is computed"

@@ -3,7 +3,7 @@
 Owns nothing but the constants.
 """
 
-from gllm.scheduler.work import Work
+from gllm.scheduler.stage_work import StageWork
 
 
 class ConstantCost:
@@ -13,22 +13,22 @@ class ConstantCost:
         self._stage = stage
         self._link = link
 
-    def stage_seconds(self, stage: int, work: Work) -> float:
+    def stage_seconds(self, stage: int, work: StageWork) -> float:
         """The constant."""
         return self._stage
 
-    def link_seconds(self, stage: int, work: Work) -> float:
+    def link_seconds(self, stage: int, work: StageWork) -> float:
         """The constant."""
         return self._link
 
-    def plan_seconds(self, work: Work) -> float:
+    def plan_seconds(self, work: StageWork) -> float:
         """Nothing."""
         return 0.0
 
-    def sample_seconds(self, work: Work) -> float:
+    def sample_seconds(self, work: StageWork) -> float:
         """Nothing."""
         return 0.0
 
-    def return_seconds(self, work: Work) -> float:
+    def return_seconds(self, work: StageWork) -> float:
         """Nothing."""
         return 0.0

@@ -15,8 +15,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import solve_nonnegative
-from gllm.scheduler.work import Work
 from gllm.sim.profile import Profile, StepSample
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -68,7 +68,7 @@ class _StageFit:
         self._others = fitted[len(KNOTS) + 1 :]
         self._known: dict[int, float] = {}
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StageWork) -> float:
         if work.tokens not in self._known:
             pieces = [1.0, *_pieces(work.tokens)]
             self._known[work.tokens] = sum(a * b for a, b in zip(self._curve, pieces, strict=True))
@@ -93,23 +93,23 @@ class FittedCost:
         self._sampling = median(profile.sampling) if profile.sampling else 0.0
         self._return = _line(profile.returns)
 
-    def stage_seconds(self, stage: int, work: Work) -> float:
+    def stage_seconds(self, stage: int, work: StageWork) -> float:
         """As fitted."""
         return self._stages[stage].seconds(work)
 
-    def link_seconds(self, stage: int, work: Work) -> float:
+    def link_seconds(self, stage: int, work: StageWork) -> float:
         """A latency and so much for each token; all links are alike."""
         return self._link[0] + self._link[1] * work.tokens
 
-    def plan_seconds(self, work: Work) -> float:
+    def plan_seconds(self, work: StageWork) -> float:
         """The median."""
         return self._plan
 
-    def sample_seconds(self, work: Work) -> float:
+    def sample_seconds(self, work: StageWork) -> float:
         """The median."""
         return self._sampling
 
-    def return_seconds(self, work: Work) -> float:
+    def return_seconds(self, work: StageWork) -> float:
         """A constant and so much for each drawn token."""
         return self._return[0] + self._return[1] * work.samples
 
@@ -121,7 +121,7 @@ class SlowedCost(FittedCost):
         vars(self).update(vars(cost))
         self._factor = factor
 
-    def stage_seconds(self, stage: int, work: Work) -> float:
+    def stage_seconds(self, stage: int, work: StageWork) -> float:
         """So much longer."""
         return self._factor * super().stage_seconds(stage, work)
 

@@ -15,7 +15,7 @@ from typing import Self
 
 import numpy as np
 
-from gllm.scheduler.work import Work
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.operators import (
     ATTENTION,
     NORM,
@@ -83,7 +83,7 @@ class ForestCost:
         self._sample = _HostLine(device, model, tp, ("sampler_ms",))
         self._finish = _HostLine(device, model, tp, ("sampler_ms", "process_outputs_ms"))
 
-    def stage_seconds(self, stage: int, work: Work) -> float:
+    def stage_seconds(self, stage: int, work: StageWork) -> float:
         """Layers of the stage, its inputs' preparation on the host, embedding and final norm."""
         tokens = work.tokens
         layer = self._layer.at(tokens)
@@ -99,19 +99,19 @@ class ForestCost:
             total += self._norms.at(tokens)
         return total * MS
 
-    def link_seconds(self, stage: int, work: Work) -> float:
+    def link_seconds(self, stage: int, work: StageWork) -> float:
         """One hidden state per token row, sent and received; all links are alike."""
         return self._send.at(work.tokens) * MS
 
-    def plan_seconds(self, work: Work) -> float:
+    def plan_seconds(self, work: StageWork) -> float:
         """Nothing: the driver plans while earlier micro-batches compute."""
         return 0.0
 
-    def sample_seconds(self, work: Work) -> float:
+    def sample_seconds(self, work: StageWork) -> float:
         """Sampling."""
         return self._sample.at(work) * MS
 
-    def return_seconds(self, work: Work) -> float:
+    def return_seconds(self, work: StageWork) -> float:
         """Sampling, and the engine's handling of what came out.
 
         The way back is left out: the profile has that of a Ray call (6 ms and more), which is not
@@ -247,7 +247,7 @@ class _HostLine:
         self._slope, self._start = float(slope), float(start)
         self._least, self._most = min(batches), max(batches)
 
-    def at(self, work: Work) -> float:
+    def at(self, work: StageWork) -> float:
         """Milliseconds. ValueError beyond the largest batch that was measured."""
         rows = work.decodes + len(work.chunks)
         if rows > self._most:

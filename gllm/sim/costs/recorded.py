@@ -3,7 +3,7 @@
 Owns the recorded times by step. Knows nothing of work: a step takes what it took.
 """
 
-from gllm.scheduler.work import Work
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.run import Run
 from gllm.sim.step_costs import StepCosts, step_costs
 
@@ -20,25 +20,25 @@ class RecordedCost:
         if not self._costs:
             raise ValueError("the run has no step whose times are all there")
 
-    def stage_seconds(self, stage: int, work: Work) -> float:
+    def stage_seconds(self, stage: int, work: StageWork) -> float:
         """As recorded."""
         return self._at(work).stages[stage]
 
-    def link_seconds(self, stage: int, work: Work) -> float:
+    def link_seconds(self, stage: int, work: StageWork) -> float:
         """As recorded; nothing where the next stage was busy, for it did not matter."""
         return self._at(work).links[stage] or 0.0
 
-    def plan_seconds(self, work: Work) -> float:
+    def plan_seconds(self, work: StageWork) -> float:
         """As recorded; nothing where the first stage was busy."""
         return self._at(work).plan or 0.0
 
-    def sample_seconds(self, work: Work) -> float:
+    def sample_seconds(self, work: StageWork) -> float:
         """Within the next step's time."""
         return 0.0
 
-    def return_seconds(self, work: Work) -> float:
+    def return_seconds(self, work: StageWork) -> float:
         """As recorded."""
         return self._at(work).back
 
-    def _at(self, work: Work) -> StepCosts:
+    def _at(self, work: StageWork) -> StepCosts:
         return self._costs[min(work.step, len(self._costs) - 1)]

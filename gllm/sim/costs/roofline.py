@@ -13,7 +13,7 @@ off by 4 to 8 % on average with each pair's own efficiencies, the sharp corner b
 from dataclasses import dataclass
 from math import hypot
 
-from gllm.scheduler.work import Work
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.shapes import BYTES, Device, Link, ModelShape
 
 
@@ -50,31 +50,31 @@ class RooflineCost:
         self._flops = device.flops * self._efficiency.compute
         self._bandwidth = device.bandwidth * self._efficiency.memory
 
-    def stage_seconds(self, stage: int, work: Work) -> float:
+    def stage_seconds(self, stage: int, work: StageWork) -> float:
         """Layers one after the other; on the last stage the LM head over the sampled rows."""
         seconds = self._layers[stage] * self._layer_seconds(work)
         if stage == len(self._layers) - 1 and work.samples:
             seconds += self._matrix_seconds(self._model.head_weights, work.samples)
         return seconds + self._efficiency.stage_overhead
 
-    def link_seconds(self, stage: int, work: Work) -> float:
+    def link_seconds(self, stage: int, work: StageWork) -> float:
         """One tensor [tokens, hidden] of bf16."""
         size = work.tokens * self._model.hidden * BYTES
         return self._link.latency + size / self._link.bandwidth
 
-    def plan_seconds(self, work: Work) -> float:
+    def plan_seconds(self, work: StageWork) -> float:
         """Constant."""
         return self._efficiency.plan_overhead
 
-    def sample_seconds(self, work: Work) -> float:
+    def sample_seconds(self, work: StageWork) -> float:
         """As `return_seconds`: nothing is planned ahead of it."""
         return self._efficiency.return_overhead
 
-    def return_seconds(self, work: Work) -> float:
+    def return_seconds(self, work: StageWork) -> float:
         """Constant."""
         return self._efficiency.return_overhead
 
-    def _layer_seconds(self, work: Work) -> float:
+    def _layer_seconds(self, work: StageWork) -> float:
         model = self._model
         seconds = self._matrix_seconds(model.layer_weights, work.tokens)
         # Two products of 2 FLOP for each query-key pair, head and head dimension.

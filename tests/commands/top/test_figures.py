@@ -12,7 +12,7 @@ from gllm.commands.top.scrape import Scrape, parse
 from gllm.engine.interface import Delta
 from gllm.frontend.metrics import Metrics, RequestRecord
 from gllm.messages.reports import BubbleReport, StageUtilization
-from gllm.scheduler.plan import Stats
+from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.fake_engine import FakeEngine
 from tests.text import tokenizers_for_tests as some
@@ -31,7 +31,9 @@ def test_a_real_server_s_metrics_are_read() -> None:
     record.delta(Delta(0, "a", [1, 2]))
     record.delta(Delta(0, "b", [3, 4]))
     record.close()
-    engine.stats = Stats(5, 2, 0.5, 3, 20, 1, 400, 100, prefill_tokens=300, decode_tokens=20)
+    engine.stats = SchedulerStats(
+        5, 2, 0.5, 3, 20, 1, 400, 100, prefill_tokens=300, decode_tokens=20
+    )
     engine.stage_loads = {0: StageUtilization(0, 20, 4.0), 1: StageUtilization(1, 20, 2.5)}
     engine.bubbles = BubbleReport([0.7, 1.6], 6.0)
     found = between(before, parse(metrics.text().decode(), 12.0))

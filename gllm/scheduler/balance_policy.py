@@ -8,12 +8,12 @@ the stages report, says they take. Until it is fitted a row weighs its tokens, a
 import math
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.policy import Load, Throttle
-from gllm.scheduler.step_cost import Coefficients, OnlineFit
-from gllm.scheduler.work import Work, pairs
+from gllm.scheduler.policy import SchedulerLoad, ThrottlePolicy
+from gllm.scheduler.stage_work import StageWork, count_query_key_pairs
+from gllm.scheduler.step_cost import OnlineStepCostFit, StepCostCoefficients
 
 
-class Balance(Throttle):
+class BalancePolicy(ThrottlePolicy):
     """The budgets of `throttle`, in prefill tokens at the beginning of a prompt: what takes as
     long as k of those costs k."""
 
@@ -21,7 +21,7 @@ class Balance(Throttle):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._fit = OnlineFit()
+        self._fit = OnlineStepCostFit()
         self._pair = 0.0
         """Cost of a query-key pair."""
         self._decode = 1.0
@@ -29,14 +29,14 @@ class Balance(Throttle):
         self._context = 0.0
         """Cost of a token that a decode attends to."""
 
-    def observe(self, work: Work, seconds: float) -> None:
+    def observe(self, work: StageWork, seconds: float) -> None:
         """Follow the fit."""
         self._fit.observe(work, seconds)
         fitted = self._fit.fitted
         if fitted is not None and fitted.token > 0:
             self._weigh(fitted)
 
-    def decodes(self, load: Load) -> float:
+    def decodes(self, load: SchedulerLoad) -> float:
         """(4) in cost: an even share of what all running decodes cost together."""
         if not load.ready:
             return 0.0
@@ -48,7 +48,7 @@ class Balance(Throttle):
         """Its token and its context."""
         return self._decode + context * self._context
 
-    def prefill(self, load: Load) -> float:
+    def prefill(self, load: SchedulerLoad) -> float:
         """(3) in cost, less what the decodes at hand cost more than an even share would, so that
         the micro-batch as a whole takes its share of time."""
         budget = super().prefill(self._weighed(load))
@@ -64,16 +64,16 @@ class Balance(Throttle):
         linear = 1 + self._pair * (start + 0.5)
         root = (math.sqrt(linear**2 + 4 * half * budget) - linear) / (2 * half) if half else budget
         tokens = min(most, max(1, math.ceil(root)))
-        return tokens, tokens + self._pair * pairs(start, tokens)
+        return tokens, tokens + self._pair * count_query_key_pairs(start, tokens)
 
-    def _weighed(self, load: Load) -> Load:
+    def _weighed(self, load: SchedulerLoad) -> SchedulerLoad:
         """The load record with costs for tokens, so that the equations see time."""
         return load._replace(
             waiting_tokens=load.waiting_tokens + self._pair * load.waiting_pairs,
             begun_tokens=load.begun_tokens + self._pair * load.begun_pairs,
         )
 
-    def _weigh(self, fitted: Coefficients) -> None:
+    def _weigh(self, fitted: StepCostCoefficients) -> None:
         self._pair = fitted.pair / fitted.token
         self._decode = 1 + fitted.decode / fitted.token
         self._context = fitted.context / fitted.token

@@ -7,10 +7,10 @@ device: what a feature costs is a cost model's business, here or in the simulato
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gllm.scheduler.plan import ON_DEVICE, Row
+from gllm.scheduler.plan import ON_DEVICE, ScheduledRow
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """One micro-batch's work on any stage."""
 
     step: int
@@ -31,15 +31,15 @@ class Work(NamedTuple):
     @property
     def pairs(self) -> float:
         """Query-key pairs of the chunks under the causal mask."""
-        return sum(pairs(start, tokens) for start, tokens in self.chunks)
+        return sum(count_query_key_pairs(start, tokens) for start, tokens in self.chunks)
 
 
-def pairs(start: int, tokens: int) -> float:
+def count_query_key_pairs(start: int, tokens: int) -> float:
     """Query-key pairs of `tokens` new tokens after `start` earlier ones, causal mask."""
     return tokens * (start + (tokens + 1) / 2)
 
 
-def work_of(step: int, rows: Iterable[Row]) -> Work:
+def compute_stage_work(step: int, rows: Iterable[ScheduledRow]) -> StageWork:
     """The work of a plan's rows. A chunk of one token costs what a decode costs, so it is one."""
     tokens = decodes = context = samples = 0
     chunks = []
@@ -53,4 +53,4 @@ def work_of(step: int, rows: Iterable[Row]) -> Work:
             placeholders = placeholders or row.token_ids[-1:] == [ON_DEVICE]
         else:
             chunks.append((row.start, row.num_tokens))
-    return Work(step, tokens, tuple(chunks), decodes, context, samples, placeholders)
+    return StageWork(step, tokens, tuple(chunks), decodes, context, samples, placeholders)

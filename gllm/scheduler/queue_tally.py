@@ -6,13 +6,13 @@ scheduler says when.
 
 from dataclasses import dataclass
 
-from gllm.scheduler.policy import Load
+from gllm.scheduler.policy import SchedulerLoad
 from gllm.scheduler.sequence import Sequence
-from gllm.scheduler.work import pairs
+from gllm.scheduler.stage_work import count_query_key_pairs
 
 
 @dataclass
-class Counts:
+class SchedulerCounters:
     """The counters of Stats."""
 
     steps: int = 0
@@ -23,7 +23,7 @@ class Counts:
     decode_tokens: int = 0
 
 
-class Tally:
+class QueueTally:
     """Sums over the sequences that wait for prefill and those in decode."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Tally:
         """It has prefill to schedule; with sign -1, what it had is taken back."""
         tokens = sequence.waiting_tokens
         self.waiting_tokens += sign * tokens
-        self._waiting_pairs += sign * pairs(sequence.target - tokens, tokens)
+        self._waiting_pairs += sign * count_query_key_pairs(sequence.target - tokens, tokens)
 
     def decode(self, sequence: Sequence) -> None:
         """It is in decode from now on, if it was not before."""
@@ -58,15 +58,15 @@ class Tally:
 
     def load(
         self, ready: int, first: Sequence | None, kv_free: float, decodes: int, decode_cost: float
-    ) -> Load:
+    ) -> SchedulerLoad:
         """The record for a policy. first: the sequence that prefill is served to first. decodes:
         those in the micro-batch already, and what the policy takes them to cost."""
         begun = (first.scheduled - first.reused, first.reused) if first else (0, 0)
-        return Load(
+        return SchedulerLoad(
             waiting_tokens=self.waiting_tokens,
             waiting_pairs=self._waiting_pairs,
             begun_tokens=begun[0],
-            begun_pairs=pairs(begun[1], begun[0]),
+            begun_pairs=count_query_key_pairs(begun[1], begun[0]),
             decoding=len(self.decoding),
             decode_context=self._decode_context,
             ready=ready,

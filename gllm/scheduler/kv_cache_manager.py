@@ -6,12 +6,12 @@ who has to give way to whom.
 
 from collections.abc import Container
 
-from gllm.scheduler.blocks import BlockPool
+from gllm.scheduler.block_pool import BlockPool
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import Sequence
 
 
-class Memory:
+class KVCacheManager:
     """Blocks and their holders."""
 
     def __init__(self, config: SchedulerConfig) -> None:

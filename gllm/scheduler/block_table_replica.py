@@ -7,11 +7,11 @@ chosen, and of tensors.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gllm.scheduler.plan import Row, StepPlan
+from gllm.scheduler.plan import ScheduledRow, StepPlan
 
 
 @dataclass(slots=True)
-class Followed:
+class SequenceView:
     """One sequence as a stage knows it."""
 
     prompt_len: int
@@ -22,17 +22,17 @@ class Followed:
     """Block table: block i holds positions i * block_size .. (i + 1) * block_size - 1."""
 
 
-class Mirror:
+class BlockTableReplica:
     """Sequences by id, as of the last plan applied."""
 
     def __init__(self) -> None:
-        self.sequences: dict[int, Followed] = {}
+        self.sequences: dict[int, SequenceView] = {}
 
     def register(self, seq: int, prompt_len: int, prompt: list[int]) -> None:
         """A sequence that coming plans may name."""
-        self.sequences[seq] = Followed(prompt_len, prompt)
+        self.sequences[seq] = SequenceView(prompt_len, prompt)
 
-    def apply(self, plan: StepPlan) -> list[Followed]:
+    def apply(self, plan: StepPlan) -> list[SequenceView]:
         """Apply a plan's blocks; return the followed sequence of each row, in row order.
 
         Raises KeyError for a sequence that was never registered, after all other rows are applied:
@@ -49,7 +49,7 @@ class Mirror:
         for seq in seqs:
             self.sequences.pop(seq, None)
 
-    def _extend(self, row: Row) -> Followed:
+    def _extend(self, row: ScheduledRow) -> SequenceView:
         sequence = self.sequences[row.seq]
         if sequence.epoch != row.epoch:
             sequence.epoch = row.epoch

@@ -4,27 +4,27 @@ Owns the steps whose times are not complete yet. Knows nothing of what is learnt
 """
 
 from gllm.scheduler.plan import StepPlan, StepTime
-from gllm.scheduler.policy import Policy
-from gllm.scheduler.work import Work, work_of
+from gllm.scheduler.policy import SchedulingPolicy
+from gllm.scheduler.stage_work import StageWork, compute_stage_work
 
-MOST_PENDING = 4096
+MAX_PENDING_STEPS = 4096
 """Steps remembered while stages are silent; the oldest are forgotten first."""
 
 
-class Observations:
+class StepTimeCollector:
     """Joins what the stages report of a step; without a policy that learns it does nothing."""
 
-    def __init__(self, policy: Policy, stages: int) -> None:
+    def __init__(self, policy: SchedulingPolicy, stages: int) -> None:
         self._policy = policy
         self._stages = stages
-        self._pending: dict[int, tuple[Work, list[float]]] = {}
+        self._pending: dict[int, tuple[StageWork, list[float]]] = {}
 
     def expect(self, plan: StepPlan) -> None:
         """A step that stages will report."""
         if not self._policy.learns:
             return
-        self._pending[plan.step] = work_of(plan.step, plan.rows), []
-        if len(self._pending) > MOST_PENDING:
+        self._pending[plan.step] = compute_stage_work(plan.step, plan.rows), []
+        if len(self._pending) > MAX_PENDING_STEPS:
             del self._pending[next(iter(self._pending))]
 
     def hear(self, time: StepTime) -> None:
