@@ -62,8 +62,7 @@ class DeviceExecutor(StageExecutor):
     ) -> None:
         """`plan`: makes attention plans on the host, always of one layout for decodes as many as
         a bucket has, but for the width of their block tables; default: what the attention backend
-        reads, tables or gathers. The latter are not of one layout, so that decodes are no
-        graphs."""
+        reads, tables or gathers. Gathers vary in layout, so that decodes are no graphs."""
         super().__init__(model_config, engine_config, stage, stages, layers, queues.device)
         self.stream = queues.stream()
         """Computes; whoever brings activations or takes them waits for it and lets it wait."""
@@ -236,9 +235,8 @@ class DeviceExecutor(StageExecutor):
         self, batch: Batch, logits: Tensor
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
         """As in StageExecutor, but all is drawn: the host waits for the tokens."""
-        told = batch.device.told
-        assert told is not None, "a step is sampled once it is computed"
-        tokens, scores, embeddings = told.read()
+        assert batch.device.told is not None, "a step is sampled once it is computed"
+        tokens, scores, embeddings = batch.device.told.read()
         drawn = drawn_of(batch, tokens, scores)
         take_forced(batch.sampled, drawn)
         embedded = tell_embedded(batch.sampled, embeddings, drawn.errors)
