@@ -24,7 +24,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
 from gllm.frontend.app import make_app, make_runner
-from gllm.frontend.sse import HEADERS
+from gllm.frontend.sse import STREAM_HEADERS
 from gllm.messages.base import WireMessage
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SampleDetails
@@ -101,7 +101,7 @@ def bare_app(size: int, path: str, limit: str) -> web.Application:
 
     async def stream(request: web.Request) -> web.StreamResponse:
         count = json.loads(await request.read())[limit]
-        response = web.StreamResponse(headers=HEADERS)
+        response = web.StreamResponse(headers=STREAM_HEADERS)
         await response.prepare(request)
         for _ in range(count):
             await response.write(event)

@@ -31,7 +31,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
 from gllm.frontend.app import make_app, make_runner
-from gllm.frontend.server import SWITCH_SECONDS
+from gllm.frontend.server import THREAD_SWITCH_SECONDS
 from gllm.messages.base import WireMessage
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenLogprobs
@@ -106,7 +106,7 @@ async def measure(rounds: int) -> dict[str, list[tuple[Gaps, str]]]:
     runner = make_runner(app, config)
     await runner.setup()
     await web.TCPSite(runner, config.host, 0).start()
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     gc.collect()
     gc.freeze()
     port = str(runner.addresses[0][1])

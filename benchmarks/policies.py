@@ -95,7 +95,9 @@ def serve_really(policy: str, jobs: list[Job]) -> tuple[Run, Outputs]:
     async def work(engine: Engine) -> None:
         outputs.extend(await serve_jobs(engine, jobs))
 
-    config = EngineConfig.of("demo", pipeline_parallel_size=STAGES, policy=policy, dtype="float32")
+    config = EngineConfig.from_options(
+        "demo", pipeline_parallel_size=STAGES, policy=policy, dtype="float32"
+    )
     return run_of(asyncio.run(logged_run(config, work))), outputs
 
 

@@ -14,25 +14,25 @@ from pathlib import Path
 
 from gllm.config.engine import EngineConfig
 from gllm.experiments.real import serve
-from gllm.observability.step_log import Event, LoggedScheduler, StepLog, call_again
+from gllm.observability.step_log import LoggedScheduler, StepLogEvent, StepLogWriter, replay_event
 from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.run import run_of
 from gllm.sim.workload import make_jobs
 
 
-def calling_seconds(scheduler: Scheduler, events: list[Event]) -> float:
+def calling_seconds(scheduler: Scheduler, events: list[StepLogEvent]) -> float:
     """CPU seconds of the log's calls."""
     begin = time.process_time()
     for event in events:
-        call_again(scheduler, event)
+        replay_event(scheduler, event)
     return time.process_time() - begin
 
 
-def writing_seconds(events: list[Event], folder: Path) -> float:
+def writing_seconds(events: list[StepLogEvent], folder: Path) -> float:
     """CPU seconds that a writing scheduler takes more than a plain one."""
     config = run_of(events).start.scheduler
     plain = calling_seconds(Scheduler(config), events)
-    log = StepLog(folder / "again.jsonl")
+    log = StepLogWriter(folder / "again.jsonl")
     written = calling_seconds(LoggedScheduler(config, log.write, time.monotonic), events)
     begin = time.process_time()
     log.close()
@@ -48,7 +48,7 @@ def main() -> None:
     print("| stages | micro-batches | ms each | log, us each | share of the run |")
     print("| --- | --- | --- | --- | --- |")
     for stages in (1, 2):
-        config = EngineConfig.of("demo", pipeline_parallel_size=stages)
+        config = EngineConfig.from_options("demo", pipeline_parallel_size=stages)
         jobs = make_jobs("uniform:16,400,8,60", options.requests, arrivals="static")
         events = serve(config, jobs)
         run = run_of(events)

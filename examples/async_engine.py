@@ -14,7 +14,7 @@ async def tell(engine: Engine, prompt: str) -> None:
 
 async def main() -> None:
     """One story after the other, then two at the same time."""
-    async with Engine(EngineConfig.of("demo", pipeline_parallel_size=2)) as engine:
+    async with Engine(EngineConfig.from_options("demo", pipeline_parallel_size=2)) as engine:
         await tell(engine, "Once upon a time")
         await asyncio.gather(tell(engine, "There was once a"), tell(engine, "Not far from here"))
 

@@ -14,10 +14,10 @@ import setproctitle
 
 from gllm import __version__
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import FlagParser, add_flags, from_flags
-from gllm.config.server import ServerConfig, check_key
+from gllm.config.flags import FlagParser, add_flags, config_from_flags
+from gllm.config.server import ServerConfig, check_api_key
 from gllm.engine.preflight import plan_model
-from gllm.observability.logs import LogConfig, configure
+from gllm.observability.logs import LogConfig, configure_logging
 from gllm.runtime.launch import Workers
 
 log = logging.getLogger("gllm")
@@ -43,12 +43,12 @@ def main(argv: list[str] | None = None) -> int:
     values.model = values.positional or values.model
     values.otlp_traces_endpoint = values.otlp_traces_endpoint or os.environ.get(TRACES_VARIABLE)
     logs = LogConfig(values.log_level, values.log_format)
-    configure(logs)
+    configure_logging(logs)
     setproctitle.setproctitle("gllm-frontend")
     try:
         values.api_key = [*(values.api_key or ()), *keys_of_environment(os.environ)]
-        engine_config = from_flags(EngineConfig, values)
-        server_config = from_flags(ServerConfig, values)
+        engine_config = config_from_flags(EngineConfig, values)
+        server_config = config_from_flags(ServerConfig, values)
         # Before the workers, which take seconds and memory to start.
         plan_model(engine_config)
         workers = Workers(engine_config.pipeline_parallel_size)
@@ -71,7 +71,7 @@ def keys_of_environment(environment: MutableMapping[str, str]) -> list[str]:
     if not keys:
         raise ValueError(f"{KEY_VARIABLE} holds no key: unset it to serve without keys")
     for key in keys:
-        check_key(key, KEY_VARIABLE)
+        check_api_key(key, KEY_VARIABLE)
     return keys
 
 

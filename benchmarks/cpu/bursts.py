@@ -20,7 +20,7 @@ from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
 from gllm.experiments.real import LOG_SECONDS, serve_jobs
-from gllm.observability.step_log import Start, read_step_log
+from gllm.observability.step_log import StartEvent, read_step_log
 from gllm.sim.report import look_up, show, summarize, text_table
 from gllm.sim.run import Run, run_of
 from gllm.sim.workload import Job, make_jobs, scaled
@@ -72,7 +72,7 @@ class Logged:
         events = list(read_step_log(self._log))
         new, self._seen = events[self._seen :], len(events)
         start = events[0]
-        assert isinstance(start, Start), "read_step_log has checked it"
+        assert isinstance(start, StartEvent), "read_step_log has checked it"
         return run_of([msgspec.structs.replace(start, warm_ups=0), *new])
 
 
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals in a run")
     options = parser.parse_args()
-    config = EngineConfig.of(
+    config = EngineConfig.from_options(
         options.model,
         pipeline_parallel_size=STAGES,
         dtype=options.dtype,

@@ -28,7 +28,7 @@ from benchmarks.cpu.results import Results
 from benchmarks.cpu.session import Session
 from benchmarks.cpu.workplace import PeerError, Workplace
 from benchmarks.policies import processor
-from gllm.config.flags import add_flags, from_flags
+from gllm.config.flags import add_flags, config_from_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     130 after Ctrl-C or SIGTERM, when the rounds before it are kept."""
     values = make_parser().parse_args(argv)
     try:
-        config = from_flags(CompareConfig, values)
+        config = config_from_flags(CompareConfig, values)
         work = workplace(config)
         if config.mode == "docs":
             print(f"wrote {write_docs(work.folder / 'results')}")

@@ -16,7 +16,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
-from gllm.observability.step_log import Add, Event, Schedule, Start
+from gllm.observability.step_log import AddEvent, ScheduleEvent, StartEvent, StepLogEvent
 
 MOST_TOKENS = 8192
 """Largest micro-batch that `phase_seconds` transfers."""
@@ -36,7 +36,7 @@ class Loops:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def prepare(self, events: list[Event]) -> None:
+    def prepare(self, events: list[StepLogEvent]) -> None:
         """Take in what an engine logged since the last call, from its start on."""
         self._ask("prepare", events)
 
@@ -89,22 +89,22 @@ class _Loop:
         self._batches: list[tuple[Any, Any]] = []
         self._prepare_seconds: dict[int, float] = {}
 
-    def prepare(self, events: list[Event]) -> None:
+    def prepare(self, events: list[StepLogEvent]) -> None:
         """Build all inputs; activations of a stage before are made up."""
         import torch
 
         executor = self._executor
         self._batches = []
         for event in events:
-            if isinstance(event, Start):
+            if isinstance(event, StartEvent):
                 executor.allocate(event.scheduler.num_blocks, event.scheduler.block_size)
-            elif isinstance(event, Add):
+            elif isinstance(event, AddEvent):
                 greedy = SequenceSamplingParams(temperature=0.0)
                 prompt = len(event.prompt)
                 executor.register(
                     RegisterSequences(event.seq, prompt, event.prompt, greedy, event.n)
                 )
-            elif isinstance(event, Schedule) and event.plan is not None:
+            elif isinstance(event, ScheduleEvent) and event.plan is not None:
                 begin = time.perf_counter()
                 batch = executor.prepare(event.plan)
                 self._prepare_seconds[batch.step] = time.perf_counter() - begin

@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     options = parser.parse_args()
-    config = EngineConfig.of(
+    config = EngineConfig.from_options(
         options.model, dtype=options.dtype, max_model_len=1024, kv_cache_memory=2**29
     )
     measured = uvloop.run(measure_all(config, options.batches, options.rounds))

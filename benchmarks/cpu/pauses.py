@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/pauses.md"))
     options = parser.parse_args()
-    config = EngineConfig.of(options.model, max_model_len=1024, kv_cache_memory=2**29)
+    config = EngineConfig.from_options(options.model, max_model_len=1024, kv_cache_memory=2**29)
     workers = Workers(1)
     try:
         pauses, seconds = uvloop.run(measure(config, options.streams, workers))

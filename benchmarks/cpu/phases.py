@@ -25,7 +25,15 @@ from gllm.messages.codec import decode, encode
 from gllm.messages.requests import EngineOutputs
 from gllm.messages.steps import RunStep, StepDone
 from gllm.models.hub import resolve
-from gllm.observability.step_log import Add, Commit, Event, Schedule, Start, Times, request_of
+from gllm.observability.step_log import (
+    AddEvent,
+    CommitEvent,
+    ScheduleEvent,
+    StageTimesEvent,
+    StartEvent,
+    StepLogEvent,
+    to_request,
+)
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.report import text_table
@@ -68,9 +76,9 @@ class Replay:
         events: A step log, from its start.
     """
 
-    def __init__(self, events: list[Event]) -> None:
+    def __init__(self, events: list[StepLogEvent]) -> None:
         start = events[0]
-        assert isinstance(start, Start), "the bench has put it there"
+        assert isinstance(start, StartEvent), "the bench has put it there"
         self._scheduler = Scheduler(start.scheduler)
         self.plans: dict[int, StepPlan] = {}
         self.outcomes: dict[int, StepOutput] = {}
@@ -79,13 +87,13 @@ class Replay:
         for event in events[1:]:
             self._call(event)
 
-    def _call(self, event: Event) -> None:
+    def _call(self, event: StepLogEvent) -> None:
         match event:
-            case Add():
-                self._scheduler.add(request_of(event), event.time)
-            case Times():
+            case AddEvent():
+                self._scheduler.add(to_request(event), event.time)
+            case StageTimesEvent():
                 self._scheduler.observe(event.stage, event.steps)
-            case Schedule():
+            case ScheduleEvent():
                 begin = time.perf_counter()
                 plan = self._scheduler.schedule(event.time)
                 self._scheduler.parallelism()
@@ -93,7 +101,7 @@ class Replay:
                     self.plans[plan.step] = plan
                     self._add(self.schedule_seconds, plan.step, begin)
                     self._encode(RunStep(plan), plan.step)
-            case Commit():
+            case CommitEvent():
                 self._commit(event.result)
 
     def _commit(self, result: StepResult) -> None:
@@ -154,7 +162,7 @@ async def measure_round(
     new_plans = (
         event.plan
         for event in made.events[num_old_events:]
-        if isinstance(event, Schedule) and event.plan is not None
+        if isinstance(event, ScheduleEvent) and event.plan is not None
     )
     steps = decode_steps(new_plans, setting.batch)
     starts = [times.start for step in steps if (times := run.steps[step].stages[0]) is not None]
@@ -219,7 +227,7 @@ def main() -> None:
     parser = make_parser(__doc__, "phases", rounds=3)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    config = EngineConfig.of(
+    config = EngineConfig.from_options(
         options.model, dtype=options.dtype, max_model_len=1024, kv_cache_memory=2**29
     )
     measured = {

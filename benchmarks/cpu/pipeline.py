@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     longest = max(work.prompt + work.output for work in WORKLOADS.values())
-    config = EngineConfig.of(
+    config = EngineConfig.from_options(
         options.model,
         pipeline_parallel_size=STAGES,
         threads=1,

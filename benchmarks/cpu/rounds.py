@@ -19,7 +19,7 @@ from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
 from gllm.experiments.real import LOG_SECONDS, serve_jobs
 from gllm.models.hub import resolve
-from gllm.observability.step_log import Event, Start, read_step_log
+from gllm.observability.step_log import StartEvent, StepLogEvent, read_step_log
 from gllm.sim.run import Run, run_of
 from gllm.sim.workload import Job
 
@@ -63,7 +63,7 @@ class Bench:
 
     def __init__(self, engine: Engine, log: Path, loops: Loops) -> None:
         self.loops = loops
-        self.events: list[Event] = []
+        self.events: list[StepLogEvent] = []
         """All that the engine has logged, warm-up included."""
         self._engine = engine
         self._log = log
@@ -82,14 +82,14 @@ class Bench:
         await serve_jobs(self._engine, jobs, seed)
         return time.perf_counter() - begin
 
-    async def news(self) -> list[Event]:
+    async def news(self) -> list[StepLogEvent]:
         """The log's start and what was logged since the last call; the loops are fed with it."""
         await asyncio.sleep(LOG_SECONDS)
         events = list(read_step_log(self._log))
         new, self.events = events[len(self.events) :], events
         await asyncio.to_thread(self.loops.prepare, new)
         start = events[0]
-        assert isinstance(start, Start), "read_step_log has checked it"
+        assert isinstance(start, StartEvent), "read_step_log has checked it"
         return [msgspec.structs.replace(start, warm_ups=0), *new]
 
 

@@ -35,7 +35,7 @@ class InlinePipeline:
         """`options`: fields of EngineConfig. A dry run is on the CPU."""
         self._queues: Queues = HostQueues() if is_dry else CudaQueues()
         config = read_config(DEMO)
-        engine = EngineConfig.of(
+        engine = EngineConfig.from_options(
             str(DEMO), max_model_len=LONGEST, pipeline_parallel_size=stages, **options
         )
         self._config = engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST)

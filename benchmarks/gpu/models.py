@@ -221,7 +221,7 @@ def executor_of(
     """The model in the folder, ready for steps; options: more fields of EngineConfig; graphs: of
     decodes are to be recorded."""
     described = read_config(folder)
-    config = EngineConfig.of(
+    config = EngineConfig.from_options(
         str(folder),
         dtype="bfloat16",
         max_model_len=longest,

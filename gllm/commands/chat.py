@@ -15,9 +15,9 @@ import urllib.request
 from collections.abc import Generator
 from typing import Any
 
-from gllm.config.flags import FlagParser, FlagType, number, parse_url
+from gllm.config.flags import FlagParser, FlagType, number_type, parse_url
 from gllm.config.options import INT32_MAX
-from gllm.config.server import check_key
+from gllm.config.server import check_api_key
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = "/clear forgets the conversation, /quit leaves, Ctrl-C stops an answer"
@@ -149,11 +149,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
     parser.add_argument("--system", help="a system message to begin with")
     parser.add_argument(
-        "--temperature", type=number(float, ge=0, le=2), help="default: the model's"
+        "--temperature", type=number_type(float, ge=0, le=2), help="default: the model's"
     )
     parser.add_argument(
         "--max-tokens",
-        type=number(int, ge=1, le=INT32_MAX),
+        type=number_type(int, ge=1, le=INT32_MAX),
         help="of each answer; default: the context",
     )
     return parser
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     client = Client(arguments.url, options, api_key)
     try:
         if api_key:
-            check_key(api_key, "--api-key or $GLLM_API_KEY")
+            check_api_key(api_key, "--api-key or $GLLM_API_KEY")
         print(f"{client.model()} at {arguments.url}. {HELP}.")
     except (ServerError, ValueError) as error:
         print(f"gllm chat: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from gllm.config.flags import FlagParser, FlagType, number, output_folder
+from gllm.config.flags import FlagParser, FlagType, number_type, output_folder
 from gllm.config.options import INT32_MAX
 from gllm.engine.engine import EngineError
 from gllm.experiments.base import Options, Result, claims_table, write_result
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--requests",
-        type=number(int, ge=8, le=INT32_MAX),
+        type=number_type(int, ge=8, le=INT32_MAX),
         default=Options.requests,
         help="of each simulation",
     )

@@ -15,11 +15,11 @@ from gllm.config.flags import (
     FlagParser,
     FlagType,
     add_flags,
-    from_flags,
+    config_from_flags,
     output_file,
     output_folder,
 )
-from gllm.observability.step_log import Event, StepLog
+from gllm.observability.step_log import StepLogEvent, StepLogWriter
 from gllm.sim.compare import compare, comparison_table
 from gllm.sim.deployment import simulate
 from gllm.sim.options import SimulationConfig, deployment_of, jobs_of
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     """The command."""
     values = make_parser().parse_args(argv)
     try:
-        config = from_flags(SimulationConfig, values)
+        config = config_from_flags(SimulationConfig, values)
         if values.compare:
             return _compare(config, values.compare, values.output)
         jobs = jobs_of(config)
@@ -83,8 +83,8 @@ def write_outputs(run: Run, summary: dict[str, Any], folder: Path) -> None:
     print(f"wrote metrics.json, latencies.svg, tokens.svg and gantt.svg to {folder}")
 
 
-def _write_log(path: str, events: Iterable[Event]) -> None:
-    log = StepLog(path)
+def _write_log(path: str, events: Iterable[StepLogEvent]) -> None:
+    log = StepLogWriter(path)
     for event in events:
         log.write(event)
     log.close()

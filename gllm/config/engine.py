@@ -9,7 +9,7 @@ from typing import Any
 
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import input_file, output_file, parse_bytes, parse_layers
-from gllm.config.options import INT32_MAX, INT64_MAX, MAX_SECONDS, option
+from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -87,7 +87,7 @@ class EngineConfig:
         30.0,
         "seconds without a finished step, work pending, until /health says 503",
         gt=0,
-        le=MAX_SECONDS,
+        le=MAX_TIMEOUT_SECONDS,
     )
     step_log: str | None = option(
         None,
@@ -107,7 +107,7 @@ class EngineConfig:
             )
 
     @classmethod
-    def of(cls, model: str, **options: Any) -> "EngineConfig":
+    def from_options(cls, model: str, **options: Any) -> "EngineConfig":
         """A configuration from flat keywords; those of the scheduler are put where they belong."""
         names = {f.name for f in dataclasses.fields(SchedulerConfig)}
         scheduler = {k: options.pop(k) for k in list(options) if k in names - {"max_model_len"}}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from gllm.config.options import Range, describe, number_kind
+from gllm.config.options import Range, describe_range, number_type_of
 
 Converter = Callable[[str, Any], Any]
 
@@ -148,7 +148,7 @@ def _field_converter(spec: "dataclasses.Field[Any]", hint: Any) -> Converter:
     """Return what converts and checks the values of a field."""
     convert = _converter(hint)
     if "range" in spec.metadata:
-        convert = _with_range(convert, number_kind(hint) or float, spec.metadata["range"])
+        convert = _with_range(convert, number_type_of(hint) or float, spec.metadata["range"])
     if "choices" in spec.metadata:
         convert = _with_choices(convert, spec.metadata["choices"])
     return _without_value(convert) if spec.metadata.get("secret") else convert
@@ -166,7 +166,7 @@ def _with_range(convert: Converter, kind: type, allowed: Range) -> Converter:
         else:
             fits = number is None or number in allowed
         if not fits:
-            raise rule_error(name, number, describe(kind, allowed))
+            raise constraint_error(name, number, describe_range(kind, allowed))
         return number
 
     return check
@@ -178,7 +178,7 @@ def _with_choices(convert: Converter, choices: tuple[str, ...]) -> Converter:
     def check(name: str, value: Any) -> Any:
         choice = convert(name, value)
         if choice not in choices:
-            raise rule_error(name, choice, f"one of {', '.join(choices)}")
+            raise constraint_error(name, choice, f"one of {', '.join(choices)}")
         return choice
 
     return check
@@ -238,15 +238,15 @@ def _type_error(name: str, value: Any, rule: str) -> FieldError:
     """Return the error of a value of another type; its name begins with the field's."""
     param = name.partition("[")[0].partition("'")[0]
     kind = type(value).__name__
-    return FieldError(param, f"{name} is {shortened(value)} ({kind}), but has to be {rule}")
+    return FieldError(param, f"{name} is {shorten_repr(value)} ({kind}), but has to be {rule}")
 
 
-def rule_error(name: str, value: Any, rule: str) -> FieldError:
+def constraint_error(name: str, value: Any, rule: str) -> FieldError:
     """Return the error of a field whose value breaks a rule, as `in [0, 2]`."""
-    return FieldError(name, f"{name} is {shortened(value)}, but has to be {rule}")
+    return FieldError(name, f"{name} is {shorten_repr(value)}, but has to be {rule}")
 
 
-def shortened(value: Any) -> str:
+def shorten_repr(value: Any) -> str:
     """Return the beginning of a value's representation, for messages."""
     try:
         return f"{value!r:.200}"

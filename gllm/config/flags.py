@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gllm.config.options import Range, describe, number_kind
+from gllm.config.options import Range, describe_range, number_type_of
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -158,7 +158,9 @@ class FlagType:
 
     def __call__(self, text: str) -> Any:
         """Return the value. Raises ArgumentTypeError, before which argparse puts the flag."""
-        rule = "" if self.kind is None or self.range is None else describe(self.kind, self.range)
+        rule = (
+            "" if self.kind is None or self.range is None else describe_range(self.kind, self.range)
+        )
         try:
             value = self._parse(text)
         except (ValueError, TypeError, ArithmeticError) as error:
@@ -171,7 +173,7 @@ class FlagType:
         return value
 
 
-def number(
+def number_type(
     kind: type,
     *,
     ge: float | None = None,
@@ -260,13 +262,13 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
             parser.add_argument(*flags, dest=spec.name, **_flag_options(spec, hints[spec.name]))
 
 
-def from_flags(config: type, values: argparse.Namespace) -> Any:
+def config_from_flags(config: type, values: argparse.Namespace) -> Any:
     """The configuration that parsed flags describe. Raises ValueError as its fields' checks do."""
     hints = typing.get_type_hints(config)
     given = {}
     for spec in dataclasses.fields(config):
         if dataclasses.is_dataclass(hints[spec.name]):
-            given[spec.name] = from_flags(typing.cast(type, hints[spec.name]), values)
+            given[spec.name] = config_from_flags(typing.cast(type, hints[spec.name]), values)
         elif "help" in spec.metadata:
             value = getattr(values, spec.name)
             given[spec.name] = tuple(value or ()) if "repeat" in spec.metadata else value
@@ -284,7 +286,7 @@ def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
     if "repeat" in spec.metadata:
         # argparse appends to the default, which a tuple does not take.
         options |= {"action": "append", "default": None}
-    kind = number_kind(hint)
+    kind = number_type_of(hint)
     parse = spec.metadata.get("parse", kind or str)
     options["type"] = FlagType(parse, kind, spec.metadata.get("range"))
     if "choices" in spec.metadata:

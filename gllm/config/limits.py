@@ -48,7 +48,7 @@ SAMPLING_SIZES: dict[str, tuple[int, int | None]] = {
 """Most entries of a field of SamplingParams, and most characters of each where they are strings."""
 
 
-class Limit(NamedTuple):
+class RequestLimit(NamedTuple):
     """One limit of the API."""
 
     fields: str
@@ -59,31 +59,35 @@ class Limit(NamedTuple):
 
 
 LIMITS = (
-    Limit("", MAX_JSON_VALUES, "strings, lists and objects in a body, keys included"),
-    Limit("", MAX_JSON_NUMBERS, "commas between values in a body, so about as many token ids"),
-    Limit("", MAX_JSON_FIELDS, "fields of a body"),
-    Limit("", MAX_JSON_DEPTH, "lists and objects within one another"),
-    Limit("`messages`, `input`", MAX_MESSAGES, "messages"),
-    Limit("`messages`", MAX_CALLS, "tool calls of one message"),
-    Limit("`tools`", MAX_TOOLS, "tools"),
-    Limit("`tools`", MAX_TOOL_BYTES, "bytes of JSON"),
-    Limit("`tools`", MAX_TOOL_DEPTH, "lists and objects within one another in parameters"),
-    Limit("`prompt`, `input` of embeddings", MAX_PROMPTS, "prompts"),
-    Limit("`prompt` of /tokenize", MAX_TOKENIZE_BYTES, "bytes in UTF-8"),
-    Limit("`tokens`", MAX_JSON_NUMBERS, "token ids"),
-    Limit("`stop`, `stop_sequences`", MAX_STOP_STRINGS, "strings"),
-    Limit("`stop`, `stop_sequences`", MAX_STOP_CHARACTERS, "characters of each string"),
-    Limit("`stop_token_ids`", MAX_STOP_TOKEN_IDS, "token ids"),
-    Limit("`bad_words`", MAX_BAD_WORDS, "strings"),
-    Limit("`bad_words`", MAX_BAD_WORD_CHARACTERS, "characters of each string"),
-    Limit("`logit_bias`", MAX_LOGIT_BIASES, "token ids"),
-    Limit("`allowed_token_ids`", MAX_ALLOWED_TOKEN_IDS, "token ids"),
-    Limit("`logprobs`, `top_logprobs`, `prompt_logprobs`", MAX_LOGPROBS, "tokens per position"),
-    Limit("`n`", MAX_LOGPROBS_PER_STEP, "choices times log-probabilities per position"),
-    Limit("`prompt_logprobs`", MAX_PROMPT_LOGPROBS, "prompt tokens times log-probabilities"),
-    Limit("`metadata` of responses", MAX_METADATA, "entries"),
-    Limit("`metadata` of responses", MAX_METADATA_KEY, "characters of each key"),
-    Limit("`metadata` of responses", MAX_METADATA_VALUE, "characters of each value"),
+    RequestLimit("", MAX_JSON_VALUES, "strings, lists and objects in a body, keys included"),
+    RequestLimit(
+        "", MAX_JSON_NUMBERS, "commas between values in a body, so about as many token ids"
+    ),
+    RequestLimit("", MAX_JSON_FIELDS, "fields of a body"),
+    RequestLimit("", MAX_JSON_DEPTH, "lists and objects within one another"),
+    RequestLimit("`messages`, `input`", MAX_MESSAGES, "messages"),
+    RequestLimit("`messages`", MAX_CALLS, "tool calls of one message"),
+    RequestLimit("`tools`", MAX_TOOLS, "tools"),
+    RequestLimit("`tools`", MAX_TOOL_BYTES, "bytes of JSON"),
+    RequestLimit("`tools`", MAX_TOOL_DEPTH, "lists and objects within one another in parameters"),
+    RequestLimit("`prompt`, `input` of embeddings", MAX_PROMPTS, "prompts"),
+    RequestLimit("`prompt` of /tokenize", MAX_TOKENIZE_BYTES, "bytes in UTF-8"),
+    RequestLimit("`tokens`", MAX_JSON_NUMBERS, "token ids"),
+    RequestLimit("`stop`, `stop_sequences`", MAX_STOP_STRINGS, "strings"),
+    RequestLimit("`stop`, `stop_sequences`", MAX_STOP_CHARACTERS, "characters of each string"),
+    RequestLimit("`stop_token_ids`", MAX_STOP_TOKEN_IDS, "token ids"),
+    RequestLimit("`bad_words`", MAX_BAD_WORDS, "strings"),
+    RequestLimit("`bad_words`", MAX_BAD_WORD_CHARACTERS, "characters of each string"),
+    RequestLimit("`logit_bias`", MAX_LOGIT_BIASES, "token ids"),
+    RequestLimit("`allowed_token_ids`", MAX_ALLOWED_TOKEN_IDS, "token ids"),
+    RequestLimit(
+        "`logprobs`, `top_logprobs`, `prompt_logprobs`", MAX_LOGPROBS, "tokens per position"
+    ),
+    RequestLimit("`n`", MAX_LOGPROBS_PER_STEP, "choices times log-probabilities per position"),
+    RequestLimit("`prompt_logprobs`", MAX_PROMPT_LOGPROBS, "prompt tokens times log-probabilities"),
+    RequestLimit("`metadata` of responses", MAX_METADATA, "entries"),
+    RequestLimit("`metadata` of responses", MAX_METADATA_KEY, "characters of each key"),
+    RequestLimit("`metadata` of responses", MAX_METADATA_VALUE, "characters of each value"),
 )
 """All of them, for docs/api.md."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
-MAX_SECONDS = 1e8
+MAX_TIMEOUT_SECONDS = 1e8
 """Longest timeout in seconds, about three years; timers of the event loop overflow far above it."""
 
 
@@ -69,10 +69,10 @@ def option(default: Any, text: str, **metadata: Any) -> Any:
         text: help text of the flag.
         metadata: arguments of `bounded`, and `choices`, `flags`, `parse`, `repeat`, `secret`.
     """
-    return bounded(default, help=text, **metadata)
+    return bounded_field(default, help=text, **metadata)
 
 
-def bounded(
+def bounded_field(
     default: Any,
     *,
     ge: float | None = None,
@@ -99,16 +99,16 @@ def bounded(
     return field(default=default, metadata=metadata, repr=not metadata.get("secret", False))
 
 
-def describe(kind: type, allowed: Range) -> str:
+def describe_range(kind: type, allowed: Range) -> str:
     """Return a type and a range as text, for example `an integer in [0, 65535]`."""
     return f"{'an integer' if kind is int else 'a number'} {allowed}"
 
 
-def number_kind(hint: Any) -> type | None:
+def number_type_of(hint: Any) -> type | None:
     """Return int or float if a type hint is or contains it, like `int | None`; None otherwise."""
     if hint in (int, float):
         return hint
-    return next((kind for part in typing.get_args(hint) if (kind := number_kind(part))), None)
+    return next((kind for part in typing.get_args(hint) if (kind := number_type_of(part))), None)
 
 
 def _short(bound: float) -> str:

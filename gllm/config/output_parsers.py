@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gllm.config.field_types import convert_fields
-from gllm.config.options import bounded
+from gllm.config.options import bounded_field
 
 TOOL_CALL_PARSERS = (
     "auto",
@@ -32,8 +32,8 @@ class OutputParserConfig:
         FieldError: There is no parser of this name.
     """
 
-    tool_call_parser: str = bounded("auto", choices=TOOL_CALL_PARSERS)
-    reasoning_parser: str = bounded("auto", choices=REASONING_PARSERS)
+    tool_call_parser: str = bounded_field("auto", choices=TOOL_CALL_PARSERS)
+    reasoning_parser: str = bounded_field("auto", choices=REASONING_PARSERS)
 
     def __post_init__(self) -> None:
         convert_fields(self)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gllm.config.field_types import FieldError, convert_fields, rule_error
+from gllm.config.field_types import FieldError, constraint_error, convert_fields
 from gllm.config.limits import MAX_LOGPROBS, check_sampling_sizes
-from gllm.config.options import INT32_MAX, INT64_MAX, bounded
+from gllm.config.options import INT32_MAX, INT64_MAX, bounded_field
 
 MAX_N = 16384
 """Largest number of choices of one request; a server allows fewer (`--max-choices`)."""
@@ -59,26 +59,26 @@ class SamplingParams:
     number is refused, and so is NaN. One string stands for a sequence of it; None for an empty one.
     """
 
-    temperature: float = bounded(1.0, ge=0, le=2)
-    top_p: float = bounded(1.0, gt=0, le=1)
-    top_k: int = bounded(-1, ge=-1, le=INT32_MAX)
-    min_p: float = bounded(0.0, ge=0, le=1)
-    seed: int | None = bounded(None, ge=-(2**63), le=INT64_MAX)
-    n: int = bounded(1, ge=1, le=MAX_N)
-    max_tokens: int | None = bounded(None, ge=1, le=INT32_MAX)
-    min_tokens: int = bounded(0, ge=0, le=INT32_MAX)
+    temperature: float = bounded_field(1.0, ge=0, le=2)
+    top_p: float = bounded_field(1.0, gt=0, le=1)
+    top_k: int = bounded_field(-1, ge=-1, le=INT32_MAX)
+    min_p: float = bounded_field(0.0, ge=0, le=1)
+    seed: int | None = bounded_field(None, ge=-(2**63), le=INT64_MAX)
+    n: int = bounded_field(1, ge=1, le=MAX_N)
+    max_tokens: int | None = bounded_field(None, ge=1, le=INT32_MAX)
+    min_tokens: int = bounded_field(0, ge=0, le=INT32_MAX)
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = bounded((), ge=0, le=INT32_MAX)
+    stop_token_ids: tuple[int, ...] = bounded_field((), ge=0, le=INT32_MAX)
     ignore_eos: bool = False
-    repetition_penalty: float = bounded(1.0, gt=0)
-    presence_penalty: float = bounded(0.0, ge=-2, le=2)
-    frequency_penalty: float = bounded(0.0, ge=-2, le=2)
+    repetition_penalty: float = bounded_field(1.0, gt=0)
+    presence_penalty: float = bounded_field(0.0, ge=-2, le=2)
+    frequency_penalty: float = bounded_field(0.0, ge=-2, le=2)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = bounded(None, ge=0, le=INT32_MAX)
+    allowed_token_ids: tuple[int, ...] | None = bounded_field(None, ge=0, le=INT32_MAX)
     bad_words: tuple[str, ...] = ()
-    logprobs: int | None = bounded(None, ge=0, le=MAX_LOGPROBS)
-    prompt_logprobs: int | None = bounded(None, ge=0, le=MAX_LOGPROBS)
-    truncate_prompt_tokens: int | None = bounded(None, ge=-1, le=INT32_MAX)
+    logprobs: int | None = bounded_field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = bounded_field(None, ge=0, le=MAX_LOGPROBS)
+    truncate_prompt_tokens: int | None = bounded_field(None, ge=-1, le=INT32_MAX)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     shown_tokens: tuple[str, ...] = ()
@@ -106,4 +106,4 @@ class SamplingParams:
 
     def _check(self, name: str, good: bool, rule: str) -> None:
         if not good:
-            raise rule_error(name, getattr(self, name), rule)
+            raise constraint_error(name, getattr(self, name), rule)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import output_folder, parse_bytes
-from gllm.config.options import INT32_MAX, INT64_MAX, MAX_SECONDS, option
+from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.config.output_parsers import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     OutputParserConfig,
 )
-from gllm.observability.logs import FORMATS
+from gllm.observability.logs import LOG_FORMATS
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0 picks a free one", ge=0, le=65535)
     served_model_name: str | None = option(None, "the name clients ask for; default: the model's")
     shutdown_timeout: float = option(
-        30.0, "seconds that running requests get after SIGTERM", ge=0, le=MAX_SECONDS
+        30.0, "seconds that running requests get after SIGTERM", ge=0, le=MAX_TIMEOUT_SECONDS
     )
     max_num_queued_requests: int = option(
         2048, "requests in the engine; more get 503", ge=1, le=INT32_MAX
@@ -75,19 +75,22 @@ class ServerConfig:
         30.0,
         "seconds in which a request's headers come; a connection that says nothing is closed",
         gt=0,
-        le=MAX_SECONDS,
+        le=MAX_TIMEOUT_SECONDS,
     )
     read_timeout: float = option(
-        60.0, "seconds in which a request's body comes", gt=0, le=MAX_SECONDS
+        60.0, "seconds in which a request's body comes", gt=0, le=MAX_TIMEOUT_SECONDS
     )
     keep_alive_timeout: float = option(
         75.0,
         "seconds for which a connection may be idle; more than a proxy keeps its own for",
         gt=0,
-        le=MAX_SECONDS,
+        le=MAX_TIMEOUT_SECONDS,
     )
     write_timeout: float = option(
-        300.0, "seconds without reading after which a client is cut off", gt=0, le=MAX_SECONDS
+        300.0,
+        "seconds without reading after which a client is cut off",
+        gt=0,
+        le=MAX_TIMEOUT_SECONDS,
     )
     tool_call_parser: str = option(
         "auto",
@@ -101,7 +104,9 @@ class ServerConfig:
         choices=REASONING_PARSERS,
     )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
-    log_format: str = option("text", "log lines for people, or a JSON object each", choices=FORMATS)
+    log_format: str = option(
+        "text", "log lines for people, or a JSON object each", choices=LOG_FORMATS
+    )
     otlp_traces_endpoint: str | None = option(
         None,
         "URL that gets a span of each request by OTLP over HTTP, as "
@@ -112,7 +117,7 @@ class ServerConfig:
         """Raises ValueError that names the field and the fix, and no key."""
         convert_fields(self)
         for number, key in enumerate(self.api_key, 1):
-            check_key(key, f"api_key {number}")
+            check_api_key(key, f"api_key {number}")
         for origin in self.allowed_origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s,]+", origin):
                 raise ValueError(
@@ -139,7 +144,7 @@ class ServerConfig:
         return OutputParserConfig(self.tool_call_parser, self.reasoning_parser)
 
 
-def check_key(key: str, origin: str) -> None:
+def check_api_key(key: str, origin: str) -> None:
     """Raises ValueError for a key that no header can carry; it names the origin, not the key."""
     if not key or not all("!" <= char <= "~" for char in key):
         raise ValueError(f"{origin}: a key has to be printable ASCII without spaces, not empty")

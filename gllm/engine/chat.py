@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import ModelInfo, check_request, prompt_limit, truncated
+from gllm.engine.interface import ModelInfo, check_request, convert_length_errors, truncate_prompt
 from gllm.text.chat.output_grammar import constrain_output
 from gllm.text.chat.prompt import render_chat
 from gllm.text.chat.request import ChatRequest
@@ -38,11 +38,11 @@ def prepare_chat(
         FieldError: The request is invalid; the error names its field.
         PromptTooLong: The prompt leaves no room for output in the model's context.
     """
-    with prompt_limit("messages", model):
+    with convert_length_errors("messages", model):
         is_truncated = params.truncate_prompt_tokens is not None
         max_tokens = None if is_truncated else model.max_model_len - 1
         prompt = render_chat(tokenizer, request, parsers, max_tokens)
-    token_ids = truncated(prompt.token_ids, params, model)
+    token_ids = truncate_prompt(prompt.token_ids, params, model)
     check_request(token_ids, params, model, param="messages")
     structured, output_format = constrain_output(
         params.structured,

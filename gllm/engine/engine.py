@@ -22,23 +22,23 @@ from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError, to_str, to_token_ids
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import (
-    Delta,
     EmbeddingError,
     EngineStatus,
-    EngineUnavailable,
+    EngineUnavailableError,
     ModelInfo,
+    OutputDelta,
     ProfileError,
     check_options,
     check_request,
     encode_prompt,
-    truncated,
+    truncate_prompt,
 )
 from gllm.engine.preflight import plan_model
-from gllm.engine.request import Request, Words, make_sampling
+from gllm.engine.request import BadWords, RequestState, build_sequence_params
 from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import notes_of
-from gllm.observability.logs import QUIET, LogConfig
+from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.runtime.client import RequestStream
 from gllm.runtime.launch import PipelineWorkers, Workers
 from gllm.runtime.pipeline import EngineError as EngineError
@@ -59,7 +59,7 @@ class Engine:
         self,
         config: EngineConfig,
         served_model_name: str | None = None,
-        logs: LogConfig = QUIET,
+        logs: LogConfig = DEFAULT_LOG_CONFIG,
         progress: bool = False,
         workers: PipelineWorkers | None = None,
     ) -> None:
@@ -148,12 +148,12 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[OutputDelta, None]:
         """The deltas of the request's choices, interleaved; closing the generator aborts it, and so
         does `abort` by its id.
 
         prompt: text, or token ids. Raises FieldError for a request that cannot be,
-        EngineUnavailable before the first delta.
+        EngineUnavailableError before the first delta.
         """
         if isinstance(prompt, str):
             text = to_str("prompt", prompt)
@@ -177,15 +177,15 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-    ) -> list[Request]:
+    ) -> list[RequestState]:
         """As `generate`, for several prompts and for who takes the deltas within the step that
         brings them. A request for each prompt, all or none; each has to be closed."""
         priority, cache_salt = check_options(params, priority, cache_salt, request_id)
         prompts = [to_token_ids("prompt", prompt) for prompt in prompts]
-        prompts = [truncated(prompt, params, self.model) for prompt in prompts]
+        prompts = [truncate_prompt(prompt, params, self.model) for prompt in prompts]
         for prompt in prompts:
             check_request(prompt, params, self.model)
-        words: Words = ()
+        words: BadWords = ()
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
         self._check_ready()
@@ -202,7 +202,7 @@ class Engine:
             raise FieldError("params", f"the request cannot be sent: {error}") from error
         if grammar is None:
             self._client.cut(streams)
-        return [Request(self._client, stream, self.tokenizer, params) for stream in streams]
+        return [RequestState(self._client, stream, self.tokenizer, params) for stream in streams]
 
     async def embed(
         self,
@@ -215,7 +215,7 @@ class Engine:
         """What the model knows at the prompt's last token: its hidden state behind the final norm,
         as many numbers as the model is wide.
 
-        Raises FieldError, EngineUnavailable, and EmbeddingError where it cannot be computed.
+        Raises FieldError, EngineUnavailableError, and EmbeddingError where it cannot be computed.
         """
         params = SamplingParams(max_tokens=1, temperature=0)
         priority, cache_salt = check_options(params, priority, cache_salt, request_id)
@@ -260,22 +260,22 @@ class Engine:
         return self._client.end(request_id) + len(compiling)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what the prefix cache holds. Raises EngineUnavailable."""
+        """Forget what the prefix cache holds. Raises EngineUnavailableError."""
         self._check_ready()
         if cause := await self._pipeline.forget_prefixes():
-            raise EngineUnavailable("dead", cause)
+            raise EngineUnavailableError("dead", cause)
 
     async def start_profile(self, folder: str) -> None:
         """Start to record the operations of every stage; `stop_profile` writes them to `folder`.
 
-        Raises EngineUnavailable, and ProfileError if a stage cannot record.
+        Raises EngineUnavailableError, and ProfileError if a stage cannot record.
         """
         await self._profile(folder)
 
     async def stop_profile(self) -> None:
         """Stop recording and write the profile, one file per stage.
 
-        Raises EngineUnavailable, and ProfileError if a stage cannot write its file.
+        Raises EngineUnavailableError, and ProfileError if a stage cannot write its file.
         """
         await self._profile("")
 
@@ -298,7 +298,7 @@ class Engine:
     def _check_ready(self) -> None:
         state, cause = self._pipeline.state, self._pipeline.cause
         if state != "ready":
-            raise EngineUnavailable(state, cause or f"the engine is {state}")
+            raise EngineUnavailableError(state, cause or f"the engine is {state}")
 
     async def _grammar(self, params: SamplingParams, request_id: str) -> str | None:
         """What the output has to fit, compiled; empty for anything, None where the request was
@@ -311,7 +311,7 @@ class Engine:
             await asyncio.wait([task])
             return task.result() if task in self._compiling else None
         except CompilerBusyError as error:
-            raise EngineUnavailable("full", str(error)) from error
+            raise EngineUnavailableError("full", str(error)) from error
         finally:
             self._compiling.pop(task, None)
             task.cancel()
@@ -319,7 +319,7 @@ class Engine:
     def _encode(self, prompt: str, params: SamplingParams) -> list[int]:
         return encode_prompt(prompt, params, self.model, self.tokenizer)
 
-    def _token_sequences(self, words: tuple[str, ...]) -> Words:
+    def _token_sequences(self, words: tuple[str, ...]) -> BadWords:
         """What the model may write the words with: each alone and behind a space."""
         bare = {word.removeprefix(" ") for word in words}
         texts = bare | {" " + word for word in bare}
@@ -333,7 +333,7 @@ class Engine:
         priority: int,
         cache_salt: str,
         request_id: str,
-        bad_words: Words,
+        bad_words: BadWords,
         grammar: str,
         prompt: list[int],
     ) -> RequestStream:
@@ -343,7 +343,7 @@ class Engine:
         stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
         return self._client.submit(
             prompt,
-            make_sampling(params, stop_ids, bad_words, grammar, self._seeds),
+            build_sequence_params(params, stop_ids, bad_words, grammar, self._seeds),
             min(params.max_tokens or room, room),
             sorted(stop_ids),
             params.n,

@@ -20,7 +20,7 @@ from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer, TooManyTokensError
 
 
-class Delta(msgspec.Struct, frozen=True):
+class OutputDelta(msgspec.Struct, frozen=True):
     """One increment of one choice."""
 
     index: int
@@ -87,7 +87,7 @@ class EngineStatus:
     """Tokens per KV block."""
 
 
-class EngineUnavailable(Exception):
+class EngineUnavailableError(Exception):
     """The engine accepts no request at present. `reason` is loading, draining, dead or full."""
 
     def __init__(self, reason: str, message: str, retry_after: int = 1) -> None:
@@ -105,7 +105,7 @@ class ProfileError(Exception):
     """A profile could not be started or stopped; the message gives the reason."""
 
 
-class PromptTooLong(FieldError):
+class PromptTooLongError(FieldError):
     """The prompt leaves no space for output in the model's context."""
 
 
@@ -123,7 +123,7 @@ class RequestHandle(Protocol):
         costs more than the token.
         """
 
-    def take(self) -> list[Delta]:
+    def take(self) -> list[OutputDelta]:
         """Return the deltas since the last call."""
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class EngineInterface(Protocol):
 
         Raises:
             FieldError: The engine cannot run such a request.
-            EngineUnavailable: The engine accepts no requests at present.
+            EngineUnavailableError: The engine accepts no requests at present.
         """
 
     async def embed(
@@ -187,7 +187,7 @@ class EngineInterface(Protocol):
 
         Raises:
             FieldError: The engine cannot run such a request.
-            EngineUnavailable: The engine accepts no requests at present.
+            EngineUnavailableError: The engine accepts no requests at present.
             EmbeddingError: The embedding could not be computed.
         """
 
@@ -195,25 +195,25 @@ class EngineInterface(Protocol):
         """AbortSequences the requests with this id, or all if it is None; return their number."""
 
     async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Raises EngineUnavailable."""
+        """Empty the prefix cache. Raises EngineUnavailableError."""
 
     async def start_profile(self, folder: str) -> None:
         """Start to record the operations of every stage; `stop_profile` writes them to `folder`.
 
-        Raises EngineUnavailable, and ProfileError if a stage cannot record.
+        Raises EngineUnavailableError, and ProfileError if a stage cannot record.
         """
 
     async def stop_profile(self) -> None:
         """Stop recording and write the profile, one file per stage.
 
-        Raises EngineUnavailable, and ProfileError if a stage cannot write its file.
+        Raises EngineUnavailableError, and ProfileError if a stage cannot write its file.
         """
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""
 
 
-def truncated(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:
+def truncate_prompt(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:
     """Return the last tokens of a prompt that `truncate_prompt_tokens` allows."""
     num_tokens = params.truncate_prompt_tokens
     if num_tokens is None:
@@ -250,24 +250,26 @@ def encode_prompt(
 ) -> list[int]:
     """Return a prompt's token ids after `truncate_prompt_tokens`. Runs in a thread.
 
-    Raises PromptTooLong, without tokenizing a text that cannot fit.
+    Raises PromptTooLongError, without tokenizing a text that cannot fit.
     """
-    with prompt_limit(param, model):
+    with convert_length_errors(param, model):
         limit = None if params.truncate_prompt_tokens is not None else model.max_model_len - 1
-        return truncated(tokenizer.encode(text, max_tokens=limit), params, model)
+        return truncate_prompt(tokenizer.encode(text, max_tokens=limit), params, model)
 
 
 @contextmanager
-def prompt_limit(param: str, model: ModelInfo) -> Iterator[None]:
-    """Raise PromptTooLong in place of TooManyTokens."""
+def convert_length_errors(param: str, model: ModelInfo) -> Iterator[None]:
+    """Raise PromptTooLongError in place of TooManyTokens."""
     try:
         yield
     except TooManyTokensError as error:
         raise _too_long(param, error.count, model, error.is_exact) from None
 
 
-def _too_long(param: str, count: int, model: ModelInfo, is_exact: bool = True) -> PromptTooLong:
-    return PromptTooLong(
+def _too_long(
+    param: str, count: int, model: ModelInfo, is_exact: bool = True
+) -> PromptTooLongError:
+    return PromptTooLongError(
         param,
         f"{param} has {'' if is_exact else 'at least '}{count} tokens, but this model's maximum "
         f"context length is {model.max_model_len} tokens, of which at least one has to be left for "
@@ -280,7 +282,7 @@ def check_request(
 ) -> None:
     """Check that the model can run a request; `param` is the name of the prompt's field.
 
-    Raises FieldError, among them PromptTooLong.
+    Raises FieldError, among them PromptTooLongError.
     """
     if not prompt:
         raise FieldError(param, f"{param} is empty: at least one token is needed")

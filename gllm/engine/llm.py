@@ -18,7 +18,7 @@ from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.chat import prepare_chat
 from gllm.engine.engine import Engine, EngineError
-from gllm.engine.interface import check_options, check_request, truncated
+from gllm.engine.interface import check_options, check_request, truncate_prompt
 from gllm.messages.sampling import TokenLogprobs
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.chat.request import ChatRequest, ReasoningEffort
@@ -116,7 +116,7 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="gllm", daemon=True)
         self._thread.start()
         try:
-            self._engine = self._wait(_start(EngineConfig.of(model, **options), progress))
+            self._engine = self._wait(_start(EngineConfig.from_options(model, **options), progress))
         except BaseException:
             self._end_loop()
             raise
@@ -230,7 +230,7 @@ class LLM:
         check_options(params, 0, "", "")
         ids = [self._token_ids(f"prompts[{index}]", p) for index, p in enumerate(prompts)]
         model = self._engine.model
-        ids = [truncated(prompt, params, model) for prompt in ids]
+        ids = [truncate_prompt(prompt, params, model) for prompt in ids]
         for prompt in ids:
             check_request(prompt, params, model)
         with tqdm(total=len(ids), desc="prompts", disable=not self._progress) as bar:

@@ -13,7 +13,7 @@ from gllm.models.config import ModelConfig, read_config
 from gllm.models.hub import resolve
 from gllm.models.split import split_layers
 
-ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
+KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
 """Bytes of a cached number by `kv_cache_dtype`; `auto` and the others: at least 2."""
 
 
@@ -88,7 +88,7 @@ def _check_kv_cache(config: EngineConfig, read: ModelConfig, length: int) -> Non
         return
     elements = sum(layer.attention.cached.elements for layer in read.model.layers)
     size = config.scheduler.block_size
-    block_bytes = size * elements * ITEM_BYTES.get(config.kv_cache_dtype, 2)
+    block_bytes = size * elements * KV_ITEM_BYTES.get(config.kv_cache_dtype, 2)
     needed = -(-length // size)
     if config.kv_cache_memory // block_bytes < needed:
         raise ValueError(

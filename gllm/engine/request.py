@@ -8,7 +8,7 @@ from collections.abc import Callable
 from random import Random
 
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import Delta
+from gllm.engine.interface import OutputDelta
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.runtime.client import EngineClient, RequestStream, TokenDelta
 from gllm.scheduler.plan import FirstToken
@@ -16,14 +16,14 @@ from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.stops import StopStrings
 from gllm.text.tokenizer import Tokenizer
 
-Words = tuple[tuple[int, ...], ...]
+BadWords = tuple[tuple[int, ...], ...]
 """Bad words as token sequences."""
 
 NOT_FIRST = FirstToken(0, 0, 0.0)
 """Of a piece that does not begin its choice."""
 
 
-class Request:
+class RequestState:
     """A request that the driver has got, as of RequestHandle."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Request:
         """Until something has come, for who does not listen."""
         await self._stream.wait()
 
-    def take(self) -> list[Delta]:
+    def take(self) -> list[OutputDelta]:
         """As of RequestHandle."""
         deltas = []
         for choice, piece in self._stream.take().items():
@@ -91,15 +91,15 @@ def _text_stream(
 
 def _delta(
     choice: int, piece: TokenDelta, text: IncrementalDetokenizer, params: SamplingParams
-) -> Delta:
+) -> OutputDelta:
     """A piece as text. A token that ends the choice is counted, but is no part of the text unless
     the request asks for what stopped it."""
     end, tokens = piece.end, piece.tokens
     if end is None and piece.first is None and not piece.logprobs:
         shown, used, stop = text.push(tokens)
         if stop is None:
-            return Delta(choice, shown, tokens)
-        return Delta(choice, shown, tokens[:used], "stop", stop)
+            return OutputDelta(choice, shown, tokens)
+        return OutputDelta(choice, shown, tokens[:used], "stop", stop)
     stopped_by_token = end is not None and end.stop_token is not None
     hides_last = stopped_by_token and not params.include_stop_str_in_output
     shown, used, stop = text.push(tokens[:-1] if hides_last else tokens)
@@ -114,11 +114,11 @@ def _delta(
         why = end.stop_token if end.stop_token in params.stop_token_ids else None
     first = piece.first or NOT_FIRST
     known = first.cached_tokens, first.queue_seconds, logprobs, piece.prompt_logprobs
-    return Delta(choice, shown, tokens, reason, why, error, *known)
+    return OutputDelta(choice, shown, tokens, reason, why, error, *known)
 
 
-def make_sampling(
-    params: SamplingParams, stop_ids: set[int], bad_words: Words, grammar: str, seeds: Random
+def build_sequence_params(
+    params: SamplingParams, stop_ids: set[int], bad_words: BadWords, grammar: str, seeds: Random
 ) -> SequenceSamplingParams:
     """Return what the last stage has to know to sample; a request without a seed gets one.
 

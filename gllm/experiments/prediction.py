@@ -10,7 +10,7 @@ from gllm.config.engine import EngineConfig
 from gllm.experiments.base import Claim, Options, Result
 from gllm.experiments.profile import measure
 from gllm.experiments.real import Turns, logged_run, serve, serve_in_turns
-from gllm.observability.step_log import Event
+from gllm.observability.step_log import StepLogEvent
 from gllm.sim.compare import (
     METRICS,
     Comparison,
@@ -49,7 +49,7 @@ def run(options: Options) -> Result:
     loads = LOADS[1:2] if options.quick else LOADS
     found: dict[str, Comparison] = {}
     for number in stages:
-        config = EngineConfig.of("demo", pipeline_parallel_size=number)
+        config = EngineConfig.from_options("demo", pipeline_parallel_size=number)
         most = capacity(config, count)
         profile, runs = asyncio.run(_in_turns(config, loads, count, rounds, most))
         for (name, _, _), events in zip(loads, runs, strict=True):
@@ -82,11 +82,11 @@ def run(options: Options) -> Result:
 
 async def _in_turns(
     config: EngineConfig, loads: Loads, count: int, rounds: int, most: float
-) -> tuple[Profile, list[list[Event]]]:
+) -> tuple[Profile, list[list[StepLogEvent]]]:
     """The profile, and the step log of each load."""
     turns = Turns(len(loads) + 2)
 
-    async def serve_load(share: float, arrivals: str) -> list[Event]:
+    async def serve_load(share: float, arrivals: str) -> list[StepLogEvent]:
         parts = [
             make_jobs(WORKLOAD, count // PARTS, share * most, arrivals, seed=seed)
             for seed in range(rounds * PARTS)

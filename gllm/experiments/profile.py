@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import FlagParser, FlagType, add_flags, from_flags, output_file
+from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags, output_file
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import Turns, logged_run, serve_jobs
 from gllm.models.errors import ModelError
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
     values = make_parser().parse_args(argv)
     values.model = values.model_name or values.model
     try:
-        write_profile(asyncio.run(measure(from_flags(EngineConfig, values))), values.output)
+        write_profile(asyncio.run(measure(config_from_flags(EngineConfig, values))), values.output)
     except (ValueError, OSError, ModelError, EngineError) as error:
         print(f"gllm profile: {error}", file=sys.stderr)
         return 2

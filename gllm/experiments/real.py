@@ -15,7 +15,7 @@ from pathlib import Path
 from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.observability.step_log import Event, read_step_log
+from gllm.observability.step_log import StepLogEvent, read_step_log
 from gllm.sim.workload import Job
 
 LOG_SECONDS = 1.2
@@ -84,7 +84,7 @@ async def serve_in_turns(engine: Engine, workloads: list[list[Job]], turns: Turn
 
 async def logged_run(
     config: EngineConfig, work: Callable[[Engine], Awaitable[None]]
-) -> list[Event]:
+) -> list[StepLogEvent]:
     """Start an engine, let `work` use it (a coroutine function), and return the step log."""
     with tempfile.TemporaryDirectory(prefix="gllm-") as folder:
         log = Path(folder) / "steps.jsonl"
@@ -94,7 +94,7 @@ async def logged_run(
         return list(read_step_log(log))
 
 
-def serve(config: EngineConfig, jobs: list[Job]) -> list[Event]:
+def serve(config: EngineConfig, jobs: list[Job]) -> list[StepLogEvent]:
     """Serve jobs with an engine of their own; the step log. For callers without an event loop."""
 
     async def work(engine: Engine) -> None:

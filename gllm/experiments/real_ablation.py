@@ -84,7 +84,7 @@ def _shorter(job: Job) -> Job:
 
 
 def _figures(stages: int, policy: str, jobs: list[Job]) -> dict[str, Any]:
-    config = EngineConfig.of("demo", pipeline_parallel_size=stages, policy=policy)
+    config = EngineConfig.from_options("demo", pipeline_parallel_size=stages, policy=policy)
     return summarize(run_of(serve(config, jobs)))
 
 

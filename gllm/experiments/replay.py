@@ -25,7 +25,7 @@ def run(options: Options) -> Result:
     count = 12 if options.quick else REQUESTS
     rows, calls_equal, least = [], True, 1.0
     for stages, policy in RUNS[2:3] if options.quick else RUNS:
-        config = EngineConfig.of("demo", pipeline_parallel_size=stages, policy=policy)
+        config = EngineConfig.from_options("demo", pipeline_parallel_size=stages, policy=policy)
         events = serve(config, make_jobs(WORKLOAD, count, RATE, "gamma:2", seed=5))
         calls, times = replay_calls(events), replay_times(events)
         calls_equal = calls_equal and calls.equal == calls.plans

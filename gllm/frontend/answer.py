@@ -1,6 +1,6 @@
 """From a checked request to its answer, streamed or whole.
 
-Owns the order of events. Knows nothing of the endpoints' own shapes: they give a `Writer`.
+Owns the order of events. Knows nothing of the endpoints' own shapes: they give a `AnswerWriter`.
 """
 
 import asyncio
@@ -12,61 +12,61 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
-from gllm.engine.interface import Delta
-from gllm.frontend.collect import Choice, Tally
-from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, Context
-from gllm.frontend.encoding import encode_piecewise
+from gllm.engine.interface import OutputDelta
+from gllm.frontend.choices import CollectedChoice, UsageCounter
+from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, ServerContext
 from gllm.frontend.errors import ApiError, to_api_error
-from gllm.frontend.outcome import OUTCOME, Outcome
-from gllm.frontend.run import Job, Run
-from gllm.frontend.sse import Event, EventStream
+from gllm.frontend.json_encoding import encode_json_in_pieces
+from gllm.frontend.request_run import PreparedRequest, RequestRun
+from gllm.frontend.request_summary import SUMMARY, RequestSummary
+from gllm.frontend.sse import EventStream, ServerSentEvent
 
-Json = dict[str, Any]
-MAX_SCORED = 2048
+JsonObject = dict[str, Any]
+MAX_INLINE_LOGPROBS = 2048
 """Log-probabilities written at once on the event loop; more are written in a thread."""
 
 
-class WholeWriter(Protocol):
+class WholeAnswerWriter(Protocol):
     """How an endpoint writes a whole answer. The tally counts what was generated."""
 
-    def whole(self, choices: list[Choice], tally: Tally) -> Json:
+    def whole(self, choices: list[CollectedChoice], tally: UsageCounter) -> JsonObject:
         """The answer to a request that does not stream."""
 
 
-class Writer(WholeWriter, Protocol):
+class AnswerWriter(WholeAnswerWriter, Protocol):
     """How an endpoint writes one answer, streamed or whole."""
 
-    def opening(self, tally: Tally) -> list[Event]:
+    def opening(self, tally: UsageCounter) -> list[ServerSentEvent]:
         """What a stream begins with."""
 
-    def delta(self, delta: Delta, tally: Tally) -> list[Event]:
+    def delta(self, delta: OutputDelta, tally: UsageCounter) -> list[ServerSentEvent]:
         """What a delta adds to a stream."""
 
-    def closing(self, tally: Tally) -> list[Event]:
+    def closing(self, tally: UsageCounter) -> list[ServerSentEvent]:
         """What a stream that went well ends with."""
 
-    def failed(self, error: ApiError) -> list[Event]:
+    def failed(self, error: ApiError) -> list[ServerSentEvent]:
         """What a stream ends with instead."""
 
 
-async def answer(
-    request: web.Request, context: Context, job: Job, writer: Writer
+async def send_answer(
+    request: web.Request, context: ServerContext, job: PreparedRequest, writer: AnswerWriter
 ) -> web.StreamResponse:
-    """Run a job and answer with what it brings."""
+    """RequestRun a job and answer with what it brings."""
     if not job.fields.stream:
-        return await answer_whole(request, context, job, writer)
+        return await send_whole_answer(request, context, job, writer)
     with _running(request, context, job) as (run, tally):
         return await _stream(request, run, writer, tally)
 
 
-async def answer_whole(
-    request: web.Request, context: Context, job: Job, writer: WholeWriter
+async def send_whole_answer(
+    request: web.Request, context: ServerContext, job: PreparedRequest, writer: WholeAnswerWriter
 ) -> web.Response:
-    """Run a job and answer once all of it is there."""
+    """RequestRun a job and answer once all of it is there."""
     with _running(request, context, job) as (run, tally):
         await run.start()
         choices = await _collect(run, job, tally)
-        if num_scored(choices) > MAX_SCORED:
+        if num_logprobs(choices) > MAX_INLINE_LOGPROBS:
             body = await asyncio.to_thread(_encode_whole, writer, choices, tally)
         else:
             body = msgspec.json.encode(writer.whole(choices, tally))
@@ -74,17 +74,19 @@ async def answer_whole(
 
 
 @contextmanager
-def _running(request: web.Request, context: Context, job: Job) -> Iterator[tuple[Run, Tally]]:
-    """Run a job within the block; the request's record of it is kept."""
-    tally = Tally(sum(map(len, job.prompts)), job.params.n, job.reasoning)
+def _running(
+    request: web.Request, context: ServerContext, job: PreparedRequest
+) -> Iterator[tuple[RequestRun, UsageCounter]]:
+    """RequestRun a job within the block; the request's record of it is kept."""
+    tally = UsageCounter(sum(map(len, job.prompts)), job.params.n, job.reasoning)
     request_id = job.fields.request_id or request[REQUEST_ID]
-    run = Run(context.engine, context.metrics, job, request_id, request[ARRIVAL])
+    run = RequestRun(context.engine, context.metrics, job, request_id, request[ARRIVAL])
     with closing(run):
-        request[OUTCOME] = Outcome(job.params, bool(job.fields.stream), tally, run.records)
+        request[SUMMARY] = RequestSummary(job.params, bool(job.fields.stream), tally, run.records)
         yield run, tally
 
 
-def num_scored(parts: Sequence[Delta] | Sequence[Choice]) -> int:
+def num_logprobs(parts: Sequence[OutputDelta] | Sequence[CollectedChoice]) -> int:
     """Count the log-probabilities that parts of an answer return."""
     scored = [
         len(entries) * (len(entries[0].top_ids) + 1)
@@ -95,13 +97,17 @@ def num_scored(parts: Sequence[Delta] | Sequence[Choice]) -> int:
     return sum(scored)
 
 
-def _encode_whole(writer: WholeWriter, choices: list[Choice], tally: Tally) -> bytes:
-    return encode_piecewise(writer.whole(choices, tally))
+def _encode_whole(
+    writer: WholeAnswerWriter, choices: list[CollectedChoice], tally: UsageCounter
+) -> bytes:
+    return encode_json_in_pieces(writer.whole(choices, tally))
 
 
-async def _collect(run: Run, job: Job, tally: Tally) -> list[Choice]:
+async def _collect(
+    run: RequestRun, job: PreparedRequest, tally: UsageCounter
+) -> list[CollectedChoice]:
     """All choices, finished. Raises ApiError for one that failed."""
-    choices = [Choice(i) for i in range(job.choices)]
+    choices = [CollectedChoice(i) for i in range(job.choices)]
 
     def push() -> bool:
         for delta in run.take():
@@ -116,7 +122,7 @@ async def _collect(run: Run, job: Job, tally: Tally) -> list[Choice]:
 
 
 async def _stream(
-    request: web.Request, run: Run, writer: Writer, tally: Tally
+    request: web.Request, run: RequestRun, writer: AnswerWriter, tally: UsageCounter
 ) -> web.StreamResponse:
     """The choices as events. What fails before the first delta still gets its status code, unless
     that was long in coming."""
@@ -135,11 +141,13 @@ async def _stream(
     return stream.response
 
 
-async def _send_all(stream: EventStream, run: Run, writer: Writer, tally: Tally) -> None:
+async def _send_all(
+    stream: EventStream, run: RequestRun, writer: AnswerWriter, tally: UsageCounter
+) -> None:
     events = writer.opening(tally)
-    large: list[Delta] = []
+    large: list[OutputDelta] = []
 
-    def write(deltas: list[Delta]) -> None:
+    def write(deltas: list[OutputDelta]) -> None:
         for delta in deltas:
             failed = delta.finish_reason == "error"
             shown = replace(delta, finish_reason=None) if failed else delta
@@ -154,7 +162,7 @@ async def _send_all(stream: EventStream, run: Run, writer: Writer, tally: Tally)
 
     def push() -> bool:
         deltas = run.take()
-        if num_scored(deltas) > MAX_SCORED:
+        if num_logprobs(deltas) > MAX_INLINE_LOGPROBS:
             large.extend(deltas)
             return False
         try:
@@ -176,6 +184,6 @@ async def _send_all(stream: EventStream, run: Run, writer: Writer, tally: Tally)
     stream.put(writer.closing(tally))
 
 
-def _failure(delta: Delta) -> ApiError:
+def _failure(delta: OutputDelta) -> ApiError:
     """Why a choice has failed."""
     return ApiError(500, delta.error or "generation failed", code="generation_failed")

@@ -8,8 +8,8 @@ from aiohttp import web
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface
 from gllm.frontend import errors
-from gllm.frontend.connection import Runner
-from gllm.frontend.context import CONTEXT, Context
+from gllm.frontend.connection import ConnectionRunner
+from gllm.frontend.context import CONTEXT, ServerContext
 from gllm.frontend.endpoint import register_endpoints
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.middleware import arrival, cors, draining, keys, observe, origin, rate_limit
@@ -26,13 +26,13 @@ def make_app(engine: EngineInterface, config: ServerConfig) -> web.Application:
         ValueError: A flag has a value that cannot be used; the message names the flag.
     """
     app = web.Application(client_max_size=config.max_body_bytes)
-    app[CONTEXT] = Context(engine, config, Metrics(engine))
+    app[CONTEXT] = ServerContext(engine, config, Metrics(engine))
     for middleware in MIDDLEWARE:
         middleware.install(app, config)
     register_endpoints(app, ENDPOINTS)
     return app
 
 
-def make_runner(app: web.Application, config: ServerConfig) -> Runner:
+def make_runner(app: web.Application, config: ServerConfig) -> ConnectionRunner:
     """Return the runner that serves the application."""
-    return Runner(app, config)
+    return ConnectionRunner(app, config)

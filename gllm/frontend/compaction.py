@@ -6,15 +6,15 @@ model's summary of all the rest. The server keeps nothing: the item holds the su
 
 import time
 
-from gllm.frontend.answer import Json
-from gllm.frontend.collect import Choice, Tally
+from gllm.frontend.answer import JsonObject
+from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.response_items import compacted
-from gllm.frontend.response_writer import usage
-from gllm.frontend.run import Job
+from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.responses_writer import responses_usage
 from gllm.text.chat.output_parser import ChatOutputParser
 
-REQUEST = (
+SUMMARY_PROMPT = (
     "Summarize the conversation above, so that it can go on without it: facts, decisions, results "
     "of tool calls, and what is left to do. Answer with the summary alone."
 )
@@ -22,9 +22,9 @@ REQUEST = (
 
 
 class CompactionWriter:
-    """Writes the answer to a chat whose last message is REQUEST. `name` is in ids."""
+    """Writes the answer to a chat whose last message is SUMMARY_PROMPT. `name` is in ids."""
 
-    def __init__(self, job: Job, name: str) -> None:
+    def __init__(self, job: PreparedRequest, name: str) -> None:
         assert isinstance(job.fields, ChatCompletionFields), (
             "the conversation was converted to a chat"
         )
@@ -33,7 +33,7 @@ class CompactionWriter:
         self._users = [one["content"] for one in conversation if one["role"] == "user"]
         self._name = name
 
-    def whole(self, choices: list[Choice], tally: Tally) -> Json:
+    def whole(self, choices: list[CollectedChoice], tally: UsageCounter) -> JsonObject:
         """Return the compacted conversation as input items."""
         message, _ = self._outputs.parse(choices[0].text, choices[0].finish_reason)
         item = {
@@ -46,10 +46,10 @@ class CompactionWriter:
             "object": "response.compaction",
             "created_at": int(time.time()),
             "output": [*(self._user(i, text) for i, text in enumerate(self._users)), item],
-            "usage": usage(tally),
+            "usage": responses_usage(tally),
         }
 
-    def _user(self, index: int, text: str) -> Json:
+    def _user(self, index: int, text: str) -> JsonObject:
         """Return a message of the user as an item."""
         return {
             "id": f"msg_{self._name}_{index}",

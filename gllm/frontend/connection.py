@@ -1,8 +1,8 @@
 """HTTP below the routes: how long a connection may take, and the answer to what is no request.
 
 Owns limits on headers, time-outs of reading headers and of writing answers, and the shape of errors
-that aiohttp finds itself. Leans on aiohttp's inside (`_waits_for_head`, `Runner`), for it offers no
-other way in. Knows nothing of endpoints.
+that aiohttp finds itself. Uses internals of aiohttp, which has no
+public way to do so.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from gllm.config.server import ServerConfig
 from gllm.frontend.errors import ApiError, error_response, to_api_error
-from gllm.frontend.request_id import current_id, request_id
+from gllm.frontend.request_id import current_request_id, request_id
 
 log = logging.getLogger(__name__)
 
-SERVER = "gllm"
+SERVER_NAME = "gllm"
 """In the place of aiohttp's own name, which tells its version and Python's."""
 MAX_URL_BYTES = 8192
-MAX_FIELD_BYTES = 16384
+MAX_HEADER_BYTES = 16384
 """Of one header."""
-MAX_FIELDS = 100
-MAX_HEAD_BYTES = 65536
+MAX_HEADERS = 100
+MAX_HEADERS_BYTES = 65536
 """Of the request line and all headers; one read from the socket may be above it."""
 
 
@@ -53,8 +53,8 @@ class Connection(web.RequestHandler):
             self._forget_head()
         elif data:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._end(_too_large(f"The headers have more than {MAX_HEAD_BYTES} bytes."))
+            if self._head_bytes > MAX_HEADERS_BYTES:
+                self._end(_too_large(f"The headers have more than {MAX_HEADERS_BYTES} bytes."))
             elif self._head_timer is None:
                 self._start_head_timer()
 
@@ -82,7 +82,7 @@ class Connection(web.RequestHandler):
             async with asyncio.timeout(self._config.write_timeout):
                 return await super().finish_response(request, resp, start_time)
         except TimeoutError:
-            abort_unread(request)
+            abort_unread_answer(request)
             return resp, True
         finally:
             if is_broken:
@@ -116,7 +116,7 @@ class Connection(web.RequestHandler):
     def _on_late_head(self, seconds: float) -> None:
         """Headers are not there in time: answer, unless nothing was said at all."""
         if self._head_bytes:
-            self._end(too_slow(seconds))
+            self._end(request_timeout_error(seconds))
         else:
             self._forget_head()
             self.force_close()
@@ -143,7 +143,7 @@ class Connection(web.RequestHandler):
             self._head_timer = None
 
 
-class Runner(web.AppRunner):
+class ConnectionRunner(web.AppRunner):
     """What serves an application; a client that disconnects cancels its handler."""
 
     def __init__(self, app: web.Application, config: ServerConfig) -> None:
@@ -153,8 +153,8 @@ class Runner(web.AppRunner):
             access_log=None,
             shutdown_timeout=config.shutdown_timeout,
             max_line_size=MAX_URL_BYTES,
-            max_field_size=MAX_FIELD_BYTES,
-            max_headers=MAX_FIELDS,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
             keepalive_timeout=config.keep_alive_timeout,
             # Bodies are decompressed in a thread, within a bound (fields/content_encoding.py).
             auto_decompress=False,
@@ -183,9 +183,11 @@ class _Server(web.Server):
         return Connection(self, loop=self._loop, **self._kwargs)
 
 
-def abort_unread(request: web.BaseRequest) -> None:
+def abort_unread_answer(request: web.BaseRequest) -> None:
     """End the connection of a client that does not read, with what it was not sent."""
-    log.warning("request %s ended: %s does not read its answer", current_id(), request.remote)
+    log.warning(
+        "request %s ended: %s does not read its answer", current_request_id(), request.remote
+    )
     if request.transport is not None:
         request.transport.abort()
 
@@ -193,14 +195,14 @@ def abort_unread(request: web.BaseRequest) -> None:
 def _answer(error: ApiError) -> web.Response:
     """An error with its request's id, where no middleware adds it."""
     response = error_response(error)
-    response.headers["X-Request-Id"] = named = current_id()
-    response.headers["Server"] = SERVER
+    response.headers["X-Request-Id"] = named = current_request_id()
+    response.headers["Server"] = SERVER_NAME
     # The message may quote a header, and that a key: it is told, not logged.
     log.info("request %s: %d %s", named, error.status, error.code)
     return response
 
 
-def too_slow(seconds: float) -> ApiError:
+def request_timeout_error(seconds: float) -> ApiError:
     """For a request that does not come in time."""
     return ApiError(408, f"The request did not come within {seconds:g} s.", code="read_timeout")
 
@@ -215,8 +217,8 @@ def _bad_request(error: HttpProcessingError) -> ApiError:
         if error.args[1] == MAX_URL_BYTES:
             why = f"The URL has more than {MAX_URL_BYTES} bytes."
             return ApiError(414, why, code="url_too_long")
-        return _too_large(f"A header has more than {MAX_FIELD_BYTES} bytes.")
+        return _too_large(f"A header has more than {MAX_HEADER_BYTES} bytes.")
     if error.message.startswith("Too many headers"):
-        return _too_large(f"There are more than {MAX_FIELDS} headers.")
+        return _too_large(f"There are more than {MAX_HEADERS} headers.")
     what = error.message.partition("\n")[0].removesuffix(":")
     return ApiError(400, f"This is not a request: {what:.200}", code="http_400")

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.engine.interface import EngineInterface, EngineUnavailable
+from gllm.engine.interface import EngineInterface, EngineUnavailableError
 from gllm.frontend.errors import ApiError
 from gllm.frontend.metrics import Metrics
 
-STARTING_RETRY = 5
+RETRY_AFTER_SECONDS = 5
 """Seconds after which to ask a loading engine again."""
 
 
 @dataclass
-class Context:
+class ServerContext:
     """One server's parts."""
 
     engine: EngineInterface
@@ -29,26 +29,28 @@ class Context:
     """Requests inside, those among them that the engine has not seen yet."""
 
     def check_ready(self) -> None:
-        """Raises EngineUnavailable unless the engine takes requests."""
+        """Raises EngineUnavailableError unless the engine takes requests."""
         status = self.engine.status()
         match status.state:
             case "ready":
                 return
             case "loading":
-                raise EngineUnavailable("loading", "the model is loading", STARTING_RETRY)
+                raise EngineUnavailableError("loading", "the model is loading", RETRY_AFTER_SECONDS)
             case "draining":
-                raise EngineUnavailable("draining", "the server is shutting down", STARTING_RETRY)
+                raise EngineUnavailableError(
+                    "draining", "the server is shutting down", RETRY_AFTER_SECONDS
+                )
             case _:
                 why = f"the engine is down: {status.cause_of_death}"
-                raise EngineUnavailable("dead", why, STARTING_RETRY)
+                raise EngineUnavailableError("dead", why, RETRY_AFTER_SECONDS)
 
     @contextmanager
     def admit(self, requests: int = 1) -> Iterator[None]:
-        """Hold places for requests. Raises EngineUnavailable where there are none."""
+        """Hold places for requests. Raises EngineUnavailableError where there are none."""
         self.check_ready()
         inside = max(self.admitted, self.engine.status().num_requests)
         if inside + requests > self.config.max_num_queued_requests:
-            raise EngineUnavailable("full", f"{inside} requests are queued: try again later")
+            raise EngineUnavailableError("full", f"{inside} requests are queued: try again later")
         self.admitted += requests
         try:
             yield
@@ -66,9 +68,9 @@ class Context:
             )
 
 
-CONTEXT = web.AppKey("context", Context)
+CONTEXT = web.AppKey("context", ServerContext)
 ARRIVAL = web.RequestKey("arrival", float)
 """When the request came, on the monotonic clock."""
 REQUEST_ID = web.RequestKey("request_id", str)
-CLIENT = web.RequestKey("client", str)
+CLIENT_ID = web.RequestKey("client", str)
 """Whose request it is, where keys tell."""

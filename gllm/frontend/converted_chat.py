@@ -10,24 +10,24 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from gllm.frontend.chat_job import chat_job, chat_request
+from gllm.frontend.chat_request import chat_request, prepare_chat_request
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.base import ModelRequestFields
 from gllm.frontend.fields.chat_conversion import named, to_chat_fields
 from gllm.frontend.fields.parsing import read_fields, run_off_loop
-from gllm.frontend.run import Job
+from gllm.frontend.request_run import PreparedRequest
 from gllm.text.chat.prompt import render_chat
 
 Fields = TypeVar("Fields", bound=ModelRequestFields)
 
 
 @asynccontextmanager
-async def converted_job(
+async def prepare_converted_chat(
     request: web.Request,
     schema: type[Fields],
     as_chat: Callable[[Fields], Mapping[str, Any]],
     names: Mapping[str, str],
-) -> AsyncIterator[tuple[Fields, Job]]:
+) -> AsyncIterator[tuple[Fields, PreparedRequest]]:
     """Yield a request's fields and its job; the request counts as admitted within the block.
 
     as_chat: returns fields of chat completions that ask for the same.
@@ -39,10 +39,10 @@ async def converted_job(
     context.check_model(fields.model)
     chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
     with context.admit(), named(names):
-        yield fields, await chat_job(context, chat)
+        yield fields, await prepare_chat_request(context, chat)
 
 
-async def count_tokens(
+async def count_prompt_tokens(
     request: web.Request,
     schema: type[Fields],
     as_chat: Callable[[Fields], Mapping[str, Any]],
@@ -50,7 +50,7 @@ async def count_tokens(
 ) -> int:
     """Return the number of tokens of a request's prompt.
 
-    Arguments and errors are those of `converted_job`.
+    Arguments and errors are those of `prepare_converted_chat`.
     """
     context = request.app[CONTEXT]
     fields = await read_fields(request, schema)

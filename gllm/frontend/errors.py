@@ -13,16 +13,16 @@ from aiohttp import web
 
 from gllm.config.field_types import FieldError
 from gllm.config.server import ServerConfig
-from gllm.engine.interface import EngineUnavailable, PromptTooLong
-from gllm.frontend.request_id import current_id
+from gllm.engine.interface import EngineUnavailableError, PromptTooLongError
+from gllm.frontend.request_id import current_request_id
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MAX_MESSAGE = 1000
+MAX_MESSAGE_CHARACTERS = 1000
 """Characters of an error message; messages may quote what the client sent."""
 
-TYPES = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -58,7 +58,9 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error as JSON values, safe to encode whatever the client sent."""
-        kind = TYPES.get(self.status, TYPES[400] if self.status < 500 else TYPES[500])
+        kind = ERROR_TYPES.get(
+            self.status, ERROR_TYPES[400] if self.status < 500 else ERROR_TYPES[500]
+        )
         param = None if self.param is None else _encodable(self.param)
         message = _encodable(self.message)
         told = {"message": message, "type": kind, "param": param, "code": self.code}
@@ -70,11 +72,11 @@ def to_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case PromptTooLong():
+        case PromptTooLongError():
             return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
         case FieldError():
             return ApiError(400, str(error), param=error.param, code="invalid_value")
-        case EngineUnavailable():
+        case EngineUnavailableError():
             told = ApiError(503, error.message, code=f"engine_{error.reason}")
             told.headers["Retry-After"] = str(error.retry_after)
             return told
@@ -84,7 +86,7 @@ def to_api_error(error: Exception) -> ApiError:
                 told.headers["Allow"] = error.headers["Allow"]
             return told
         case _:
-            log.error("request %s failed", current_id(), exc_info=error)
+            log.error("request %s failed", current_request_id(), exc_info=error)
             return ApiError(500, "The server failed on this request.", code="internal_error")
 
 
@@ -116,4 +118,4 @@ def error_response(error: ApiError) -> web.Response:
 
 def _encodable(text: str) -> str:
     """The text, shortened, without lone surrogates, which have no place in JSON."""
-    return text[:MAX_MESSAGE].encode("utf-8", "replace").decode("utf-8")
+    return text[:MAX_MESSAGE_CHARACTERS].encode("utf-8", "replace").decode("utf-8")

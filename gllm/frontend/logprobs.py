@@ -11,7 +11,7 @@ from gllm.messages.sampling import TokenLogprobs
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -31,13 +31,13 @@ def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
 
 def chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, as_ids: bool = False
-) -> Json:
+) -> JsonObject:
     """Return `logprobs` of a message or its increment, with the `top` likeliest tokens each.
 
     as_ids: write tokens as `token_id:ID`.
     """
 
-    def one(token_id: int, logprob: float) -> Json:
+    def one(token_id: int, logprob: float) -> JsonObject:
         raw = list(tokenizer.token_bytes(token_id))
         name = token_name(tokenizer, token_id, as_ids)
         return {"token": name, "logprob": logprob, "bytes": raw}
@@ -52,9 +52,9 @@ def chat_logprobs(
 
 def prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int
-) -> list[Json | None]:
+) -> list[JsonObject | None]:
     """`prompt_logprobs`: by token id, the prompt's own token first; null for the first place."""
-    places: list[Json | None] = [None]
+    places: list[JsonObject | None] = [None]
     for entry in entries:
         ranked = [(entry.token, entry.logprob, entry.rank)]
         columns = (entry.top_ids[:top], entry.top_logprobs[:top], range(1, top + 1))
@@ -87,7 +87,7 @@ class CompletionLogprobs:
         self._decoder = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._length = start
 
-    def part(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> Json:
+    def part(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> JsonObject:
         """The next tokens, None for one whose log-probability is not known."""
         offsets = []
         for token_id in token_ids:
@@ -102,7 +102,7 @@ class CompletionLogprobs:
             "text_offset": offsets,
         }
 
-    def _likeliest(self, entry: TokenLogprobs) -> Json:
+    def _likeliest(self, entry: TokenLogprobs) -> JsonObject:
         """The likeliest tokens, and the one that is there."""
         ids = [*entry.top_ids[: self._top], entry.token]
         logprobs = [*entry.top_logprobs[: self._top], entry.logprob]
@@ -112,6 +112,6 @@ class CompletionLogprobs:
         return token_name(self._tokenizer, token_id, self._as_ids)
 
 
-def joined(parts: Sequence[Json]) -> Json:
+def merge_completion_logprobs(parts: Sequence[JsonObject]) -> JsonObject:
     """Consecutive parts of one completion as one."""
     return {name: [value for part in parts for value in part[name]] for name in parts[0]}

@@ -3,7 +3,7 @@
 Owns this JSON. Knows nothing of chunks and choices.
 """
 
-from gllm.frontend.answer import Json
+from gllm.frontend.answer import JsonObject
 from gllm.text.output.events import (
     AssistantMessage,
     ContentDelta,
@@ -15,13 +15,16 @@ from gllm.text.output.events import (
 )
 
 
-def message_json(message: AssistantMessage, legacy: bool = False) -> Json:
+def message_to_json(message: AssistantMessage, legacy: bool = False) -> JsonObject:
     """Return a whole message. Content is null where there is something else instead.
 
     legacy: Show a call as `function_call`, of which a message has one.
     """
     other = message.reasoning or message.calls
-    written: Json = {"role": "assistant", "content": message.content or (None if other else "")}
+    written: JsonObject = {
+        "role": "assistant",
+        "content": message.content or (None if other else ""),
+    }
     if message.reasoning:
         written |= _reasoning(message.reasoning)
     if message.calls:
@@ -33,7 +36,7 @@ def message_json(message: AssistantMessage, legacy: bool = False) -> Json:
     return written
 
 
-class DeltaWriter:
+class MessageDeltaWriter:
     """Writes the increments of one choice."""
 
     def __init__(self, legacy: bool) -> None:
@@ -41,7 +44,7 @@ class DeltaWriter:
         self._custom: set[int] = set()
         """Indices of calls of custom tools."""
 
-    def delta_json(self, event: OutputEvent) -> Json | None:
+    def delta_json(self, event: OutputEvent) -> JsonObject | None:
         """Return an increment; None for an event that adds nothing."""
         match event:
             case ContentDelta(text):
@@ -60,13 +63,13 @@ class DeltaWriter:
             case _:
                 return None
 
-    def _calls(self, index: int, call: Json) -> Json | None:
+    def _calls(self, index: int, call: JsonObject) -> JsonObject | None:
         if not self._legacy:
             return {"tool_calls": [call]}
         # The older shape has room for one call.
         return {"function_call": call["function"]} if index == 0 else None
 
 
-def _reasoning(text: str) -> Json:
+def _reasoning(text: str) -> JsonObject:
     """Under both names that clients look for."""
     return {"reasoning": text, "reasoning_content": text}

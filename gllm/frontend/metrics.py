@@ -18,17 +18,33 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gllm.engine.interface import Delta, EngineInterface, EngineStatus
-from gllm.observability.metrics import Timeline
+from gllm.engine.interface import EngineInterface, EngineStatus, OutputDelta
+from gllm.observability.latency import RequestTimeline
 
 PREFIX = "gllm:"
-FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
-SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
-STEP_TOKENS = tuple(2**exponent for exponent in range(15))
+FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
+SLOW_BUCKETS = (
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    320.0,
+)
+STEP_TOKEN_BUCKETS = tuple(2**exponent for exponent in range(15))
 """Bounds of the histogram of micro-batch sizes, 1..16384 tokens."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
 LABELS = ("model_name",)
-DROPPED = ("queue_full", "export_failed")
+SPAN_DROP_REASONS = ("queue_full", "export_failed")
 
 GAUGES = {
     "num_requests_running": ("running", "Sequences that hold KV blocks"),
@@ -92,7 +108,7 @@ class EngineCollector(Collector):
         sizes = status.step_sizes
         buckets = [
             (str(float(bound)), float(sum(n for size, n in sizes.items() if size <= bound)))
-            for bound in STEP_TOKENS
+            for bound in STEP_TOKEN_BUCKETS
         ]
         count = float(sum(sizes.values()))
         stats = status.stats
@@ -123,19 +139,19 @@ class EngineCollector(Collector):
         yield share
 
 
-class TokenCounts(Collector):
+class TokenCounters(Collector):
     """What is counted at every token of every stream: plain numbers, read at each scrape."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self.tokens = 0
-        self._gaps = [0] * (len(FAST) + 1)
-        """Inter-token latencies up to each bound of FAST, and beyond."""
+        self._gaps = [0] * (len(FAST_BUCKETS) + 1)
+        """Inter-token latencies up to each bound of FAST_BUCKETS, and beyond."""
         self._gap_seconds = 0.0
 
     def gap(self, seconds: float) -> None:
         """A token came so long after the one before."""
-        self._gaps[bisect_left(FAST, seconds)] += 1
+        self._gaps[bisect_left(FAST_BUCKETS, seconds)] += 1
         self._gap_seconds += seconds
 
     def collect(self) -> Iterator[Metric]:
@@ -148,7 +164,7 @@ class TokenCounts(Collector):
         name, text = PREFIX + "inter_token_latency_seconds", "Time between tokens"
         histogram = HistogramMetricFamily(name, text, labels=LABELS)
         counts = accumulate(self._gaps)
-        bounds = [*map(str, FAST), "+Inf"]
+        bounds = [*map(str, FAST_BUCKETS), "+Inf"]
         buckets = [(bound, float(count)) for bound, count in zip(bounds, counts, strict=True)]
         histogram.add_metric([self._model], buckets, self._gap_seconds)
         yield histogram
@@ -170,7 +186,7 @@ class Metrics:
             return made.labels(model)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests")
-        self.output = TokenCounts(model)
+        self.output = TokenCounters(model)
         self.registry.register(self.output)
         self._success = Counter(
             PREFIX + "request_success",
@@ -187,21 +203,29 @@ class Metrics:
             (*LABELS, "reason"),
             registry=self.registry,
         )
-        for reason in DROPPED:
+        for reason in SPAN_DROP_REASONS:
             self._dropped.labels(model, reason)
-        self.ttft = histogram("time_to_first_token_seconds", "Time to first token", SLOW)
-        self.tpot = histogram("time_per_output_token_seconds", "Mean time per output token", FAST)
-        self.e2el = histogram("e2e_request_latency_seconds", "Arrival to the last token", SLOW)
-        self.queue = histogram("request_queue_time_seconds", "Arrival to first step", SLOW)
-        self.prefill = histogram("request_prefill_time_seconds", "First step to token", SLOW)
-        self.decode = histogram("request_decode_time_seconds", "First token to the last", SLOW)
+        self.ttft = histogram("time_to_first_token_seconds", "Time to first token", SLOW_BUCKETS)
+        self.tpot = histogram(
+            "time_per_output_token_seconds", "Mean time per output token", FAST_BUCKETS
+        )
+        self.e2el = histogram(
+            "e2e_request_latency_seconds", "Arrival to the last token", SLOW_BUCKETS
+        )
+        self.queue = histogram("request_queue_time_seconds", "Arrival to first step", SLOW_BUCKETS)
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "First step to token", SLOW_BUCKETS
+        )
+        self.decode = histogram(
+            "request_decode_time_seconds", "First token to the last", SLOW_BUCKETS
+        )
 
     def ended(self, reason: str) -> None:
         """Count the end of a choice."""
         self._success.labels(self._model, reason).inc()
 
     def dropped_spans(self, reason: str, spans: int) -> None:
-        """Count spans that go nowhere; `reason` is one of DROPPED. From any thread."""
+        """Count spans that go nowhere; `reason` is one of SPAN_DROP_REASONS. From any thread."""
         self._dropped.labels(self._model, reason).inc(spans)
 
     def text(self) -> bytes:
@@ -209,19 +233,19 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class RequestRecord:
+class RequestMetrics:
     """What one prompt's choices contribute to the metrics."""
 
     def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, choices: int) -> None:
         self._metrics = metrics
-        self._lines = [Timeline(arrival) for _ in range(choices)]
+        self._lines = [RequestTimeline(arrival) for _ in range(choices)]
         self.queue_seconds: float | None = None
         """From arrival to the first micro-batch; None before the first token."""
         self.reasons = [""] * choices
         """Why each choice ended; empty for one that has not."""
         metrics.prompt_tokens.inc(prompt_tokens)
 
-    def delta(self, delta: Delta) -> None:
+    def delta(self, delta: OutputDelta) -> None:
         """Output has come."""
         if count := len(delta.token_ids):
             line, output, now = self._lines[delta.index], self._metrics.output, time.monotonic()
@@ -234,7 +258,7 @@ class RequestRecord:
         if delta.finish_reason is not None:
             self._end(delta.index, delta.finish_reason)
 
-    def _answer(self, delta: Delta) -> None:
+    def _answer(self, delta: OutputDelta) -> None:
         """The first of all output has come."""
         ttft = self._lines[delta.index].ttft
         assert ttft is not None, "there is output"

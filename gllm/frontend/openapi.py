@@ -7,7 +7,7 @@ import msgspec
 
 from gllm import __version__
 from gllm.frontend.endpoint import Endpoint
-from gllm.frontend.errors import TYPES
+from gllm.frontend.errors import ERROR_TYPES
 from gllm.frontend.fields.base import RequestFields
 
 Json = dict[str, Any]
@@ -23,7 +23,7 @@ ERROR_SCHEMA: Json = {
             "required": ["message", "type", "param", "code"],
             "properties": {
                 "message": {"type": "string"},
-                "type": {"enum": sorted(set(TYPES.values()))},
+                "type": {"enum": sorted(set(ERROR_TYPES.values()))},
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
             },

@@ -16,21 +16,21 @@ from aiohttp import web
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface
 from gllm.frontend.app import make_app, make_runner
-from gllm.frontend.connection import Runner
+from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.open_files import raise_open_files_limit
 from gllm.frontend.tls import tls_context
 
 log = logging.getLogger("gllm")
 
-DEAD_SECONDS = 5.0
+DEAD_ANSWER_SECONDS = 5.0
 """For how long a server whose engine died still answers, with 503, before it ends."""
 
 
-LAST_SECONDS = 1.0
+MIN_CLOSE_SECONDS = 1.0
 """What clients get at least, when the drain is over, to read the end of their answers."""
 
 
-SWITCH_SECONDS = 0.001
+THREAD_SWITCH_SECONDS = 0.001
 """After which a thread that renders or tokenizes lets the event loop run; Python's own 5 ms would
 be added to every token of every stream meanwhile."""
 
@@ -52,7 +52,7 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         raise_open_files_limit()
-        sys.setswitchinterval(SWITCH_SECONDS)
+        sys.setswitchinterval(THREAD_SWITCH_SECONDS)
         tls = tls_context(self._config)
         runner = make_runner(make_app(self._engine, self._config), self._config)
         await runner.setup()
@@ -72,7 +72,7 @@ class Server:
         finally:
             await runner.cleanup()
 
-    async def _serve(self, runner: Runner) -> int:
+    async def _serve(self, runner: ConnectionRunner) -> int:
         told = asyncio.ensure_future(self._told_to_end.wait())
         started = asyncio.ensure_future(self._engine.start())
         await asyncio.wait({told, started}, return_when=asyncio.FIRST_COMPLETED)
@@ -92,11 +92,11 @@ class Server:
             deadline = time.monotonic() + self._config.shutdown_timeout
             await self._engine.drain(self._config.shutdown_timeout)
             # Answers that clients are slow to read get what is left of the time.
-            runner.limit_shutdown(max(LAST_SECONDS, deadline - time.monotonic()))
+            runner.limit_shutdown(max(MIN_CLOSE_SECONDS, deadline - time.monotonic()))
         status = self._engine.status()
         if status.state == "dead":
             log.error("the engine is down: %s", status.cause_of_death)
-            await asyncio.wait({told}, timeout=DEAD_SECONDS)
+            await asyncio.wait({told}, timeout=DEAD_ANSWER_SECONDS)
             await self._engine.stop()
             return 1
         await self._engine.stop()

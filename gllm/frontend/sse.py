@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from gllm.frontend.connection import abort_unread
+from gllm.frontend.connection import abort_unread_answer
 
-HEADERS = {
+STREAM_HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # proxies of the nginx kind would hold events back
 }
 
-SILENT_SECONDS = 7.0
+KEEP_ALIVE_SECONDS = 7.0
 """A stream that has had nothing to say for so long, at most twice, says that it lives."""
-PIECE_BYTES = 65536
+MAX_WRITE_BYTES = 65536
 
 
-class Event(NamedTuple):
+class ServerSentEvent(NamedTuple):
     """One event: its data, and a name where its kind has one."""
 
     data: dict[str, Any] | bytes
@@ -32,7 +32,7 @@ class Event(NamedTuple):
     name: str = ""
 
 
-DONE = Event(b"[DONE]")
+DONE = ServerSentEvent(b"[DONE]")
 """How OpenAI's older endpoints end a stream."""
 
 
@@ -45,7 +45,7 @@ class EventStream:
     """
 
     def __init__(self, request: web.Request, patience: float) -> None:
-        self.response = web.StreamResponse(headers=HEADERS)
+        self.response = web.StreamResponse(headers=STREAM_HEADERS)
         self._request = request
         self._protocol = request.protocol
         self._is_chunked = request.version >= HttpVersion11
@@ -64,13 +64,13 @@ class EventStream:
         """Send the headers, if they were not."""
         await self.response.prepare(self._request)
 
-    def put(self, events: Iterable[Event]) -> None:
+    def put(self, events: Iterable[ServerSentEvent]) -> None:
         """Events, in as few writes as there may be. What cannot be sent at once, the headers not
         being sent or the client being slow, is kept for `flush`."""
         data = b"".join([self._written(event) for event in events])
         if not data:
             return
-        if len(data) <= PIECE_BYTES and self.is_fluent and self.is_open:
+        if len(data) <= MAX_WRITE_BYTES and self.is_fluent and self.is_open:
             self._write(data)
         else:
             self._unsent.append(data)
@@ -85,9 +85,9 @@ class EventStream:
         await self.open()
         data = b"".join(self._unsent)
         # Piece by piece: a client that takes one is slow, but reads.
-        for begin in range(0, len(data), PIECE_BYTES):
+        for begin in range(0, len(data), MAX_WRITE_BYTES):
             await self._request.writer.drain()
-            self._write(data[begin : begin + PIECE_BYTES])
+            self._write(data[begin : begin + MAX_WRITE_BYTES])
         self._unsent.clear()
         await self._request.writer.drain()
 
@@ -110,7 +110,7 @@ class EventStream:
 
     async def _watch(self) -> None:
         seen = stuck = 0
-        period = min(SILENT_SECONDS, self._patience)
+        period = min(KEEP_ALIVE_SECONDS, self._patience)
         while stuck * period < self._patience:
             await asyncio.sleep(period)
             if self._pieces != seen:
@@ -120,7 +120,7 @@ class EventStream:
             else:
                 stuck = 0
                 await self._comment()
-        abort_unread(self._request)
+        abort_unread_answer(self._request)
 
     async def _comment(self) -> None:
         """What clients do not see, but proxies do, which cut silent connections."""
@@ -128,7 +128,7 @@ class EventStream:
             await self.open()
             self._write(b": keep-alive\n\n")
 
-    def _written(self, event: Event) -> bytes:
+    def _written(self, event: ServerSentEvent) -> bytes:
         data, name = event
         text = data if isinstance(data, bytes) else self._encoder.encode(data)
         if name:

@@ -31,7 +31,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from gllm import __version__
 from gllm.frontend.context import REQUEST_ID
-from gllm.frontend.outcome import OUTCOME, Outcome
+from gllm.frontend.request_summary import SUMMARY, RequestSummary
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Tracer:
     ) -> None:
         """A request has ended, after so many seconds."""
         end = time.time_ns()
-        outcome = request.get(OUTCOME)
+        outcome = request.get(SUMMARY)
         name = operation if outcome is None else f"{operation} {self._model}"
         span = self._tracer.start_span(
             name,
@@ -100,7 +100,7 @@ class Tracer:
         """Send what waits, for a few seconds at most."""
         await asyncio.to_thread(self._provider.shutdown)
 
-    def _outcome(self, outcome: Outcome, reasons: list[str]) -> dict[str, Value | None]:
+    def _outcome(self, outcome: RequestSummary, reasons: list[str]) -> dict[str, Value | None]:
         """What was asked for, and what came of it."""
         params, tally = outcome.params, outcome.tally
         return {

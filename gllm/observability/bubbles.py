@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gllm.scheduler.plan import StepTime
 
 
-class Change(NamedTuple):
+class ActivityChange(NamedTuple):
     """From `time` on a stage computes `value` steps more, or less; or the work at hand could keep
     `value` stages busy."""
 
@@ -25,7 +25,7 @@ class Change(NamedTuple):
     value: int
 
 
-class Spell(NamedTuple):
+class Interval(NamedTuple):
     """A stretch of time in which nothing changed."""
 
     begin: float
@@ -44,7 +44,7 @@ class Spell(NamedTuple):
         return missing / len(self.idle) if self.idle else 0.0
 
 
-class Sweep:
+class IntervalSweep:
     """Cuts time into spells, from `begin` on, while changes come in their order."""
 
     def __init__(self, stages: int, begin: float) -> None:
@@ -52,17 +52,17 @@ class Sweep:
         self._running = [0] * stages
         self._wanted = 0
 
-    def until(self, time: float) -> Spell | None:
+    def until(self, time: float) -> Interval | None:
         """The spell from the last one's end to `time`; None where that is over already."""
         if time <= self._now:
             return None
         busy = tuple(stage for stage, steps in enumerate(self._running) if steps)
         idle = tuple(stage for stage, steps in enumerate(self._running) if not steps)
-        spell = Spell(self._now, time, busy, idle, self._wanted)
+        spell = Interval(self._now, time, busy, idle, self._wanted)
         self._now = time
         return spell
 
-    def take(self, change: Change) -> None:
+    def take(self, change: ActivityChange) -> None:
         """Things stand otherwise behind the last spell."""
         if change.stage is None:
             self._wanted = change.value
@@ -81,10 +81,10 @@ class BubbleMeter:
         """What each stage lost."""
         self.work_seconds = 0.0
         """Time in which there was work for at least one stage."""
-        self._sweep = Sweep(stages, begin)
+        self._sweep = IntervalSweep(stages, begin)
         self._told = [begin] * stages
         self._order = count()
-        self._changes: list[tuple[float, int, Change]] = []
+        self._changes: list[tuple[float, int, ActivityChange]] = []
         """To come; a heap by time and who came first."""
         self._wanted = 0
 
@@ -92,17 +92,17 @@ class BubbleMeter:
         """From `time` on the work at hand could keep so many stages busy."""
         if stages != self._wanted:
             self._wanted = stages
-            self._push(Change(time, None, stages))
+            self._push(ActivityChange(time, None, stages))
 
     def hear(self, stage: int, steps: Iterable[StepTime], until: float) -> None:
         """A stage tells of `steps`, and with them of all that it began before `until`."""
         for _, start, end in steps:
-            self._push(Change(start, stage, 1))
-            self._push(Change(end, stage, -1))
+            self._push(ActivityChange(start, stage, 1))
+            self._push(ActivityChange(end, stage, -1))
         self._told[stage] = until
         self._advance(min(self._told))
 
-    def _push(self, change: Change) -> None:
+    def _push(self, change: ActivityChange) -> None:
         heapq.heappush(self._changes, (change.time, next(self._order), change))
 
     def _advance(self, until: float) -> None:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TextIO
 
-FORMATS = ("text", "json")
+LOG_FORMATS = ("text", "json")
 
-REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+LOG_REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that this task works for; empty where there is none."""
 
 
@@ -32,22 +32,22 @@ class LogConfig(NamedTuple):
 
 
 REPEAT_SECONDS = 60.0
-MAX_WINDOWS = 64
+MAX_TRACKED_WARNINGS = 64
 """Warnings whose repetitions are counted apart."""
 
-QUIET = LogConfig()
+DEFAULT_LOG_CONFIG = LogConfig()
 """Of an engine that nobody told otherwise."""
 
 
-def configure(config: LogConfig, stage: int | None = None) -> None:
+def configure_logging(config: LogConfig, stage: int | None = None) -> None:
     """Have this process log to stderr: that of a stage, or the frontend's."""
-    handler = RepeatHandler()
+    handler = DeduplicatingHandler()
     if config.format == "json":
-        handler.setFormatter(JsonLines("frontend" if stage is None else f"stage {stage}"))
+        handler.setFormatter(JsonFormatter("frontend" if stage is None else f"stage {stage}"))
         _keep_other_text_out()
     else:
         where = "" if stage is None else f" stage {stage}:"
-        handler.setFormatter(TextLines(f"%(levelname)s{where} %(message)s"))
+        handler.setFormatter(TextFormatter(f"%(levelname)s{where} %(message)s"))
     logging.basicConfig(level=config.level.upper(), handlers=[handler])
 
 
@@ -62,7 +62,7 @@ class _Window:
     last: logging.LogRecord | None = None
 
 
-class RepeatHandler(logging.StreamHandler[TextIO]):
+class DeduplicatingHandler(logging.StreamHandler[TextIO]):
     """Writes log lines; a warning of gllm that repeats is written once a minute, with a count.
 
     Two warnings are alike if they have the same text before its arguments are filled in, and the
@@ -97,7 +97,7 @@ class RepeatHandler(logging.StreamHandler[TextIO]):
             return None
         key = (record.name, str(record.msg), str(getattr(record, "about", ""))[:200])
         # Who makes up names cannot make up lines without end.
-        if key not in self._windows and len(self._windows) >= MAX_WINDOWS:
+        if key not in self._windows and len(self._windows) >= MAX_TRACKED_WARNINGS:
             return (*key[:2], "")
         return key
 
@@ -122,17 +122,17 @@ def _repeated(record: logging.LogRecord, window: _Window, now: float) -> logging
     return counted
 
 
-class TextLines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """Lines for people; the request's id comes last."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """As of Formatter."""
         line = super().formatMessage(record)
-        request = REQUEST_ID.get()
+        request = LOG_REQUEST_ID.get()
         return f"{line} (request {request})" if request else line
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """One JSON object a line, which has what a record was given as `extra={"fields": {...}}`."""
 
     def __init__(self, process: str) -> None:
@@ -149,7 +149,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if request := REQUEST_ID.get():
+        if request := LOG_REQUEST_ID.get():
             told["request_id"] = request
         told |= getattr(record, "fields", {})
         if record.exc_info:

@@ -18,7 +18,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 BUFFER_BYTES = 2**18
 
 
-class Start(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
+class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     """The first line: what was run."""
 
     time: float
@@ -33,7 +33,7 @@ class Start(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     """Requests at the beginning that nobody asked for."""
 
 
-class Add(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
+class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     """A request came: the fields of scheduler.sequence.Request."""
 
     time: float
@@ -47,20 +47,20 @@ class Add(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     reads_cache: bool = True
 
 
-class Abort(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):
+class AbortEvent(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):
     """Sequences were ended from outside."""
 
     time: float
     seqs: list[int]
 
 
-class Forget(msgspec.Struct, frozen=True, tag_field="event", tag="forget"):
+class ResetPrefixCacheEvent(msgspec.Struct, frozen=True, tag_field="event", tag="forget"):
     """The prefix cache was emptied."""
 
     time: float
 
 
-class Schedule(msgspec.Struct, frozen=True, tag_field="event", tag="schedule"):
+class ScheduleEvent(msgspec.Struct, frozen=True, tag_field="event", tag="schedule"):
     """A plan was asked for; None where there was none."""
 
     time: float
@@ -69,14 +69,14 @@ class Schedule(msgspec.Struct, frozen=True, tag_field="event", tag="schedule"):
     """Stages that the work at hand could keep busy after it (Scheduler.parallelism)."""
 
 
-class Commit(msgspec.Struct, frozen=True, tag_field="event", tag="commit"):
+class CommitEvent(msgspec.Struct, frozen=True, tag_field="event", tag="commit"):
     """A step's result came back."""
 
     time: float
     result: StepResult
 
 
-class Times(msgspec.Struct, frozen=True, tag_field="event", tag="times"):
+class StageTimesEvent(msgspec.Struct, frozen=True, tag_field="event", tag="times"):
     """What a stage computed since its last line."""
 
     time: float
@@ -85,7 +85,15 @@ class Times(msgspec.Struct, frozen=True, tag_field="event", tag="times"):
     steps: list[StepTime]
 
 
-Event = Start | Add | Abort | Forget | Schedule | Commit | Times
+StepLogEvent = (
+    StartEvent
+    | AddEvent
+    | AbortEvent
+    | ResetPrefixCacheEvent
+    | ScheduleEvent
+    | CommitEvent
+    | StageTimesEvent
+)
 
 
 class LoggedScheduler(Scheduler):
@@ -97,7 +105,7 @@ class LoggedScheduler(Scheduler):
     def __init__(
         self,
         config: SchedulerConfig,
-        write: Callable[[Event], None],
+        write: Callable[[StepLogEvent], None],
         clock: Callable[[], float],
     ) -> None:
         super().__init__(config)
@@ -109,36 +117,36 @@ class LoggedScheduler(Scheduler):
         super().add(request, now)
         seq, prompt, max_tokens, stop_ids, priority, salt, n, reads = request
         stops = sorted(stop_ids)
-        self._write(Add(now, seq, list(prompt), max_tokens, stops, priority, salt, n, reads))
+        self._write(AddEvent(now, seq, list(prompt), max_tokens, stops, priority, salt, n, reads))
 
     def abort(self, seqs: list[int]) -> None:
         """As Scheduler.abort."""
-        self._write(Abort(self._clock(), seqs))
+        self._write(AbortEvent(self._clock(), seqs))
         super().abort(seqs)
 
     def forget_prefixes(self) -> None:
         """As Scheduler.forget_prefixes."""
-        self._write(Forget(self._clock()))
+        self._write(ResetPrefixCacheEvent(self._clock()))
         super().forget_prefixes()
 
     def schedule(self, now: float) -> StepPlan | None:
         """As Scheduler.schedule."""
         plan = super().schedule(now)
-        self._write(Schedule(now, plan, self.parallelism()))
+        self._write(ScheduleEvent(now, plan, self.parallelism()))
         return plan
 
     def commit(self, result: StepResult) -> StepOutput:
         """As Scheduler.commit."""
-        self._write(Commit(self._clock(), result))
+        self._write(CommitEvent(self._clock(), result))
         return super().commit(result)
 
     def observe(self, stage: int, times: list[StepTime]) -> None:
         """As Scheduler.observe."""
-        self._write(Times(self._clock(), stage, times))
+        self._write(StageTimesEvent(self._clock(), stage, times))
         super().observe(stage, times)
 
 
-def request_of(event: Add) -> SchedulerRequest:
+def to_request(event: AddEvent) -> SchedulerRequest:
     """The request that came."""
     return SchedulerRequest(
         *(event.seq, event.prompt, event.max_tokens, frozenset(event.stop_ids)),
@@ -146,20 +154,20 @@ def request_of(event: Add) -> SchedulerRequest:
     )
 
 
-def call_again(scheduler: Scheduler, event: Event) -> StepPlan | None:
+def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
     """Make the call that an event tells of; the plan, where one was asked for and there is one."""
     match event:
-        case Schedule():
+        case ScheduleEvent():
             return scheduler.schedule(event.time)
-        case Add():
-            scheduler.add(request_of(event), event.time)
-        case Abort():
+        case AddEvent():
+            scheduler.add(to_request(event), event.time)
+        case AbortEvent():
             scheduler.abort(event.seqs)
-        case Forget():
+        case ResetPrefixCacheEvent():
             scheduler.forget_prefixes()
-        case Commit():
+        case CommitEvent():
             scheduler.commit(event.result)
-        case Times():
+        case StageTimesEvent():
             scheduler.observe(event.stage, event.steps)
     return None
 
@@ -168,7 +176,7 @@ class StepLogError(ValueError):
     """A file that is no step log; the message names file, line and fix."""
 
 
-class StepLog:
+class StepLogWriter:
     """Writes events to a file. Lines reach the disk when the buffer is full or at `flush`."""
 
     def __init__(self, path: str | Path) -> None:
@@ -176,7 +184,7 @@ class StepLog:
         self._file = open(path, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
         self._encoder = msgspec.json.Encoder()
 
-    def write(self, event: Event) -> None:
+    def write(self, event: StepLogEvent) -> None:
         """Append one line."""
         self._file.write(self._encoder.encode(event))
         self._file.write(b"\n")
@@ -190,13 +198,13 @@ class StepLog:
         self._file.close()
 
 
-def read_step_log(path: str | Path) -> Iterator[Event]:
+def read_step_log(path: str | Path) -> Iterator[StepLogEvent]:
     """The events of a file, in the order of the calls.
 
     The last line may be cut off, as a killed process leaves it. Raises StepLogError for another
     line that is no event, or a file that does not begin with a start; OSError as open does.
     """
-    decoder = msgspec.json.Decoder(Event)
+    decoder = msgspec.json.Decoder(StepLogEvent)
     lines = Path(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines):
         if not line:
@@ -209,6 +217,6 @@ def read_step_log(path: str | Path) -> Iterator[Event]:
             raise StepLogError(
                 f"{path}, line {number + 1}: not a step log's line: {error}"
             ) from None
-        if (number == 0) != isinstance(event, Start):
+        if (number == 0) != isinstance(event, StartEvent):
             raise StepLogError(f"{path}, line {number + 1}: a step log has one start, as line 1")
         yield event

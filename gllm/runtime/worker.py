@@ -38,9 +38,9 @@ from gllm.messages.requests import AbortSequences, RejectedRequest, SubmitReques
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
-from gllm.observability.logs import configure
-from gllm.observability.step_log import LoggedScheduler, StepLog
-from gllm.observability.step_log import Start as LogStart
+from gllm.observability.logs import configure_logging
+from gllm.observability.step_log import LoggedScheduler, StepLogWriter
+from gllm.observability.step_log import StartEvent as LogStart
 from gllm.runtime.bus import Inbox, Outbox
 from gllm.runtime.device import gpus, return_memory, set_threads, threads
 from gllm.runtime.driver import Driver
@@ -81,7 +81,7 @@ class Worker:
         self._linked: set[int] = set()
         """Stages that the driver has heard of; its own among them once it has started."""
         self._reporting = False
-        self._log: StepLog | None = None
+        self._log: StepLogWriter | None = None
         self._profiler = TorchProfiler(spec.stage, self._frontend)
         self._gpu: OnGpu | None = None
 
@@ -250,7 +250,7 @@ class Worker:
         engine = self.spec.config
         if engine.step_log is None:
             return Scheduler(config)
-        self._log = StepLog(engine.step_log)
+        self._log = StepLogWriter(engine.step_log)
         now = time.monotonic()
         self._log.write(
             LogStart(now, engine.model, self.spec.layer_counts, config, "driver", warm_ups=1)
@@ -349,7 +349,7 @@ def work(stage: int, told: bytes) -> None:
         os._exit(1)
     setproctitle.setproctitle(f"gllm-stage-{stage}")
     spec = msgspec.json.decode(told, type=WorkerSpec)
-    configure(spec.logs, stage)
+    configure_logging(spec.logs, stage)
     well = uvloop.run(serve(spec))
     # Threads that wait for steps are daemons; nothing is left to clean up.
     os._exit(0 if well else 1)

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from gllm.observability.metrics import percentile
-from gllm.observability.step_log import Abort, Add, Event, read_step_log, request_of
+from gllm.observability.latency import percentile
+from gllm.observability.step_log import (
+    AbortEvent,
+    AddEvent,
+    StepLogEvent,
+    read_step_log,
+    to_request,
+)
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.fitted import FittedCost, SlowedCost
 from gllm.sim.deployment import Deployment, serve_requests
@@ -40,7 +46,7 @@ def compare(log: str | Path, profile: str | Path) -> Comparison:
     return compare_runs(list(read_step_log(log)), read_profile(profile))
 
 
-def compare_runs(events: list[Event], profile: Profile) -> Comparison:
+def compare_runs(events: list[StepLogEvent], profile: Profile) -> Comparison:
     """Predict a run. Raises ValueError where the profile is of another pipeline."""
     real = run_of(events)
     if profile.layers != real.start.layers:
@@ -67,21 +73,21 @@ def _slowdown(run: Run, cost: FittedCost) -> float:
     return took / said if said else 1.0
 
 
-def requests_of_log(events: list[Event], run: Run) -> list[tuple[float, SchedulerRequest]]:
+def requests_of_log(events: list[StepLogEvent], run: Run) -> list[tuple[float, SchedulerRequest]]:
     """A log's requests, each to generate as many tokens as it did there; warm-ups are left out."""
     requests = []
     for event in events:
-        if isinstance(event, Add) and event.seq in run.requests:
+        if isinstance(event, AddEvent) and event.seq in run.requests:
             seqs = range(event.seq, event.seq + event.n)
             tokens = max(1, *(run.requests[seq].line.tokens for seq in seqs))
-            request = request_of(event)._replace(max_tokens=tokens, stop_ids=frozenset())
+            request = to_request(event)._replace(max_tokens=tokens, stop_ids=frozenset())
             requests.append((event.time, request))
     return requests
 
 
-def aborts_of_log(events: list[Event]) -> list[tuple[float, list[int]]]:
+def aborts_of_log(events: list[StepLogEvent]) -> list[tuple[float, list[int]]]:
     """A log's aborts and their times."""
-    return [(event.time, event.seqs) for event in events if isinstance(event, Abort)]
+    return [(event.time, event.seqs) for event in events if isinstance(event, AbortEvent)]
 
 
 def _values(run: Run, metric: str) -> dict[int, float]:

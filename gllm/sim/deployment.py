@@ -7,7 +7,7 @@ of how results are shown.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gllm.observability.step_log import Event, Start
+from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import Cost
@@ -33,7 +33,7 @@ class Deployment:
     scheduler: SchedulerConfig
 
 
-def simulate(deployment: Deployment, jobs: list[Job]) -> tuple[Run, list[Event]]:
+def simulate(deployment: Deployment, jobs: list[Job]) -> tuple[Run, list[StepLogEvent]]:
     """Serve the jobs; the run and its log. Raises ValueError as `serve_requests`."""
     return serve_requests(deployment, requests_of(jobs))
 
@@ -43,7 +43,7 @@ def serve_requests(
     requests: list[tuple[float, SchedulerRequest]],
     aborts: Iterable[tuple[float, list[int]]] = (),
     told: list[Told] | None = None,
-) -> tuple[Run, list[Event]]:
+) -> tuple[Run, list[StepLogEvent]]:
     """Serve requests that come, and end sequences that are aborted, at their times. `told`: what
     the driver hears of stages' times and when, where not at the end of each step.
 
@@ -57,8 +57,8 @@ def serve_requests(
             f"{config.max_model_len}: raise it or choose another workload"
         )
     begin = requests[0][0] if requests else 0.0
-    events: list[Event] = [
-        Start(begin, deployment.model, deployment.layers, config, source="simulator")
+    events: list[StepLogEvent] = [
+        StartEvent(begin, deployment.model, deployment.layers, config, source="simulator")
     ]
     pipeline = Pipeline(config, deployment.cost, events.append, tells=told is None)
     others = [pipeline.abortion(time, seqs) for time, seqs in aborts]

@@ -6,7 +6,7 @@ Owns the way from options to a deployment and its jobs. Knows nothing of output.
 from dataclasses import dataclass, field
 
 from gllm.config.field_types import convert_fields
-from gllm.config.options import INT32_MAX, MAX_SECONDS, option
+from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.fitted import FittedCost
 from gllm.sim.deployment import Deployment, roofline
@@ -58,8 +58,12 @@ class SimulationConfig:
     time_scale: float = option(1.0, "stretches the times of a replay", gt=0, le=1e9)
     length_scale: float = option(1.0, "multiplies prompt and output lengths", gt=0, le=1e6)
     seed: int = option(0, "of lengths and arrivals", ge=0, le=2**63 - 1)
-    slo_ttft: float | None = option(None, "TTFT limit for the SLO, seconds", gt=0, le=MAX_SECONDS)
-    slo_tpot: float | None = option(None, "TPOT limit for the SLO, seconds", gt=0, le=MAX_SECONDS)
+    slo_ttft: float | None = option(
+        None, "TTFT limit for the SLO, seconds", gt=0, le=MAX_TIMEOUT_SECONDS
+    )
+    slo_tpot: float | None = option(
+        None, "TPOT limit for the SLO, seconds", gt=0, le=MAX_TIMEOUT_SECONDS
+    )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from gllm.observability.step_log import Event as Logged
 from gllm.observability.step_log import LoggedScheduler
+from gllm.observability.step_log import StepLogEvent as Logged
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.sequence import SchedulerRequest

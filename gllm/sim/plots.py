@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gllm.observability.metrics import Timeline, latencies, percentile
+from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
 from gllm.sim.intervals import (
     Bar,
     Bubble,
@@ -126,7 +126,7 @@ def plot_latencies(run: Run, path: str | Path) -> None:
     plot_distributions([served.line for served in run.requests.values()], _caption(run), path)
 
 
-def plot_distributions(lines: Sequence[Timeline], caption: str, path: str | Path) -> None:
+def plot_distributions(lines: Sequence[RequestTimeline], caption: str, path: str | Path) -> None:
     """Distributions of TTFT, TPOT, ITL and E2EL, with p50 and p99; percentiles over ms or s.
 
     Raises ImportError without matplotlib, ValueError for another suffix, OSError as open does.
@@ -137,7 +137,7 @@ def plot_distributions(lines: Sequence[Timeline], caption: str, path: str | Path
         figure.suptitle(f"{caption}: {len(lines)} requests", fontsize=10)
         places = figure.subplots(2, 2, squeeze=False).flat
         for axes, title, (name, values) in zip(
-            places, titles, latencies(lines).items(), strict=True
+            places, titles, collect_latencies(lines).items(), strict=True
         ):
             axes.set_title(f"{title} ({name.upper()})")
             _draw_distribution(axes, sorted(values))

@@ -9,13 +9,13 @@ import sys
 from dataclasses import dataclass
 
 from gllm.observability.step_log import (
-    Add,
-    Event,
-    Schedule,
-    Start,
-    call_again,
+    AddEvent,
+    ScheduleEvent,
+    StartEvent,
+    StepLogEvent,
     read_step_log,
-    request_of,
+    replay_event,
+    to_request,
 )
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.scheduler import Scheduler
@@ -38,28 +38,28 @@ class Agreement:
         return self.equal / self.plans if self.plans else 1.0
 
 
-def replay_calls(events: list[Event]) -> Agreement:
+def replay_calls(events: list[StepLogEvent]) -> Agreement:
     """Call a new scheduler as the log says, and compare all of each plan."""
     start = events[0]
-    assert isinstance(start, Start), "read_step_log has checked it"
+    assert isinstance(start, StartEvent), "read_step_log has checked it"
     scheduler = Scheduler(start.scheduler)
     equal = plans = 0
     for event in events[1:]:
-        plan = call_again(scheduler, event)
-        recorded = event.plan if isinstance(event, Schedule) else None
+        plan = replay_event(scheduler, event)
+        recorded = event.plan if isinstance(event, ScheduleEvent) else None
         if plan is not None or recorded is not None:
             plans += 1
             equal += plan == recorded
     return Agreement(equal, plans)
 
 
-def replay_times(events: list[Event]) -> Agreement:
+def replay_times(events: list[StepLogEvent]) -> Agreement:
     """Simulate with the log's arrivals and step times, and compare what each plan runs."""
     run = run_of(events, warm_ups=True)
     requests = [
-        (run.requests[event.seq].heard, request_of(event))
+        (run.requests[event.seq].heard, to_request(event))
         for event in events
-        if isinstance(event, Add)
+        if isinstance(event, AddEvent)
     ]
     start = run.start
     deployment = Deployment(start.model, start.layers, RecordedCost(run), start.scheduler)
@@ -69,8 +69,8 @@ def replay_times(events: list[Event]) -> Agreement:
     return Agreement(equal, max(len(real), len(again)))
 
 
-def _plans(events: list[Event]) -> list[StepPlan]:
-    return [e.plan for e in events if isinstance(e, Schedule) and e.plan is not None]
+def _plans(events: list[StepLogEvent]) -> list[StepPlan]:
+    return [e.plan for e in events if isinstance(e, ScheduleEvent) and e.plan is not None]
 
 
 def _content(plan: StepPlan) -> list[tuple[int, int, int, int]]:

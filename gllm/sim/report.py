@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from gllm.observability.metrics import latencies, percentile, slo_attainment
+from gllm.observability.latency import collect_latencies, percentile, slo_attainment
 from gllm.sim.run import Run
 
 PERCENTS = (50, 90, 99)
@@ -60,7 +60,7 @@ def summarize(
         "output_tokens_per_second": output / span,
         "total_tokens_per_second": (prompt + output) / span,
         "steady_tokens_per_second": steady_rate(run)[0],
-        **{name: spread(values) for name, values in latencies(lines).items()},
+        **{name: spread(values) for name, values in collect_latencies(lines).items()},
         "steps": len(run.steps),
         "tokens_per_step": spread([float(step.work.tokens) for step in run.steps]),
         "tokens_per_step_variation": variation([step.work.tokens for step in run.steps]),

@@ -9,9 +9,17 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 
-from gllm.observability.bubbles import Change, Spell, Sweep
-from gllm.observability.metrics import Timeline
-from gllm.observability.step_log import Abort, Add, Commit, Event, Schedule, Start, Times
+from gllm.observability.bubbles import ActivityChange, Interval, IntervalSweep
+from gllm.observability.latency import RequestTimeline
+from gllm.observability.step_log import (
+    AbortEvent,
+    AddEvent,
+    CommitEvent,
+    ScheduleEvent,
+    StageTimesEvent,
+    StartEvent,
+    StepLogEvent,
+)
 from gllm.scheduler.plan import SampledToken, ScheduledRow, StepTime
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
 
@@ -22,11 +30,11 @@ class Served:
 
     prompt_tokens: int
     max_tokens: int
-    line: Timeline
+    line: RequestTimeline
     heard: float = 0.0
     """When the driver had heard all that came with the request."""
     preempted: int = 0
-    """Times it lost its blocks."""
+    """StageTimesEvent it lost its blocks."""
 
 
 @dataclass
@@ -82,7 +90,7 @@ class StageUse:
 class Run:
     """A whole run."""
 
-    start: Start
+    start: StartEvent
     requests: dict[int, Served] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
@@ -111,36 +119,36 @@ class Run:
                 uses[stage].bubble += seconds * spell.bubble_share
         return uses
 
-    def spells(self, begin: float = -inf, end: float = inf) -> Iterator[Spell]:
+    def spells(self, begin: float = -inf, end: float = inf) -> Iterator[Interval]:
         """What the stages did from `begin` to `end`, cut to the run, in order of time and without
         gaps until the log's last word on stages and work."""
         begin, end = max(begin, self.begin), min(end, self.end)
-        sweep = Sweep(len(self.start.layers), begin)
+        sweep = IntervalSweep(len(self.start.layers), begin)
         for change in sorted(self._changes(), key=attrgetter("time")):
             spell = sweep.until(min(change.time, end))
             if spell is not None:
                 yield spell
             sweep.take(change)
 
-    def _changes(self) -> Iterator[Change]:
+    def _changes(self) -> Iterator[ActivityChange]:
         """Of the work at hand, then of stages, each in its order."""
         for time, wanted in self.parallelism:
-            yield Change(time, None, wanted)
+            yield ActivityChange(time, None, wanted)
         for step in self.steps:
             for stage, times in enumerate(step.stages):
                 if times is not None:
-                    yield Change(times.start, stage, 1)
-                    yield Change(times.end, stage, -1)
+                    yield ActivityChange(times.start, stage, 1)
+                    yield ActivityChange(times.end, stage, -1)
 
 
-def run_of(events: Iterable[Event], warm_ups: bool = False) -> Run:
+def run_of(events: Iterable[StepLogEvent], warm_ups: bool = False) -> Run:
     """Read a run off its log. Raises ValueError where the log does not begin with a start.
 
     Warm-up requests and their micro-batches are left out, unless `warm_ups`.
     """
     iterator = iter(events)
     start = next(iterator, None)
-    if not isinstance(start, Start):
+    if not isinstance(start, StartEvent):
         raise ValueError("a step log has to begin with its start")
     reader = _Reader(Run(start), 0 if warm_ups else start.warm_ups)
     for event in iterator:
@@ -169,38 +177,40 @@ class _Reader:
         self._stop_ids: dict[int, list[int]] = {}
         """Of the sequences that nothing has ended early: what is in flight of others is void."""
 
-    def read(self, event: Event) -> None:
+    def read(self, event: StepLogEvent) -> None:
         """Take one event in."""
-        if isinstance(event, Add | Abort | Commit | Times):
+        if isinstance(event, AddEvent | AbortEvent | CommitEvent | StageTimesEvent):
             self._news = event.time
         match event:
-            case Add():
+            case AddEvent():
                 self._add(event)
-            case Schedule():
+            case ScheduleEvent():
                 self._schedule(event)
-            case Times(stage=stage, steps=steps):
+            case StageTimesEvent(stage=stage, steps=steps):
                 self.run.told.append(Told(stage, steps))
                 self._heard.append(self.run.told[-1])
                 for times in steps:
                     self._steps[times.step].stages[stage] = times
-            case Commit():
+            case CommitEvent():
                 self._commit(event)
-            case Abort(seqs=seqs):
+            case AbortEvent(seqs=seqs):
                 for seq in seqs:
                     self._stop_ids.pop(seq, None)
-            case Start():
+            case StartEvent():
                 pass
 
-    def _add(self, add: Add) -> None:
+    def _add(self, add: AddEvent) -> None:
         if self._warm_ups:
             self._warm_ups -= 1
             return
         for seq in range(add.seq, add.seq + add.n):
-            self.run.requests[seq] = Served(len(add.prompt), add.max_tokens, Timeline(add.time))
+            self.run.requests[seq] = Served(
+                len(add.prompt), add.max_tokens, RequestTimeline(add.time)
+            )
             self._stop_ids[seq] = add.stop_ids
             self._heard.append(self.run.requests[seq])
 
-    def _schedule(self, event: Schedule) -> None:
+    def _schedule(self, event: ScheduleEvent) -> None:
         run, plan = self.run, event.plan
         run.parallelism.append((event.time, event.parallelism))
         for each in self._heard:
@@ -225,7 +235,7 @@ class _Reader:
             if served is not None:
                 served.preempted = row.epoch
 
-    def _commit(self, event: Commit) -> None:
+    def _commit(self, event: CommitEvent) -> None:
         result = event.result
         step = self._steps[result.step]
         step.committed = event.time

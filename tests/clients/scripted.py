@@ -27,7 +27,7 @@ from llguidance import LLMatcher, LLTokenizer
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.config.server import ServerConfig
-from gllm.engine.interface import Delta
+from gllm.engine.interface import OutputDelta
 from gllm.frontend.app import make_app, make_runner
 from gllm.grammar.child import _set_bits, compile_grammar
 from gllm.grammar.sources.source import to_grammar_source
@@ -65,7 +65,7 @@ class ScriptedEngine(FakeEngine):
 
     async def _tokens(
         self, prompt: list[int], params: SamplingParams
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[OutputDelta, None]:
         speaker = copy(self)
         scripts = SCRIPT.findall(self.tokenizer.decode(prompt, False))
         if params.structured is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
-from gllm.config.flags import add_flags, from_flags, parse_bytes
+from gllm.config.flags import add_flags, config_from_flags, parse_bytes
 from gllm.config.sampling import SamplingParams
 from gllm.config.server import ServerConfig
 
@@ -18,7 +18,7 @@ def parse(line: str) -> tuple[EngineConfig, ServerConfig]:
     add_flags(parser, EngineConfig)
     add_flags(parser, ServerConfig)
     values = parser.parse_args(line.split())
-    return from_flags(EngineConfig, values), from_flags(ServerConfig, values)
+    return config_from_flags(EngineConfig, values), config_from_flags(ServerConfig, values)
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -46,11 +46,13 @@ def test_every_flag_reaches_its_field() -> None:
 
 
 def test_flat_keywords_find_their_place() -> None:
-    config = EngineConfig.of("m", pipeline_parallel_size=2, policy="sarathi", max_model_len=7)
+    config = EngineConfig.from_options(
+        "m", pipeline_parallel_size=2, policy="sarathi", max_model_len=7
+    )
     assert config.scheduler.policy == "sarathi"
     assert (config.model, config.pipeline_parallel_size, config.max_model_len) == ("m", 2, 7)
     with pytest.raises(TypeError, match="polici"):
-        EngineConfig.of("m", polici="sarathi")
+        EngineConfig.from_options("m", polici="sarathi")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_bytes(text: str, value: int) -> None:
 )
 def test_values_out_of_range_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
-        EngineConfig.of("m", **options)
+        EngineConfig.from_options("m", **options)
 
 
 @pytest.mark.parametrize(

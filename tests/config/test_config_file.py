@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import from_flags
+from gllm.config.flags import config_from_flags
 from gllm.config.sampling import SamplingParams
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
@@ -19,7 +19,7 @@ def parse(folder: Path, flags: object, *arguments: str) -> tuple[EngineConfig, S
     file = folder / "flags.yaml"
     file.write_text(flags if isinstance(flags, str) else yaml.safe_dump(flags))
     values = parser().parse_args([*arguments, "--config", str(file)])
-    return from_flags(EngineConfig, values), from_flags(ServerConfig, values)
+    return config_from_flags(EngineConfig, values), config_from_flags(ServerConfig, values)
 
 
 FLAGS = {
@@ -118,7 +118,7 @@ async def seeds(monkeypatch: pytest.MonkeyPatch, *own: int | None, seed: int | N
 
     monkeypatch.setattr(engine, "_check_ready", lambda: None)
     monkeypatch.setattr(engine, "_client", Client())
-    monkeypatch.setattr("gllm.engine.engine.Request", lambda *_: None)
+    monkeypatch.setattr("gllm.engine.engine.RequestState", lambda *_: None)
     for each in own:
         await engine.submit([[1, 2], [3]], SamplingParams(seed=each))
     return sent

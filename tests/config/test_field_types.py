@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from gllm.commands.bench.options import ServeConfig
 from gllm.config.engine import EngineConfig
-from gllm.config.field_types import FieldError, shortened
+from gllm.config.field_types import FieldError, shorten_repr
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
-from gllm.engine.request import make_sampling
+from gllm.engine.request import build_sequence_params
 from gllm.messages.codec import decode, encode
 from gllm.messages.requests import SubmitRequest
 from gllm.scheduler.config import SchedulerConfig
@@ -48,7 +48,7 @@ CONVERTED: list[tuple[str, Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "converted"), CONVERTED, ids=shortened)
+@pytest.mark.parametrize(("name", "value", "converted"), CONVERTED, ids=shorten_repr)
 def test_equivalent_types_are_converted(name: str, value: Any, converted: Any) -> None:
     found = getattr(SamplingParams(**{name: value}), name)
     assert found == converted
@@ -82,7 +82,7 @@ REFUSED: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), REFUSED, ids=shortened)
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=shorten_repr)
 def test_other_types_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(FieldError, match=f"^{name}") as caught:
         SamplingParams(**{name: value})
@@ -134,7 +134,7 @@ def test_any_value_is_refused_by_name_or_survives_the_wire(name: str, value: Any
     if refused:
         assert refused == name
         return
-    sampling = make_sampling(params, {*params.stop_token_ids, 2}, ((3,),), "", Random(0))
+    sampling = build_sequence_params(params, {*params.stop_token_ids, 2}, ((3,),), "", Random(0))
     stops = sorted(params.stop_token_ids)
     message = SubmitRequest(0, [5], sampling, params.max_tokens or 9, stops, params.n)
     assert decode(encode(message)) == message
@@ -162,7 +162,7 @@ PROMPTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("prompts", PROMPTS, ids=shortened)
+@pytest.mark.parametrize("prompts", PROMPTS, ids=shorten_repr)
 async def test_prompts_of_other_types_are_refused(engine: Any, prompts: Any) -> None:
     with pytest.raises(FieldError, match="prompt"):
         await engine.submit(prompts, SamplingParams())
@@ -175,7 +175,7 @@ async def test_prompts_of_other_types_are_refused(engine: Any, prompts: Any) -> 
 @pytest.mark.parametrize(
     "prompt",
     [np.array([3, 4]), torch.tensor([3, 4]), (3, 4), [np.int64(3), np.uint8(4)]],
-    ids=shortened,
+    ids=shorten_repr,
 )
 async def test_prompts_may_be_arrays(engine: Any, prompt: Any) -> None:
     (request,) = await engine.submit([prompt], SamplingParams(), priority=np.int64(2))
@@ -191,7 +191,7 @@ async def test_prompts_may_be_arrays(engine: Any, prompt: Any) -> None:
         *({"priority": 1.0}, {"priority": True}, {"priority": 2**63}, {"cache_salt": 5}),
         *({"cache_salt": "\ud800"}, {"request_id": 5}),
     ],
-    ids=shortened,
+    ids=shorten_repr,
 )
 async def test_options_of_other_types_are_refused(engine: Any, options: dict[str, Any]) -> None:
     with pytest.raises(FieldError, match=f"^{next(iter(options))}"):
@@ -241,9 +241,11 @@ def test_errors_of_secret_fields_do_not_show_the_value(key: Any) -> None:
 
 
 def test_configurations_convert_their_fields_too() -> None:
-    config = EngineConfig.of("m", max_model_len=np.int64(9), layers=[1], max_num_seqs=np.int32(4))
+    config = EngineConfig.from_options(
+        "m", max_model_len=np.int64(9), layers=[1], max_num_seqs=np.int32(4)
+    )
     found = config.max_model_len, config.layers, config.scheduler.max_num_seqs
     assert repr(found) == "(9, (1,), 4)"
     for options in ({"max_model_len": 9.0}, {"max_num_seqs": True}, {"block_size": "16"}):
         with pytest.raises(ValueError, match=f"^{next(iter(options))}"):
-            EngineConfig.of("m", **options)
+            EngineConfig.from_options("m", **options)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import FlagType, number, parse_bytes
-from gllm.config.options import INT32_MAX, Range, describe
+from gllm.config.flags import FlagType, number_type, parse_bytes
+from gllm.config.options import INT32_MAX, Range, describe_range
 from gllm.config.server import ServerConfig
 
 PARSERS = {
@@ -90,7 +90,7 @@ def checked(action: argparse.Action) -> tuple[FlagType, str]:
     assert flag.range is not None, f"{action.option_strings[0]} has no range"
     assert flag.range.is_bounded
     assert flag.kind is not None
-    return flag, describe(flag.kind, flag.range)
+    return flag, describe_range(flag.kind, flag.range)
 
 
 @pytest.mark.parametrize("command", PARSERS)
@@ -154,7 +154,7 @@ def test_values_from_python_are_checked_alike(config: type, options: dict[str, A
 @pytest.mark.parametrize("value", ["no", 0, None])
 def test_switches_are_true_or_false(value: Any) -> None:
     with pytest.raises(ValueError, match=r"prefix_cache is .* has to be True or False"):
-        EngineConfig.of("demo", prefix_cache=value)
+        EngineConfig.from_options("demo", prefix_cache=value)
 
 
 def test_other_types_of_numbers_are_converted() -> None:
@@ -176,8 +176,8 @@ def test_other_types_of_numbers_are_converted() -> None:
 )
 def test_ranges_in_words(allowed: Range, text: str) -> None:
     assert str(allowed) == text
-    assert describe(int, allowed) == f"an integer {text}"
+    assert describe_range(int, allowed) == f"an integer {text}"
 
 
 def test_a_flag_of_one_number() -> None:
-    assert number(int, ge=1, le=3)("2") == 2
+    assert number_type(int, ge=1, le=3)("2") == 2

@@ -13,7 +13,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine, EngineError
-from gllm.engine.interface import Delta, EmbeddingError, EngineUnavailable
+from gllm.engine.interface import EmbeddingError, EngineUnavailableError, OutputDelta
 from gllm.engine.llm import LLM
 from gllm.runtime.launch import Workers
 
@@ -69,7 +69,7 @@ async def test_embeddings_are_transformers_last_hidden_states(
     model = transformers.Qwen3ForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     prompts = [[7], [7, 8, 9], list(range(5, 105))]
     options = {"pipeline_parallel_size": stages, "dtype": "float32", "max_num_batched_tokens": 48}
-    async with Engine(EngineConfig.of(str(tiny_model), **options)) as engine:
+    async with Engine(EngineConfig.from_options(str(tiny_model), **options)) as engine:
         made = await asyncio.gather(*(engine.embed(prompt) for prompt in [*prompts, *prompts]))
         with pytest.raises(FieldError):
             await engine.embed([])
@@ -80,7 +80,7 @@ async def test_embeddings_are_transformers_last_hidden_states(
 
 
 async def test_an_embedding_that_is_no_number_is_told(poisoned: Path) -> None:
-    async with Engine(EngineConfig.of(str(poisoned))) as engine:
+    async with Engine(EngineConfig.from_options(str(poisoned))) as engine:
         with pytest.raises(EmbeddingError, match="finite"):
             await engine.embed([7, POISON])
         assert len(await engine.embed([7])) == 48
@@ -125,7 +125,7 @@ def test_a_chat(llm: LLM) -> None:
 def test_a_request_that_cannot_be_computed_ends_alone(llm: LLM) -> None:
     alone = llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
 
-    async def both() -> tuple[list[Delta], list[Delta]]:
+    async def both() -> tuple[list[OutputDelta], list[OutputDelta]]:
         good = collect(llm._engine, [5, 6, 7])
         bad = collect(llm._engine, [5, POISON, 7])
         return await asyncio.gather(good, bad)
@@ -139,7 +139,7 @@ def test_a_request_that_cannot_be_computed_ends_alone(llm: LLM) -> None:
     assert llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids == alone
 
 
-async def collect(engine: Engine, prompt: list[int]) -> list[Delta]:
+async def collect(engine: Engine, prompt: list[int]) -> list[OutputDelta]:
     return [delta async for delta in engine.generate(prompt, GREEDY)]
 
 
@@ -150,7 +150,9 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
 
 
 async def test_the_asynchronous_engine(tiny_model: Path) -> None:
-    config = EngineConfig.of(str(tiny_model), pipeline_parallel_size=2, kv_cache_memory=2**24)
+    config = EngineConfig.from_options(
+        str(tiny_model), pipeline_parallel_size=2, kv_cache_memory=2**24
+    )
     async with Engine(config) as engine:
         await abandon(engine)
         streams = [collect(engine, [5, i]) for i in range(20)]
@@ -166,7 +168,7 @@ async def test_the_asynchronous_engine(tiny_model: Path) -> None:
         last = (await waiting)[-1]
         assert (last.finish_reason, "SIGKILL" in last.error) == ("error", True)
         assert not engine.status().is_healthy
-        with pytest.raises(EngineUnavailable, match="SIGKILL"):
+        with pytest.raises(EngineUnavailableError, match="SIGKILL"):
             await collect(engine, [5])
 
 
@@ -181,7 +183,7 @@ async def abandon(engine: Engine) -> None:
 
 
 async def test_priority_runs_first_when_seats_are_few(tiny_model: Path) -> None:
-    config = EngineConfig.of(str(tiny_model), max_num_seqs=1, kv_cache_memory=2**24)
+    config = EngineConfig.from_options(str(tiny_model), max_num_seqs=1, kv_cache_memory=2**24)
     async with Engine(config) as engine:
         done: list[int] = []
 

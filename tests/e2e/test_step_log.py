@@ -40,7 +40,7 @@ async def test_everything_is_written(
     tiny_model: Path, tmp_path: Path, stages: int, policy: str
 ) -> None:
     log = tmp_path / "steps.jsonl"
-    config = EngineConfig.of(
+    config = EngineConfig.from_options(
         str(tiny_model), pipeline_parallel_size=stages, policy=policy, step_log=str(log)
     )
     bubbles = await serve(config, 5)
@@ -68,6 +68,6 @@ async def test_everything_is_written(
 
 
 async def test_a_file_that_cannot_be_written_is_named(tiny_model: Path) -> None:
-    config = EngineConfig.of(str(tiny_model), step_log="/nowhere/steps.jsonl")
+    config = EngineConfig.from_options(str(tiny_model), step_log="/nowhere/steps.jsonl")
     with pytest.raises(ValueError, match=r"step_log /nowhere/steps\.jsonl"):
         await serve(config, 1)

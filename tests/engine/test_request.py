@@ -9,7 +9,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.engine import Engine
-from gllm.engine.interface import EngineUnavailable
+from gllm.engine.interface import EngineUnavailableError
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
@@ -139,6 +139,6 @@ async def test_an_engine_that_ends_meanwhile_takes_nothing(engine, monkeypatch):
         return "grammar"
 
     monkeypatch.setattr(engine._grammars, "grammar_of", ends)
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(EngineUnavailableError):
         await engine.submit([[5]], CHOICE)
     assert engine.sent == []

@@ -13,7 +13,7 @@ from gllm.experiments.base import Claim, Result, claims_table, write_result
 from gllm.experiments.latency_vs_rate import slope, turning_point
 from gllm.experiments.real_ablation import middle
 from gllm.experiments.slo import rate_at
-from gllm.observability.step_log import Event
+from gllm.observability.step_log import StepLogEvent
 from gllm.sim.costs.constant import ConstantCost
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.workload import Job
@@ -50,7 +50,7 @@ def test_prediction_of_the_real_engine(tmp_path: Path) -> None:
         assert f"median {metric}, ms" in page
 
 
-def serve_simulated(config: EngineConfig, jobs: list[Job]) -> list[Event]:
+def serve_simulated(config: EngineConfig, jobs: list[Job]) -> list[StepLogEvent]:
     """Return the step log of a simulated pipeline in place of a real engine's."""
     stages = config.pipeline_parallel_size
     scheduler = config.scheduler.resolve(stages, 1000, 1024)
@@ -64,7 +64,7 @@ def serve_simulated(config: EngineConfig, jobs: list[Job]) -> list[Event]:
 def test_the_real_ablation(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    serve: Callable[[EngineConfig, list[Job]], list[Event]],
+    serve: Callable[[EngineConfig, list[Job]], list[StepLogEvent]],
 ) -> None:
     monkeypatch.setattr(real_ablation, "serve", serve)
     assert main(["ablation", "--real", "--quick", "--output", str(tmp_path)]) == 0

@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from gllm.config.server import ServerConfig
 from gllm.frontend.app import make_app, make_runner
-from gllm.frontend.connection import Connection, Runner
+from gllm.frontend.connection import Connection, ConnectionRunner
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.fake_engine import FakeEngine
@@ -100,7 +100,7 @@ class RealServer(TestServer):
             self.schemas.install(self.app)
         self._config = config
 
-    async def _make_runner(self, **_: Any) -> Runner:
+    async def _make_runner(self, **_: Any) -> ConnectionRunner:
         return make_runner(self.app, self._config)
 
 

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import (
-    Delta,
     EngineStatus,
     ModelInfo,
+    OutputDelta,
     ProfileError,
     check_request,
-    truncated,
+    truncate_prompt,
 )
 from gllm.grammar.sources.source import to_grammar_source
 from gllm.messages.reports import BubbleReport, StageUtilization
@@ -54,11 +54,11 @@ class FakeRequest:
     """Runs a script of deltas, each in a turn of the loop of its own."""
 
     def __init__(
-        self, engine: "FakeEngine", call: Call, script: AsyncGenerator[Delta, None]
+        self, engine: "FakeEngine", call: Call, script: AsyncGenerator[OutputDelta, None]
     ) -> None:
         self._engine, self._call, self._script = engine, call, script
         self._left = set(range(call.params.n))
-        self._deltas: dict[int, list[Delta]] = {}
+        self._deltas: dict[int, list[OutputDelta]] = {}
         self._error: Exception | None = None
         self._news: Callable[[], object] = bool
         engine.num_requests += 1
@@ -67,7 +67,7 @@ class FakeRequest:
     def listen(self, news: Callable[[], None]) -> None:
         self._news = news
 
-    def take(self) -> list[Delta]:
+    def take(self) -> list[OutputDelta]:
         if self._error is not None:
             raise self._error
         taken, self._deltas = self._deltas, {}
@@ -85,7 +85,7 @@ class FakeRequest:
                 self._left -= {delta.index} if delta.finish_reason else set()
                 if self._call.aborted:
                     for index in self._left:
-                        self._bring(Delta(index, "", [], "abort"))
+                        self._bring(OutputDelta(index, "", [], "abort"))
                     return
                 self._call.finished = not self._left
                 await asyncio.sleep(0)
@@ -93,14 +93,14 @@ class FakeRequest:
             self._error = error
             self._news()
 
-    def _bring(self, delta: Delta) -> None:
+    def _bring(self, delta: OutputDelta) -> None:
         was_empty = not self._deltas
         self._deltas.setdefault(delta.index, []).append(delta)
         if was_empty:
             self._news()
 
 
-def joined(deltas: list[Delta]) -> Delta:
+def joined(deltas: list[OutputDelta]) -> OutputDelta:
     """Consecutive deltas of one choice as one."""
     return replace(
         deltas[-1],
@@ -194,7 +194,7 @@ class FakeEngine:
         cache_salt: str = "",
         request_id: str = "",
     ) -> "list[FakeRequest]":
-        prompts = [truncated(prompt, params, self.model) for prompt in prompts]
+        prompts = [truncate_prompt(prompt, params, self.model) for prompt in prompts]
         for prompt in prompts:
             check_request(prompt, params, self.model)
         if params.structured is not None:
@@ -250,7 +250,7 @@ class FakeEngine:
 
     async def _tokens(
         self, prompt: list[int], params: SamplingParams
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[OutputDelta, None]:
         """The choices' tokens in turn, as a pipeline would bring them."""
         ids = self.tokenizer.encode(self.reply)
         limit = min(params.max_tokens or self.max_model_len, len(ids))
@@ -270,7 +270,7 @@ class FakeEngine:
             for index in list(streams):
                 cached = self.cached_tokens if at == 0 else 0
                 if at == self.fail_after:
-                    yield Delta(index, "", [], "error", None, "logits are not finite", cached)
+                    yield OutputDelta(index, "", [], "error", None, "logits are not finite", cached)
                     return
                 text, _, stop = streams[index].push([ids[at]])
                 reason = "stop" if stop is not None or at + 1 == len(ids) else None
@@ -280,4 +280,4 @@ class FakeEngine:
                     del streams[index]
                 logprobs = scored(ids[at], params.logprobs)
                 told = (logprobs, [] if at else before)
-                yield Delta(index, text, [ids[at]], reason, stop, "", cached, 0.0, *told)
+                yield OutputDelta(index, text, [ids[at]], reason, stop, "", cached, 0.0, *told)

@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from gllm.frontend.blocks import Blocks
-from gllm.frontend.sse import Event
+from gllm.frontend.output_blocks import BlockSplitter
+from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.output.events import (
     ContentDelta,
@@ -199,7 +199,7 @@ async def test_a_call_that_is_cut_off_is_none(capable, cut):
     assert set(outputs[0]) <= {ARGUMENTS}
 
 
-def noted(events: list[Event]) -> list[str]:
+def noted(events: list[ServerSentEvent]) -> list[str]:
     """Return the notes in the events of `Notes`."""
     return [event.data["is"] for event in events if isinstance(event.data, dict)]
 
@@ -208,17 +208,17 @@ class Notes:
     """A pen that notes what it is to write."""
 
     def opened(self, block):
-        return [Event({"is": f"open {block.kind} {block.index}"})]
+        return [ServerSentEvent({"is": f"open {block.kind} {block.index}"})]
 
     def grown(self, block, text):
-        return [Event({"is": text})]
+        return [ServerSentEvent({"is": text})]
 
     def closed(self, block):
-        return [Event({"is": f"{block.status} {block.index}"})]
+        return [ServerSentEvent({"is": f"{block.status} {block.index}"})]
 
 
 def test_a_call_that_breaks_later_ends_as_it_is():
-    blocks = Blocks(Notes())
+    blocks = BlockSplitter(Notes())
     begun = blocks.add(
         [ReasoningDelta("a"), ToolCallStart(0, "c", "f"), ToolCallArgumentsDelta(0, "{")]
     )
@@ -231,7 +231,7 @@ def test_a_call_that_breaks_later_ends_as_it_is():
 
 
 def test_a_call_that_breaks_at_once_is_never_shown():
-    blocks = Blocks(Notes())
+    blocks = BlockSplitter(Notes())
     call: list[Any] = [
         ToolCallStart(0, "c", "f"),
         ToolCallArgumentsDelta(0, "{"),
@@ -247,6 +247,6 @@ def test_a_call_that_breaks_at_once_is_never_shown():
 
 
 def test_a_text_at_the_limit_is_incomplete():
-    blocks = Blocks(Notes())
+    blocks = BlockSplitter(Notes())
     events = blocks.add([ContentDelta("a")]) + blocks.finish("length")
     assert noted(events) == ["open text 0", "a", "incomplete 0"]

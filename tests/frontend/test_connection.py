@@ -11,13 +11,13 @@ from contextlib import AsyncExitStack
 import pytest
 import uvloop
 
-from gllm.frontend.connection import MAX_FIELD_BYTES, MAX_FIELDS, MAX_HEAD_BYTES, MAX_URL_BYTES
+from gllm.frontend.connection import MAX_HEADER_BYTES, MAX_HEADERS, MAX_HEADERS_BYTES, MAX_URL_BYTES
 from gllm.frontend.open_files import raise_open_files_limit
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH, serving
 from tests.frontend.raw import SECONDS, connected, post
 from tests.frontend.test_stream import BulkyTokenizer, until
 
-MANY = "".join(f"x-{i}: y\r\n" for i in range(MAX_FIELDS + 1))
+MANY = "".join(f"x-{i}: y\r\n" for i in range(MAX_HEADERS + 1))
 NO_REQUESTS = {
     "line": (b"what is this\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
@@ -31,7 +31,7 @@ NO_REQUESTS = {
     "header": (b"GET / HTTP/1.1\r\nHost: x\r\nx\x00y: z\r\n\r\n", 400),
     "URL": (b"GET /" + b"x" * MAX_URL_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
     "field": (
-        b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * (MAX_FIELD_BYTES + 9) + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * (MAX_HEADER_BYTES + 9) + b"\r\n\r\n",
         431,
     ),
     "fields": (f"GET / HTTP/1.1\r\nHost: x\r\n{MANY}\r\n".encode(), 431),
@@ -58,7 +58,7 @@ async def test_a_head_without_end(server):
     async with connected(server.client) as raw:
         await raw.send(b"GET / HTTP/1.1\r\nHost: x\r\n")
         field = b"y: " + b"z" * 8000 + b"\r\n"
-        for _ in range(MAX_HEAD_BYTES // len(field) + 1):
+        for _ in range(MAX_HEADERS_BYTES // len(field) + 1):
             await raw.send(field)
         status, headers, body = await raw.answer()
         assert await raw.rest() == b""

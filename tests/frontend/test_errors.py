@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gllm.engine.interface import EngineUnavailable
+from gllm.engine.interface import EngineUnavailableError
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT, TEXT_PATH
 
 BIG = 2**63
@@ -300,7 +300,7 @@ async def test_raising_engine_is_one_requests_trouble(server, caplog):
     assert (answer.status, answer.error["code"]) == (500, "internal_error")
     assert "secret" not in answer.error["message"]
     assert "secret" in caplog.text
-    server.engine.raises = EngineUnavailable("full", "later")
+    server.engine.raises = EngineUnavailableError("full", "later")
     assert (await server.chat()).status == 503
 
 

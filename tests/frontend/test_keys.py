@@ -1,11 +1,11 @@
-"""Keys: who gets in, and that no key gets out."""
+"""ApiKeys: who gets in, and that no key gets out."""
 
 import re
 
 import pytest
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.middleware.keys import Keys, read_keys
+from gllm.frontend.middleware.keys import ApiKeys, read_api_keys
 from gllm.frontend.routes.registry import ENDPOINTS
 from gllm.serve import keys_of_environment
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
@@ -113,7 +113,7 @@ async def test_no_keys_no_questions(server):
 
 def test_every_key_is_compared(monkeypatch):
     compared = []
-    keys = Keys(["a", "b", "c", "b"])
+    keys = ApiKeys(["a", "b", "c", "b"])
 
     def same(given, known):
         compared.append(known)
@@ -128,7 +128,7 @@ def test_every_key_is_compared(monkeypatch):
 def test_keys_of_a_file(tmp_path):
     file = tmp_path / "keys"
     file.write_text(f"# ours\n\n  {KEY}  \n# {OTHER}\nb\n")
-    keys = read_keys(ServerConfig(api_key=("c",), api_key_file=str(file)))
+    keys = read_api_keys(ServerConfig(api_key=("c",), api_key_file=str(file)))
     assert len(keys) == 3
     found = [keys.find(key) is not None for key in (KEY, "b", "c", OTHER, "", "# ours")]
     assert found == [True, True, True, False, False, False]
@@ -150,7 +150,7 @@ def test_files_that_cannot_be(tmp_path, text, why):
     if text is not None:
         file.write_bytes(text)
     with pytest.raises(ValueError, match=why) as caught:
-        read_keys(ServerConfig(api_key_file=str(file)))
+        read_api_keys(ServerConfig(api_key_file=str(file)))
     assert "--api-key-file" in str(caught.value)
     assert "two words" not in str(caught.value)
 

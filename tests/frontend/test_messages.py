@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gllm.engine.interface import EngineUnavailable
+from gllm.engine.interface import EngineUnavailableError
 from gllm.frontend.fields.messages import MessagesFields, as_chat
 from gllm.frontend.fields.parsing import parse_fields
 from tests.frontend.sse import named_events_of
@@ -275,7 +275,7 @@ async def test_every_error_says_that_it_is_one(server, body):
 
 async def test_errors_of_the_server(server):
     assert (await ask(server, model="other")).error["type"] == "not_found_error"
-    server.engine.raises = EngineUnavailable("full", "later", 7)
+    server.engine.raises = EngineUnavailableError("full", "later", 7)
     answer = await ask(server, stream=True)
     assert (answer.status, answer.json["type"]) == (503, "error")
     assert answer.headers["Retry-After"] == "7"

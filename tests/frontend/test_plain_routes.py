@@ -7,7 +7,7 @@ import pytest
 
 from gllm import __version__
 from gllm.frontend.routes.registry import ENDPOINTS
-from gllm.observability.logs import RepeatHandler
+from gllm.observability.logs import DeduplicatingHandler
 
 
 async def get(server, path):
@@ -122,7 +122,7 @@ async def test_head_of_health_says_what_get_says(server):
 
 async def test_fields_without_meaning_do_not_flood_the_log(server):
     stream = io.StringIO()
-    handler, log = RepeatHandler(stream), logging.getLogger("gllm")
+    handler, log = DeduplicatingHandler(stream), logging.getLogger("gllm")
     log.addHandler(handler)
     try:
         for _ in range(20):

@@ -3,7 +3,7 @@
 import pytest
 
 from gllm.frontend.middleware import rate_limit
-from gllm.frontend.middleware.rate_limit import Buckets, network
+from gllm.frontend.middleware.rate_limit import TokenBuckets, rate_limit_key
 from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 
@@ -17,7 +17,7 @@ class Clock:
 
 def test_a_bucket_fills_within_a_minute():
     clock = Clock()
-    buckets = Buckets(6, clock)
+    buckets = TokenBuckets(6, clock)
     levels = [buckets.take("a") for _ in range(7)]
     assert [level.is_granted for level in levels] == [True] * 6 + [False]
     assert [level.remaining for level in levels] == [5, 4, 3, 2, 1, 0, 0]
@@ -35,7 +35,7 @@ def test_a_bucket_fills_within_a_minute():
 
 def test_the_table_is_bounded(monkeypatch):
     monkeypatch.setattr(rate_limit, "MAX_CLIENTS", 3)
-    buckets = Buckets(1, Clock())
+    buckets = TokenBuckets(1, Clock())
     assert all(buckets.take(name).is_granted for name in "abc")
     assert not buckets.take("a").is_granted
     assert buckets.take("d").is_granted
@@ -46,8 +46,10 @@ def test_the_table_is_bounded(monkeypatch):
 
 @pytest.fixture
 def still(monkeypatch):
-    """Buckets that do not fill."""
-    monkeypatch.setattr(rate_limit, "Buckets", lambda per_minute: Buckets(per_minute, Clock()))
+    """TokenBuckets that do not fill."""
+    monkeypatch.setattr(
+        rate_limit, "TokenBuckets", lambda per_minute: TokenBuckets(per_minute, Clock())
+    )
 
 
 async def test_too_many(engine, still):
@@ -96,9 +98,9 @@ async def test_no_limit_no_headers(server):
 
 
 def test_one_client_is_one_network():
-    assert network("10.0.0.1") != network("10.0.0.2")
-    assert network("2001:db8::1") == network("2001:db8::ffff:2") == "2001:db8::/64"
-    assert network("2001:db8:0:1::1") != network("2001:db8::1")
-    assert network("::ffff:10.0.0.1") != network("::ffff:10.0.0.2")
-    assert network("fe80::1%eth0") == "fe80::/64"
-    assert network(None) == ""
+    assert rate_limit_key("10.0.0.1") != rate_limit_key("10.0.0.2")
+    assert rate_limit_key("2001:db8::1") == rate_limit_key("2001:db8::ffff:2") == "2001:db8::/64"
+    assert rate_limit_key("2001:db8:0:1::1") != rate_limit_key("2001:db8::1")
+    assert rate_limit_key("::ffff:10.0.0.1") != rate_limit_key("::ffff:10.0.0.2")
+    assert rate_limit_key("fe80::1%eth0") == "fe80::/64"
+    assert rate_limit_key(None) == ""

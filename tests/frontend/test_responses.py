@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gllm.config.field_types import FieldError
-from gllm.engine.interface import EngineUnavailable
+from gllm.engine.interface import EngineUnavailableError
 from gllm.frontend.fields.parsing import parse_fields
 from gllm.frontend.fields.responses import ResponsesFields, as_chat
 from tests.frontend.conftest import CHAT_PATH
@@ -360,7 +360,7 @@ async def test_failure_in_mid_stream(server):
 async def test_failures_tell_no_secrets_and_have_their_status(server):
     server.engine.raises_after = 2
     assert "secret" not in str((await stream(server))[-1])
-    server.engine.raises = EngineUnavailable("dead", "gone", 7)
+    server.engine.raises = EngineUnavailableError("dead", "gone", 7)
     answer = await respond(server, stream=True)
     assert (answer.status, answer.error["code"]) == (503, "engine_dead")
     assert (await respond(server, model="other")).status == 404

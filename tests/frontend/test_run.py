@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import Delta
+from gllm.engine.interface import OutputDelta
 from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.metrics import Metrics
-from gllm.frontend.run import Job, Run
+from gllm.frontend.request_run import PreparedRequest, RequestRun
 
 
 class ByHand:
@@ -57,8 +57,10 @@ def hand(engine):
 
 
 def run_of(hand, prompts=1, n=1, **job):
-    made = Job(CompletionFields(), [[5, i] for i in range(prompts)], SamplingParams(n=n), **job)
-    return closing(Run(hand, hand.metrics, made, "id", 0.0))
+    made = PreparedRequest(
+        CompletionFields(), [[5, i] for i in range(prompts)], SamplingParams(n=n), **job
+    )
+    return closing(RequestRun(hand, hand.metrics, made, "id", 0.0))
 
 
 async def pouring(run, push):
@@ -76,7 +78,7 @@ def extend(items: list[Any], more: Iterable[Any]) -> bool:
 
 
 def token(text, index=0, reason=None):
-    return Delta(index, text, [7], reason)
+    return OutputDelta(index, text, [7], reason)
 
 
 async def test_deltas_are_taken_within_the_call_that_brings_them(hand):
@@ -150,7 +152,7 @@ async def test_of_a_job_that_generates_nothing_only_the_end_is_shown(hand):
     with run_of(hand, generates=False) as run:
         await run.start()
         task = await pouring(run, lambda: False)
-        hand.requests[0].bring(Delta(0, "x", [7], "stop", "x"))
+        hand.requests[0].bring(OutputDelta(0, "x", [7], "stop", "x"))
         await task
-        assert run.take() == [Delta(0, "", [], "length")]
+        assert run.take() == [OutputDelta(0, "", [], "length")]
         assert run.ended

@@ -51,7 +51,7 @@ async def test_exit_code_is_0_after_sigterm(
 async def test_exit_code_is_1_after_death(
     engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "DEAD_SECONDS", 0.01)
+    monkeypatch.setattr(server_module, "DEAD_ANSWER_SECONDS", 0.01)
     task = await run_server(engine)
     engine.state, engine.cause = "dead", "stage 1 was killed"
     assert await task == 1

@@ -11,7 +11,7 @@ import pytest
 
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.status_line import StatusLine
-from gllm.observability.logs import REQUEST_ID, JsonLines
+from gllm.observability.logs import LOG_REQUEST_ID, JsonFormatter
 from gllm.scheduler.plan import SchedulerStats
 from tests.frontend.conftest import Server
 from tests.frontend.fake_engine import FakeEngine
@@ -74,7 +74,7 @@ def test_a_line_every_ten_seconds_of_activity(engine: FakeEngine, told: Any) -> 
     loop.turn(10)
     assert "tokens/s: 0.0 prompt, 1.0 generated" in told.messages[1]
     assert "hit rate: 0.0 %" in told.messages[1]
-    told_as_json = json.loads(JsonLines("frontend").format(told.records[0]))
+    told_as_json = json.loads(JsonFormatter("frontend").format(told.records[0]))
     assert told_as_json["output_tokens_per_second"] == 42.5
     assert told_as_json["requests_running"] == 3
 
@@ -85,14 +85,14 @@ def test_the_line_is_about_no_one_request(engine: FakeEngine, told: Any) -> None
     seen: list[str] = []
 
     def look(record: logging.LogRecord) -> bool:
-        seen.append(REQUEST_ID.get())
+        seen.append(LOG_REQUEST_ID.get())
         return True
 
     told.handler.addFilter(look)
-    token = REQUEST_ID.set("abc")
+    token = LOG_REQUEST_ID.set("abc")
     line.on_request(loop)
     loop.turn(10)
-    REQUEST_ID.reset(token)
+    LOG_REQUEST_ID.reset(token)
     told.handler.removeFilter(look)
     assert seen == [""]
 

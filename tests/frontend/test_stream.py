@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from gllm.engine.interface import Delta, EngineUnavailable
+from gllm.engine.interface import EngineUnavailableError, OutputDelta
 from gllm.frontend import sse
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH
 from tests.frontend.sse import events_of
@@ -112,8 +112,8 @@ async def test_what_was_said_before_a_failure_is_shown(server, monkeypatch):
     """A slow reader gets both at once."""
 
     async def both(*_):
-        yield Delta(0, "Hel", [40])
-        yield Delta(0, "lo", [41], "error", None, "the engine is gone")
+        yield OutputDelta(0, "Hel", [40])
+        yield OutputDelta(0, "lo", [41], "error", None, "the engine is gone")
 
     monkeypatch.setattr(server.engine, "_tokens", both)
     *events, error = await server.stream(TEXT_PATH)
@@ -130,7 +130,7 @@ async def test_raising_engine_in_mid_stream(server, caplog):
 
 
 async def test_refusal_before_the_first_delta_has_its_status(server):
-    server.engine.raises = EngineUnavailable("dead", "gone", 7)
+    server.engine.raises = EngineUnavailableError("dead", "gone", 7)
     answer = await server.chat(stream=True)
     assert (answer.status, answer.error["code"]) == (503, "engine_dead")
     assert answer.headers["Retry-After"] == "7"
@@ -181,7 +181,7 @@ async def test_slow_reader_gets_fewer_larger_events(server):
 
 
 async def test_silence_is_filled_with_comments(server, monkeypatch):
-    monkeypatch.setattr(sse, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
     server.engine.delay = 0.2
     body = {"prompt": "Hi", "stream": True, "max_tokens": 4}
     async with server.client.post(TEXT_PATH, json=body) as response:
@@ -197,7 +197,7 @@ async def test_silence_is_filled_with_comments(server, monkeypatch):
 
 
 async def test_what_fails_after_a_silence_is_an_event(server, monkeypatch, caplog):
-    monkeypatch.setattr(sse, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
     server.engine.delay, server.engine.raises_after = 0.3, 0
     async with server.client.post(CHAT_PATH, json={**CHAT, "stream": True}) as response:
         assert response.status == 200
@@ -209,7 +209,7 @@ async def test_what_fails_after_a_silence_is_an_event(server, monkeypatch, caplo
 
 
 async def test_openais_client_does_not_see_comments(server, monkeypatch):
-    monkeypatch.setattr(sse, "SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.02)
     server.engine.delay = 0.06
     url = str(server.client.make_url("/v1"))
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:

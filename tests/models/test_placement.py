@@ -46,7 +46,9 @@ def test_nothing_of_a_stage_stays_behind(family: str, tmp_path: Path) -> None:
     cut = split_layers(config.model, stages)[: 1 if stages == 4 else 2]
     hidden = None
     for stage, layers in enumerate(cut):
-        engine = EngineConfig.of(str(tmp_path), pipeline_parallel_size=stages, max_model_len=64)
+        engine = EngineConfig.from_options(
+            str(tmp_path), pipeline_parallel_size=stages, max_model_len=64
+        )
         executor = StageExecutor(config, engine, stage, stages, layers, META)
         executor.load(tmp_path, lambda done, total: None)
         described = config.model.layers[layers.start : layers.stop]

@@ -3,7 +3,7 @@
 import pytest
 
 from gllm.observability.bubbles import BubbleMeter
-from gllm.observability.step_log import Event, Schedule, Times
+from gllm.observability.step_log import ScheduleEvent, StageTimesEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.sim.deployment import roofline, simulate
@@ -44,14 +44,14 @@ def test_time_counts_up_to_where_all_stages_have_told() -> None:
     assert (meter.work_seconds, meter.seconds) == (5.0, [5.0, 4.0])
 
 
-def live(events: list[Event], run: Run) -> BubbleMeter:
+def live(events: list[StepLogEvent], run: Run) -> BubbleMeter:
     """What a driver would have added up over a log's calls."""
     meter = BubbleMeter(len(run.start.layers), run.start.time)
     for event in events:
         match event:
-            case Schedule():
+            case ScheduleEvent():
                 meter.want(event.time, event.parallelism)
-            case Times():
+            case StageTimesEvent():
                 latest = max(time.end for time in event.steps)
                 meter.hear(event.stage, event.steps, latest)
     for stage in range(len(run.start.layers)):

@@ -8,7 +8,13 @@ import sys
 
 import pytest
 
-from gllm.observability.logs import MAX_WINDOWS, REQUEST_ID, JsonLines, RepeatHandler, TextLines
+from gllm.observability.logs import (
+    LOG_REQUEST_ID,
+    MAX_TRACKED_WARNINGS,
+    DeduplicatingHandler,
+    JsonFormatter,
+    TextFormatter,
+)
 
 
 def record(**more: object) -> logging.LogRecord:
@@ -25,7 +31,7 @@ def failure() -> tuple:
 
 
 def test_a_json_line() -> None:
-    line = JsonLines("stage 2").format(record(created=1.5))
+    line = JsonFormatter("stage 2").format(record(created=1.5))
     assert json.loads(line) == {
         "time": "1970-01-01T00:00:01.500Z",
         "level": "warning",
@@ -36,12 +42,12 @@ def test_a_json_line() -> None:
 
 
 def test_a_json_line_has_fields_the_request_and_the_exception() -> None:
-    token = REQUEST_ID.set("abc")
+    token = LOG_REQUEST_ID.set("abc")
     try:
-        line = JsonLines("frontend").format(record(fields={"status": 200}, exc_info=failure()))
-        text = TextLines("%(levelname)s %(message)s").format(record())
+        line = JsonFormatter("frontend").format(record(fields={"status": 200}, exc_info=failure()))
+        text = TextFormatter("%(levelname)s %(message)s").format(record())
     finally:
-        REQUEST_ID.reset(token)
+        LOG_REQUEST_ID.reset(token)
     assert "\n" not in line
     told = json.loads(line)
     assert (told["request_id"], told["status"]) == ("abc", 200)
@@ -52,8 +58,8 @@ def test_a_json_line_has_fields_the_request_and_the_exception() -> None:
 
 PROCESS = """
 import logging, sys, threading, warnings
-from gllm.observability.logs import LogConfig, configure
-configure(LogConfig("info", sys.argv[1]), stage=1)
+from gllm.observability.logs import LogConfig, configure_logging
+configure_logging(LogConfig("info", sys.argv[1]), stage=1)
 logging.getLogger("gllm").info("two\\nlines")
 logging.getLogger("gllm").debug("not told")
 warnings.warn("beware")
@@ -87,8 +93,8 @@ class Repeated:
 
     def __init__(self) -> None:
         self.now, self.stream = 0.0, io.StringIO()
-        self._handler = RepeatHandler(self.stream, lambda: self.now)
-        self._handler.setFormatter(TextLines("%(message)s"))
+        self._handler = DeduplicatingHandler(self.stream, lambda: self.now)
+        self._handler.setFormatter(TextFormatter("%(message)s"))
 
     def tell(self, message: str, *args: object, level: int = logging.WARNING, **more: object):
         made = logging.LogRecord("gllm.x", level, "", 0, message, args, None)
@@ -140,11 +146,11 @@ def test_what_is_not_alike_is_not_counted_together() -> None:
 
 def test_names_that_a_client_makes_up_do_not_flood_the_log() -> None:
     log = Repeated()
-    for number in range(10 * MAX_WINDOWS):
+    for number in range(10 * MAX_TRACKED_WARNINGS):
         log.tell("fields %s", number, about=number)
-    assert len(log.lines) <= MAX_WINDOWS + 1
+    assert len(log.lines) <= MAX_TRACKED_WARNINGS + 1
     log.now = 61.0
     log.tell("fields %s", "x", about="x")
     assert sum(int(line.split("(")[1].split()[0]) for line in log.lines if "more in" in line) == (
-        9 * MAX_WINDOWS - 1
+        9 * MAX_TRACKED_WARNINGS - 1
     )

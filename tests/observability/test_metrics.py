@@ -2,11 +2,11 @@
 
 import pytest
 
-from gllm.observability.metrics import Timeline, percentile
+from gllm.observability.latency import RequestTimeline, percentile
 
 
 def test_latencies_of_a_timeline() -> None:
-    line = Timeline(10.0)
+    line = RequestTimeline(10.0)
     assert (line.ttft, line.e2el, line.tpot) == (None, None, None)
     line.mark(12.0)
     assert (line.ttft, line.e2el, line.tpot) == (2.0, 2.0, None)

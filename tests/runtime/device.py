@@ -131,7 +131,7 @@ def executor_on(
 ) -> DeviceExecutor:
     """A loaded stage; `graphs`: most rows of a decode that is one; `options`: of the engine."""
     config = read_config(folder)
-    engine = EngineConfig.of(
+    engine = EngineConfig.from_options(
         str(folder),
         pipeline_parallel_size=stages,
         dtype="float32",

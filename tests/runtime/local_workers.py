@@ -71,7 +71,7 @@ class LocalWorkers(PipelineWorkers):
 async def local_engine(stages: int = 1, **options: Any) -> AsyncIterator[tuple[Engine, Any]]:
     """The demo model over local workers, and those."""
     workers = LocalWorkers(stages)
-    config = EngineConfig.of(
+    config = EngineConfig.from_options(
         "demo",
         pipeline_parallel_size=stages,
         threads=torch.get_num_threads(),

@@ -53,7 +53,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self.config: ModelConfig = read_config(self.folder)
-        engine = EngineConfig.of(
+        engine = EngineConfig.from_options(
             str(self.folder),
             pipeline_parallel_size=self.stages,
             dtype=self.dtype,

@@ -36,7 +36,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def executor(folder: Path, **options: Any) -> DeviceExecutor:
     given = {"dtype": "bfloat16", "block_size": 256} | options
-    config, engine = read_config(folder), EngineConfig.of(str(folder), **given)
+    config, engine = read_config(folder), EngineConfig.from_options(str(folder), **given)
     layers = range(config.model.num_layers)
     return DeviceExecutor(config, engine, 0, 1, layers, OnGpu())  # type: ignore[arg-type]
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import EngineUnavailable, ProfileError
+from gllm.engine.interface import EngineUnavailableError, ProfileError
 from tests.runtime.local_workers import local_engine
 
 
@@ -39,7 +39,7 @@ async def test_all_questions_end_with_the_engine() -> None:
         await asyncio.sleep(0)
         engine._pipeline._die("the power is out")
         answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
-        assert [type(answer) for answer in answers] == [*[EngineUnavailable] * 3, ProfileError]
+        assert [type(answer) for answer in answers] == [*[EngineUnavailableError] * 3, ProfileError]
         assert all("the power is out" in str(answer) for answer in answers)
 
 

@@ -42,7 +42,7 @@ class OnDevice(Told):
     def __init__(self, queues: FakeQueues, folder: Path, blocks: int, **options: Any) -> None:
         given = {"block_size": BLOCK_SIZE, "max_num_seqs": 8, "max_num_batched_tokens": 32}
         given["expected_output_tokens"] = 0
-        engine = EngineConfig.of(str(folder), max_model_len=LONGEST, **given | options)
+        engine = EngineConfig.from_options(str(folder), max_model_len=LONGEST, **given | options)
         super().__init__(folder, 1, blocks, options={"block_size": 8})
         self.scheduler = Scheduler(engine.scheduler.resolve(1, blocks, LONGEST))
         self.executors: list[StageExecutor] = [executor_on(queues, folder, graphs=4)]

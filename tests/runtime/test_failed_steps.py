@@ -9,7 +9,7 @@ import pytest
 
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.engine import Engine
-from gllm.engine.interface import Delta
+from gllm.engine.interface import OutputDelta
 from gllm.grammar import guide
 from gllm.runtime.executor import StageExecutor
 from tests.runtime.local_workers import failing, local_engine
@@ -21,7 +21,7 @@ DIGITS = SamplingParams(
 )
 
 
-async def collect(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Delta]:
+async def collect(engine: Engine, prompt: list[int], params: SamplingParams) -> list[OutputDelta]:
     return [delta async for delta in engine.generate(prompt, params)]
 
 

@@ -43,7 +43,7 @@ class Scheduled:
 
     def __post_init__(self) -> None:
         model = read_config(self.folder)
-        engine = EngineConfig.of(
+        engine = EngineConfig.from_options(
             str(self.folder), **{"block_size": 8, "expected_output_tokens": 0} | self.options
         )
         self.scheduler = Scheduler(engine.scheduler.resolve(self.stages, self.num_blocks, 128))

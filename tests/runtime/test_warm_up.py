@@ -50,7 +50,7 @@ SPECIAL = [
 def executor_of(folder: Path, **options: Any) -> DeviceExecutor:
     """A stage whose kernels for GPUs are recorded."""
     config = read_config(folder)
-    engine = EngineConfig.of(
+    engine = EngineConfig.from_options(
         str(folder),
         block_size=BLOCK_SIZE,
         max_model_len=LONGEST,

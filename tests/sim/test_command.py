@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gllm.commands.simulate import main
-from gllm.observability.step_log import StepLog, read_step_log
+from gllm.observability.step_log import StepLogWriter, read_step_log
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline, simulate
 from gllm.sim.profile import profile_of, write_profile
@@ -57,7 +57,7 @@ def test_a_profile_predicts_and_is_compared(
     write_profile(profile_of([run], {}), profile)
     assert main(["--profile", str(profile), "--workload", "fixed:100,20", "--requests", "5"]) == 0
     assert "requests/s" in capsys.readouterr().out
-    written = StepLog(log)
+    written = StepLogWriter(log)
     for event in events:
         written.write(event)
     written.close()

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gllm.observability.step_log import Commit, Schedule, Start, Times
-from gllm.observability.step_log import Event as Logged
+from gllm.observability.step_log import CommitEvent, ScheduleEvent, StageTimesEvent, StartEvent
+from gllm.observability.step_log import StepLogEvent as Logged
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.stage_work import StageWork
@@ -91,7 +91,7 @@ class Played:
 def play(
     resolved: SchedulerConfig, cost: ConstantCost, jobs: list[Job], aborts: list[tuple[float, int]]
 ) -> Played:
-    log: list[Logged] = [Start(0.0, "made up", [1] * resolved.stages, resolved, "simulator")]
+    log: list[Logged] = [StartEvent(0.0, "made up", [1] * resolved.stages, resolved, "simulator")]
     pipeline = Pipeline(resolved, cost, log.append)
     played = Played(resolved, pipeline, log, times=[[] for _ in range(resolved.stages)])
     commit = pipeline.scheduler.commit
@@ -108,11 +108,11 @@ def play(
     run([*events, *(pipeline.abortion(time, [seq]) for time, seq in aborts)])
     for event in log:
         match event:
-            case Schedule(time=time, plan=StepPlan() as plan):
+            case ScheduleEvent(time=time, plan=StepPlan() as plan):
                 played.plans[plan.step] = time, plan
-            case Times(stage=stage, steps=steps):
+            case StageTimesEvent(stage=stage, steps=steps):
                 played.times[stage] += steps
-            case Commit(time=time, result=result):
+            case CommitEvent(time=time, result=result):
                 played.commits.append((time, result.step))
     return played
 

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gllm.observability.metrics import Timeline
-from gllm.observability.step_log import Start
+from gllm.observability.latency import RequestTimeline
+from gllm.observability.step_log import StartEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
@@ -62,8 +62,8 @@ def step(
 
 def made(*steps: Step, parallelism: list[tuple[float, int]], end: float) -> Run:
     """Two stages, one request that is there from 10 to `end`."""
-    run = Run(Start(0.0, "m", [1, 1], SchedulerConfig(), "driver"), parallelism=parallelism)
-    run.requests[0] = Served(1, 1, Timeline(10.0, [end], 1))
+    run = Run(StartEvent(0.0, "m", [1, 1], SchedulerConfig(), "driver"), parallelism=parallelism)
+    run.requests[0] = Served(1, 1, RequestTimeline(10.0, [end], 1))
     run.steps += steps
     return run
 

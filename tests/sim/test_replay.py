@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gllm.observability.step_log import Event, Schedule, StepLog
+from gllm.observability.step_log import ScheduleEvent, StepLogEvent, StepLogWriter
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import StepPlan
 from gllm.sim.compare import compare, comparison_table, error_of_median, median_error
@@ -21,13 +21,15 @@ def deployment(policy: str = "throttle", stages: int = 4) -> Deployment:
     return roofline("qwen2.5-14b", "A100-40G", stages, 16384, scheduler=config)
 
 
-def simulated(policy: str = "throttle", stages: int = 4, seed: int = 0) -> tuple[Run, list[Event]]:
+def simulated(
+    policy: str = "throttle", stages: int = 4, seed: int = 0
+) -> tuple[Run, list[StepLogEvent]]:
     jobs = make_jobs("sharegpt-like", 40, 4.0, "gamma:2", seed)
     return simulate(deployment(policy, stages), jobs)
 
 
-def write(events: list[Event], path: Path) -> Path:
-    log = StepLog(path)
+def write(events: list[StepLogEvent], path: Path) -> Path:
+    log = StepLogWriter(path)
     for event in events:
         log.write(event)
     log.close()
@@ -48,12 +50,12 @@ def test_a_changed_plan_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture
     _, events = simulated()
     assert main([str(write(events, tmp_path / "log"))]) == 0
     index, event = next(
-        (i, e) for i, e in enumerate(events) if isinstance(e, Schedule) and e.plan is not None
+        (i, e) for i, e in enumerate(events) if isinstance(e, ScheduleEvent) and e.plan is not None
     )
     assert isinstance(event.plan, StepPlan)
     row = event.plan.rows[0]
     forged = event.plan._replace(rows=[row._replace(num_tokens=row.num_tokens + 1)])
-    events[index] = Schedule(event.time, forged, event.parallelism)
+    events[index] = ScheduleEvent(event.time, forged, event.parallelism)
     agreement = replay_calls(events)
     assert agreement.equal == agreement.plans - 1
     assert main([str(write(events, tmp_path / "log"))]) == 1

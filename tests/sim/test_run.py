@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from gllm.observability.step_log import (
-    Abort,
-    Add,
-    Commit,
-    Event,
-    Schedule,
-    Start,
-    StepLog,
+    AbortEvent,
+    AddEvent,
+    CommitEvent,
+    ScheduleEvent,
+    StageTimesEvent,
+    StartEvent,
     StepLogError,
-    Times,
+    StepLogEvent,
+    StepLogWriter,
     read_step_log,
 )
 from gllm.scheduler.config import SchedulerConfig
@@ -32,13 +32,13 @@ from gllm.sim.run import Run, run_of
 STOP = 9
 
 
-def start(stages: int = 2, warm_ups: int = 0) -> Start:
+def start(stages: int = 2, warm_ups: int = 0) -> StartEvent:
     config = SchedulerConfig().resolve(stages, 100, 100)
-    return Start(0.0, "m", [1] * stages, config, "driver", warm_ups)
+    return StartEvent(0.0, "m", [1] * stages, config, "driver", warm_ups)
 
 
-def add(time: float, seq: int, prompt: int, output: int, n: int = 1) -> Add:
-    return Add(time, seq, [5] * prompt, output, stop_ids=[STOP], n=n)
+def add(time: float, seq: int, prompt: int, output: int, n: int = 1) -> AddEvent:
+    return AddEvent(time, seq, [5] * prompt, output, stop_ids=[STOP], n=n)
 
 
 def chunk(seq: int, begin: int, tokens: int, samples: bool = True, epoch: int = 0) -> ScheduledRow:
@@ -49,19 +49,19 @@ def decode(seq: int, position: int, epoch: int = 0, token: int = 5) -> Scheduled
     return ScheduledRow(seq, epoch, position, 1, [], [token], True)
 
 
-def plan(time: float, parallelism: int, step: int, *rows: ScheduledRow) -> Schedule:
-    return Schedule(time, StepPlan(step, list(rows), []), parallelism)
+def plan(time: float, parallelism: int, step: int, *rows: ScheduledRow) -> ScheduleEvent:
+    return ScheduleEvent(time, StepPlan(step, list(rows), []), parallelism)
 
 
-def times(stage: int, step: int, begin: float, end: float) -> Times:
-    return Times(end, stage, [StepTime(step, begin, end)])
+def times(stage: int, step: int, begin: float, end: float) -> StageTimesEvent:
+    return StageTimesEvent(end, stage, [StepTime(step, begin, end)])
 
 
-def commit(time: float, step: int, *seqs: int, token: int = 5, epoch: int = 0) -> Commit:
-    return Commit(time, StepResult(step, [SampledToken(seq, epoch, token) for seq in seqs]))
+def commit(time: float, step: int, *seqs: int, token: int = 5, epoch: int = 0) -> CommitEvent:
+    return CommitEvent(time, StepResult(step, [SampledToken(seq, epoch, token) for seq in seqs]))
 
 
-LOG: list[Event] = [
+LOG: list[StepLogEvent] = [
     start(),
     add(10.0, 0, prompt=4, output=3),
     plan(10.0, 1, 0, chunk(0, 0, 4)),
@@ -74,7 +74,7 @@ LOG: list[Event] = [
     plan(15.0, 2, 2, decode(0, 4), chunk(1, 3, 3)),
     times(1, 1, 15.0, 16.0),
     commit(17.0, 1),
-    Schedule(17.0, None, 1),
+    ScheduleEvent(17.0, None, 1),
     times(0, 2, 16.0, 18.0),
     times(1, 2, 18.0, 20.0),
     commit(21.0, 2, 0, 1),
@@ -82,7 +82,7 @@ LOG: list[Event] = [
     times(0, 3, 21.0, 22.0),
     times(1, 3, 23.0, 24.0),
     commit(25.0, 3, 0, 1),
-    Schedule(25.0, None, 0),
+    ScheduleEvent(25.0, None, 0),
 ]
 
 
@@ -205,15 +205,15 @@ def test_preempted_sequences_prefill_again() -> None:
 @pytest.mark.parametrize(
     ("end", "outputs"),
     [
-        ([Abort(1.0, [0]), commit(2.0, 1, 0)], [1]),
+        ([AbortEvent(1.0, [0]), commit(2.0, 1, 0)], [1]),
         ([commit(2.0, 1, 0, token=STOP)], [1, 2]),
-        ([Commit(2.0, StepResult(1, [SampledToken(0, 0, -1, "no memory")]))], [1]),
-        ([Commit(2.0, StepResult(1, [], "no memory"))], [1]),
+        ([CommitEvent(2.0, StepResult(1, [SampledToken(0, 0, -1, "no memory")]))], [1]),
+        ([CommitEvent(2.0, StepResult(1, [], "no memory"))], [1]),
     ],
     ids=["abort", "stop", "failed row", "failed step"],
 )
 def test_what_is_in_flight_of_an_ended_sequence_is_no_output(
-    end: list[Event], outputs: list[float]
+    end: list[StepLogEvent], outputs: list[float]
 ) -> None:
     run = run_of([
         start(1),
@@ -234,7 +234,7 @@ def test_choices_are_requests_of_one_arrival() -> None:
 
 
 def test_warm_ups_are_left_out() -> None:
-    warm: list[Event] = [
+    warm: list[StepLogEvent] = [
         start(warm_ups=2),
         add(1.0, 0, prompt=4, output=1),
         add(1.0, 1, prompt=4, output=1),
@@ -242,7 +242,7 @@ def test_warm_ups_are_left_out() -> None:
         times(0, 0, 1.0, 4.0),
         times(1, 0, 4.0, 9.0),
         commit(9.0, 0, 0, 1),
-        Schedule(9.0, None, 0),
+        ScheduleEvent(9.0, None, 0),
         add(10.0, 2, prompt=4, output=1),
         plan(10.0, 1, 1, chunk(2, 0, 4)),
         times(0, 1, 10.0, 11.0),
@@ -279,7 +279,7 @@ def test_a_log_has_to_begin_with_its_start() -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    log = StepLog(tmp_path / "steps.jsonl")
+    log = StepLogWriter(tmp_path / "steps.jsonl")
     for event in LOG:
         log.write(event)
     log.close()
@@ -292,7 +292,7 @@ def test_a_file_holds_what_was_written(path: Path) -> None:
 
 
 def test_what_was_flushed_can_be_read_meanwhile(tmp_path: Path) -> None:
-    log = StepLog(tmp_path / "steps.jsonl")
+    log = StepLogWriter(tmp_path / "steps.jsonl")
     for event in LOG[:3]:
         log.write(event)
     log.flush()

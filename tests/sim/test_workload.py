@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.observability.metrics import percentile
+from gllm.observability.latency import percentile
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCost
 from gllm.sim.events import run

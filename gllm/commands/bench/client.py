@@ -14,7 +14,7 @@ import msgspec
 from gllm.commands.bench.events import DONE, Chunk, EventReader, error_message
 from gllm.commands.bench.load import Planned
 from gllm.commands.bench.options import ServeConfig
-from gllm.observability.metrics import Timeline
+from gllm.observability.latency import RequestTimeline
 
 KEEP_ALIVE = 4.0
 """Seconds an idle connection is kept: servers drop theirs after 5 or more, and a request sent into
@@ -25,7 +25,7 @@ that moment would fail."""
 class Outcome:
     """What became of a request."""
 
-    line: Timeline
+    line: RequestTimeline
     prompt_tokens: int
     end: float = 0.0
     pieces: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ async def send(
     session: aiohttp.ClientSession, url: str, body: bytes, prompt_tokens: int
 ) -> Outcome:
     """Send a request and read its stream to the end; failures are in the outcome."""
-    outcome = Outcome(Timeline(time.monotonic()), prompt_tokens)
+    outcome = Outcome(RequestTimeline(time.monotonic()), prompt_tokens)
     try:
         async with session.post(url, data=body) as response:
             if response.status != 200:

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import convert_fields
-from gllm.config.flags import FlagParser, add_flags, from_flags, output_file
+from gllm.config.flags import FlagParser, add_flags, config_from_flags, output_file
 from gllm.config.options import INT32_MAX, option
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import serve_jobs
-from gllm.observability.metrics import percentile
+from gllm.observability.latency import percentile
 from gllm.sim.workload import Job
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
@@ -55,7 +55,10 @@ def main(argv: list[str]) -> int:
     """The command."""
     values = make_parser().parse_args(argv)
     try:
-        engine, batch = from_flags(EngineConfig, values), from_flags(LatencyConfig, values)
+        engine, batch = (
+            config_from_flags(EngineConfig, values),
+            config_from_flags(LatencyConfig, values),
+        )
         seconds = uvloop.run(_measure(engine, batch))
         percentiles = {percent: percentile(seconds, percent) for percent in PERCENTS}
         print(f"Avg latency: {fmean(seconds)} seconds")

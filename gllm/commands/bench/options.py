@@ -12,7 +12,7 @@ from typing import Any
 
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import output_file, output_folder, parse_url
-from gllm.config.options import INT32_MAX, MAX_SECONDS, option
+from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -123,10 +123,10 @@ class ServeConfig:
         1, "requests before the measurement, one after the other", ge=0, le=INT32_MAX
     )
     ready_timeout: float = option(
-        60.0, "seconds in which the server has to be ready", gt=0, le=MAX_SECONDS
+        60.0, "seconds in which the server has to be ready", gt=0, le=MAX_TIMEOUT_SECONDS
     )
     request_timeout: float = option(
-        3600.0, "seconds after which a request has failed", gt=0, le=MAX_SECONDS
+        3600.0, "seconds after which a request has failed", gt=0, le=MAX_TIMEOUT_SECONDS
     )
     percentile_metrics: tuple[str, ...] = option(
         METRICS,

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gllm.commands.bench.report import tokens_by_second
-from gllm.observability.metrics import Timeline, percentile
+from gllm.observability.latency import RequestTimeline, percentile
 from gllm.sim.plots import Panel, Series, plot_distributions, plot_grid
 
 BINS = 30
 PERCENTS = (50, 99)
 
 
-def plot_load(lines: Sequence[Timeline], caption: str, folder: Path) -> list[str]:
+def plot_load(lines: Sequence[RequestTimeline], caption: str, folder: Path) -> list[str]:
     """latencies.svg and over-time.svg in a folder, made if need be; their names.
 
     Raises ImportError without matplotlib, OSError as open does.
@@ -32,7 +32,7 @@ def plot_load(lines: Sequence[Timeline], caption: str, folder: Path) -> list[str
     return ["latencies.svg", "over-time.svg"]
 
 
-def _over_time(lines: Sequence[Timeline], name: str) -> Series:
+def _over_time(lines: Sequence[RequestTimeline], name: str) -> Series:
     """Percentiles in milliseconds of the requests sent in each of BINS stretches of time."""
     begin = min((line.arrival for line in lines), default=0.0)
     span = max((line.arrival for line in lines), default=0.0) - begin

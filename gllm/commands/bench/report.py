@@ -12,7 +12,12 @@ from typing import Any
 
 from gllm.commands.bench.client import Outcome
 from gllm.commands.bench.options import METRICS
-from gllm.observability.metrics import Timeline, latencies, percentile, slo_attainment
+from gllm.observability.latency import (
+    RequestTimeline,
+    collect_latencies,
+    percentile,
+    slo_attainment,
+)
 
 TITLES = {
     "ttft": "Time to First Token",
@@ -55,7 +60,7 @@ def summarize(
     if slo:
         limits = {name: limit / 1e3 for name, limit in slo.items()}
         figures["request_goodput"] = slo_attainment(lines, **limits) * len(lines) / span
-    for name, values in latencies(lines).items():
+    for name, values in collect_latencies(lines).items():
         figures |= _spread(name, [value * 1e3 for value in values], percents)
     return figures
 
@@ -71,7 +76,7 @@ def _spread(name: str, values: list[float], percents: Sequence[float]) -> dict[s
     }
 
 
-def tokens_by_second(lines: Sequence[Timeline]) -> dict[int, float]:
+def tokens_by_second(lines: Sequence[RequestTimeline]) -> dict[int, float]:
     """Output tokens in each second since the first request was sent.
 
     What one request brought is spread evenly over the chunks it came in: how many tokens a chunk

@@ -23,7 +23,7 @@ from gllm.commands.bench.options import ServeConfig, parse_slo
 from gllm.commands.bench.report import details, failure_lines, report_lines, summarize
 from gllm.commands.bench.runner import Measured, run_load
 from gllm.commands.bench.server import ServerError, wait_until_ready
-from gllm.config.flags import FlagParser, FlagType, add_flags, from_flags
+from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     """The command."""
     values = make_parser().parse_args(argv)
     try:
-        config = from_flags(ServeConfig, values)
+        config = config_from_flags(ServeConfig, values)
         if config.plot:
             _check_plots()
         return uvloop.run(_benchmark(config, dict(values.goodput)))

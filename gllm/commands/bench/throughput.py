@@ -16,7 +16,7 @@ from tqdm import tqdm
 from gllm.commands.bench.load import jobs_of
 from gllm.commands.bench.options import LoadConfig
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import FlagParser, FlagType, add_flags, from_flags, output_file
+from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags, output_file
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import serve_jobs
 from gllm.sim.workload import Job
@@ -43,7 +43,10 @@ def main(argv: list[str]) -> int:
     """The command."""
     values = make_parser().parse_args(argv)
     try:
-        engine, load = from_flags(EngineConfig, values), from_flags(LoadConfig, values)
+        engine, load = (
+            config_from_flags(EngineConfig, values),
+            config_from_flags(LoadConfig, values),
+        )
         jobs = jobs_of(load)
         figures = figures_of(jobs, uvloop.run(_seconds(engine, jobs, load.seed)))
         print(

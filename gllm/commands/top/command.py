@@ -22,8 +22,8 @@ from typing import NoReturn
 from gllm.commands.top.draw import draw, fit, headline
 from gllm.commands.top.figures import Figures, History
 from gllm.commands.top.scrape import Scrape, parse
-from gllm.config.flags import FlagParser, FlagType, number, parse_url
-from gllm.config.server import check_key
+from gllm.config.flags import FlagParser, FlagType, number_type, parse_url
+from gllm.config.server import check_api_key
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 MIN_TIMEOUT_SECONDS = 5.0
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
     try:
         if key:
-            check_key(key, "--api-key or $GLLM_API_KEY")
+            check_api_key(key, "--api-key or $GLLM_API_KEY")
     except ValueError as error:
         print(f"gllm top: {error}", file=sys.stderr)
         return 2
@@ -203,7 +203,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--interval",
-        type=number(float, ge=0.1, le=3600),
+        type=number_type(float, ge=0.1, le=3600),
         default=1.0,
         help="seconds between looks (default 1)",
     )

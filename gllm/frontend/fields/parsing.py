@@ -16,7 +16,7 @@ from aiohttp import web
 
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS
-from gllm.frontend.connection import too_slow
+from gllm.frontend.connection import request_timeout_error
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.base import RequestFields
@@ -26,7 +26,7 @@ from gllm.frontend.fields.content_encoding import (
     decompress,
 )
 from gllm.frontend.fields.json_size import SMALL_BODY_BYTES, check_json_size
-from gllm.frontend.request_id import current_id
+from gllm.frontend.request_id import current_request_id
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ async def _read_body(request: web.Request) -> bytes:
         async with asyncio.timeout(config.read_timeout):
             body = await request.read()
     except TimeoutError:
-        raise too_slow(config.read_timeout) from None
+        raise request_timeout_error(config.read_timeout) from None
     except web.RequestPayloadError as error:
         # aiohttp's message is a status line before the reason.
         reason = str(error).rstrip().rpartition("\n")[2].strip()
@@ -122,7 +122,7 @@ def parse_fields(values: dict[str, Any], schema: type[Fields]) -> Fields:
     unknown = sorted(values.keys() - known)
     if unknown:
         message = "request %s: unknown fields were ignored: %.500r"
-        log.warning(message, current_id(), unknown, extra={"about": unknown})
+        log.warning(message, current_request_id(), unknown, extra={"about": unknown})
     return fields
 
 

@@ -8,11 +8,11 @@ import time
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.connection import SERVER
+from gllm.frontend.connection import SERVER_NAME
 from gllm.frontend.context import ARRIVAL, REQUEST_ID
 from gllm.frontend.errors import Handler
 from gllm.frontend.request_id import request_id
-from gllm.observability.logs import REQUEST_ID as LOGGED_ID
+from gllm.observability.logs import LOG_REQUEST_ID
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
@@ -25,11 +25,11 @@ def install(app: web.Application, config: ServerConfig) -> None:
 async def _arrive(request: web.Request, handler: Handler) -> web.StreamResponse:
     request[ARRIVAL] = time.monotonic()
     request[REQUEST_ID] = request_id(request.headers.get("X-Request-Id", ""))
-    LOGGED_ID.set(request[REQUEST_ID])
+    LOG_REQUEST_ID.set(request[REQUEST_ID])
     return await handler(request)
 
 
 async def _tell(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = SERVER
+    response.headers["Server"] = SERVER_NAME
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]

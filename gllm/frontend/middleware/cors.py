@@ -13,7 +13,7 @@ from aiohttp import web
 from gllm.config.server import ServerConfig
 from gllm.frontend.errors import Handler
 
-EXPOSED = "X-Request-Id, Retry-After, WWW-Authenticate, " + ", ".join(
+EXPOSED_HEADERS = "X-Request-Id, Retry-After, WWW-Authenticate, " + ", ".join(
     f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")
 )
 """What a page may read besides what every page may."""
@@ -55,7 +55,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
             response.headers.add("Vary", "Origin")
         if (origin := allowed(request)) is not None:
             response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Expose-Headers"] = EXPOSED
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
 
     app.middlewares.append(answer_preflight)
     app.on_response_prepare.append(tell)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from aiohttp import web
 
-from gllm.config.server import ServerConfig, check_key
-from gllm.frontend.context import CLIENT
+from gllm.config.server import ServerConfig, check_api_key
+from gllm.frontend.context import CLIENT_ID
 from gllm.frontend.endpoint import endpoint_of
 from gllm.frontend.errors import ApiError, Handler
 
 
-class Keys:
+class ApiKeys:
     """The keys of a server, kept as SHA-256 digests."""
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -35,12 +35,12 @@ class Keys:
         return found
 
 
-def read_keys(config: ServerConfig) -> Keys:
+def read_api_keys(config: ServerConfig) -> ApiKeys:
     """The keys of the configuration and of its file. Raises ValueError that names the flag."""
     keys = list(config.api_key)
     if config.api_key_file is not None:
         keys += _keys_of_file(config.api_key_file)
-    return Keys(keys)
+    return ApiKeys(keys)
 
 
 def _keys_of_file(path: str) -> list[str]:
@@ -54,7 +54,7 @@ def _keys_of_file(path: str) -> list[str]:
     keys = []
     for number, line in enumerate(map(str.strip, lines), 1):
         if line and not line.startswith("#"):
-            check_key(line, f"{flag}, line {number}")
+            check_api_key(line, f"{flag}, line {number}")
             keys.append(line)
     if not keys:
         raise ValueError(f"{flag} holds no key: give it one a line")
@@ -62,22 +62,22 @@ def _keys_of_file(path: str) -> list[str]:
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Put it into an application, if there are keys. Raises ValueError as `read_keys` does."""
-    keys = read_keys(config)
+    """Put it into an application, if there are keys. Raises ValueError as `read_api_keys` does."""
+    keys = read_api_keys(config)
 
     @web.middleware
     async def ask_for_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         endpoint = endpoint_of(request)
         # Where there is no endpoint, who has no key is not told so.
         if endpoint is None or not endpoint.is_public:
-            request[CLIENT] = f"key {_check(request, keys)}"
+            request[CLIENT_ID] = f"key {_check(request, keys)}"
         return await handler(request)
 
     if keys:
         app.middlewares.append(ask_for_key)
 
 
-def _check(request: web.Request, keys: Keys) -> int:
+def _check(request: web.Request, keys: ApiKeys) -> int:
     """The number of the key that a request bears. Raises ApiError."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     given = [request.headers["X-Api-Key"]] if "X-Api-Key" in request.headers else []

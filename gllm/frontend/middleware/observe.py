@@ -15,7 +15,7 @@ from gllm.config.server import ServerConfig
 from gllm.frontend.context import ARRIVAL, CONTEXT
 from gllm.frontend.endpoint import endpoint_of
 from gllm.frontend.errors import Handler
-from gllm.frontend.outcome import OUTCOME
+from gllm.frontend.request_summary import SUMMARY
 from gllm.frontend.status_line import StatusLine
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLIENT_LEFT = 499
+CLIENT_DISCONNECTED_STATUS = 499
 """Stands for a status where the client left before there was one."""
 
 STATUS_LINE = web.AppKey("status_line", StatusLine)
@@ -63,7 +63,7 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
     operation = None if endpoint is None else endpoint.operation
     if operation is not None:
         request.app[STATUS_LINE].on_request(asyncio.get_running_loop())
-    status = CLIENT_LEFT
+    status = CLIENT_DISCONNECTED_STATUS
     try:
         response = await handler(request)
         status = response.status
@@ -79,7 +79,7 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
 
 def _log(request: web.Request, path: str, status: int, seconds: float) -> None:
     """One line; the path is the endpoint's, for the client's own may say anything."""
-    tally = request[OUTCOME].tally if OUTCOME in request else None
+    tally = request[SUMMARY].tally if SUMMARY in request else None
     told = {
         "method": request.method,
         "path": path or "(no endpoint)",

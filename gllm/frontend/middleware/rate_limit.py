@@ -14,15 +14,15 @@ from typing import NamedTuple
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.context import CLIENT
+from gllm.frontend.context import CLIENT_ID
 from gllm.frontend.endpoint import endpoint_of
 from gllm.frontend.errors import ApiError, Handler
 
 MAX_CLIENTS = 16384
-HEADERS = web.RequestKey("rate_limit_headers", dict[str, str])
+RATE_LIMIT_HEADERS = web.RequestKey("rate_limit_headers", dict[str, str])
 
 
-class Level(NamedTuple):
+class BucketLevel(NamedTuple):
     """A client's bucket after a request."""
 
     is_granted: bool
@@ -34,7 +34,7 @@ class Level(NamedTuple):
     """Seconds until the bucket is full."""
 
 
-class Buckets:
+class TokenBuckets:
     """Token buckets of `per_minute` requests that fill within a minute; all may be used at once.
 
     Remembers `MAX_CLIENTS` clients, the last ones to ask: whoever is forgotten has a full bucket.
@@ -49,7 +49,7 @@ class Buckets:
     def __len__(self) -> int:
         return len(self._table)
 
-    def take(self, client: str) -> Level:
+    def take(self, client: str) -> BucketLevel:
         """Ask for one request."""
         now, rate = self._clock(), self._size / 60
         tokens, then = self._table.pop(client, (float(self._size), now))
@@ -60,22 +60,22 @@ class Buckets:
         if len(self._table) > MAX_CLIENTS:
             self._table.popitem(last=False)
         wait = max(0.0, 1 - tokens) / rate
-        return Level(granted, int(tokens), wait, (self._size - tokens) / rate)
+        return BucketLevel(granted, int(tokens), wait, (self._size - tokens) / rate)
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
     """Put it into an application, if it is asked for."""
     if config.rate_limit is None:
         return
-    most, buckets = config.rate_limit, Buckets(config.rate_limit)
+    most, buckets = config.rate_limit, TokenBuckets(config.rate_limit)
 
     @web.middleware
     async def limit(request: web.Request, handler: Handler) -> web.StreamResponse:
         endpoint = endpoint_of(request)
         if endpoint is None or not endpoint.is_rate_limited:
             return await handler(request)
-        level = buckets.take(request.get(CLIENT) or network(request.remote))
-        request[HEADERS] = {
+        level = buckets.take(request.get(CLIENT_ID) or rate_limit_key(request.remote))
+        request[RATE_LIMIT_HEADERS] = {
             "x-ratelimit-limit-requests": str(most),
             "x-ratelimit-remaining-requests": str(level.remaining),
             "x-ratelimit-reset-requests": f"{level.reset:.3f}s",
@@ -88,13 +88,13 @@ def install(app: web.Application, config: ServerConfig) -> None:
         return await handler(request)
 
     async def tell(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers.update(request.get(HEADERS, {}))
+        response.headers.update(request.get(RATE_LIMIT_HEADERS, {}))
 
     app.middlewares.append(limit)
     app.on_response_prepare.append(tell)
 
 
-def network(address: str | None) -> str:
+def rate_limit_key(address: str | None) -> str:
     """Whom an address stands for: itself, or its /64 network, which IPv6 gives to one client."""
     try:
         parsed = ipaddress.ip_address(address or "")

@@ -11,11 +11,17 @@ from aiohttp import web
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_PROMPTS
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import Delta, EngineInterface, check_request, encode_prompt, truncated
-from gllm.frontend.answer import Json, answer
-from gllm.frontend.chunks import ChunkWriter
-from gllm.frontend.collect import Choice
-from gllm.frontend.context import CONTEXT, Context
+from gllm.engine.interface import (
+    EngineInterface,
+    OutputDelta,
+    check_request,
+    encode_prompt,
+    truncate_prompt,
+)
+from gllm.frontend.answer import JsonObject, send_answer
+from gllm.frontend.choice_writer import ChoiceWriter
+from gllm.frontend.choices import CollectedChoice
+from gllm.frontend.context import CONTEXT, ServerContext
 from gllm.frontend.fields.completions import (
     DEFAULT_MAX_TOKENS,
     CompletionFields,
@@ -23,8 +29,8 @@ from gllm.frontend.fields.completions import (
 )
 from gllm.frontend.fields.generation import to_sampling_params
 from gllm.frontend.fields.parsing import read_fields
-from gllm.frontend.logprobs import CompletionLogprobs, joined, prompt_logprobs
-from gllm.frontend.run import Job
+from gllm.frontend.logprobs import CompletionLogprobs, merge_completion_logprobs, prompt_logprobs
+from gllm.frontend.request_run import PreparedRequest
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
 
@@ -42,13 +48,13 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         raise FieldError("n", f"{len(texts)} prompts with n {params.n} are more than {most}")
     with context.admit(len(texts)):
         prompts = await asyncio.to_thread(_prompts, engine, texts, params, bool(fields.echo))
-        shape = CompletionShape(engine.tokenizer, fields, params, prompts)
+        shape = CompletionChoiceFormat(engine.tokenizer, fields, params, prompts)
         ids = [prompt.ids for prompt in prompts]
-        job = Job(fields, ids, params, fields.generates)
-        return await answer(request, context, job, ChunkWriter(request, job, shape))
+        job = PreparedRequest(fields, ids, params, fields.generates)
+        return await send_answer(request, context, job, ChoiceWriter(request, job, shape))
 
 
-def _params(fields: CompletionFields, context: Context) -> SamplingParams:
+def _params(fields: CompletionFields, context: ServerContext) -> SamplingParams:
     """How to sample. A request for the echo alone draws a token, which is not shown."""
     if not fields.generates and not fields.echo:
         raise FieldError("max_tokens", "max_tokens is 0, which is only allowed with echo")
@@ -90,7 +96,7 @@ def _prompts(
         if isinstance(prompt, str):
             ids = encode_prompt(prompt, params, engine.model, tokenizer)
         else:
-            ids = truncated(prompt, params, engine.model)
+            ids = truncate_prompt(prompt, params, engine.model)
         check_request(ids, params, engine.model)
         if not echo:
             made.append(Prompt(ids))
@@ -111,7 +117,7 @@ def _text(tokenizer: Tokenizer, ids: list[int], params: SamplingParams) -> str:
     return stream.push(ids)[0] + stream.finish()
 
 
-class CompletionShape:
+class CompletionChoiceFormat:
     """Choices as text and its increments, behind the prompt where it is echoed."""
 
     prefix = "cmpl-"
@@ -138,11 +144,11 @@ class CompletionShape:
         """As of Shape."""
         return not self._fields.echo and self._fields.logprobs is None
 
-    def opening(self, index: int) -> list[Json]:
+    def opening(self, index: int) -> list[JsonObject]:
         """Nothing comes before the text."""
         return []
 
-    def pieces(self, delta: Delta, token_ids: bool) -> list[Json]:
+    def pieces(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
         """The echo with a choice's first delta; text and end together."""
         pieces = []
         if self._fields.echo and delta.index not in self._echoed:
@@ -158,14 +164,16 @@ class CompletionShape:
             pieces.append({**_choice(delta.index, delta.text, logprobs, *ending), **ids})
         return pieces
 
-    def whole(self, choice: Choice) -> Json:
+    def whole(self, choice: CollectedChoice) -> JsonObject:
         """A text."""
         text, logprobs = choice.text, None
         if self._fields.echo:
             text = self._prompt(choice.index).text + text
         if self._fields.logprobs is not None:
             parts = [self._prompt_logprobs(choice)] if self._fields.echo else []
-            logprobs = joined([part for part in (*parts, self._output_logprobs(choice)) if part])
+            logprobs = merge_completion_logprobs(
+                [part for part in (*parts, self._output_logprobs(choice)) if part]
+            )
         made = _choice(choice.index, text, logprobs, choice.finish_reason, choice.stop_reason)
         top = self._fields.prompt_logprobs
         if top is None:
@@ -173,14 +181,14 @@ class CompletionShape:
         told = prompt_logprobs(self._tokenizer, choice.prompt_logprobs, top)
         return {**made, "prompt_logprobs": told}
 
-    def besides(self, choices: list[Choice]) -> Json:
+    def besides(self, choices: list[CollectedChoice]) -> JsonObject:
         """Nothing."""
         return {}
 
     def _prompt(self, index: int) -> Prompt:
         return self._prompts[index // self._params.n]
 
-    def _prompt_logprobs(self, part: Delta | Choice) -> Json | None:
+    def _prompt_logprobs(self, part: OutputDelta | CollectedChoice) -> JsonObject | None:
         """Of the echoed prompt, where asked for."""
         if (top := self._fields.logprobs) is None:
             return None
@@ -191,7 +199,7 @@ class CompletionShape:
             ids, [None, *part.prompt_logprobs]
         )
 
-    def _output_logprobs(self, part: Delta | Choice) -> Json | None:
+    def _output_logprobs(self, part: OutputDelta | CollectedChoice) -> JsonObject | None:
         """Of a choice's next tokens, where asked for."""
         if (top := self._fields.logprobs) is None:
             return None
@@ -205,8 +213,8 @@ class CompletionShape:
 
 
 def _choice(
-    index: int, text: str, logprobs: Json | None, reason: str | None, stop: int | str | None
-) -> Json:
+    index: int, text: str, logprobs: JsonObject | None, reason: str | None, stop: int | str | None
+) -> JsonObject:
     return {
         "index": index,
         "text": text,

@@ -16,11 +16,11 @@ from gllm.config.limits import MAX_PROMPTS
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EmbeddingError, EngineInterface, check_request, encode_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
-from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.completions import parse_prompts
 from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.parsing import read_fields
+from gllm.frontend.json_encoding import encode_json_in_pieces
 
 
 async def create_embeddings(request: web.Request) -> web.Response:
@@ -48,7 +48,7 @@ def _body(
     ]
     tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return encode_piecewise({"object": "list", "data": data, "model": model, "usage": usage})
+    return encode_json_in_pieces({"object": "list", "data": data, "model": model, "usage": usage})
 
 
 def _ids(engine: EngineInterface, texts: list[str] | list[list[int]]) -> list[list[int]]:

@@ -5,7 +5,7 @@ Owns the two answers. Knows nothing of what makes an engine healthy.
 
 from aiohttp import web
 
-from gllm.engine.interface import EngineUnavailable
+from gllm.engine.interface import EngineUnavailableError
 from gllm.frontend.context import CONTEXT
 
 
@@ -16,7 +16,7 @@ async def get_health(request: web.Request) -> web.Response:
     if status.state != "draining":
         context.check_ready()
     if not status.is_healthy:
-        raise EngineUnavailable("stuck", "work is pending, but no step finishes")
+        raise EngineUnavailableError("stuck", "work is pending, but no step finishes")
     return web.json_response({"status": "ok"})
 
 

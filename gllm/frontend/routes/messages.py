@@ -1,4 +1,4 @@
-"""POST /v1/messages and POST /v1/messages/count_tokens.
+"""POST /v1/messages and POST /v1/messages/count_prompt_tokens.
 
 Owns that errors have what Anthropic's clients look for. Knows nothing of shapes otherwise.
 """
@@ -8,27 +8,27 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from gllm.frontend.answer import answer
+from gllm.frontend.answer import send_answer
 from gllm.frontend.context import CONTEXT, REQUEST_ID
-from gllm.frontend.converted_chat import converted_job, count_tokens
+from gllm.frontend.converted_chat import count_prompt_tokens, prepare_converted_chat
 from gllm.frontend.errors import to_api_error
 from gllm.frontend.fields.messages import NAMES, CountTokensFields, MessagesFields, as_chat
-from gllm.frontend.message_writer import MessageWriter
+from gllm.frontend.messages_writer import MessagesWriter
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
     """An answer to the messages, in the shape of Anthropic's Messages API."""
     context = request.app[CONTEXT]
     with _errors_of_its_own():
-        async with converted_job(request, MessagesFields, as_chat, NAMES) as (_, job):
-            writer = MessageWriter(context.engine, job, request[REQUEST_ID])
-            return await answer(request, context, job, writer)
+        async with prepare_converted_chat(request, MessagesFields, as_chat, NAMES) as (_, job):
+            writer = MessagesWriter(context.engine, job, request[REQUEST_ID])
+            return await send_answer(request, context, job, writer)
 
 
 async def count_message_tokens(request: web.Request) -> web.StreamResponse:
     """How many tokens the messages are."""
     with _errors_of_its_own():
-        num_tokens = await count_tokens(request, CountTokensFields, as_chat, NAMES)
+        num_tokens = await count_prompt_tokens(request, CountTokensFields, as_chat, NAMES)
         return web.json_response({"input_tokens": num_tokens})
 
 

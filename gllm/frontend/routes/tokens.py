@@ -8,11 +8,11 @@ from aiohttp import web
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_TOKENIZE_BYTES, check_size
 from gllm.config.server import ServerConfig
-from gllm.frontend.chat_job import chat_request
+from gllm.frontend.chat_request import chat_request
 from gllm.frontend.context import CONTEXT
-from gllm.frontend.encoding import encode_piecewise
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
+from gllm.frontend.json_encoding import encode_json_in_pieces
 from gllm.frontend.logprobs import token_text
 from gllm.text.chat.prompt import render_chat
 from gllm.text.tokenizer import Tokenizer
@@ -39,7 +39,9 @@ def _tokenized(
     texts = {}
     if fields.return_token_strs:
         texts = {"token_strs": [token_text(tokenizer, token_id) for token_id in ids]}
-    return encode_piecewise({"count": len(ids), "max_model_len": length, "tokens": ids, **texts})
+    return encode_json_in_pieces(
+        {"count": len(ids), "max_model_len": length, "tokens": ids, **texts}
+    )
 
 
 def _ids(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:

@@ -21,16 +21,16 @@ from gllm.commands.bench.report import (
     tokens_by_second,
 )
 from gllm.commands.bench.serve import main, result_of
-from gllm.observability.metrics import Timeline
+from gllm.observability.latency import RequestTimeline
 
 
 def outcome(arrival: float, times: list[float], tokens: int, prompt: int = 10) -> Outcome:
-    line = Timeline(arrival, times, tokens)
+    line = RequestTimeline(arrival, times, tokens)
     return Outcome(line, prompt, times[-1] if times else arrival, ["text"])
 
 
 def failed(kind: str, detail: str) -> Outcome:
-    return Outcome(Timeline(100.0), 10, 100.5, failure=kind, detail=detail)
+    return Outcome(RequestTimeline(100.0), 10, 100.5, failure=kind, detail=detail)
 
 
 OUTCOMES = [
@@ -123,7 +123,7 @@ def test_overlaps() -> None:
 
 
 def test_tokens_by_second() -> None:
-    lines = [Timeline(10.5, [10.75, 11.6], 8), Timeline(11.0, [11.75], 1)]
+    lines = [RequestTimeline(10.5, [10.75, 11.6], 8), RequestTimeline(11.0, [11.75], 1)]
     assert tokens_by_second(lines) == {0: 4.0, 1: 5.0}
 
 
@@ -168,7 +168,7 @@ def test_details_are_lists_of_equal_length() -> None:
 
 
 def test_plots(tmp_path: Path) -> None:
-    for lines in ([o.line for o in OUTCOMES[:3]], [Timeline(0.0, [1.0, 2.0], 2)], []):
+    for lines in ([o.line for o in OUTCOMES[:3]], [RequestTimeline(0.0, [1.0, 2.0], 2)], []):
         names = plot_load(lines, "a model", tmp_path / "plots")
         for name in names:
             assert (tmp_path / "plots" / name).stat().st_size > 1000

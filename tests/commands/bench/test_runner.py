@@ -9,11 +9,11 @@ import pytest
 
 from gllm.commands.bench.client import Outcome
 from gllm.commands.bench.runner import run_load
-from gllm.observability.metrics import Timeline
+from gllm.observability.latency import RequestTimeline
 
 
 def outcome() -> Outcome:
-    return Outcome(Timeline(time.monotonic()), 1)
+    return Outcome(RequestTimeline(time.monotonic()), 1)
 
 
 async def test_no_request_is_sent_before_its_time() -> None:

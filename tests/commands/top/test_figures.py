@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gllm.commands.top.figures import History, between, histogram, quantile
 from gllm.commands.top.scrape import Scrape, parse
-from gllm.engine.interface import Delta
-from gllm.frontend.metrics import Metrics, RequestRecord
+from gllm.engine.interface import OutputDelta
+from gllm.frontend.metrics import Metrics, RequestMetrics
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer
@@ -27,9 +27,9 @@ def test_a_real_server_s_metrics_are_read() -> None:
     engine = FakeEngine(Tokenizer(some.byte_level()))
     metrics = Metrics(engine)
     before = parse(metrics.text().decode(), 10.0)
-    record = RequestRecord(metrics, arrival=-math.inf, prompt_tokens=7, choices=1)
-    record.delta(Delta(0, "a", [1, 2]))
-    record.delta(Delta(0, "b", [3, 4]))
+    record = RequestMetrics(metrics, arrival=-math.inf, prompt_tokens=7, choices=1)
+    record.delta(OutputDelta(0, "a", [1, 2]))
+    record.delta(OutputDelta(0, "b", [3, 4]))
     record.close()
     engine.stats = SchedulerStats(
         5, 2, 0.5, 3, 20, 1, 400, 100, prefill_tokens=300, decode_tokens=20

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from gllm.config.sampling import SamplingParams
-from gllm.frontend.collect import Tally
-from gllm.frontend.metrics import RequestRecord
+from gllm.frontend.choices import UsageCounter
+from gllm.frontend.metrics import RequestMetrics
 
 
 @dataclass
-class Outcome:
+class RequestSummary:
     """Filled while the request runs; complete when its handler has ended."""
 
     params: SamplingParams
     streams: bool
-    tally: Tally
-    records: list[RequestRecord] = field(default_factory=list)
+    tally: UsageCounter
+    records: list[RequestMetrics] = field(default_factory=list)
     """One for each prompt."""
 
     @property
@@ -39,4 +39,4 @@ class Outcome:
         return min(known, default=None)
 
 
-OUTCOME = web.RequestKey("outcome", Outcome)
+SUMMARY = web.RequestKey("outcome", RequestSummary)

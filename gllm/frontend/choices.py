@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gllm.engine.interface import Delta
+from gllm.engine.interface import OutputDelta
 from gllm.messages.sampling import TokenLogprobs
 from gllm.text.output.reasoning import ReasoningTokenCounter
 
 
 @dataclass
-class Tally:
+class UsageCounter:
     """Token counts of a request."""
 
     prompt_tokens: int
@@ -25,7 +25,7 @@ class Tally:
     counters: dict[int, ReasoningTokenCounter] = field(default_factory=dict)
     """By choice."""
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: OutputDelta) -> None:
         """Count a delta. The choices of a prompt share it: the first one speaks for all."""
         self.completion_tokens += len(delta.token_ids)
         if delta.cached_tokens and delta.index % self.n == 0:
@@ -56,7 +56,7 @@ class Tally:
 
 
 @dataclass
-class Choice:
+class CollectedChoice:
     """All of one choice."""
 
     index: int
@@ -71,7 +71,7 @@ class Choice:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: OutputDelta) -> None:
         """Append a delta."""
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
@@ -80,7 +80,7 @@ class Choice:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
 
-    def as_delta(self) -> Delta:
+    def as_delta(self) -> OutputDelta:
         """The choice as the only delta of its own."""
         ending = (self.finish_reason, self.stop_reason)
-        return Delta(self.index, self.text, self.token_ids, *ending, logprobs=self.logprobs)
+        return OutputDelta(self.index, self.text, self.token_ids, *ending, logprobs=self.logprobs)

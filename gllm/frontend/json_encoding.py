@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-LONG = 64
+MIN_SPLIT_ENTRIES = 64
 """Entries from which on a list is encoded entry by entry."""
-NUMBERS = 4096
+NUMBERS_PER_PIECE = 4096
 """Encoded at once."""
 
 
-def encode_piecewise(value: Any) -> bytes:
+def encode_json_in_pieces(value: Any) -> bytes:
     """Return a value as JSON. For a thread: nothing is encoded for long with the interpreter locked
     but the copying of finished pieces."""
     return msgspec.json.encode(_in_pieces(value))
@@ -26,7 +26,7 @@ def _in_pieces(value: Any) -> Any:
         return {name: _in_pieces(one) for name, one in value.items()}
     if not isinstance(value, list):
         return value
-    if len(value) < LONG:
+    if len(value) < MIN_SPLIT_ENTRIES:
         return [_in_pieces(one) for one in value]
     if isinstance(value[0], int | float):
         return _numbers(value)
@@ -35,6 +35,8 @@ def _in_pieces(value: Any) -> Any:
 
 def _numbers(values: Sequence[int | float]) -> msgspec.Raw:
     """A long list of numbers."""
-    begins = range(0, len(values), NUMBERS)
-    parts = [msgspec.json.encode(values[begin : begin + NUMBERS])[1:-1] for begin in begins]
+    begins = range(0, len(values), NUMBERS_PER_PIECE)
+    parts = [
+        msgspec.json.encode(values[begin : begin + NUMBERS_PER_PIECE])[1:-1] for begin in begins
+    ]
     return msgspec.Raw(b"[" + b",".join(parts) + b"]")

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 
 @dataclass(slots=True)
-class Timeline:
+class RequestTimeline:
     """When a request arrived and when its output did. Only tokens count as output."""
 
     arrival: float
@@ -64,7 +64,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def latencies(timelines: Sequence[Timeline]) -> dict[str, list[float]]:
+def collect_latencies(timelines: Sequence[RequestTimeline]) -> dict[str, list[float]]:
     """All values of ttft, tpot, itl and e2el, in seconds; requests without one are left out."""
     return {
         "ttft": [line.ttft for line in timelines if line.ttft is not None],
@@ -75,7 +75,7 @@ def latencies(timelines: Sequence[Timeline]) -> dict[str, list[float]]:
 
 
 def slo_attainment(
-    timelines: Iterable[Timeline],
+    timelines: Iterable[RequestTimeline],
     ttft: float | None = None,
     tpot: float | None = None,
     e2el: float | None = None,

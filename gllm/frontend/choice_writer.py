@@ -10,16 +10,16 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from gllm.engine.interface import Delta
-from gllm.frontend.answer import Json
-from gllm.frontend.collect import Choice, Tally
+from gllm.engine.interface import OutputDelta
+from gllm.frontend.answer import JsonObject
+from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
-from gllm.frontend.run import Job
-from gllm.frontend.sse import DONE, Event
+from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.sse import DONE, ServerSentEvent
 
 
-class Shape(Protocol):
+class ChoiceFormat(Protocol):
     """How an endpoint writes its choices."""
 
     prefix: str
@@ -31,16 +31,16 @@ class Shape(Protocol):
     def is_text_alone(self) -> bool:
         """Whether a delta that ends nothing is one choice with its text, whatever came before."""
 
-    def opening(self, index: int) -> list[Json]:
+    def opening(self, index: int) -> list[JsonObject]:
         """Choices that open a stream, one chunk for each."""
 
-    def pieces(self, delta: Delta, token_ids: bool) -> list[Json]:
+    def pieces(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
         """A delta as choices, one chunk for each; `token_ids` tells whether to show those."""
 
-    def whole(self, choice: Choice) -> Json:
+    def whole(self, choice: CollectedChoice) -> JsonObject:
         """A finished choice."""
 
-    def besides(self, choices: list[Choice]) -> Json:
+    def besides(self, choices: list[CollectedChoice]) -> JsonObject:
         """What an answer carries besides its finished choices."""
 
 
@@ -48,10 +48,10 @@ MARK = "\x00text\x00"
 """Stands for a text while a frame is made."""
 
 
-class ChunkWriter:
+class ChoiceWriter:
     """Writes choices of a shape."""
 
-    def __init__(self, request: web.Request, job: Job, shape: Shape) -> None:
+    def __init__(self, request: web.Request, job: PreparedRequest, shape: ChoiceFormat) -> None:
         fields, options = job.fields, job.fields.stream_options
         self._head = {
             "id": f"{shape.prefix}{fields.request_id or request[REQUEST_ID]}",
@@ -72,28 +72,28 @@ class ChunkWriter:
         """What is before and behind the text of a choice's chunks, where that is always the same:
         most of what a token costs would go into writing it again."""
 
-    def opening(self, tally: Tally) -> list[Event]:
+    def opening(self, tally: UsageCounter) -> list[ServerSentEvent]:
         """As of Writer."""
         pieces = (piece for i in range(self._choices) for piece in self._shape.opening(i))
         return [self._chunk(piece, tally) for piece in pieces]
 
-    def delta(self, delta: Delta, tally: Tally) -> list[Event]:
+    def delta(self, delta: OutputDelta, tally: UsageCounter) -> list[ServerSentEvent]:
         """As of Writer."""
         if self._is_framed and delta.text and delta.finish_reason is None:
             before, after = self._frames.get(delta.index) or self._frame(delta.index, tally)
-            return [Event(b"%b%b%b" % (before, self._encoder.encode(delta.text), after))]
+            return [ServerSentEvent(b"%b%b%b" % (before, self._encoder.encode(delta.text), after))]
         return [self._chunk(piece, tally) for piece in self._shape.pieces(delta, self._token_ids)]
 
-    def closing(self, tally: Tally) -> list[Event]:
+    def closing(self, tally: UsageCounter) -> list[ServerSentEvent]:
         """As of Writer."""
         usage = {**self._head, "choices": [], "usage": tally.usage()}
-        return [Event(usage), DONE] if self._usage_at_end else [DONE]
+        return [ServerSentEvent(usage), DONE] if self._usage_at_end else [DONE]
 
-    def failed(self, error: ApiError) -> list[Event]:
+    def failed(self, error: ApiError) -> list[ServerSentEvent]:
         """As of Writer."""
-        return [Event(error.body()), DONE]
+        return [ServerSentEvent(error.body()), DONE]
 
-    def whole(self, choices: list[Choice], tally: Tally) -> Json:
+    def whole(self, choices: list[CollectedChoice], tally: UsageCounter) -> JsonObject:
         """As of Writer."""
         written = []
         for choice in choices:
@@ -102,16 +102,16 @@ class ChunkWriter:
         besides = self._shape.besides(choices)
         return {**self._head, "choices": written, "usage": tally.usage(), **besides}
 
-    def _frame(self, index: int, tally: Tally) -> tuple[bytes, bytes]:
-        (piece,) = self._shape.pieces(Delta(index, MARK, []), False)
+    def _frame(self, index: int, tally: UsageCounter) -> tuple[bytes, bytes]:
+        (piece,) = self._shape.pieces(OutputDelta(index, MARK, []), False)
         before, after = self._written(piece, tally).split(self._encoder.encode(MARK))
         self._frames[index] = before, after
         return before, after
 
-    def _chunk(self, choice: Json, tally: Tally) -> Event:
-        return Event(self._written(choice, tally))
+    def _chunk(self, choice: JsonObject, tally: UsageCounter) -> ServerSentEvent:
+        return ServerSentEvent(self._written(choice, tally))
 
-    def _written(self, choice: Json, tally: Tally) -> bytes:
+    def _written(self, choice: JsonObject, tally: UsageCounter) -> bytes:
         end = b"]}"
         if self._usage_always:
             end = b'],"usage":' + self._encoder.encode(tally.usage()) + b"}"

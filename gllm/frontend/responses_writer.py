@@ -6,36 +6,36 @@ Owns the API's shapes. Knows nothing of requests but what an answer repeats of t
 import time
 from collections import defaultdict
 
-from gllm.engine.interface import Delta, EngineInterface
-from gllm.frontend.answer import Json
-from gllm.frontend.blocks import Block, Blocks
-from gllm.frontend.collect import Choice, Tally
+from gllm.engine.interface import EngineInterface, OutputDelta
+from gllm.frontend.answer import JsonObject
+from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.responses import ResponsesFields
 from gllm.frontend.logprobs import chat_logprobs
-from gllm.frontend.run import Job
-from gllm.frontend.sse import Event
+from gllm.frontend.output_blocks import BlockSplitter, OutputBlock
+from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.output.events import ContentDelta
 
-PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
+ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
 """What ids of items begin with."""
-TEXTS = {
+TEXT_TYPES = {
     "text": "output_text",
     "reasoning": "reasoning_text",
     "call": "function_call_arguments",
     "custom": "custom_tool_call_input",
 }
 """What the text of a block is called."""
-CUTS = {"length": "max_output_tokens", "abort": "abort"}
+INCOMPLETE_REASONS = {"length": "max_output_tokens", "abort": "abort"}
 """Why answers are incomplete, by finish reason."""
 
 
-class ResponseWriter:
+class ResponsesWriter:
     """Writes one answer. `name` is in ids where the request does not name itself."""
 
     def __init__(
-        self, engine: EngineInterface, job: Job, asked: ResponsesFields, name: str
+        self, engine: EngineInterface, job: PreparedRequest, asked: ResponsesFields, name: str
     ) -> None:
         self._id = asked.request_id or name
         self._model = engine.model.name
@@ -45,15 +45,15 @@ class ResponseWriter:
         self._asked = asked
         self._number = 0
         self._outputs = ChatOutputParser(job.output)
-        self._blocks = Blocks(self)
+        self._blocks = BlockSplitter(self)
         self._cut: str | None = None
         """Why the answer is incomplete, where it is."""
-        self._pending: list[Json] = []
+        self._pending: list[JsonObject] = []
         """Log-probabilities of tokens since the last text, whose place is the next one."""
-        self._logprobs: dict[int, list[Json]] = defaultdict(list)
+        self._logprobs: dict[int, list[JsonObject]] = defaultdict(list)
         """Of the text so far, by block."""
 
-    def opening(self, tally: Tally) -> list[Event]:
+    def opening(self, tally: UsageCounter) -> list[ServerSentEvent]:
         """As of Writer."""
         begun = self._response("in_progress", None)
         return [
@@ -61,36 +61,36 @@ class ResponseWriter:
             self._event("response.in_progress", response=begun),
         ]
 
-    def delta(self, delta: Delta, tally: Tally) -> list[Event]:
+    def delta(self, delta: OutputDelta, tally: UsageCounter) -> list[ServerSentEvent]:
         """As of Writer."""
         self._pending += self._logprobs_of(delta)
         said, reason = self._outputs.push(delta.index, delta.text, delta.finish_reason)
         events = self._blocks.add(said)
         if reason is not None:
-            self._cut = CUTS.get(reason)
+            self._cut = INCOMPLETE_REASONS.get(reason)
             if not self._blocks.all:
                 events += self._blocks.add([ContentDelta("")])
             events += self._blocks.finish(reason)
         return events
 
-    def closing(self, tally: Tally) -> list[Event]:
+    def closing(self, tally: UsageCounter) -> list[ServerSentEvent]:
         """As of Writer."""
         response = self._response(self._end_status, tally)
         return [self._event(f"response.{self._end_status}", response=response)]
 
-    def failed(self, error: ApiError) -> list[Event]:
+    def failed(self, error: ApiError) -> list[ServerSentEvent]:
         """As of Writer."""
         events = self._blocks.end("incomplete")
         response = {**self._response("failed", None), **error.body()}
         return [*events, self._event("response.failed", response=response)]
 
-    def whole(self, choices: list[Choice], tally: Tally) -> Json:
+    def whole(self, choices: list[CollectedChoice], tally: UsageCounter) -> JsonObject:
         """As of Writer."""
         (choice,) = choices
         self.delta(choice.as_delta(), tally)
         return self._response(self._end_status, tally)
 
-    def opened(self, block: Block) -> list[Event]:
+    def opened(self, block: OutputBlock) -> list[ServerSentEvent]:
         """As of Pen."""
         where = {"output_index": block.index, "item": self._item(block)}
         events = [self._event("response.output_item.added", **where)]
@@ -99,17 +99,17 @@ class ResponseWriter:
             events.append(self._within(block, "response.content_part.added", part=part))
         return events
 
-    def grown(self, block: Block, text: str) -> list[Event]:
+    def grown(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
         """As of Pen."""
-        told: Json = {}
+        told: JsonObject = {}
         if block.kind == "text":
             told["logprobs"], self._pending = self._pending, []
             self._logprobs[block.index] += told["logprobs"]
-        return [self._within(block, f"response.{TEXTS[block.kind]}.delta", delta=text, **told)]
+        return [self._within(block, f"response.{TEXT_TYPES[block.kind]}.delta", delta=text, **told)]
 
-    def closed(self, block: Block) -> list[Event]:
+    def closed(self, block: OutputBlock) -> list[ServerSentEvent]:
         """As of Pen."""
-        done = f"response.{TEXTS[block.kind]}.done"
+        done = f"response.{TEXT_TYPES[block.kind]}.done"
         events = []
         if block.kind == "text" and self._pending:
             events += self.grown(block, "")  # tokens that no text has come of
@@ -132,30 +132,30 @@ class ResponseWriter:
         """Of an answer that went well."""
         return "incomplete" if self._cut else "completed"
 
-    def _logprobs_of(self, delta: Delta) -> list[Json]:
+    def _logprobs_of(self, delta: OutputDelta) -> list[JsonObject]:
         if self._params.logprobs is None:
             return []
         told = chat_logprobs(self._tokenizer, delta.logprobs, self._params.logprobs)
-        content: list[Json] = told["content"]
+        content: list[JsonObject] = told["content"]
         return content
 
-    def _event(self, kind: str, **data: object) -> Event:
+    def _event(self, kind: str, **data: object) -> ServerSentEvent:
         """The next event."""
-        event = Event({"type": kind, "sequence_number": self._number, **data}, kind)
+        event = ServerSentEvent({"type": kind, "sequence_number": self._number, **data}, kind)
         self._number += 1
         return event
 
-    def _within(self, block: Block, kind: str, **data: object) -> Event:
+    def _within(self, block: OutputBlock, kind: str, **data: object) -> ServerSentEvent:
         """An event within an item."""
         where = {"item_id": self._item_id(block), "output_index": block.index}
         if not block.is_call:
             where["content_index"] = 0
         return self._event(kind, **where, **data)
 
-    def _item_id(self, block: Block) -> str:
-        return f"{PREFIXES[block.kind]}_{self._id}_{block.index}"
+    def _item_id(self, block: OutputBlock) -> str:
+        return f"{ID_PREFIXES[block.kind]}_{self._id}_{block.index}"
 
-    def _item(self, block: Block) -> Json:
+    def _item(self, block: OutputBlock) -> JsonObject:
         """A block as an item of the output; its content only when that has ended."""
         head = {"id": self._item_id(block), "status": block.status}
         if block.kind == "call":
@@ -169,14 +169,14 @@ class ResponseWriter:
             return {**head, "type": "reasoning", "summary": [], "content": content}
         return {**head, "type": "message", "role": "assistant", "content": content}
 
-    def _part(self, block: Block) -> Json:
+    def _part(self, block: OutputBlock) -> JsonObject:
         """The content of a block that is no call."""
-        part: Json = {"type": TEXTS[block.kind], "text": block.text}
+        part: JsonObject = {"type": TEXT_TYPES[block.kind], "text": block.text}
         if block.kind == "reasoning":
             return part
         return {**part, "annotations": [], "logprobs": list(self._logprobs[block.index])}
 
-    def _response(self, status: str, tally: Tally | None) -> Json:
+    def _response(self, status: str, tally: UsageCounter | None) -> JsonObject:
         """The whole object; with token counts if there is a tally."""
         asked = self._asked
         return {
@@ -189,7 +189,7 @@ class ResponseWriter:
             "incomplete_details": self._cut and {"reason": self._cut},
             "model": self._model,
             "output": [self._item(block) for block in self._blocks.all],
-            "usage": None if tally is None else usage(tally),
+            "usage": None if tally is None else responses_usage(tally),
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "temperature": self._params.temperature,
@@ -209,7 +209,7 @@ class ResponseWriter:
         }
 
 
-def usage(tally: Tally) -> Json:
+def responses_usage(tally: UsageCounter) -> JsonObject:
     """Token counts. What is written to the prefix cache is not counted apart."""
     return {
         "input_tokens": tally.prompt_tokens,

@@ -7,16 +7,18 @@ from typing import Any
 import msgspec
 
 from gllm.engine.chat import PreparedChat, prepare_chat
-from gllm.frontend.context import Context
+from gllm.frontend.context import ServerContext
 from gllm.frontend.fields.chat import ChatCompletionFields, ChatTemplateOptions
 from gllm.frontend.fields.generation import to_sampling_params
-from gllm.frontend.run import Job
+from gllm.frontend.request_run import PreparedRequest
 from gllm.text.chat.output_parser import reasoning_counter
 from gllm.text.chat.request import ChatRequest
 from gllm.text.chat.tools import ToolOptions, parse_functions, parse_tools
 
 
-async def chat_job(context: Context, fields: ChatCompletionFields) -> Job:
+async def prepare_chat_request(
+    context: ServerContext, fields: ChatCompletionFields
+) -> PreparedRequest:
     """Return the job of a chat. Raises FieldError."""
     model, tokenizer = context.engine.model, context.engine.tokenizer
     params = to_sampling_params(
@@ -34,7 +36,7 @@ async def chat_job(context: Context, fields: ChatCompletionFields) -> Job:
 
     # Long prompts and large schemas take time: not on the event loop.
     chat = await asyncio.to_thread(prepare)
-    return Job(
+    return PreparedRequest(
         fields,
         [chat.token_ids],
         chat.params,

@@ -5,29 +5,29 @@ Owns the API's shapes. Knows nothing of requests.
 
 import json
 
-from gllm.engine.interface import Delta, EngineInterface
-from gllm.frontend.answer import Json
-from gllm.frontend.blocks import Block, Blocks
-from gllm.frontend.collect import Choice, Tally
+from gllm.engine.interface import EngineInterface, OutputDelta
+from gllm.frontend.answer import JsonObject
+from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.errors import ApiError
-from gllm.frontend.run import Job
-from gllm.frontend.sse import Event
+from gllm.frontend.output_blocks import BlockSplitter, OutputBlock
+from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
 
-DELTAS = {
+DELTA_TYPES = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
 """How an increment of a block is written: its type, and the name of its text."""
-REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """What finish reasons are called; others have no name of this API's own."""
 
 
-class MessageWriter:
+class MessagesWriter:
     """Writes one answer. `name` is in ids where the request does not name itself."""
 
-    def __init__(self, engine: EngineInterface, job: Job, name: str) -> None:
+    def __init__(self, engine: EngineInterface, job: PreparedRequest, name: str) -> None:
         self._head = {
             "id": f"msg_{job.fields.request_id or name}",
             "type": "message",
@@ -35,21 +35,26 @@ class MessageWriter:
             "model": engine.model.name,
         }
         self._outputs = ChatOutputParser(job.output)
-        self._blocks = Blocks(self)
+        self._blocks = BlockSplitter(self)
         self._begun = False
-        self._ending: Json = {}
+        self._ending: JsonObject = {}
 
-    def opening(self, tally: Tally) -> list[Event]:
+    def opening(self, tally: UsageCounter) -> list[ServerSentEvent]:
         """As of Writer. The beginning tells what was cached, which the first delta brings."""
         return []
 
-    def delta(self, delta: Delta, tally: Tally) -> list[Event]:
+    def delta(self, delta: OutputDelta, tally: UsageCounter) -> list[ServerSentEvent]:
         """As of Writer."""
-        events: list[Event] = []
+        events: list[ServerSentEvent] = []
         if not self._begun:
             self._begun = True
             ending = {"stop_reason": None, "stop_sequence": None}
-            message: Json = {**self._head, "content": [], **ending, "usage": usage(tally)}
+            message: JsonObject = {
+                **self._head,
+                "content": [],
+                **ending,
+                "usage": messages_usage(tally),
+            }
             events += [_event("message_start", message=message), _event("ping")]
         said, reason = self._outputs.push(delta.index, delta.text, delta.finish_reason)
         events += self._blocks.add(said)
@@ -58,38 +63,38 @@ class MessageWriter:
             self._ending = _ending(reason, delta.stop_reason)
         return events
 
-    def closing(self, tally: Tally) -> list[Event]:
+    def closing(self, tally: UsageCounter) -> list[ServerSentEvent]:
         """As of Writer."""
-        ended = _event("message_delta", delta=self._ending, usage=usage(tally))
+        ended = _event("message_delta", delta=self._ending, usage=messages_usage(tally))
         return [ended, _event("message_stop")]
 
-    def failed(self, error: ApiError) -> list[Event]:
+    def failed(self, error: ApiError) -> list[ServerSentEvent]:
         """As of Writer."""
         return [_event("error", **error.body())]
 
-    def whole(self, choices: list[Choice], tally: Tally) -> Json:
+    def whole(self, choices: list[CollectedChoice], tally: UsageCounter) -> JsonObject:
         """As of Writer."""
         (choice,) = choices
         self.delta(choice.as_delta(), tally)
         content = [_written(block) for block in self._blocks.all]
-        return {**self._head, "content": content, **self._ending, "usage": usage(tally)}
+        return {**self._head, "content": content, **self._ending, "usage": messages_usage(tally)}
 
-    def opened(self, block: Block) -> list[Event]:
+    def opened(self, block: OutputBlock) -> list[ServerSentEvent]:
         """As of Pen."""
         return [_event("content_block_start", index=block.index, content_block=_written(block))]
 
-    def grown(self, block: Block, text: str) -> list[Event]:
+    def grown(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
         """As of Pen."""
-        kind, name = DELTAS[block.kind]
+        kind, name = DELTA_TYPES[block.kind]
         delta = {"type": kind, name: text}
         return [_event("content_block_delta", index=block.index, delta=delta)]
 
-    def closed(self, block: Block) -> list[Event]:
+    def closed(self, block: OutputBlock) -> list[ServerSentEvent]:
         """As of Pen."""
         return [_event("content_block_stop", index=block.index)]
 
 
-def usage(tally: Tally) -> Json:
+def messages_usage(tally: UsageCounter) -> JsonObject:
     """Token counts: those of the prompt that were cached are not among the input's."""
     thought = tally.reasoning_tokens
     details = {"output_tokens_details": {"thinking_tokens": thought}}
@@ -102,11 +107,11 @@ def usage(tally: Tally) -> Json:
     }
 
 
-def _event(kind: str, **data: object) -> Event:
-    return Event({"type": kind, **data}, kind)
+def _event(kind: str, **data: object) -> ServerSentEvent:
+    return ServerSentEvent({"type": kind, **data}, kind)
 
 
-def _written(block: Block) -> Json:
+def _written(block: OutputBlock) -> JsonObject:
     """A block as far as it got."""
     match block.kind:
         case "text":
@@ -118,7 +123,7 @@ def _written(block: Block) -> Json:
             return {"type": "tool_use", **called}
 
 
-def _object(text: str) -> Json:
+def _object(text: str) -> JsonObject:
     """A JSON object; empty for one that was cut off."""
     try:
         value = json.loads(text)
@@ -127,8 +132,8 @@ def _object(text: str) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-def _ending(reason: str, stop: int | str | None) -> Json:
+def _ending(reason: str, stop: int | str | None) -> JsonObject:
     """Why an answer ended."""
     sequence = stop if isinstance(stop, str) and reason == "stop" else None
-    told = REASONS.get(reason, reason) if sequence is None else "stop_sequence"
+    told = STOP_REASONS.get(reason, reason) if sequence is None else "stop_sequence"
     return {"stop_reason": told, "stop_sequence": sequence}

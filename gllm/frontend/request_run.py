@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import Delta, EngineInterface, RequestHandle
+from gllm.engine.interface import EngineInterface, OutputDelta, RequestHandle
 from gllm.frontend.fields.generation import BaseCompletionFields
-from gllm.frontend.metrics import Metrics, RequestRecord
+from gllm.frontend.metrics import Metrics, RequestMetrics
 from gllm.text.output.parser import PLAIN_TEXT, OutputFormat
 from gllm.text.output.reasoning import ReasoningTokenCounter
 
 
 @dataclass(frozen=True)
-class Job:
+class PreparedRequest:
     """A request ready to run."""
 
     fields: BaseCompletionFields
@@ -36,18 +36,23 @@ class Job:
         return len(self.prompts) * self.params.n
 
 
-class Run:
+class RequestRun:
     """The requests of one job, a request for each prompt; the choices of prompt i are i * n ..
     i * n + n - 1. Has to be closed."""
 
     def __init__(
-        self, engine: EngineInterface, metrics: Metrics, job: Job, request_id: str, arrival: float
+        self,
+        engine: EngineInterface,
+        metrics: Metrics,
+        job: PreparedRequest,
+        request_id: str,
+        arrival: float,
     ) -> None:
         self._engine = engine
         self._job = job
         self._request_id = request_id
         n = job.params.n
-        self.records = [RequestRecord(metrics, arrival, len(ids), n) for ids in job.prompts]
+        self.records = [RequestMetrics(metrics, arrival, len(ids), n) for ids in job.prompts]
         self._requests: Sequence[RequestHandle] = []
         self._left = job.choices
         self._push: Callable[[], bool] = bool
@@ -88,10 +93,10 @@ class Run:
         finally:
             self._stop = None
 
-    def take(self) -> list[Delta]:
+    def take(self) -> list[OutputDelta]:
         """What came since the last call. Raises what the engine does."""
         self._has_news = False
-        deltas: list[Delta] = []
+        deltas: list[OutputDelta] = []
         for i, request in enumerate(self._requests):
             for delta in request.take():
                 self.records[i].delta(delta)
@@ -107,7 +112,7 @@ class Run:
         for record in self.records:
             record.close()
 
-    def _shown(self, delta: Delta, prompt: int) -> Delta:
+    def _shown(self, delta: OutputDelta, prompt: int) -> OutputDelta:
         """A prompt's delta as one of the job."""
         if prompt:
             delta = replace(delta, index=prompt * self._job.params.n + delta.index)
