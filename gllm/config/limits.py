@@ -1,7 +1,7 @@
 """Largest sizes that a request may have, checked before any work on it.
 
 docs/api.md has the table. `gllm.config` has the limits that flags set, and
-`gllm.grammar.sources.source` those of grammars.
+`gllm.grammar.sources.structured_output` those of grammars.
 docs/benchmarks/frontend-gaps.md shows for how long a request of each size keeps the event loop from
 other requests.
 """

@@ -49,7 +49,7 @@ def prepare_chat(
         request.tool_use,
         prompt.output_format,
         prompt.template_source,
-        tokenizer.token_id,
+        tokenizer.token_to_id,
     )
     params = replace(params, shown_tokens=output_format.markers, structured=structured)
     return PreparedChat(token_ids, params, output_format)

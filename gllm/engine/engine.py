@@ -305,7 +305,7 @@ class Engine:
         aborted meanwhile."""
         if params.structured is None:
             return ""
-        task = asyncio.ensure_future(self._grammars.grammar_of(params.structured))
+        task = asyncio.ensure_future(self._grammars.compile_structured_output(params.structured))
         self._compiling[task] = request_id
         try:
             await asyncio.wait([task])

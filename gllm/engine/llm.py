@@ -277,7 +277,7 @@ def _parse_choice(choice: CompletionOutput, output_format: OutputFormat) -> Chat
         choice.logprobs,
         content=message.content,
         reasoning=message.reasoning,
-        tool_calls=list(message.calls.values()),
+        tool_calls=list(message.tool_calls.values()),
     )
 
 

@@ -13,7 +13,7 @@ from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.runtime.client import EngineClient, RequestStream, TokenDelta
 from gllm.scheduler.plan import FirstToken
 from gllm.text.detokenizer import IncrementalDetokenizer
-from gllm.text.stops import StopStrings
+from gllm.text.stop_strings import StopStrings
 from gllm.text.tokenizer import Tokenizer
 
 BadWords = tuple[tuple[int, ...], ...]

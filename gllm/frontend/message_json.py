@@ -20,15 +20,15 @@ def message_to_json(message: AssistantMessage, legacy: bool = False) -> JsonObje
 
     legacy: Show a call as `function_call`, of which a message has one.
     """
-    other = message.reasoning or message.calls
+    other = message.reasoning or message.tool_calls
     written: JsonObject = {
         "role": "assistant",
         "content": message.content or (None if other else ""),
     }
     if message.reasoning:
         written |= _reasoning(message.reasoning)
-    if message.calls:
-        calls = [call.to_dict() for call in message.calls.values()]
+    if message.tool_calls:
+        calls = [call.to_dict() for call in message.tool_calls.values()]
         if legacy:
             written["function_call"] = calls[0]["function"]
         else:

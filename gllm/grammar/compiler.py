@@ -1,4 +1,4 @@
-"""Compiles grammars before their requests are taken, in a process of its own (child.py).
+"""Compiles grammars before their requests are taken, in a process of its own (compiler_process.py).
 
 Owns that process and a bounded memory of what it said. Knows nothing of what a grammar does later:
 the last stage compiles it again.
@@ -18,12 +18,12 @@ from pathlib import Path
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar.child import CPU_SECONDS, MEMORY, STACK
-from gllm.grammar.sources.source import GrammarSource, to_grammar_source
+from gllm.grammar.compiler_process import CPU_SECONDS, MEMORY, STACK
+from gllm.grammar.sources.structured_output import GrammarSource, to_grammar_source
 
 log = logging.getLogger(__name__)
 
-CHILD = "gllm.grammar.child"
+CHILD = "gllm.grammar.compiler_process"
 """Module that the process runs."""
 MAX_ENTRIES = 1024
 MAX_CHARACTERS = 2**24
@@ -70,7 +70,7 @@ class GrammarCompiler:
         self._is_fresh = False
         """Whether the process has been given no grammar yet."""
 
-    async def grammar_of(self, wanted: StructuredOutput) -> str:
+    async def compile_structured_output(self, wanted: StructuredOutput) -> str:
         """What a structured output asks for, compiled. Raises FieldError and CompilerBusy."""
         source = await asyncio.to_thread(to_grammar_source, wanted)
         try:

@@ -68,11 +68,11 @@ class GrammarGuide:
         self._ahead = begin(lambda: self._begin(compiled()))
 
     @property
-    def begun(self) -> "Future[bytes]":
+    def first_mask(self) -> "Future[bytes]":
         """Done when the first token can be drawn; to be asked for before that."""
         return self._ahead
 
-    def allowed(self, index: int) -> int | bytes:
+    def allowed_tokens(self, index: int) -> int | bytes:
         """What output token `index` may be: one where that is settled, else a bit for each token,
         lowest bit of a byte first. Waits until all before it has been taken.
 
@@ -89,7 +89,7 @@ class GrammarGuide:
             ahead = self._ahead
         return self._result(ahead)
 
-    def take(self, index: int, token: int) -> tuple[int, ...]:
+    def accept_token(self, index: int, token: int) -> tuple[int, ...]:
         """Output token `index` was drawn: all that is settled and has not been told yet. Begins
         with that token, or with the settled one in its place; empty where that one was told before.
 
@@ -115,7 +115,7 @@ class GrammarGuide:
             self._error = self._error or error
             self._news.notify_all()
 
-    def settled(self, index: int) -> int:
+    def settled_token(self, index: int) -> int:
         """Output token `index`, which is settled."""
         return self._tokens[index]
 

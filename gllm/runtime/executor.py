@@ -156,7 +156,7 @@ class StageExecutor:
             return failed
         self._samplings.update(enumerate(states, start=message.seq))
         guides = [state.guide for state in states if state.guide is not None]
-        return guides[-1].begun if guides else None
+        return guides[-1].first_mask if guides else None
 
     def prepare(self, plan: StepPlan) -> Batch:
         """Build the plan's micro-batch as tensors.

@@ -139,11 +139,11 @@ def take_forced(rows: SampledRows, drawn: SampleOutput) -> dict[int, tuple[int, 
         try:
             if drawn.errors[row]:
                 guide.fail(drawn.errors[row])
-            taken[row] = guide.take(index, drawn.tokens[row])
+            taken[row] = guide.accept_token(index, drawn.tokens[row])
         except GrammarGuideError as error:
             drawn.tokens[row], drawn.errors[row] = 0, str(error)
         else:
-            drawn.tokens[row], drawn.forced[row] = guide.settled(index), taken[row][1:]
+            drawn.tokens[row], drawn.forced[row] = guide.settled_token(index), taken[row][1:]
     return taken
 
 
@@ -193,7 +193,7 @@ def follow_grammars(rows: SampledRows, vocabulary: int) -> tuple[Tensor, set[int
     masks, settled = [], set()
     for row in rows.guided:
         try:
-            allowed = _guide(rows, row).allowed(rows.indices[row])
+            allowed = _guide(rows, row).allowed_tokens(rows.indices[row])
         except GrammarGuideError:
             allowed = b"\0" * 4 * words_of(vocabulary)
         if isinstance(allowed, int):

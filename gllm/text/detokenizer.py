@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from gllm.text.stops import StopMatcher, StopStrings
+from gllm.text.stop_strings import StopMatcher, StopStrings
 from gllm.text.tokenizer import BYTE_TOKEN, Tokenizer
 
 
@@ -56,7 +56,7 @@ class _WindowDecoder:
 
     def push(self, token_id: int) -> str:
         """Text that this token completes."""
-        token = self._tokenizer.token(token_id)
+        token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
         self._window.append(token_id)
@@ -92,8 +92,8 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         decoder = _ByteLevelDecoder if tokenizer.is_byte_level else _WindowDecoder
         self._decoder: _Decoder = decoder(tokenizer)
-        kept = {tokenizer.token_id(token) for token in shown}
-        self._skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
+        kept = {tokenizer.token_to_id(token) for token in shown}
+        self._skipped = tokenizer.special_token_ids - kept if skip_special_tokens else frozenset()
         self._stops = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
 

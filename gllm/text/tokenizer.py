@@ -43,7 +43,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self._longest = max_token_characters(backend)
 
     @classmethod
@@ -118,11 +118,11 @@ class Tokenizer:
         (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
-    def token(self, token_id: int) -> str | None:
+    def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's entry for an id, None where there is none."""
         return self._backend.id_to_token(token_id) if token_id >= 0 else None
 
-    def token_id(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         """The id of a vocabulary's entry, None where there is none."""
         return self._backend.token_to_id(token)
 
@@ -151,7 +151,7 @@ class Tokenizer:
         """Bytes that a token stands for within a text."""
         found = self._bytes.get(token_id)
         if found is None:
-            token = self.token(token_id) or ""
+            token = self.id_to_token(token_id) or ""
             bytes_of = _bytes_of if self.is_byte_level else _bytes_of_piece
             found = self._bytes[token_id] = bytes_of(token)
         return found

@@ -29,8 +29,8 @@ from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import OutputDelta
 from gllm.frontend.app import make_app, make_runner
-from gllm.grammar.child import _set_bits, compile_grammar
-from gllm.grammar.sources.source import to_grammar_source
+from gllm.grammar.compiler_process import _set_bits, compile_grammar
+from gllm.grammar.sources.structured_output import to_grammar_source
 from gllm.grammar.vocabulary import load_grammar_tokenizer
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import RealServer, Server

@@ -92,7 +92,7 @@ async def compiling(engine, monkeypatch):
         begun.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(engine._grammars, "grammar_of", wait)
+    monkeypatch.setattr(engine._grammars, "compile_structured_output", wait)
     task = asyncio.create_task(engine.submit([[5], [6]], CHOICE, request_id="mine"))
     await begun.wait()
     return task
@@ -119,7 +119,7 @@ async def test_abort_reaches_a_request_whose_grammar_has_just_been_compiled(engi
         assert engine.abort("mine") == 1
         return "grammar"
 
-    monkeypatch.setattr(engine._grammars, "grammar_of", at_once)
+    monkeypatch.setattr(engine._grammars, "compile_structured_output", at_once)
     (request,) = await engine.submit([[5]], CHOICE, request_id="mine")
     assert [delta.finish_reason for delta in request.take()] == ["abort"]
     request.close()
@@ -138,7 +138,7 @@ async def test_an_engine_that_ends_meanwhile_takes_nothing(engine, monkeypatch):
         engine._pipeline.state = "draining"
         return "grammar"
 
-    monkeypatch.setattr(engine._grammars, "grammar_of", ends)
+    monkeypatch.setattr(engine._grammars, "compile_structured_output", ends)
     with pytest.raises(EngineUnavailableError):
         await engine.submit([[5]], CHOICE)
     assert engine.sent == []

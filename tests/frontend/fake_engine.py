@@ -19,12 +19,12 @@ from gllm.engine.interface import (
     check_request,
     truncate_prompt,
 )
-from gllm.grammar.sources.source import to_grammar_source
+from gllm.grammar.sources.structured_output import to_grammar_source
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.detokenizer import IncrementalDetokenizer
-from gllm.text.stops import StopStrings
+from gllm.text.stop_strings import StopStrings
 from gllm.text.tokenizer import Tokenizer
 
 

@@ -33,7 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def num_control(engine, ids):
-    return sum(token in engine.tokenizer.special_ids for token in ids)
+    return sum(token in engine.tokenizer.special_token_ids for token in ids)
 
 
 @pytest.mark.parametrize("path", BODIES)

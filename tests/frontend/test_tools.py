@@ -226,7 +226,7 @@ async def test_reasoning(server, stream):
     assert (message["reasoning"], message["content"]) == ("Hm, fox or hare?", "A fox.")
     assert reason == "stop"
     ids = server.engine.tokenizer.encode(REPLY)
-    count = 2 * (1 + ids.index(server.engine.tokenizer.token_id("</think>")))
+    count = 2 * (1 + ids.index(server.engine.tokenizer.token_to_id("</think>")))
     assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
 
 
@@ -239,7 +239,7 @@ async def test_reasoning_that_the_prompt_has_begun(server):
     details = answer.json["usage"]["completion_tokens_details"]
     ids = server.engine.tokenizer.encode(server.engine.reply)
     assert details["reasoning_tokens"] == 1 + ids.index(
-        server.engine.tokenizer.token_id("</think>")
+        server.engine.tokenizer.token_to_id("</think>")
     )
     cut = (await server.chat(max_tokens=4)).json["choices"][0]
     assert (cut["message"]["content"], cut["finish_reason"]) == (None, "length")

@@ -8,11 +8,11 @@ import pytest
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar import child
 from gllm.grammar import compiler as module
+from gllm.grammar import compiler_process
 from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler, GrammarError
-from gllm.grammar.sources.source import GrammarSource
-from tests.grammar import dying_child
+from gllm.grammar.sources.structured_output import GrammarSource
+from tests.grammar import dying_compiler
 from tests.grammar.writing import EOS, FOLDER, VOCABULARY
 
 GOOD = GrammarSource("regex", "[a-z]+")
@@ -56,7 +56,7 @@ async def compiler():
 async def test_hostile_grammars_are_refused_and_the_next_one_is_served(compiler):
     for number, (name, wanted) in enumerate(HOSTILE.items()):
         with pytest.raises(FieldError) as refused:
-            await compiler.grammar_of(wanted)
+            await compiler.compile_structured_output(wanted)
         assert refused.value.param == "structured", name
         assert name != "takes for ever" or "more than 2 s" in str(refused.value)
         assert await compiler.compile(GrammarSource("regex", f"good{number}"))
@@ -65,7 +65,7 @@ async def test_hostile_grammars_are_refused_and_the_next_one_is_served(compiler)
 async def test_what_does_not_compile_is_told(compiler):
     for name, wanted in REFUSED.items():
         with pytest.raises(FieldError, match="structured cannot be used") as refused:
-            await compiler.grammar_of(wanted)
+            await compiler.compile_structured_output(wanted)
         assert len(str(refused.value)) < 1000, name
 
 
@@ -99,12 +99,14 @@ async def test_a_process_that_dies_over_a_good_grammar_is_replaced(
     the kernel stops or ends another process only when that process gets a processor.
     """
     death = tmp_path / "death"
-    monkeypatch.setattr(module, "CHILD", dying_child.__name__)
+    monkeypatch.setattr(module, "CHILD", dying_compiler.__name__)
     monkeypatch.setenv("DEATH", str(death))
     await compiler.compile(GOOD)
     first = compiler._process
     death.write_text(f"{int(number)} {output}")
-    assert dying_child.FATAL in await compiler.compile(GrammarSource("regex", dying_child.FATAL))
+    assert dying_compiler.FATAL in await compiler.compile(
+        GrammarSource("regex", dying_compiler.FATAL)
+    )
     assert first.returncode == -number
     assert compiler._process.pid != first.pid
     assert not death.exists()
@@ -140,7 +142,7 @@ async def test_a_process_that_keeps_dying_is_no_fault_of_the_grammar(compiler, m
 
 async def test_a_limit_is_named(compiler):
     with pytest.raises(FieldError, match="stack of 4 MiB"):
-        await compiler.grammar_of(HOSTILE["overflows the stack"])
+        await compiler.compile_structured_output(HOSTILE["overflows the stack"])
     assert [bool(error) for _, error in compiler._known.values()] == [True]
 
 
@@ -159,8 +161,8 @@ def test_whatever_the_library_raises_is_an_answer(monkeypatch, error, told):
     def raises(*_):
         raise error
 
-    monkeypatch.setattr(child, "compile_grammar", raises)
-    grammar, reason = child.compile_or_error(["regex", "a"], None)
+    monkeypatch.setattr(compiler_process, "compile_grammar", raises)
+    grammar, reason = compiler_process.compile_or_error(["regex", "a"], None)
     assert grammar == ""
     assert told in reason
 

@@ -11,8 +11,8 @@ from llguidance import LLMatcher
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar.sources.rewrite import MAX_ARRANGEMENTS, UnsupportedKeywordError, rewrite_schema
-from gllm.grammar.sources.source import to_grammar_source
-from tests.grammar.writing import TOKENIZER, TOKENS, grammar_of
+from gllm.grammar.sources.structured_output import to_grammar_source
+from tests.grammar.writing import TOKENIZER, TOKENS, compiled_grammar
 
 LISTED = {"type": "object", "properties": {"a": {"type": "integer"}}}
 PARTS = [{**LISTED, "required": ["a"]}, {"properties": {"b": {"type": "null"}}, "required": ["b"]}]
@@ -20,7 +20,7 @@ PARTS = [{**LISTED, "required": ["a"]}, {"properties": {"b": {"type": "null"}}, 
 
 def takes(schema, value, strict=False):
     """Whether the grammar of a schema takes a value, written as the model has to write it."""
-    grammar = grammar_of(StructuredOutput(json=schema, strict=strict))
+    grammar = compiled_grammar(StructuredOutput(json=schema, strict=strict))
     matcher = LLMatcher(TOKENS, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = TOKENIZER.encode(json.dumps(value, separators=(",", ":"), ensure_ascii=False), False)

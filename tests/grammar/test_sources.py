@@ -8,7 +8,7 @@ import pytest
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, nesting_depth
-from gllm.grammar.sources.source import MAX_BYTES, MAX_CHOICES, to_grammar_source
+from gllm.grammar.sources.structured_output import MAX_BYTES, MAX_CHOICES, to_grammar_source
 
 OTHERS = [
     *("if", "then", "else", "contains", "minContains", "dependentRequired", "$id", "$anchor"),

@@ -8,8 +8,8 @@ import pytest
 from llguidance import LLMatcher
 
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar.child import compile_grammar
-from gllm.grammar.sources.source import to_grammar_source
+from gllm.grammar.compiler_process import compile_grammar
+from gllm.grammar.sources.structured_output import to_grammar_source
 from gllm.grammar.vocabulary import load_grammar_tokenizer, parser_limits
 from gllm.text.tokenizer import Tokenizer
 from tests.grammar.writing import EOS

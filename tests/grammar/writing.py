@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gllm.grammar.child import compile_grammar
-from gllm.grammar.sources.source import to_grammar_source
+from gllm.grammar.compiler_process import compile_grammar
+from gllm.grammar.sources.structured_output import to_grammar_source
 from gllm.grammar.vocabulary import load_grammar_tokenizer
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
@@ -33,7 +33,7 @@ def compile_output(wanted) -> tuple[str, str]:
     return grammar, error
 
 
-def grammar_of(wanted) -> str:
+def compiled_grammar(wanted) -> str:
     grammar, error = compile_output(wanted)
     assert not error, error
     return grammar
@@ -41,7 +41,7 @@ def grammar_of(wanted) -> str:
 
 def state_of(wanted, owner: Grammars, **spec) -> SamplingState:
     """The state of a sequence that has to write a structured output."""
-    sampling = SequenceSamplingParams(grammar=grammar_of(wanted), **spec)
+    sampling = SequenceSamplingParams(grammar=compiled_grammar(wanted), **spec)
     return states_of(RegisterSequences(0, 1, [], sampling), owner)[0]
 
 

@@ -13,7 +13,7 @@ from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.executor import DeviceTime
 from gllm.runtime.sampler import follow_grammars
 from gllm.scheduler.plan import ON_DEVICE
-from tests.grammar.writing import FOLDER, grammar_of
+from tests.grammar.writing import FOLDER, compiled_grammar
 from tests.runtime.device import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
 from tests.runtime.fake_streams import FakeQueues
 from tests.runtime.pipeline import GREEDY, Pipeline
@@ -76,7 +76,7 @@ def test_a_slow_host_makes_no_step_longer(
 
 def test_a_wait_for_a_grammar_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = StructuredOutput(regex="[0-9]{9}")
-    sampling = SequenceSamplingParams(temperature=0.0, grammar=grammar_of(wanted))
+    sampling = SequenceSamplingParams(temperature=0.0, grammar=compiled_grammar(wanted))
     book = Pipeline(FOLDER, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     book.add(1, [5, 9, 3, 7])
     with as_on_a_device(), FakeQueues(1, eagerness=0.5) as queues:

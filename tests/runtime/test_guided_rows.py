@@ -150,7 +150,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_row(owner):
     wide = StructuredOutput(regex="[a-z]{1,4}")
     good, bad = state_of(wide, owner), state_of(wide, owner)
     step([good, bad], [0, 0], noise(2))
-    guide_of(bad).allowed(1)  # Waits: a thread may still look at the matcher.
+    guide_of(bad).allowed_tokens(1)  # Waits: a thread may still look at the matcher.
     guide_of(bad)._matcher.consume_token(EOS + 1)  # "!" is no letter.
     drawn = step([bad, good, plain(1)], [1, 1, 5], noise(3))
     assert [bool(error) for error in drawn.errors] == [True, False, False]
@@ -180,7 +180,7 @@ def test_rows_drawn_one_by_one_after_a_fault_take_each_token_once(owner, monkeyp
 def test_a_grammar_that_does_not_compile_is_told(owner):
     spec = SequenceSamplingParams(grammar='{"grammars": [{"lark_grammar": "start: ("}]}')
     state = states_of(RegisterSequences(0, 1, [], spec), owner)[0]
-    assert isinstance(guide_of(state).begun.exception(20), GrammarGuideError)
+    assert isinstance(guide_of(state).first_mask.exception(20), GrammarGuideError)
     drawn = step([state, plain(1)], [0, 0], noise(2))
     assert ["does not compile" in error for error in drawn.errors] == [True, False]
 
@@ -203,7 +203,7 @@ def test_a_mask_that_never_comes_ends_its_own_row(monkeypatch):
 def asked_meanwhile(guide: GrammarGuide, index: int) -> "Future[int | bytes]":
     """What is allowed at `index`, asked by another thread that has to wait for it."""
     pool = ThreadPoolExecutor(1)
-    asked = pool.submit(guide.allowed, index)
+    asked = pool.submit(guide.allowed_tokens, index)
     pool.shutdown(wait=False)
     with pytest.raises(TimeoutError):
         asked.result(0.05)
@@ -213,14 +213,14 @@ def asked_meanwhile(guide: GrammarGuide, index: int) -> "Future[int | bytes]":
 def test_who_is_ahead_waits_for_the_token_before(owner):
     """As on a device, whose next step is given while this one's tokens are not back."""
     guide = guide_of(state_of(StructuredOutput(regex="[ab][cd][ef]x"), owner))
-    mask = guide.allowed(0)
+    mask = guide.allowed_tokens(0)
     assert isinstance(mask, bytes)
     asked = asked_meanwhile(guide, 1)
-    guide.take(0, TOKENIZER.encode("a", add_special_tokens=False)[0])
+    guide.accept_token(0, TOKENIZER.encode("a", add_special_tokens=False)[0])
     assert asked.result(10) not in (mask, guide._tokens[0])
     asked = asked_meanwhile(guide, 3)
-    guide.take(1, TOKENIZER.encode("c", add_special_tokens=False)[0])
-    guide.take(2, TOKENIZER.encode("f", add_special_tokens=False)[0])
+    guide.accept_token(1, TOKENIZER.encode("c", add_special_tokens=False)[0])
+    guide.accept_token(2, TOKENIZER.encode("f", add_special_tokens=False)[0])
     last = asked.result(10)
     assert isinstance(last, int)
     assert TOKENIZER.decode([last]) == "x"
@@ -228,7 +228,7 @@ def test_who_is_ahead_waits_for_the_token_before(owner):
 
 def test_nobody_waits_for_a_sequence_that_has_failed(owner):
     state = state_of(WORDS, owner)
-    guide_of(state).allowed(0)
+    guide_of(state).allowed_tokens(0)
     asked = asked_meanwhile(guide_of(state), 1)
     give_up([state, plain(1)], "no memory")
     with pytest.raises(GrammarGuideError, match="its step failed: no memory"):
@@ -262,7 +262,7 @@ def test_a_library_that_raises_ends_its_own_row_only(owner, method):
 def test_a_token_that_never_comes_ends_the_wait(owner, monkeypatch):
     monkeypatch.setattr(guide_module, "TOKEN_SECONDS", 0.01)
     with pytest.raises(GrammarGuideError, match="did not come"):
-        guide_of(state_of(WORDS, owner)).allowed(1)
+        guide_of(state_of(WORDS, owner)).allowed_tokens(1)
 
 
 def test_compiled_grammars_are_kept_and_bounded(monkeypatch):
@@ -280,7 +280,7 @@ def test_compiled_grammars_are_kept_and_bounded(monkeypatch):
     monkeypatch.setattr(made, "_compile", counted)
     texts = [json.dumps({"grammars": [{"lark_grammar": f'start: "{c}"'}]}) for c in "abc"]
     for text in [texts[0]] * 4 + texts[1:] + [texts[0]]:
-        made.guide(SequenceSamplingParams(grammar=text)).begun.result(20)
+        made.guide(SequenceSamplingParams(grammar=text)).first_mask.result(20)
     assert compiled == [texts[0], texts[0], *texts[1:], texts[0]]
     assert len(made._compiled) == 2
     assert len(threads) == 1

@@ -73,7 +73,7 @@ def test_every_text_begins_as_chatglm_does(tokenizers: dict[str, Tokenizer]) -> 
     plain = tokenizer.encode("Hello", add_special_tokens=False)
     assert tokenizer.encode("Hello") == [first + 1, first + 3, *plain]
     assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
-    assert [tokenizer.token(first + i) for i in range(len(SPECIAL))] == list(SPECIAL)
+    assert [tokenizer.id_to_token(first + i) for i in range(len(SPECIAL))] == list(SPECIAL)
 
 
 def test_prompts_are_put_together_as_the_original_does(

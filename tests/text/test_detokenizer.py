@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.text.detokenizer import IncrementalDetokenizer
-from gllm.text.stops import StopStrings
+from gllm.text.stop_strings import StopStrings
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
 
@@ -66,7 +66,9 @@ def test_cuts_do_not_matter(data):
 def test_cost_of_a_token_does_not_grow(kind):
     tokenizer = KINDS[kind]
     # Bytes that never make a character are the worst case: nothing can be shown for good.
-    bad = next(i for i in range(tokenizer.vocab_size) if tokenizer.token(i) in ("<0xFF>", "ÿ"))
+    bad = next(
+        i for i in range(tokenizer.vocab_size) if tokenizer.id_to_token(i) in ("<0xFF>", "ÿ")
+    )
     ids = [bad] * 20_000 + tokenizer.encode("Hello") * 5_000
     stream = IncrementalDetokenizer(tokenizer)
     start = time.monotonic()
@@ -127,10 +129,12 @@ def test_a_stop_string_at_the_very_end_is_shown_where_asked():
 @pytest.mark.parametrize("kind", ["byte-level", "llama"])
 def test_some_special_tokens_are_shown(kind):
     tokenizer = KINDS[kind]
-    names = [name for i in tokenizer.special_ids if (name := tokenizer.token(i)) is not None]
-    assert len(names) == len(tokenizer.special_ids)
+    names = [
+        name for i in tokenizer.special_token_ids if (name := tokenizer.id_to_token(i)) is not None
+    ]
+    assert len(names) == len(tokenizer.special_token_ids)
     shown, hidden = sorted(names)[:2]
-    ids = [i for token in (shown, hidden, shown) if (i := tokenizer.token_id(token)) is not None]
+    ids = [i for token in (shown, hidden, shown) if (i := tokenizer.token_to_id(token)) is not None]
     assert len(ids) == 3
     stream = IncrementalDetokenizer(tokenizer, shown=[shown, "no such token"])
     assert "".join(stream.push([i])[0] for i in ids) + stream.finish() == shown * 2

@@ -69,8 +69,8 @@ def rendered(tokenizer: Tokenizer, messages: Any, tools: Any = (), marks: bool =
 
 def control(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
     """The control tokens among token ids."""
-    unknown = tokenizer.token_id("<unk>")
-    return [tokenizer.token(i) for i in ids if i in tokenizer.special_ids - {unknown}]
+    unknown = tokenizer.token_to_id("<unk>")
+    return [tokenizer.id_to_token(i) for i in ids if i in tokenizer.special_token_ids - {unknown}]
 
 
 harmless = st.text(st.sampled_from('aé <|imend_s>/[]{}"\\\n🎉好0'), max_size=12)
@@ -126,7 +126,7 @@ def test_no_text_of_a_request_makes_a_control_token(tokenizer, texts, escaped):
     ids = tokenizer.encode_chat(text, mark)
     turn = ["<|im_start|>", "<|im_end|>"]
     assert control(tokenizer, ids) == turn * 4 + ["<|im_start|>"]
-    if tokenizer.token_id("<|im_end|>>") is None and tokenizer.is_byte_level:
+    if tokenizer.token_to_id("<|im_end|>>") is None and tokenizer.is_byte_level:
         assert tokenizer.decode(ids, skip_special_tokens=False) == text.replace(mark, "")
 
 
@@ -135,7 +135,7 @@ def test_a_request_s_own_special_tokens_are_its_text():
     messages = [{"role": "user", "content": "a<|im_end|>b"}]
     text, mark = rendered(tokenizer, messages)
     ids = tokenizer.encode_chat(text, mark)
-    start = tokenizer.token_id("<|im_start|>")
+    start = tokenizer.token_to_id("<|im_start|>")
     assert start is not None
     inner = ids[ids.index(start) + 1 :]
     assert control(tokenizer, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]

@@ -19,10 +19,10 @@ def test_round_trip_and_special_ids(tmp_path):
     ids = tokenizer.encode("Grüße <|end|>")
     assert tokenizer.decode(ids) == "Grüße "
     assert tokenizer.decode(ids, skip_special_tokens=False) == "Grüße <|end|>"
-    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.special_token_ids == {0, 1, 2}
     assert tokenizer.vocab_size == 402
-    assert tokenizer.token(10**6) is None
-    assert tokenizer.token(-1) is None
+    assert tokenizer.id_to_token(10**6) is None
+    assert tokenizer.id_to_token(-1) is None
 
 
 def test_no_truncation_from_the_training_run(tmp_path):

@@ -73,7 +73,7 @@ async def get_tokenizer_info(request: web.Request) -> web.Response:
     known = {} if template is None else template.special_tokens
     tokens = {name: known.get(name) for name in SPECIAL_TOKENS}
     if tokens["eos_token"] is None and model.eos_ids:
-        tokens["eos_token"] = tokenizer.token(model.eos_ids[0])
+        tokens["eos_token"] = tokenizer.id_to_token(model.eos_ids[0])
     described = {
         **tokens,
         "chat_template": None if template is None else template.source,

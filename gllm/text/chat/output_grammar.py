@@ -13,9 +13,9 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar.sources.json_schema import check_schema
 from gllm.grammar.sources.rewrite import rewrite_schema
-from gllm.grammar.sources.source import GrammarSource, to_grammar_source
+from gllm.grammar.sources.structured_output import GrammarSource, to_grammar_source
 from gllm.text.chat.tools import ToolOptions
-from gllm.text.output.constraint import GrammarBuilder, output_grammar, tool_call_rule
+from gllm.text.output.grammar_builder import GrammarBuilder, output_grammar, tool_call_rule
 from gllm.text.output.parser import OutputFormat
 
 _ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)

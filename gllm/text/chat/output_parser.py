@@ -48,9 +48,9 @@ class ChatOutputParser:
     def parse(self, text: str, finish_reason: str | None) -> tuple[AssistantMessage, str | None]:
         """Return the message of a finished choice and its finish reason."""
         parser, message = OutputParser(self._format), AssistantMessage()
-        message.add(parser.push(text))
-        message.add(parser.finish())
-        return message, _finish_reason(finish_reason, bool(message.calls))
+        message.apply(parser.push(text))
+        message.apply(parser.finish())
+        return message, _finish_reason(finish_reason, bool(message.tool_calls))
 
 
 def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
@@ -68,8 +68,8 @@ def reasoning_counter(
     """
     if output_format.reasoning is None:
         return None
-    opening = tokenizer.token_id(output_format.reasoning.opening)
-    closing = tokenizer.token_id(output_format.reasoning.closing)
+    opening = tokenizer.token_to_id(output_format.reasoning.opening)
+    closing = tokenizer.token_to_id(output_format.reasoning.closing)
     if opening is None or closing is None:
         return None
 

@@ -9,10 +9,10 @@ from gllm.config.output_parsers import OutputParserConfig
 from gllm.text.chat.messages import content_text
 from gllm.text.chat.request import ChatRequest
 from gllm.text.chat.template import ChatTemplate
-from gllm.text.output.calls import ToolCallFormat
 from gllm.text.output.parser import OutputFormat
 from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.registry import select_reasoning_tags, select_tool_call_format
+from gllm.text.output.tool_calls import ToolCallFormat
 from gllm.text.special_tokens import new_mark
 from gllm.text.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ def _tool_family(
     """
     if not request.tool_use.tools:
         return None
-    if not template.takes_tools:
+    if not template.supports_tools:
         raise FieldError("tools", "the chat template of this model does not support tools")
     family = select_tool_call_format(parser, template.source, template.model_type)
     if family is None and parser == "auto":

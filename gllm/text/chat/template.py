@@ -70,7 +70,7 @@ class ChatTemplate:
             tool_variables = find_undeclared_variables(environment.parse(tools_source))
         except TemplateError as error:
             raise ValueError(f"the model's chat template is broken: {error}") from error
-        self.takes_tools = "tools" in tool_variables
+        self.supports_tools = "tools" in tool_variables
         """Whether there is a place for tools."""
         self.source = source if with_tools is None else source + with_tools
         """All of its source."""

@@ -80,10 +80,10 @@ class AssistantMessage:
 
     content: str = ""
     reasoning: str = ""
-    calls: dict[int, ToolCall] = field(default_factory=dict)
+    tool_calls: dict[int, ToolCall] = field(default_factory=dict)
     """By index; those that broke are missing."""
 
-    def add(self, events: Iterable[OutputEvent]) -> None:
+    def apply(self, events: Iterable[OutputEvent]) -> None:
         """Append what came."""
         for event in events:
             match event:
@@ -92,11 +92,11 @@ class AssistantMessage:
                 case ReasoningDelta(text):
                     self.reasoning += text
                 case ToolCallStart(index, call_id, name, is_custom):
-                    self.calls[index] = ToolCall(call_id, name, is_custom=is_custom)
+                    self.tool_calls[index] = ToolCall(call_id, name, is_custom=is_custom)
                 case ToolCallArgumentsDelta(index, text):
-                    self.calls[index].arguments += text
+                    self.tool_calls[index].arguments += text
                 case ToolCallAborted(index):
-                    del self.calls[index]
+                    del self.tool_calls[index]
 
 
 def merge_events(events: list[OutputEvent]) -> list[OutputEvent]:

@@ -7,8 +7,6 @@ nothing of tokens and of HTTP.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
-from gllm.text.output.constraint import Schema
 from gllm.text.output.custom_input import CustomToolInputDecoder
 from gllm.text.output.events import (
     ContentDelta,
@@ -17,8 +15,10 @@ from gllm.text.output.events import (
     ToolCallStart,
     merge_events,
 )
+from gllm.text.output.grammar_builder import Schema
 from gllm.text.output.reader import ParserCoroutine, TextReader
 from gllm.text.output.reasoning import ReasoningSplitter, ReasoningTags
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 
 @dataclass(frozen=True)

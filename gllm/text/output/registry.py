@@ -3,7 +3,6 @@
 Owns the two registries and the detection. A family is a file and a line here.
 """
 
-from gllm.text.output.calls import ToolCallFormat
 from gllm.text.output.families import (
     deepseek,
     glm4,
@@ -14,6 +13,7 @@ from gllm.text.output.families import (
     qwen3_coder,
 )
 from gllm.text.output.reasoning import REASONING_TAGS, ReasoningTags
+from gllm.text.output.tool_calls import ToolCallFormat
 
 # In the order in which they are looked for: several families write <tool_call>.
 TOOL_CALL_FORMATS = {

@@ -251,7 +251,7 @@ def test_additional_templates_are_those_of_transformers(default, tmp_path):
         (folder / "chat_template.jinja").write_text("plain {{ messages[0].content }}")
     template = load_chat_template(folder)
     assert template is not None
-    assert template.takes_tools
+    assert template.supports_tools
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     with_tools = theirs.apply_chat_template(chat, tools=TOOLS, tokenize=False)
     assert template.render(chat, tools=TOOLS) == with_tools == "tool_use<s> 1"

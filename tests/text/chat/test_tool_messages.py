@@ -137,12 +137,12 @@ def test_empty_arguments_are_an_empty_object():
 
 
 def test_whether_there_is_a_place_for_tools(tmp_path):
-    assert ChatTemplate(AS_OBJECT, {}).takes_tools
-    assert not ChatTemplate(AS_TEXT, {}).takes_tools
-    assert not ChatTemplate("{% set tools = [] %}{{ tools }}", {}).takes_tools
+    assert ChatTemplate(AS_OBJECT, {}).supports_tools
+    assert not ChatTemplate(AS_TEXT, {}).supports_tools
+    assert not ChatTemplate("{% set tools = [] %}{{ tools }}", {}).supports_tools
     assert ChatTemplate(
         "{% if not tools is defined %}{% set tools = 1 %}{% endif %}", {}
-    ).takes_tools
+    ).supports_tools
     named = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "{{ tools }}"},
@@ -150,7 +150,7 @@ def test_whether_there_is_a_place_for_tools(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "cohere"}')
     template = load_chat_template(some.save(tmp_path, some.byte_level(), chat_template=named))
     assert template is not None
-    assert template.takes_tools
+    assert template.supports_tools
     assert template.model_type == "cohere"
     hello = [{"role": "user", "content": "x"}]
     assert template.render(hello) == "plain"
@@ -164,7 +164,7 @@ def test_a_template_in_place_of_the_models(tmp_path):
     template = Tokenizer.load(folder, str(tmp_path / "other.jinja")).chat_template
     assert template is not None
     assert template.render(hello) == "<s>None"
-    assert template.takes_tools
+    assert template.supports_tools
     with pytest.raises(OSError, match="nowhere"):
         Tokenizer.load(folder, str(tmp_path / "nowhere.jinja"))
 

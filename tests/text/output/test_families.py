@@ -41,13 +41,13 @@ def message_of(family, *pieces, tags=None, within=False):
     """All that the pieces say."""
     form = OutputFormat(REASONING_TAGS.get(tags), within, TOOL_CALL_FORMATS.get(family), TOOLS)
     message = AssistantMessage()
-    message.add(events_of(form, pieces))
+    message.apply(events_of(form, pieces))
     return message
 
 
 def said(message):
     """A message without ids, arguments as values."""
-    calls = [(call.name, json.loads(call.arguments)) for call in message.calls.values()]
+    calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls.values()]
     return message.reasoning, message.content, calls
 
 
@@ -190,11 +190,11 @@ def test_cuts_do_not_matter(name, text, cuts, tags, within):
 @example(text='<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>')
 def test_calls_are_valid_and_nothing_is_lost(name, text):
     message = message_of(name, text)
-    for call in message.calls.values():
+    for call in message.tool_calls.values():
         assert isinstance(json.loads(call.arguments), dict)
-    if not message.calls:
+    if not message.tool_calls:
         assert message.content == text
-    outside = "".join(call.name + call.arguments for call in message.calls.values())
+    outside = "".join(call.name + call.arguments for call in message.tool_calls.values())
     assert all(char in message.content + outside for char in text if char in "é'-H")
 
 
@@ -271,7 +271,7 @@ def test_a_broken_call_behind_a_good_one():
 
 def test_ids_fit_the_family():
     for name, write in FORMATS:
-        ids = [call.id for call in message_of(name, write(CALLS)).calls.values()]
+        ids = [call.id for call in message_of(name, write(CALLS)).tool_calls.values()]
         assert len(set(ids)) == 2
         fits = r"[A-Za-z0-9]{9}" if name == "mistral" else r"call_[0-9a-f]{24}"
         assert all(re.fullmatch(fits, one) for one in ids)

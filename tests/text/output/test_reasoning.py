@@ -32,8 +32,8 @@ CASES = [
 def read(text, within, name="think"):
     parser, message = OutputParser(OutputFormat(REASONING_TAGS[name], within)), AssistantMessage()
     for char in text:
-        message.add(parser.push(char))
-    message.add(parser.finish())
+        message.apply(parser.push(char))
+    message.apply(parser.finish())
     return message.reasoning, message.content
 
 

@@ -6,10 +6,10 @@ block of JSON; V3.1 writes `NAME<sep>{..}`. Source: the models' chat templates.
 
 import re
 
-from gllm.text.output import json_text
-from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
-from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output import json_parser
+from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 OPEN, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -48,7 +48,7 @@ def _call(reader: TextReader, calls: ToolCallEmitter, marker: str) -> ParserCoro
         name = "".join(second)
     if (yield from reader.peek()) != "{" or not calls.start(name):
         return False
-    if not (yield from json_text.parse_value(reader, calls.arguments)):
+    if not (yield from json_parser.parse_value(reader, calls.arguments)):
         return False
     for ending in (FENCE_END, CLOSE, BLOCK_END):
         yield from reader.space()

@@ -6,10 +6,10 @@ of the request's tools. Source: the models' chat templates.
 
 import re
 
-from gllm.text.output import json_text
-from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
-from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output import json_parser
+from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader, discard
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 _BLANK = re.compile(r"[ \t]+")
 
@@ -36,7 +36,7 @@ def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
     if (yield from reader.peek()) != "{":
         return False
     calls.start(name)
-    return (yield from json_text.parse_value(reader, calls.arguments))
+    return (yield from json_parser.parse_value(reader, calls.arguments))
 
 
 def _known_name(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[str]:

@@ -6,10 +6,10 @@ between tags. Source: the models' chat templates.
 
 import re
 
-from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
-from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader
-from gllm.text.output.tagged_call import TaggedArguments, tagged_arguments_rule
+from gllm.text.output.tagged_tool_call import TaggedArguments, tagged_arguments_rule
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"

@@ -3,10 +3,10 @@
 Owns this format. Source: the models' chat templates.
 """
 
-from gllm.text.output import json_call
-from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
-from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output import json_tool_call
+from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -21,7 +21,7 @@ def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
 
 def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
     yield from reader.space()
-    good = yield from json_call.parse_json_call(reader, calls)
+    good = yield from json_tool_call.parse_json_call(reader, calls)
     if good:
         yield from reader.space()
         yield from reader.starts(CLOSE)

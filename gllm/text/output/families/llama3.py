@@ -5,10 +5,10 @@ any case only of one of the request's tools: JSON may be the answer itself. Sour
 templates.
 """
 
-from gllm.text.output import json_call
-from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
-from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output import json_tool_call
+from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 TAG = "<|python_tag|>"
 
@@ -32,7 +32,9 @@ def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
     yield from reader.starts(TAG)
     yield from reader.space()
     return (
-        yield from json_call.parse_json_call(reader, calls, arguments=("parameters", "arguments"))
+        yield from json_tool_call.parse_json_call(
+            reader, calls, arguments=("parameters", "arguments")
+        )
     )
 
 

@@ -5,10 +5,10 @@ Owns both formats: what follows the marker tells which it is. Source: the models
 
 import re
 
-from gllm.text.output import json_call, json_text
-from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat, new_short_call_id
-from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output import json_parser, json_tool_call
+from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader, discard
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat, new_short_call_id
 
 MARKER, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
@@ -29,7 +29,7 @@ def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
 
 def _object(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
     yield from reader.space()
-    return (yield from json_call.parse_json_call(reader, calls))
+    return (yield from json_tool_call.parse_json_call(reader, calls))
 
 
 def _single(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
@@ -44,7 +44,7 @@ def _single(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]
     yield from reader.space()
     if (yield from reader.peek()) != "{" or not calls.start("".join(name)):
         return False
-    return (yield from json_text.parse_value(reader, calls.arguments))
+    return (yield from json_parser.parse_value(reader, calls.arguments))
 
 
 def _written(template: str) -> ToolCallDelimiters:

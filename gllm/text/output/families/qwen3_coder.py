@@ -6,10 +6,10 @@ chat templates.
 
 import re
 
-from gllm.text.output.calls import ToolCallEmitter, ToolCallFormat
-from gllm.text.output.constraint import ToolCallDelimiters
+from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader, TextSink
-from gllm.text.output.tagged_call import TaggedArguments, tagged_arguments_rule
+from gllm.text.output.tagged_tool_call import TaggedArguments, tagged_arguments_rule
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

@@ -1,9 +1,9 @@
-"""The process that compiles grammars nobody has looked at: `python -m gllm.grammar.child`.
+"""Process that compiles untrusted grammars: `python -m gllm.grammar.compiler_process`.
 
-Owns the compiling and its bounds. A grammar can take the compiler for ever, or all memory, or its
-stack, and there is no way out of that from within: so it happens here, where the kernel ends the
-process. Reads a JSON line `[format, text]` for each grammar and answers with `[grammar, error]`,
-one of them empty. Knows nothing of requests.
+A grammar can keep the compiler busy forever, exhaust memory or overflow the stack, and the compiler
+cannot be interrupted from inside. It therefore runs in a process with limits, which the kernel
+kills. The process reads one JSON line `[format, text]` per grammar and answers with one line
+`[grammar, error]`, of which one is empty.
 """
 
 import json

@@ -8,10 +8,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gllm.text.output import json_text
-from gllm.text.output.calls import ToolCallEmitter
-from gllm.text.output.constraint import GrammarBuilder, Schema
+from gllm.text.output import json_parser
+from gllm.text.output.grammar_builder import GrammarBuilder, Schema
 from gllm.text.output.reader import ParserCoroutine, TextSink
+from gllm.text.output.tool_calls import ToolCallEmitter
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "string": str,
@@ -113,7 +113,7 @@ def to_typed_json(text: str, kinds: set[str]) -> str:
         readings.append({"True": "true", "False": "false", "None": "null"}.get(readings[0], ""))
     for reading in readings:
         try:
-            value = json_text.load_json(reading)
+            value = json_parser.load_json(reading)
         except ValueError:
             continue
         if any(_is(value, kind) for kind in (kinds or _KINDS)):

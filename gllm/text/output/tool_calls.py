@@ -10,7 +10,6 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from gllm.text.output.constraint import Schema, ToolCallDelimiters
 from gllm.text.output.events import (
     ContentDelta,
     OutputEvent,
@@ -18,6 +17,7 @@ from gllm.text.output.events import (
     ToolCallArgumentsDelta,
     ToolCallStart,
 )
+from gllm.text.output.grammar_builder import Schema, ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader, TrailingSpaceFilter
 
 ToolSchemas = Mapping[str, Schema]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.config.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from gllm.text.stops import StopMatcher, StopStrings
+from gllm.text.stop_strings import StopMatcher, StopStrings
 
 
 def plainly(text: str, stops: list[str]) -> tuple[str, str | None]:

@@ -1,4 +1,4 @@
-"""The compiling process, ending over a grammar: `python -m tests.grammar.dying_child`.
+"""The compiling process, ending over a grammar: `python -m tests.grammar.dying_compiler`.
 
 The file that the environment variable DEATH names holds a signal's number and what the process
 writes before the signal ends it. The file is removed first, so that the next process lives.
@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gllm.grammar import child
+from gllm.grammar import compiler_process
 
 FATAL = "innocent"
 """Text of the grammar that the process dies over."""
 
-compile_grammar = child.compile_grammar
+compile_grammar = compiler_process.compile_grammar
 
 
 def compiled(source: list[str], tokens: Any) -> list[str]:
@@ -33,5 +33,5 @@ def compiled(source: list[str], tokens: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    child.compile_grammar = compiled
-    child.main()
+    compiler_process.compile_grammar = compiled
+    compiler_process.main()

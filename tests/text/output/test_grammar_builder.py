@@ -6,10 +6,10 @@ import pytest
 from tokenizers import AddedToken
 
 from gllm.grammar.sources.rewrite import rewrite_schema
-from gllm.text.output.calls import ToolCallFormat
-from gllm.text.output.constraint import GrammarBuilder, output_grammar, tool_call_rule
+from gllm.text.output.grammar_builder import GrammarBuilder, output_grammar, tool_call_rule
 from gllm.text.output.reasoning import REASONING_TAGS
 from gllm.text.output.registry import TOOL_CALL_FORMATS
+from gllm.text.output.tool_calls import ToolCallFormat
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
 from tests.text.output.formats import FIRST_ONLY, FORMATS
@@ -47,7 +47,7 @@ def judge(name, write, tokenizer, schemas=SCHEMAS, tags=None, within=False, seve
     reasoning = REASONING_TAGS.get(tags)
     shown = () if reasoning is None else (reasoning.opening, reasoning.closing)
     written = family.written(SHOWN.get(write.__name__, ""))
-    grammar = GrammarBuilder(tokenizer.token_id, (*family.markers, *shown))
+    grammar = GrammarBuilder(tokenizer.token_to_id, (*family.markers, *shown))
     enforced = {tool: rewrite_schema(schema, strict=False) for tool, schema in schemas.items()}
     calls = tool_call_rule(grammar, written, enforced, several)
     return Judge(tokenizer, output_grammar(grammar, [calls], reasoning, within))

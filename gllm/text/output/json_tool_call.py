@@ -4,9 +4,9 @@ Owns the order in which they may be written: arguments are passed on while they 
 there before. Knows nothing of what surrounds such objects.
 """
 
-from gllm.text.output import json_text
-from gllm.text.output.calls import ToolCallEmitter
+from gllm.text.output import json_parser
 from gllm.text.output.reader import ParserCoroutine, TextReader, discard
+from gllm.text.output.tool_calls import ToolCallEmitter
 
 
 def parse_json_call(
@@ -58,7 +58,7 @@ class _Object:
             return
         while True:
             yield from reader.space()
-            key = yield from json_text.parse_decoded_string(reader)
+            key = yield from json_parser.parse_decoded_string(reader)
             yield from reader.space()
             if key is None or not (yield from reader.starts(":")):
                 return
@@ -74,11 +74,11 @@ class _Object:
     def _value(self, key: str) -> ParserCoroutine[bool]:
         """Take the value of a key."""
         if key == "name" and self._name is None:
-            self._name = yield from json_text.parse_decoded_string(self._reader)
+            self._name = yield from json_parser.parse_decoded_string(self._reader)
             return self._name is not None
         if key in self._keys and self._arguments is None and not self._passed:
             return (yield from self._take_arguments())
-        return (yield from json_text.parse_value(self._reader, discard))
+        return (yield from json_parser.parse_value(self._reader, discard))
 
     def _take_arguments(self) -> ParserCoroutine[bool]:
         """Take an object, null, or an object within a string."""
@@ -87,10 +87,10 @@ class _Object:
             if not self._calls.start(self._name):
                 self._name = None
                 return False
-            self._passed = yield from json_text.parse_value(self._reader, self._calls.arguments)
+            self._passed = yield from json_parser.parse_value(self._reader, self._calls.arguments)
             return self._passed
         pieces: list[str] = []
-        if not (yield from json_text.parse_value(self._reader, pieces.append)):
+        if not (yield from json_parser.parse_value(self._reader, pieces.append)):
             return False
         self._arguments = _object_text("".join(pieces))
         return self._arguments is not None
@@ -99,10 +99,10 @@ class _Object:
 def _object_text(text: str) -> str | None:
     """The object that a JSON text stands for, None where it is none."""
     try:
-        value = json_text.load_json(text)
+        value = json_parser.load_json(text)
         if isinstance(value, str):
             text = value
-            value = json_text.load_json(text)
+            value = json_parser.load_json(text)
     except ValueError:
         return None
     if value is None:
