@@ -1,150 +1,174 @@
-"""Mixtures of experts: which experts a token goes to, and what they compute.
-
-Owns routing and the grouped products. Does not know how experts are stored in files.
+"""Mixture of experts: routing of tokens to experts, and the grouped feed-forward products.
 
 Sources: Fedus, Zoph and Shazeer, "Switch Transformers" (2022), section 2; DeepSeek-AI,
 "DeepSeek-V2" (2024), section 2.2.2 (groups); DeepSeek-AI, "DeepSeek-V3" (2024), equation 16
-(correction).
+(correction bias).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from gllm.kernels.fp8_weights import Fp8Matrix, Fp8Stack
+from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear
-from gllm.kernels.linear import Matrix, linear, plain
-from gllm.kernels.linear_fp8 import stack_fp8
+from gllm.kernels.linear import linear
+from gllm.kernels.weight_format import Matrix, Weight, WeightFormat, format_of
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How experts are picked from the router's logits."""
+    """Selection of experts from the router's logits."""
 
-    active: int
-    sigmoid: bool
-    """Scores are sigmoids; else a softmax over all experts."""
-    normalize: bool
-    scale: float
-    groups: int = 1
-    active_groups: int = 1
-    best_two: bool = False
-    """A group is judged by the sum of its best two scores, not by its best."""
+    top_k: int
+    """Experts per token."""
+    scoring: Literal["softmax", "sigmoid"]
+    """Function from logits to scores; the softmax is over all experts."""
+    renormalize: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    scaling_factor: float
+    """Multiplies the weights."""
+    num_groups: int = 1
+    top_k_groups: int = 1
+    """Groups from which a token's experts are selected."""
+    group_scoring: Literal["best", "best two"] = "best"
+    """Score of a group: that of its best expert, or the sum of its best two."""
 
 
-def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Experts [tokens, active] int64 and their weights, float32, from logits [tokens, experts].
+def route(
+    logits: Tensor, routing: Routing, correction_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Select experts for each token.
 
-    correction [experts] float32 is added to scores where they pick, not where they weigh.
+    Args:
+        logits: [tokens, experts].
+        routing: how to select.
+        correction_bias: [experts] float32, added to the scores for the selection only.
+
+    Returns:
+        Expert ids [tokens, top_k] int64, and their weights, float32 of the same shape.
     """
     logits = logits.to(torch.float32)
-    scores = logits.sigmoid() if routing.sigmoid else logits.softmax(dim=-1)
-    picking = scores if correction is None else scores + correction
-    if routing.groups > routing.active_groups:
-        picking = _only_best_groups(picking, routing)
-    experts = picking.topk(routing.active, dim=-1).indices
-    weights = scores.gather(1, experts)
-    if routing.normalize:
+    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(dim=-1)
+    selection = scores if correction_bias is None else scores + correction_bias
+    if routing.num_groups > routing.top_k_groups:
+        selection = _mask_groups(selection, routing)
+    expert_ids = selection.topk(routing.top_k, dim=-1).indices
+    weights = scores.gather(1, expert_ids)
+    if routing.renormalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return experts, weights * routing.scale
+    return expert_ids, weights * routing.scaling_factor
 
 
-def _only_best_groups(scores: Tensor, routing: Routing) -> Tensor:
-    """scores [tokens, experts], -inf outside of the best groups."""
-    grouped = scores.unflatten(1, (routing.groups, -1))
-    judged = grouped.topk(2 if routing.best_two else 1, dim=-1).values.sum(dim=-1)
-    best = judged.topk(routing.active_groups, dim=-1).indices
-    outside = torch.ones_like(judged, dtype=torch.bool).scatter_(1, best, False)
-    return grouped.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
+def _mask_groups(scores: Tensor, routing: Routing) -> Tensor:
+    """Return scores [tokens, experts], -inf outside of the best groups."""
+    grouped = scores.unflatten(1, (routing.num_groups, -1))
+    num_best = 2 if routing.group_scoring == "best two" else 1
+    group_scores = grouped.topk(num_best, dim=-1).values.sum(dim=-1)
+    best = group_scores.topk(routing.top_k_groups, dim=-1).indices
+    is_masked = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(is_masked[:, :, None], -torch.inf).flatten(1)
 
 
 def run_experts(
     x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    up: Sequence[GatedMatrix],
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Sequence[GatedMatrix],
     down: Sequence[Matrix],
 ) -> Tensor:
-    """Weighted sum of what its experts make of each token; x [tokens, hidden], the result alike.
+    """Return the weighted sum of each token's experts, [tokens, hidden].
 
-    experts and weights [tokens, active], as `route` gives them; up [2 * inner, hidden] of each
-    expert; down [hidden, inner] of each. Tokens are gathered expert by expert, and
-    each token's parts are added in the order of its experts' numbers, whatever else is in the
-    batch.
+    Tokens are gathered expert by expert. The outputs for a token are added in the order of the
+    expert ids, so that its result does not depend on the rest of the batch.
+
+    Args:
+        x: [tokens, hidden].
+        expert_ids: [tokens, top_k], from `route`.
+        expert_weights: [tokens, top_k], from `route`.
+        gate_up: [2 * intermediate, hidden] of each expert.
+        down: [hidden, intermediate] of each expert.
     """
-    order = experts.flatten().argsort(stable=True)
-    tokens = order // experts.shape[1]
-    counts = torch.bincount(experts.flatten(), minlength=len(up)).tolist()
-    flat = weights.flatten()
+    order = expert_ids.flatten().argsort(stable=True)
+    tokens = order // expert_ids.shape[1]
+    counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
+    flat_weights = expert_weights.flatten()
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     begin = 0
     for expert, count in enumerate(counts):
         if not count:
             continue
         rows = tokens[begin : begin + count]
-        made = linear(gated_linear(x[rows], up[expert]), down[expert], None).to(torch.float32)
-        result.index_add_(0, rows, made * flat[order[begin : begin + count], None])
+        output = linear(gated_linear(x[rows], gate_up[expert]), down[expert], None)
+        weights = flat_weights[order[begin : begin + count], None]
+        result.index_add_(0, rows, output.to(torch.float32) * weights)
         begin += count
     return result.to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """The weights of all experts, each kind in one tensor, as kernels for GPUs read them."""
+    """The weights of all experts, each projection in one tensor, as GPU kernels read them."""
 
     up: Tensor | Fp8Stack
-    """[experts, 2 * inner, hidden]: the gates first."""
+    """[experts, 2 * intermediate, hidden]: the gates' outputs first."""
     down: Tensor | Fp8Stack
-    """[experts, hidden, inner]."""
+    """[experts, hidden, intermediate]."""
     activation: str
-    """Of activation.py."""
+    """A name of `gllm.kernels.activation`."""
 
 
-def stack(
-    count: int, experts: Iterable[Sequence[Tensor] | Sequence[Fp8Matrix]]
-) -> Tensor | Fp8Stack:
-    """The weights of `count` experts, given one by one as parts [outputs, inputs] that lie one
-    below the other; those in 8-bit floats stay so.
+def stack(num_experts: int, experts: Iterable[Sequence[Weight]]) -> Any:
+    """Return the weights of all experts as one tensor or stack; quantized weights stay so.
 
-    Raises ValueError where experts have weights of different shapes, types or blocks.
+    Args:
+        num_experts: number of items of `experts`.
+        experts: parts [outputs, inputs] of each expert, to be stacked along the outputs.
+
+    Raises:
+        ValueError: experts have weights of different shapes, formats or blocks.
     """
-    floats: list[Tensor] = []
-    scales: list[Tensor] = []
-    like: Fp8Matrix | None = None
-    for number, parts in enumerate(experts):
-        eights = [part for part in parts if isinstance(part, Fp8Matrix)]
-        one = stack_fp8(eights) if eights else None
-        if number and (one is None) != (like is None):
-            raise ValueError("experts of one layer are in 8-bit floats in part only")
-        whole = torch.cat([*parts]) if one is None else one.codes.view(torch.uint8)
-        if not floats:
-            like, floats = one, [whole.new_empty(count, *whole.shape)]
-        if whole.shape != floats[0].shape[1:]:
-            raise ValueError("experts of one layer have weights of different shapes")
-        floats[0][number] = whole
-        if one is not None and like is not None:
-            if (one.rows, one.columns) != (like.rows, like.columns):
-                raise ValueError("experts of one layer have blocks of different sizes")
-            scales.append(one.scales)
-    if like is None:
-        return floats[0]
-    codes = floats[0].view(like.codes.dtype)
-    return Fp8Stack(codes, torch.stack(scales), like.rows, like.columns, like.dtype)
+    iterator = iter(experts)
+    first = next(iterator)
+    weight_format = format_of(first[0])
+    parts = _same_format(chain([first], iterator), weight_format)
+    return weight_format.stack(num_experts, parts)
 
 
-def run_stacked(x: Tensor, experts: Tensor, weights: Tensor, stacked: StackedExperts) -> Tensor:
-    """As `run_experts`; on GPUs without waiting for which experts were picked."""
+def _same_format(
+    experts: Iterable[Sequence[Weight]], weight_format: WeightFormat[Any]
+) -> Iterator[Sequence[Weight]]:
+    """Yield the experts' parts. Raises ValueError for a part in another format."""
+    for parts in experts:
+        if any(format_of(part) is not weight_format for part in parts):
+            raise ValueError("experts of one layer have weights in different formats")
+        yield parts
+
+
+def run_stacked(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, stacked: StackedExperts
+) -> Tensor:
+    """Return the weighted sum of each token's experts, as `run_experts` does.
+
+    On GPUs the host does not wait for the selected experts.
+    """
     up, down, activation = stacked.up, stacked.down, stacked.activation
     if x.is_cuda:
         from gllm.kernels.triton import experts as gpu
 
-        return gpu.run_experts(x, experts, weights, up, down, activation)
-    count = up.shape[0]
-    gated = [GatedMatrix(_matrix(up, number), None, activation) for number in range(count)]
-    return run_experts(x, experts, weights, gated, [_matrix(down, one) for one in range(count)])
-
-
-def _matrix(weights: Tensor | Fp8Stack, expert: int) -> Matrix:
-    return weights[expert] if isinstance(weights, Fp8Stack) else plain(weights[expert])
+        return gpu.run_experts(x, expert_ids, expert_weights, up, down, activation)
+    up_format, down_format = format_of(up), format_of(down)
+    experts = range(up.shape[0])
+    gate_up = [
+        GatedMatrix(up_format.select_expert(up, expert), None, activation) for expert in experts
+    ]
+    return run_experts(
+        x,
+        expert_ids,
+        expert_weights,
+        gate_up,
+        [down_format.select_expert(down, expert) for expert in experts],
+    )

@@ -1,9 +1,10 @@
-"""Weights in 8-bit floating point (e4m3) with a scale per block: matrices, and stacks for experts.
+"""Weights in 8-bit floating point (e4m3) with one scale per block: a matrix and a stack.
 
-Arithmetic on them is in linear_fp8.py and experts.py.
+The arithmetic is in `linear_fp8`.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,47 +12,59 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A weight [outputs, inputs]: code times the scale of its block."""
+    """A weight [outputs, inputs] of which each element is a code times the scale of its block."""
 
+    format: ClassVar[str] = "fp8"
     codes: Tensor
     """[outputs, inputs] float8_e4m3fn."""
     scales: Tensor
     """[blocks of outputs, blocks of inputs] float32; the last blocks may be smaller."""
     rows: int
-    """Outputs of a block."""
+    """Outputs per block."""
     columns: int
-    """Inputs of a block."""
+    """Inputs per block."""
     dtype: torch.dtype
-    """Of the floats that it stands for."""
+    """Dtype of the floats that the weight represents."""
 
     @property
     def outputs(self) -> int:
+        """Number of outputs."""
         return len(self.codes)
 
     @property
     def nbytes(self) -> int:
+        """Bytes in memory."""
         return self.codes.nbytes + self.scales.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Stack:
-    """Weights [outputs, inputs] of the same shape and blocks, one for each expert."""
+    """Weights [outputs, inputs] of all experts, with equal shapes and blocks."""
 
+    format: ClassVar[str] = "fp8"
     codes: Tensor
     """[experts, outputs, inputs] float8_e4m3fn."""
     scales: Tensor
     """[experts, blocks of outputs, blocks of inputs] float32."""
     rows: int
+    """Outputs per block."""
     columns: int
+    """Inputs per block."""
     dtype: torch.dtype
-    """All three as of Fp8Matrix."""
+    """Dtype of the floats that the weights represent."""
 
     @property
     def shape(self) -> torch.Size:
-        """Experts, outputs, inputs."""
+        """Number of experts, outputs and inputs."""
         return self.codes.shape
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.codes.nbytes + self.scales.nbytes
+
     def __getitem__(self, expert: int) -> Fp8Matrix:
+        """Return the weight of one expert; it shares the stack's memory."""
         return Fp8Matrix(
             self.codes[expert], self.scales[expert], self.rows, self.columns, self.dtype
         )

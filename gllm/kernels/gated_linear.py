@@ -1,7 +1,7 @@
-"""Two linear maps of which one gates the other: act(x G^T + b) * (x U^T + c).
+"""Gated linear units: act(x G^T + b) * (x U^T + c).
 
-Owns how the two are computed together: where kernels are compiled, a gate and what it gates are
-both at hand as sums and only their product is written. Does not know where weights come from.
+A weight format may compute both projections and their product in one kernel, which writes the
+product only.
 
 Source: Shazeer, "GLU Variants Improve Transformer" (2020), equations 5 and 6.
 """
@@ -11,48 +11,42 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gllm.kernels.activation import gate
-from gllm.kernels.fp8_weights import Fp8Matrix
-from gllm.kernels.linear import (
-    Matrix,
-    PlainMatrix,
-    linear,
-    multiply_packed,
-    packed_in_turns,
-    prepare,
-)
-from gllm.kernels.native.library import ACTIVATIONS
+from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, convert, weight_format
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMatrix:
-    """Both weights, ready to be multiplied by, and the activation of the first."""
+    """Weights of a gate and an up projection, laid out for `gated_linear`."""
 
-    both: Matrix
+    gate_up: Matrix
     bias: Tensor | None
-    """[2 * outputs]: the gates' first."""
+    """[2 * outputs]: the gate's first."""
     activation: str
+    """A name of `gllm.kernels.activation`."""
 
 
 def prepare_gated(
-    weight: Tensor | Sequence[Tensor] | Sequence[Fp8Matrix],
+    weight: Tensor | Sequence[Weight],
     bias: Tensor | None,
     activation: str,
-    quantization: str = "none",
+    quantization: str = UNQUANTIZED,
 ) -> GatedMatrix:
-    """weight [2 * outputs, inputs] and bias [2 * outputs], the gates first; the weight whole, or
-    both halves; in 8-bit floats always as parts. It is copied. activation: of activation.py."""
+    """Return copies of both weights, laid out for `gated_linear`.
+
+    Args:
+        weight: [2 * outputs, inputs], the gate's outputs first, or gate and up as two parts.
+            Quantized weights of a checkpoint are always passed as parts.
+        bias: [2 * outputs].
+        activation: a name of `gllm.kernels.activation`.
+        quantization: as in `gllm.kernels.linear.prepare`.
+    """
     halves = weight.chunk(2) if isinstance(weight, Tensor) else weight
-    floats = [half for half in halves if isinstance(half, Tensor)]
-    both: Matrix | None = None
-    if quantization == "none" and activation in ACTIVATIONS and floats:
-        both = packed_in_turns(*floats)
-    return GatedMatrix(both or prepare(halves, quantization), bias, activation)
+    target, parts = convert(halves, quantization)
+    return GatedMatrix(target.prepare_gated(parts, activation), bias, activation)
 
 
 def gated_linear(x: Tensor, matrix: GatedMatrix) -> Tensor:
-    """x [tokens, inputs]; the result [tokens, outputs]."""
-    both = matrix.both
-    if isinstance(both, PlainMatrix) and both.is_gated:
-        return multiply_packed(x, both, matrix.bias, gate=ACTIVATIONS[matrix.activation])
-    return gate(matrix.activation, linear(x, both, matrix.bias))
+    """Return the gated product [tokens, outputs] of x [tokens, inputs]."""
+    gate_up = matrix.gate_up
+    multiply = weight_format(gate_up.format).multiply_gated
+    return multiply(x, gate_up, matrix.bias, matrix.activation)

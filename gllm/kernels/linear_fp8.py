@@ -1,33 +1,122 @@
-"""Linear maps by weights in 8-bit floating point (e4m3), a scale for each block.
+"""Linear layers with weights in 8-bit floating point (e4m3) and one scale per block.
 
-Owns what the codes stand for, and how parts become one weight: blocks of different parts may end in
-different places. On GPUs triton/linear_fp8.py multiplies by the codes; without one they are turned
-into floats at every call, which is for correctness. Does not know where weights come from.
+On GPUs `triton.linear_fp8` multiplies by the codes. On CPUs weights are converted to floats at
+every call, which is for correctness.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), section 3 (e4m3); DeepSeek-AI,
 "DeepSeek-V3 Technical Report" (2024), section 3.3.2 (scales of blocks of 128 x 128).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.fp8_weights import Fp8Matrix
+from gllm.kernels.fp8_weights import Fp8Matrix, Fp8Stack
+from gllm.kernels.weight_format import ReadTensor, WeightFormat, stack_tensors
 
-SLAB = 1024
-"""Outputs that are turned into floats at once, or one row of blocks."""
+SLAB_OUTPUTS = 1024
+"""Outputs that are converted to floats at once, unless one row of blocks has more."""
+SCALES = ("weight_scale_inv", "weight_scale")
+"""Names of a layer's scales in checkpoints; codes are multiplied by either."""
+ACTIVATION_SCALES = ("input_scale", "activation_scale")
+"""Names of static scales of 8-bit activations, which are not used: activations keep their dtype, or
+get dynamic scales."""
+
+
+class Fp8Format(WeightFormat[Fp8Matrix]):
+    """8-bit floating point with one scale per tensor, output or block, as checkpoints store it."""
+
+    stored_dtype = "F8_E4M3"
+
+    def load(
+        self,
+        codes: Tensor,
+        read: ReadTensor,
+        block: tuple[int, int] | None,
+        dtype: torch.dtype,
+    ) -> Fp8Matrix:
+        """Return the weight of codes and their scales; see WeightFormat. Raises ValueError."""
+        name, scales = _read_scales(read)
+        if scales is None or codes.dim() != 2:
+            raise ValueError(
+                f"is of type {codes.dtype} and shape {tuple(codes.shape)}, but there is no "
+                f"{SCALES[0]!r} beside it to scale it by"
+            )
+        for ignored in ACTIVATION_SCALES:
+            read(ignored)
+        try:
+            return prepare_fp8(codes, scales, block, dtype)
+        except ValueError as error:
+            raise ValueError(f"{error} ({name})") from error
+
+    def dequantize(self, matrix: Fp8Matrix) -> Tensor:
+        """Return the floats [outputs, inputs] in the matrix's dtype."""
+        return dequantize(matrix)
+
+    def prepare(self, parts: Sequence[Fp8Matrix]) -> Fp8Matrix:
+        """Return one matrix of the parts. Raises ValueError if their blocks do not fit."""
+        return stack_fp8(parts)
+
+    def multiply(
+        self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        """Return x W^T + b, [tokens, outputs]; see WeightFormat."""
+        return linear_fp8(x, matrix, bias, out)
+
+    def stack(self, num_experts: int, experts: Iterable[Sequence[Fp8Matrix]]) -> Fp8Stack:
+        """Return the weights of all experts. Raises ValueError if their blocks differ."""
+        first: Fp8Matrix | None = None
+        scales: list[Tensor] = []
+
+        def expert_codes() -> Iterator[Tensor]:
+            nonlocal first
+            for parts in experts:
+                matrix = stack_fp8(parts)
+                first = first or matrix
+                if (matrix.rows, matrix.columns) != (first.rows, first.columns):
+                    raise ValueError("experts of one layer have blocks of different sizes")
+                scales.append(matrix.scales)
+                yield matrix.codes.view(torch.uint8)
+
+        codes = stack_tensors(num_experts, expert_codes())
+        assert first is not None, "there is at least one expert"
+        return Fp8Stack(
+            codes.view(first.codes.dtype),
+            torch.stack(scales),
+            first.rows,
+            first.columns,
+            first.dtype,
+        )
+
+    def select_expert(self, stack: Fp8Stack, expert: int) -> Fp8Matrix:
+        """Return the matrix of one expert."""
+        return stack[expert]
+
+
+def _read_scales(read: ReadTensor) -> tuple[str, Tensor | None]:
+    """Return the name and the tensor of a layer's scales."""
+    for name in SCALES:
+        if (scales := read(name)) is not None:
+            return name, scales
+    return SCALES[0], None
 
 
 def prepare_fp8(
     codes: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> Fp8Matrix:
-    """The weight of codes [outputs, inputs] float8_e4m3fn.
+    """Return the weight of codes [outputs, inputs] float8_e4m3fn and their scales.
 
-    scales, finite and not negative: one for each block (outputs, inputs) of this size; without one
-    a single number, or one for each output. Raises ValueError where they are anything else.
+    Args:
+        codes: one per element.
+        scales: finite and not negative: one per block; without blocks one, or one per output.
+        block: outputs and inputs per block.
+        dtype: of the floats that the weight represents.
+
+    Raises:
+        ValueError: the scales have another shape or are not valid.
     """
     outputs, inputs = codes.shape
     if block is None:
@@ -35,38 +124,40 @@ def prepare_fp8(
             raise ValueError(f"has {scales.numel()} scales, but 1 or {outputs} are needed")
         block = (outputs if scales.numel() == 1 else 1, inputs)
         scales = scales.reshape(-1, 1)
-    wanted = (-(-outputs // block[0]), -(-inputs // block[1]))
-    if tuple(scales.shape) != wanted:
+    shape = (-(-outputs // block[0]), -(-inputs // block[1]))
+    if tuple(scales.shape) != shape:
         raise ValueError(
             f"has scales of shape {tuple(scales.shape)}, but blocks of {block[0]} x {block[1]} "
-            f"need {wanted}"
+            f"need {shape}"
         )
-    floating = scales.is_floating_point()
+    is_float = scales.is_floating_point()
     scales = scales.to(torch.float32)
-    if not floating or not bool((scales.isfinite() & (scales >= 0)).all()):
+    if not is_float or not bool((scales.isfinite() & (scales >= 0)).all()):
         raise ValueError("has scales that are no floats, negative or not finite")
     return Fp8Matrix(codes, scales, *block, dtype)
 
 
 def dequantize(matrix: Fp8Matrix) -> Tensor:
-    """The weight [outputs, inputs] in its dtype; products in float32."""
+    """Return the weight [outputs, inputs] in its dtype; products are rounded from float32."""
     outputs, inputs = matrix.codes.shape
-    made = torch.empty(outputs, inputs, dtype=matrix.dtype, device=matrix.codes.device)
-    step = max(SLAB // matrix.rows, 1) * matrix.rows
+    weight = torch.empty(outputs, inputs, dtype=matrix.dtype, device=matrix.codes.device)
+    step = max(SLAB_OUTPUTS // matrix.rows, 1) * matrix.rows
     for begin in range(0, outputs, step):
         codes = matrix.codes[begin : begin + step].to(torch.float32)
         scales = matrix.scales[begin // matrix.rows : (begin + step) // matrix.rows + 1]
         scales = scales.repeat_interleave(matrix.rows, dim=0)[: len(codes)]
         scales = scales.repeat_interleave(matrix.columns, dim=1)[:, :inputs]
-        made[begin : begin + step] = codes.mul_(scales)
-    return made
+        weight[begin : begin + step] = codes.mul_(scales)
+    return weight
 
 
 def stack_fp8(parts: Sequence[Fp8Matrix]) -> Fp8Matrix:
-    """One weight of parts [outputs, inputs] of the same inputs and type, one below the other.
+    """Return one weight of parts [outputs, inputs], stacked along the outputs.
 
-    Its blocks are as small as needed for none to lie in two parts, or in two blocks of one.
-    Raises ValueError where parts have blocks of different widths.
+    Its blocks are small enough that none spans two parts, or two blocks of one part.
+
+    Raises:
+        ValueError: the parts have blocks of different widths.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -89,9 +180,13 @@ def stack_fp8(parts: Sequence[Fp8Matrix]) -> Fp8Matrix:
 def linear_fp8(
     x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """x W^T + b: x [tokens, inputs], bias [outputs]; the result [tokens, outputs].
+    """Return x W^T + b, [tokens, outputs].
 
-    out [tokens, outputs]: where it goes instead, of x's dtype or float32, contiguous.
+    Args:
+        x: [tokens, inputs].
+        matrix: W [outputs, inputs].
+        bias: b [outputs].
+        out: receives the result if given: contiguous, of x's dtype or float32.
     """
     if x.is_cuda:
         from gllm.kernels.triton import linear_fp8 as on_gpu

@@ -19,7 +19,8 @@ from gllm.kernels.experts import (
     stack,
 )
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
-from gllm.kernels.linear import Matrix, linear, packed, plain, prepare
+from gllm.kernels.linear import linear, prepare
+from gllm.kernels.weight_format import Matrix
 from gllm.models import spec
 from gllm.models.errors import ModelError
 from gllm.models.loader import Weights
@@ -87,18 +88,18 @@ class Experts:
         self.spec = described
         router = weights.read_exact(f"{described.router.names[0]}.weight", described.count, hidden)
         # Not a BLAS's product: which experts a token takes must not depend on its batch.
-        self.router = packed([router]) or plain(router)
+        self.router = prepare([router])
         self.correction: Tensor | None = None
         if described.correction is not None:
             self.correction = weights.read_exact(described.correction, described.count)
         self.routing = Routing(
             described.active,
-            described.scores == "sigmoid",
+            described.scores,
             described.normalize,
             described.scale,
             described.groups,
             described.active_groups,
-            described.group_score == "best two",
+            described.group_score,
         )
         numbered = [expert_of(described.expert, expert) for expert in range(described.count)]
         self.experts: StackedExperts | SingleExperts

@@ -17,8 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gllm.kernels.fp8_weights import Fp8Matrix
-from gllm.kernels.linear_fp8 import dequantize, prepare_fp8
+from gllm.kernels.weight_format import Weight, dequantize_weight, weight_format
 from gllm.models.errors import ModelError
 from gllm.models.spec import Model
 from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, split_experts
@@ -29,10 +28,6 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 COMPARED_ROWS = 1024
-SCALES = ("weight_scale_inv", "weight_scale")
-"""What codes of 8-bit floats are multiplied by; both names mean this."""
-ACTIVATION_SCALES = ("input_scale", "activation_scale")
-"""Scales of activations in 8 bits, not used: activations keep their type, or are scaled here."""
 
 
 class Checkpoint:
@@ -45,15 +40,17 @@ class Checkpoint:
         model: Model,
         layers: range,
         device: torch.device = CPU,
-        keeps_fp8: bool | None = None,
+        keep_quantized: bool | None = None,
     ) -> None:
-        """Tensors of a stage with these layers of the model, as `dtype` on a device; keeps_fp8:
-        `matrices` in 8-bit floats stay so, on GPUs where it is not given. Raises ModelError."""
+        """Tensors of a stage with these layers of the model, as `dtype` on a device;
+        keep_quantized: `matrices` stay in the checkpoint's format; default: on GPUs. Raises
+        ModelError."""
         self.folder = folder
         self.dtype = dtype
         self._device = device
-        self._keeps_fp8 = device.type == "cuda" if keeps_fp8 is None else keeps_fp8
+        self._keep_quantized = device.type == "cuda" if keep_quantized is None else keep_quantized
         self._stored = model.stored
+        self._format = None if model.stored is None else weight_format(model.stored.format)
         self.weight_bytes = 0
         """Bytes of the tensors handed out, as they are in memory."""
         self._progress: Progress = lambda done, total: None
@@ -103,18 +100,15 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """The tensors by themselves; to be copied, for they may be the files' memory."""
-        found = self._all(names, shapes, dtype)
-        made = [dequantize(part) if isinstance(part, Fp8Matrix) else part for part in found]
+        made = [dequantize_weight(part) for part in self._all(names, shapes, dtype)]
         self.weight_bytes += sum(part.nbytes for part in made)
         return made
 
-    def matrices(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
-    ) -> list[Tensor] | list[Fp8Matrix]:
-        """As `parts`; in 8-bit floats where all of them are and they are to be kept."""
-        if not self._keeps_fp8 or not all(self._is_fp8(name) for name in names):
+    def matrices(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Sequence[Weight]:
+        """As `parts`; in the checkpoint's format where all of them are and it is to be kept."""
+        if not self._keep_quantized or not all(self._is_quantized(name) for name in names):
             return self.parts(names, shapes)
-        made = [part for part in self._all(names, shapes, None) if isinstance(part, Fp8Matrix)]
+        made = self._all(names, shapes, None)
         self.weight_bytes += sum(part.nbytes for part in made)
         return made
 
@@ -166,24 +160,28 @@ class Checkpoint:
         names: Sequence[str],
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype | None,
-    ) -> list[Tensor | Fp8Matrix]:
+    ) -> list[Weight]:
         each = zip(names, shapes, strict=True)
         return [self._tensor(name, shape, dtype or self.dtype) for name, shape in each]
 
-    def _is_fp8(self, name: str) -> bool:
-        """Whether a tensor is stored in 8-bit floats."""
+    def _is_quantized(self, name: str) -> bool:
+        """Return whether a tensor is stored in the format of quantization_config."""
         home = self._homes.get(name)
-        return home is not None and home.dtype == "F8_E4M3"
+        return (
+            home is not None
+            and self._format is not None
+            and (home.dtype == self._format.stored_dtype)
+        )
 
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Fp8Matrix:
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
         tensor = self._take(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{self.folder}: tensor {name!r} has shape {tuple(tensor.shape)}, but by "
                 f"config.json it has to be {shape}"
             )
-        if tensor.dtype == torch.float8_e4m3fn and self._stored is not None:
-            return self._with_scales(name, tensor, dtype)
+        if self._is_quantized(name):
+            return self._load_quantized(name, tensor, dtype)
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
                 f"{self.folder}: tensor {name!r} is of type {tensor.dtype}; of quantized "
@@ -192,23 +190,23 @@ class Checkpoint:
             )
         return tensor.to(self._device, dtype)
 
-    def _with_scales(self, name: str, codes: Tensor, dtype: torch.dtype) -> Fp8Matrix:
-        """The weight of codes in 8-bit floats."""
+    def _load_quantized(self, name: str, codes: Tensor, dtype: torch.dtype) -> Weight:
+        """Return the weight whose codes are the tensor `name`. Raises ModelError."""
+        assert self._format is not None, "the model has quantized weights"
+        assert self._stored is not None, "the model has quantized weights"
         stem = name.removesuffix("weight")
-        scales = next((stem + end for end in SCALES if stem + end in self._homes), None)
-        if scales is None or codes.dim() != 2 or self._stored is None:
-            raise ModelError(
-                f"{self.folder}: tensor {name!r} is of type {codes.dtype} and shape "
-                f"{tuple(codes.shape)}, but there is no {stem + SCALES[0]!r} to scale it by"
-            )
-        for end in ACTIVATION_SCALES:
-            if stem + end in self._homes:
-                self._take(stem + end)
-        codes, factors = codes.to(self._device), self._take(scales).to(self._device)
+
+        def read(last_part: str) -> Tensor | None:
+            sibling = stem + last_part
+            return self._take(sibling).to(self._device) if sibling in self._homes else None
+
         try:
-            return prepare_fp8(codes, factors, self._stored.block, dtype)
+            weight: Weight = self._format.load(
+                codes.to(self._device), read, self._stored.block, dtype
+            )
         except ValueError as error:
-            raise ModelError(f"{self.folder}: tensor {name!r} {error} ({scales})") from error
+            raise ModelError(f"{self.folder}: tensor {name!r} {error}") from error
+        return weight
 
     def _take(self, name: str) -> Tensor:
         """A tensor as it is stored."""
@@ -249,6 +247,11 @@ class Weights:
         self.quantization = quantization
         """What linear maps are to be made of these weights, by a name of gllm.kernels.linear."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensors that `read` returns."""
+        return self._checkpoint.dtype
+
     def at(self, part: str) -> "Weights":
         """Those below `part`, a name without the final dot."""
         return Weights(self._checkpoint, f"{self._prefix}{part}.", self.quantization)
@@ -272,11 +275,9 @@ class Weights:
         full = [f"{self._prefix}{name}.{kind}" for name in names]
         return self._checkpoint.parts(full, [(count, *rest) for count in rows])
 
-    def matrices(
-        self, names: Sequence[str], rows: Sequence[int], inputs: int
-    ) -> list[Tensor] | list[Fp8Matrix]:
-        """Weights [rows[i], inputs] by themselves, to be copied, in 8-bit floats where they are to
-        stay so."""
+    def matrices(self, names: Sequence[str], rows: Sequence[int], inputs: int) -> Sequence[Weight]:
+        """Weights [rows[i], inputs] by themselves, to be copied, in the checkpoint's format where
+        they are to stay so."""
         full = [f"{self._prefix}{name}.weight" for name in names]
         return self._checkpoint.matrices(full, [(count, inputs) for count in rows])
 

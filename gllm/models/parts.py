@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.layer_norm import layer_norm
 from gllm.kernels.linear import linear, prepare
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
+from gllm.kernels.weight_format import Weight
 from gllm.models import spec
 from gllm.models.loader import Weights
 
@@ -30,8 +30,8 @@ def parts_of(
 
 def matrices_of(
     described: spec.Linear, weights: Weights, outputs: Sequence[int], inputs: int
-) -> list[Tensor] | list[Fp8Matrix]:
-    """As `parts_of`, in 8-bit floats where they are to stay so."""
+) -> Sequence[Weight]:
+    """As `parts_of`, in the checkpoint's format where weights are to stay so."""
     if described.transposed:
         return parts_of(described, weights, outputs, inputs)
     rows = [sum(outputs)] if len(described.names) == 1 else outputs

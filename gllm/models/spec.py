@@ -239,9 +239,11 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Fp8:
-    """Weights that are stored in 8-bit floating point, with scales."""
+class QuantizationSpec:
+    """Format in which a checkpoint stores quantized weights."""
 
+    format: str
+    """A key of gllm.kernels.weight_format.WEIGHT_FORMATS."""
     block: tuple[int, int] | None
     """Outputs and inputs that share a scale; None: a whole tensor does, or each output has one."""
 
@@ -268,7 +270,7 @@ class Model:
     """Layers in checkpoints behind those of the model that predict further tokens; not computed."""
     notes: tuple[str, ...] = ()
     """Where results differ from those of transformers, for the log."""
-    stored: Fp8 | None = None
+    stored: QuantizationSpec | None = None
     """How weights may be stored besides as plain floats."""
 
     @property

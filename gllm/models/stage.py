@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.linear import PlainMatrix, linear, plain, prepare, rows_of
+from gllm.kernels.linear import has_lookup, linear, lookup_rows, prepare
+from gllm.kernels.linear_unquantized import unpacked
 from gllm.kernels.rotary import Angles, inverse_frequencies, rotary_angles
+from gllm.kernels.weight_format import Matrix
 from gllm.models import spec
 from gllm.models.attention import LayerCache, Step
 from gllm.models.layer import Layer
@@ -41,15 +43,15 @@ class StageInputs:
 class Embedding:
     """From token ids to the residual stream."""
 
-    def __init__(self, model: spec.Model, weights: Weights, shared: PlainMatrix | None) -> None:
+    def __init__(self, model: spec.Model, weights: Weights, shared: Matrix | None) -> None:
         """`shared`: the LM head's weight, where it is the same and on this stage."""
         described = model.embedding
         if shared is None:
             shape = (model.vocab_size, model.hidden_size)
-            shared = plain(weights.read(f"{described.name}.weight", *shape))
+            shared = unpacked(weights.read(f"{described.name}.weight", *shape))
         self.table = shared
         # As the table is: checkpoints were trained with a scale of their own precision.
-        self.scale = torch.tensor(described.scale, dtype=shared.weight.dtype)
+        self.scale = torch.tensor(described.scale, dtype=weights.dtype)
         self.scaled = described.scale != 1
         self.positions: Tensor | None = None
         if described.positions is not None:
@@ -61,7 +63,7 @@ class Embedding:
 
     def __call__(self, inputs: StageInputs) -> Tensor:
         """The residual stream [tokens, hidden]."""
-        hidden = rows_of(self.table, inputs.token_ids)
+        hidden = lookup_rows(self.table, inputs.token_ids)
         if self.scaled:
             hidden = hidden * self.scale
         if self.positions is not None:
@@ -123,7 +125,7 @@ class ModelStage:
         is_last = layers.stop == model.num_layers
         self.head = Head(model, weights) if is_last else None
         matrix = self.head.matrix if self.head is not None and self.head.is_tied else None
-        shared = matrix if isinstance(matrix, PlainMatrix) else None
+        shared = matrix if matrix is not None and has_lookup(matrix) else None
         self.embedding = Embedding(model, weights, shared) if layers.start == 0 else None
 
     def forward(

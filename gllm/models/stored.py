@@ -8,12 +8,12 @@ from typing import Any
 
 from gllm.models.errors import ModelError
 from gllm.models.keys import Keys
-from gllm.models.spec import Fp8
+from gllm.models.spec import QuantizationSpec
 
 NAME = "quantization_config"
 
 
-def stored_as(keys: Keys) -> Fp8 | None:
+def stored_as(keys: Keys) -> QuantizationSpec | None:
     """What the file says; None where weights are stored as they are. Raises ModelError.
 
     Modules that are not converted need no list: their tensors are in another type.
@@ -37,7 +37,7 @@ def _inside(name: str, given: Any) -> Keys:
     return Keys({f"{name}.{key}": value for key, value in given.items()})
 
 
-def _fp8(keys: Keys) -> Fp8:
+def _fp8(keys: Keys) -> QuantizationSpec:
     """As DeepSeek, Qwen and transformers write it."""
     keys.only(f"{NAME}.fmt", "e4m3", "float8_e4m3fn")
     keys.only(f"{NAME}.scale_fmt", "float", "ue8m0")
@@ -48,10 +48,10 @@ def _fp8(keys: Keys) -> Fp8:
     keys.skip(f"{NAME}.dequantize", f"{NAME}.modules_to_convert")
     keys.skip(f"{NAME}.modules_to_not_convert", f"{NAME}.ignored_layers")
     keys.only(f"{NAME}.kv_cache_scheme")
-    return Fp8(_block(keys, f"{NAME}.weight_block_size"))
+    return QuantizationSpec("fp8", _block(keys, f"{NAME}.weight_block_size"))
 
 
-def _compressed(keys: Keys) -> Fp8:
+def _compressed(keys: Keys) -> QuantizationSpec:
     """As llm-compressor writes it: groups of modules, all in 8-bit floating point."""
     keys.only(f"{NAME}.format", "float-quantized", "naive-quantized")
     keys.only(f"{NAME}.quantization_status", "compressed")
@@ -69,7 +69,7 @@ def _compressed(keys: Keys) -> Fp8:
     return made.pop()
 
 
-def _group(name: str, given: Any) -> Fp8:
+def _group(name: str, given: Any) -> QuantizationSpec:
     group = _inside(name, given)
     group.skip(f"{name}.targets", f"{name}.input_activations")
     group.only(f"{name}.output_activations")
@@ -88,7 +88,7 @@ def _group(name: str, given: Any) -> Fp8:
     weights.skip(f"{path}.scale_dtype", f"{path}.zp_dtype")
     block = _block(weights, f"{path}.block_structure")
     weights.finish()
-    return Fp8(block)
+    return QuantizationSpec("fp8", block)
 
 
 def _block(keys: Keys, name: str) -> tuple[int, int] | None:

@@ -142,7 +142,7 @@ def _rename_block(tensors: StoredTensors, layer: str, block: str) -> None:
 
 
 def _scale_shapes(
-    weights: tuple[int, int, int], count: int, stored: spec.Fp8 | None
+    weights: tuple[int, int, int], count: int, stored: spec.QuantizationSpec | None
 ) -> list[tuple[int, ...]]:
     """Return the permitted shapes of the scales of stacked weights of `count` projections.
 

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 from gllm.kernels.attention_backends import HeadShape, Wanted, choose
-from gllm.kernels.linear import PlainMatrix, linear, prepare
+from gllm.kernels.linear import linear, prepare
+from gllm.kernels.linear_unquantized import UnquantizedMatrix
 from gllm.kernels.native import builds, library
 from gllm.kernels.native import measure as measurement
 from gllm.kernels.native.builds import (
@@ -193,7 +194,7 @@ def test_torch_computes_what_a_build_computes_slower(
     x, weight = torch.randn(5, 32), torch.randn(48, 32)
     threads = torch.get_num_threads()
     matrix = prepare(weight)
-    assert isinstance(matrix, PlainMatrix)
+    assert isinstance(matrix, UnquantizedMatrix)
     assert not matrix.is_packed
     assert torch.get_num_threads() == threads
     torch.testing.assert_close(linear(x, matrix, None), functional.linear(x, weight))

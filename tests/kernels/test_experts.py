@@ -2,7 +2,7 @@
 
 import math
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -36,30 +36,30 @@ def picked(logits: list[float], routing: Routing, correction: list[float]) -> di
     """Weights by expert for one token, in Python's own numbers."""
     count = len(logits)
     total = sum(math.exp(x) for x in logits)
-    scores = [sigmoid(x) if routing.sigmoid else math.exp(x) / total for x in logits]
+    scores = [sigmoid(x) if routing.scoring == "sigmoid" else math.exp(x) / total for x in logits]
     picking = [score + extra for score, extra in zip(scores, correction, strict=True)]
-    size = count // routing.groups
-    groups = [range(g * size, (g + 1) * size) for g in range(routing.groups)]
+    size = count // routing.num_groups
+    groups = [range(g * size, (g + 1) * size) for g in range(routing.num_groups)]
 
     def judged(group: range) -> float:
         best = sorted((picking[e] for e in group), reverse=True)
-        return sum(best[: 2 if routing.best_two else 1])
+        return sum(best[: 2 if routing.group_scoring == "best two" else 1])
 
-    allowed = [e for group in sorted(groups, key=judged)[-routing.active_groups :] for e in group]
-    chosen = sorted(allowed, key=lambda e: picking[e])[-routing.active :]
-    norm = sum(scores[e] for e in chosen) if routing.normalize else 1.0
-    return {e: routing.scale * scores[e] / norm for e in chosen}
+    allowed = [e for group in sorted(groups, key=judged)[-routing.top_k_groups :] for e in group]
+    chosen = sorted(allowed, key=lambda e: picking[e])[-routing.top_k :]
+    norm = sum(scores[e] for e in chosen) if routing.renormalize else 1.0
+    return {e: routing.scaling_factor * scores[e] / norm for e in chosen}
 
 
 routings = st.builds(
     Routing,
-    active=st.integers(1, 4),
-    sigmoid=st.booleans(),
-    normalize=st.booleans(),
-    scale=st.sampled_from([1.0, 2.5]),
-    groups=st.sampled_from([1, 2, 4]),
-    active_groups=st.integers(1, 4),
-    best_two=st.booleans(),
+    top_k=st.integers(1, 4),
+    scoring=st.sampled_from(["softmax", "sigmoid"]),
+    renormalize=st.booleans(),
+    scaling_factor=st.sampled_from([1.0, 2.5]),
+    num_groups=st.sampled_from([1, 2, 4]),
+    top_k_groups=st.integers(1, 4),
+    group_scoring=st.sampled_from(["best", "best two"]),
 )
 """For 16 experts: the smallest choice of groups, one of four, still has four to pick."""
 
@@ -81,7 +81,7 @@ def test_routing_matches_a_token_at_a_time(
         torch.rand(16, generator=torch.Generator().manual_seed(seed)) if corrected else None
     )
     experts, weights = route(logits, routing, correction)
-    assert experts.shape == weights.shape == (tokens, routing.active)
+    assert experts.shape == weights.shape == (tokens, routing.top_k)
     extra = [0.0] * 16 if correction is None else correction.tolist()
     for row, chosen, shares in zip(logits, experts.tolist(), weights.tolist(), strict=True):
         wanted = picked(row.tolist(), routing, extra)
@@ -90,7 +90,7 @@ def test_routing_matches_a_token_at_a_time(
 
 def test_correction_picks_but_does_not_weigh() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]])
-    routing = Routing(active=1, sigmoid=True, normalize=False, scale=1.0)
+    routing = Routing(top_k=1, scoring="sigmoid", renormalize=False, scaling_factor=1.0)
     experts, weights = route(logits, routing, torch.tensor([5.0, 0.0, 0.0]))
     assert (experts.item(), weights.item()) == (0, 0.5)
 
@@ -98,13 +98,14 @@ def test_correction_picks_but_does_not_weigh() -> None:
 def test_groups_are_judged_by_their_best_or_their_best_two() -> None:
     """The first group has the best expert, the second the better pair."""
     logits = torch.tensor([[4.0, -4.0, 1.0, 1.5]])
-    for best_two, wanted in ((False, 0), (True, 3)):
-        routing = Routing(1, True, False, 1.0, groups=2, active_groups=1, best_two=best_two)
+    scorings: tuple[tuple[Literal["best", "best two"], int], ...] = (("best", 0), ("best two", 3))
+    for scoring, wanted in scorings:
+        routing = Routing(1, "sigmoid", False, 1.0, 2, 1, scoring)
         assert route(logits, routing, None)[0].item() == wanted
 
 
 def test_half_precision_logits_are_routed_in_float32() -> None:
-    routing = Routing(active=2, sigmoid=False, normalize=True, scale=1.0)
+    routing = Routing(top_k=2, scoring="softmax", renormalize=True, scaling_factor=1.0)
     _, weights = route(torch.randn(3, 8).bfloat16(), routing, None)
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights.sum(-1), torch.ones(3))
@@ -189,8 +190,8 @@ def test_stacked_weights_in_8_bit_floats(block: tuple[int, int] | None, scales: 
 def test_experts_that_are_not_stored_alike_are_not_stacked() -> None:
     eight, plain = quantized(4, 6, (4, 3)), torch.ones(4, 6)
     cases: tuple[tuple[Any, str], ...] = (
-        ([[eight], [plain]], "8-bit floats in part only"),
-        ([[plain], [eight]], "8-bit floats in part only"),
+        ([[eight], [plain]], "different formats"),
+        ([[plain], [eight]], "different formats"),
         ([[plain], [torch.ones(5, 6)]], "different shapes"),
         ([[eight], [quantized(4, 6, (2, 3))]], "blocks of different sizes"),
     )

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gllm.kernels.linear import PlainMatrix, linear, prepare, rows_of
+from gllm.kernels.linear import linear, lookup_rows, prepare
+from gllm.kernels.linear_unquantized import UnquantizedMatrix
 from gllm.kernels.native.library import DTYPES
 
 SHAPES = [
@@ -91,14 +92,14 @@ def test_rows_come_back(way: str, dtype: torch.dtype, chosen: list[int]) -> None
     _, weight, _ = operands(70, 62, 1, dtype)
     ids = torch.tensor(chosen, dtype=torch.int64)
     matrix = prepare(weight)
-    assert isinstance(matrix, PlainMatrix)
-    assert torch.equal(rows_of(matrix, ids), weight[ids])
+    assert isinstance(matrix, UnquantizedMatrix)
+    assert torch.equal(lookup_rows(matrix, ids), weight[ids])
 
 
 @pytest.mark.parametrize("chosen", [[-1], [3, 70]])
 def test_rows_that_are_not_there_are_refused(way: str, chosen: list[int]) -> None:
     _, weight, _ = operands(70, 62, 1, torch.float32)
     matrix = prepare(weight)
-    assert isinstance(matrix, PlainMatrix)
+    assert isinstance(matrix, UnquantizedMatrix)
     with pytest.raises(IndexError):
-        rows_of(matrix, torch.tensor(chosen))
+        lookup_rows(matrix, torch.tensor(chosen))

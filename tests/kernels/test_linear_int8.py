@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gllm.kernels.linear_int8 import (
-    MOST_INPUTS,
+    MAX_INPUTS,
     Int8Matrix,
     linear_int8,
     prepare_int8,
@@ -74,7 +74,7 @@ def test_products_are_exact(
     same_bits(linear_int8(x, prepare_int8(weight), bias), wanted(x, weight, bias))
 
 
-@pytest.mark.parametrize("inputs", [4864, MOST_INPUTS])
+@pytest.mark.parametrize("inputs", [4864, MAX_INPUTS])
 def test_the_largest_sums_are_exact(way: str, inputs: int) -> None:
     """All codes at their ends: nothing saturates, nothing overflows."""
     signs = torch.randint(0, 2, (3, inputs), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
@@ -158,9 +158,9 @@ def test_close_to_the_unquantized_product(way: str) -> None:
 
 
 def test_more_inputs_than_sums_have_room_for_are_refused() -> None:
-    prepare_int8(torch.zeros(1, MOST_INPUTS))
-    with pytest.raises(ValueError, match=f"{MOST_INPUTS + 1} inputs.*quantization"):
-        prepare_int8(torch.zeros(1, MOST_INPUTS + 1))
+    prepare_int8(torch.zeros(1, MAX_INPUTS))
+    with pytest.raises(ValueError, match=f"{MAX_INPUTS + 1} inputs.*quantization"):
+        prepare_int8(torch.zeros(1, MAX_INPUTS + 1))
 
 
 def test_a_matrix_takes_a_byte_for_a_weight() -> None:

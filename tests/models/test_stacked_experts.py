@@ -97,7 +97,7 @@ def test_stacks_that_stay_in_8_bits(
     folder, _ = save_quantized(
         "qwen3-moe", tmp_path, monkeypatch, is_original, weight_block_size=(4, 4)
     )
-    kept, floats = (load_experts(folder, keeps_fp8) for keeps_fp8 in (True, False))
+    kept, floats = (load_experts(folder, keep_quantized) for keep_quantized in (True, False))
     assert isinstance(kept.experts, StackedExperts)
     assert isinstance(kept.experts.up, Fp8Stack)
     x = torch.randn(9, 48, generator=torch.Generator().manual_seed(0))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gllm.kernels.gated_linear import GatedMatrix
-from gllm.kernels.linear import PlainMatrix
 from gllm.kernels.linear_int8 import Int8Matrix
+from gllm.kernels.linear_unquantized import UnquantizedMatrix
 from gllm.models.attention import Attention, LatentAttention
 from gllm.models.feed_forward import MLP, Experts
 from tests.runtime.pipeline import Pipeline
@@ -76,11 +76,12 @@ def test_what_is_quantized(tmp_path: Path) -> None:
     ups, downs = first.mlp.experts
     gated = [*ups, second.mlp.up]
     assert all(isinstance(matrix, GatedMatrix) for matrix in gated)
-    both = [up.both for up in gated if isinstance(up, GatedMatrix)]
+    both = [up.gate_up for up in gated if isinstance(up, GatedMatrix)]
     matrices = [*(linear.matrix for linear in maps), *both, *downs]
     assert all(isinstance(matrix, Int8Matrix) for matrix in matrices)
     assert first.mlp.shared_gate is not None
-    assert isinstance(first.mlp.shared_gate.matrix, PlainMatrix)
+    assert isinstance(first.mlp.shared_gate.matrix, UnquantizedMatrix)
+    assert isinstance(first.mlp.router, UnquantizedMatrix)
     assert first.mlp.router.weight.dtype == torch.float32
     latent = stages["deepseek-v2"].layers.each[0].attention
     assert isinstance(latent, LatentAttention)

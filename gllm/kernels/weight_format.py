@@ -1,0 +1,195 @@
+"""Weight formats of linear layers: the interface that each format implements, and the registry.
+
+A format is one file of this package and one line of WEIGHT_FORMATS. It loads weights that a
+checkpoint stores in this format, lays them out in memory for its kernels, and multiplies by them.
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from gllm.kernels.activation import gate
+
+UNQUANTIZED = "none"
+"""The format of plain tensors."""
+WEIGHT_FORMATS = MappingProxyType(
+    {
+        UNQUANTIZED: "gllm.kernels.linear_unquantized:UnquantizedFormat",
+        "int8": "gllm.kernels.linear_int8:Int8Format",
+        "fp8": "gllm.kernels.linear_fp8:Fp8Format",
+    }
+)
+"""Format names to "module:class", imported on first use. Names that `--quantization` offers and
+those that a checkpoint's quantization_config selects are keys of this table."""
+
+
+class Matrix(Protocol):
+    """A weight [outputs, inputs] in one format, laid out for multiplication."""
+
+    format: ClassVar[str]
+    """A key of WEIGHT_FORMATS."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+
+
+Weight = Tensor | Matrix
+"""A weight [outputs, inputs] as loaded: a plain tensor, or a matrix in the checkpoint's format."""
+ReadTensor = Callable[[str], Tensor | None]
+"""Reads a tensor of the same layer by the last part of its name; returns None if it is missing."""
+M = TypeVar("M")
+
+
+class WeightFormat(ABC, Generic[M]):
+    """One representation of a weight [outputs, inputs]; stateless."""
+
+    stored_dtype: ClassVar[str | None] = None
+    """Dtype of `weight` tensors in this format, by its safetensors name; None if no checkpoint has
+    them."""
+    has_lookup: ClassVar[bool] = False
+    """Whether `lookup` is implemented: the matrix keeps the exact values of the weight."""
+
+    def load(
+        self,
+        codes: Tensor,
+        read: ReadTensor,
+        block: tuple[int, int] | None,
+        dtype: torch.dtype,
+    ) -> M:
+        """Return a weight that a checkpoint stores in this format.
+
+        Args:
+            codes: the layer's tensor `weight`.
+            read: reads the other tensors of the layer, such as scales.
+            block: outputs and inputs that share a scale; None if config.json does not name them.
+            dtype: of the floats that the weight represents.
+
+        Raises:
+            ValueError: a tensor is missing or does not fit.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no format in checkpoints")
+
+    def dequantize(self, matrix: M) -> Tensor:
+        """Return the floats [outputs, inputs] that a loaded weight represents."""
+        raise NotImplementedError(f"{type(self).__name__} has no format in checkpoints")
+
+    @abstractmethod
+    def prepare(self, parts: Sequence[Any]) -> M:
+        """Return one matrix of parts [outputs, inputs], stacked along the outputs.
+
+        Args:
+            parts: matrices of this format, if a checkpoint stores it; tensors otherwise.
+
+        Raises:
+            ValueError: the parts cannot be represented in this format.
+        """
+
+    def prepare_gated(self, parts: Sequence[Any], activation: str) -> M:
+        """Return one matrix of a gate and an up projection, for `multiply_gated`.
+
+        Args:
+            parts: weights of the gate and the up projection, in this order.
+            activation: a name of `gllm.kernels.activation`.
+        """
+        return self.prepare(parts)
+
+    @abstractmethod
+    def multiply(self, x: Tensor, matrix: M, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        """Return x W^T + b, [tokens, outputs].
+
+        Args:
+            x: [tokens, inputs].
+            matrix: W [outputs, inputs].
+            bias: b [outputs].
+            out: receives the result if given: contiguous, of x's dtype or float32.
+        """
+
+    def multiply_gated(self, x: Tensor, matrix: M, bias: Tensor | None, activation: str) -> Tensor:
+        """Return act(x G^T + b) * (x U^T + c), [tokens, outputs].
+
+        Args:
+            x: [tokens, inputs].
+            matrix: G and U, from `prepare_gated` with the same activation.
+            bias: b and c, [2 * outputs].
+            activation: a name of `gllm.kernels.activation`.
+        """
+        return gate(activation, self.multiply(x, matrix, bias, None))
+
+    def lookup(self, matrix: M, ids: Tensor) -> Tensor:
+        """Return rows of the weight by index: ids [n] int64 to [n, inputs]."""
+        raise NotImplementedError(f"{type(self).__name__} does not keep exact values")
+
+    def stack(self, num_experts: int, experts: Iterable[Sequence[Any]]) -> Any:
+        """Return the weights of all experts as one object, as GPU kernels read them.
+
+        Args:
+            num_experts: number of items of `experts`.
+            experts: parts [outputs, inputs] of each expert, to be stacked along the outputs.
+
+        Raises:
+            ValueError: experts have weights of different shapes, dtypes or blocks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no kernels for stacked experts")
+
+    def select_expert(self, stack: Any, expert: int) -> M:
+        """Return the matrix of one expert of a `stack`."""
+        raise NotImplementedError(f"{type(self).__name__} has no kernels for stacked experts")
+
+
+@cache
+def weight_format(name: str) -> WeightFormat[Any]:
+    """Return the format registered under a name of WEIGHT_FORMATS."""
+    module, class_name = WEIGHT_FORMATS[name].split(":")
+    instance: WeightFormat[Any] = getattr(importlib.import_module(module), class_name)()
+    return instance
+
+
+def format_of(weight: Weight) -> WeightFormat[Any]:
+    """Return the format of a loaded weight, a matrix or a stack of experts."""
+    return weight_format(UNQUANTIZED if isinstance(weight, Tensor) else weight.format)
+
+
+def dequantize_weight(weight: Weight) -> Tensor:
+    """Return the floats [outputs, inputs] of a loaded weight; a tensor is returned as it is."""
+    return format_of(weight).dequantize(weight)
+
+
+def convert(
+    parts: Sequence[Weight], quantization: str
+) -> tuple[WeightFormat[Any], Sequence[Weight]]:
+    """Return the format in which to keep loaded weights, and the weights as its `prepare` reads
+    them.
+
+    Weights stay in the checkpoint's format if all parts have the same one and `quantization` is
+    "none". All others are dequantized first.
+    """
+    stored = {format_of(part) for part in parts}
+    if quantization == UNQUANTIZED and len(stored) == 1:
+        return stored.pop(), parts
+    return weight_format(quantization), [dequantize_weight(part) for part in parts]
+
+
+def stack_tensors(num_experts: int, tensors: Iterable[Tensor]) -> Tensor:
+    """Return tensors of one shape and dtype as [num_experts, *shape].
+
+    Only one of them is in memory beside the result.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    stack: Tensor | None = None
+    for index, tensor in enumerate(tensors):
+        if stack is None:
+            stack = tensor.new_empty(num_experts, *tensor.shape)
+        if tensor.shape != stack.shape[1:]:
+            raise ValueError("experts of one layer have weights of different shapes")
+        stack[index] = tensor
+    assert stack is not None, "there is at least one expert"
+    return stack

@@ -1,0 +1,54 @@
+"""Every registered weight format, through the interface that models use."""
+
+import pytest
+import torch
+
+from gllm.config.engine import QUANTIZATIONS
+from gllm.kernels.gated_linear import gated_linear, prepare_gated
+from gllm.kernels.linear import has_lookup, linear, lookup_rows, prepare
+from gllm.kernels.weight_format import WEIGHT_FORMATS, WeightFormat, format_of, weight_format
+from tests.kernels.test_linear_fp8 import quantized
+
+FLOAT_FORMATS = sorted(name for name in WEIGHT_FORMATS if weight_format(name).stored_dtype is None)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_registered_class_implements_the_interface(name: str) -> None:
+    assert isinstance(weight_format(name), WeightFormat)
+    assert weight_format(name) is weight_format(name)
+
+
+def test_every_option_of_quantization_is_a_format_made_from_floats() -> None:
+    assert set(QUANTIZATIONS) <= set(FLOAT_FORMATS)
+
+
+@pytest.mark.parametrize("name", FLOAT_FORMATS)
+def test_formats_made_from_floats_agree_with_torch(way: str, name: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    parts = [torch.randn(rows, 32, generator=generator) for rows in (24, 8)]
+    x, weight = torch.randn(3, 32, generator=generator), torch.cat(parts)
+    matrix = prepare(parts, name)
+    assert matrix.format == name
+    assert matrix.nbytes > 0
+    expected = x @ weight.t()
+    assert (linear(x, matrix, None) - expected).norm() < 0.02 * expected.norm()
+    halves = list(weight.chunk(2))
+    gate, up = (x @ half.t() for half in halves)
+    product = torch.relu(gate) * up
+    actual = gated_linear(x, prepare_gated(halves, None, "relu", name))
+    assert (actual - product).norm() < 0.03 * product.norm()
+    if has_lookup(matrix):
+        assert torch.equal(lookup_rows(matrix, torch.tensor([31, 0])), weight[[31, 0]])
+
+
+def test_weights_of_a_checkpoint_keep_their_format_unless_parts_differ() -> None:
+    stored, floats = quantized(4, 6, (4, 3)), torch.ones(4, 6)
+    assert format_of(prepare([stored, stored])) is weight_format("fp8")
+    assert format_of(prepare([stored, floats])) is weight_format("none")
+    assert format_of(prepare([stored], "int8")) is weight_format("int8")
+
+
+@pytest.mark.parametrize("name", FLOAT_FORMATS)
+def test_formats_that_no_checkpoint_has_cannot_be_loaded(name: str) -> None:
+    with pytest.raises(NotImplementedError, match="in checkpoints"):
+        weight_format(name).load(torch.ones(2, 2), lambda name: None, None, torch.float32)
