@@ -26,7 +26,7 @@ async def prepare_chat_request(
         model.defaults,
         context.config.max_choices,
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
-        logprobs=fields.top,
+        logprobs=fields.num_top_logprobs,
         prompt_logprobs=fields.prompt_logprobs,
     )
 
@@ -56,7 +56,7 @@ def chat_request(fields: ChatCompletionFields) -> ChatRequest:
         template_variables=variables,
         reasoning_effort=fields.reasoning_effort,
         add_generation_prompt=fields.add_generation_prompt is not False,
-        continue_final_message=fields.continues,
+        continue_final_message=fields.should_continue_final_message,
         parse_special=bool(fields.parse_special),
     )
 

@@ -9,7 +9,7 @@ import time
 from gllm.frontend.answer import JsonObject
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.fields.chat import ChatCompletionFields
-from gllm.frontend.fields.response_items import compacted
+from gllm.frontend.fields.response_items import encode_summary
 from gllm.frontend.request_run import PreparedRequest
 from gllm.frontend.responses_writer import responses_usage
 from gllm.text.chat.output_parser import ChatOutputParser
@@ -39,7 +39,7 @@ class CompactionWriter:
         item = {
             "id": f"cmp_{self._name}",
             "type": "compaction",
-            "encrypted_content": compacted(message.content),
+            "encrypted_content": encode_summary(message.content),
         }
         return {
             "id": f"resp_{self._name}",

@@ -13,7 +13,7 @@ from aiohttp import web
 from gllm.frontend.chat_request import chat_request, prepare_chat_request
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.base import ModelRequestFields
-from gllm.frontend.fields.chat_conversion import named, to_chat_fields
+from gllm.frontend.fields.chat_conversion import rename_error_fields, to_chat_fields
 from gllm.frontend.fields.parsing import read_fields, run_off_loop
 from gllm.frontend.request_run import PreparedRequest
 from gllm.text.chat.prompt import render_chat
@@ -38,7 +38,7 @@ async def prepare_converted_chat(
     fields = await read_fields(request, schema)
     context.check_model(fields.model)
     chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
-    with context.admit(), named(names):
+    with context.admit(), rename_error_fields(names):
         yield fields, await prepare_chat_request(context, chat)
 
 
@@ -58,7 +58,7 @@ async def count_prompt_tokens(
     context.check_model(fields.model)
     chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
     tokenizer, parsers = context.engine.tokenizer, context.config.output_parsers
-    with named(names):
+    with rename_error_fields(names):
         prompt = await asyncio.to_thread(
             lambda: render_chat(tokenizer, chat_request(chat), parsers)
         )

@@ -178,7 +178,7 @@ async def test_fields_that_do_not_go_together(server, path, param, fields):
 async def test_beam_search_is_refused_with_the_way_out(server):
     answer = await server.complete(best_of=4)
     assert "beam search" in answer.error["message"]
-    assert "n draws several choices" in answer.error["message"]
+    assert "use n to sample several choices" in answer.error["message"]
 
 
 async def test_missing_prompt_is_named(server):

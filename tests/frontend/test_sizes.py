@@ -139,8 +139,8 @@ def counted(value):
 @given(value=values, size=st.integers(2, 9))
 def test_values_are_counted_across_pieces(value, size):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_size, "PIECE_BYTES", size)
-        found = list(json_size._structure(json.dumps(value).encode()))
+        patch.setattr(json_size, "CHUNK_BYTES", size)
+        found = list(json_size._split_strings(json.dumps(value).encode()))
     values = sum(strings + text.count(b"[") + text.count(b"{") for strings, text in found)
     assert (values, sum(text.count(b",") for _, text in found)) == counted(value)
 

@@ -1,7 +1,4 @@
-"""From the fields of other APIs to those of chat completions.
-
-Owns the way between the names, there and, for errors, back. Knows nothing of what the fields do.
-"""
+"""Convert fields of other chat APIs to those of chat completions, and the names in errors back."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,19 +13,29 @@ from gllm.frontend.fields.parsing import parse_fields
 def to_chat_fields(
     fields: object, values: Mapping[str, Any], names: Mapping[str, str]
 ) -> ChatCompletionFields:
-    """Fields of chat completions: those of all endpoints that `fields` has, and `values`.
+    """Return fields of chat completions.
 
-    names: what the client calls a field of chat completions. Raises FieldError by those names.
+    Args:
+        fields: Fields of the other API, from which the sampling fields are copied.
+        values: Converted values of the other fields of chat completions.
+        names: Map from fields of chat completions to the client's fields, for errors.
+
+    Raises:
+        FieldError: A value is invalid; the error names the client's field.
     """
-    shared = {name: getattr(fields, name, None) for name in SamplingFields.__struct_fields__}
-    given = {name: value for name, value in {**shared, **values}.items() if value is not None}
-    with named(names):
-        return parse_fields(given, ChatCompletionFields)
+    sampling = {name: getattr(fields, name, None) for name in SamplingFields.__struct_fields__}
+    present = {name: value for name, value in {**sampling, **values}.items() if value is not None}
+    with rename_error_fields(names):
+        return parse_fields(present, ChatCompletionFields)
 
 
 @contextmanager
-def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors in a field of chat completions become errors in the client's field."""
+def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Convert errors of fields of chat completions to errors of the client's fields.
+
+    Args:
+        names: Map from fields of chat completions to the client's fields.
+    """
     try:
         yield
     except FieldError as error:

@@ -1,104 +1,115 @@
-"""Chat messages made of what other APIs call items and blocks.
-
-Owns the building of messages, and the reading of what is nested. Knows nothing of any one API.
-"""
+"""Build chat messages from the items and content blocks of other chat APIs."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from gllm.config.field_types import FieldError
+from gllm.frontend.fields.value_errors import raise_field_error, raise_unsupported
 
 Json = dict[str, Any]
 
 
-class Turns:
-    """Chat messages, put together turn by turn.
+class ChatMessageBuilder:
+    """A list of chat messages that grows by one text, tool call or result at a time.
 
-    joins: whether what a user says in a row is one message.
+    Args:
+        merge_user_messages: Combine consecutive user messages into one.
     """
 
-    def __init__(self, joins: bool = False) -> None:
+    def __init__(self, merge_user_messages: bool = False) -> None:
         self.messages: list[Json] = []
-        self._joins = joins
+        self._merge_user_messages = merge_user_messages
 
-    def say(self, role: str, text: str) -> None:
-        """A message of its own. What a chat begins with for the system is one message: that is all
-        that chat templates have a place for."""
-        systems = ("system", "developer")
+    def add_message(self, role: str, text: str) -> None:
+        """Add a message of a role other than assistant.
+
+        System messages at the start become one message, because chat templates support only one.
+        """
+        system_roles = ("system", "developer")
         last = self.messages[-1] if self.messages else {"role": ""}
-        if role in systems and last["role"] in systems and len(self.messages) == 1:
+        if role in system_roles and last["role"] in system_roles and len(self.messages) == 1:
             last["content"] += "\n\n" + text
-        elif role == last["role"] == "user" and self._joins:
+        elif role == last["role"] == "user" and self._merge_user_messages:
             last["content"] += "\n" + text
         else:
             self.messages.append({"role": role, "content": text})
 
-    def think(self, text: str) -> None:
-        """What the assistant thought: goes with what it says or calls next."""
-        message = self._assistant("reasoning_content", "content", "tool_calls")
+    def add_reasoning(self, text: str) -> None:
+        """Add reasoning to the assistant message of the text or tool call that follows."""
+        message = self._assistant_message("reasoning_content", "content", "tool_calls")
         message["reasoning_content"] = text
 
-    def answer(self, text: str) -> None:
-        """What the assistant said."""
-        self._assistant("content", "tool_calls")["content"] = text
+    def add_assistant_text(self, text: str) -> None:
+        """Add text of the assistant."""
+        self._assistant_message("content", "tool_calls")["content"] = text
 
-    def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A tool that the assistant called; `arguments` are the text of a JSON object."""
+    def add_tool_call(self, call_id: str, name: str, arguments: str) -> None:
+        """Add a tool call of the assistant; `arguments` is the text of a JSON object."""
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
-        self._assistant().setdefault("tool_calls", []).append(call)
+        self._assistant_message().setdefault("tool_calls", []).append(call)
 
-    def result(self, call_id: str, text: str) -> None:
-        """What a call brought."""
+    def add_tool_result(self, call_id: str, text: str) -> None:
+        """Add the result of a tool call."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
-    def _assistant(self, *taken: str) -> Json:
-        """The assistant's message at the end, or a new one where that has one of these already."""
+    def _assistant_message(self, *absent_keys: str) -> Json:
+        """Return the last message if it is the assistant's and lacks the keys, else add one."""
         last = self.messages[-1] if self.messages else {"role": ""}
-        if last["role"] != "assistant" or any(last.get(name) for name in taken):
+        if last["role"] != "assistant" or any(last.get(key) for key in absent_keys):
             last = {"role": "assistant", "content": ""}
             self.messages.append(last)
         return last
 
 
-def refuse(where: str, why: str) -> NoReturn:
-    """Raises FieldError; `where` is a path that begins with a field: input[3].content[0]."""
-    raise FieldError(where.partition("[")[0].partition(".")[0], f"{where} {why}")
-
-
-def listed(value: object, where: str) -> list[Json]:
-    """A list of objects. Raises FieldError."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        refuse(where, "has to be a list of objects")
+def parse_object_list(value: object, path: str) -> list[Json]:
+    """Return a list of JSON objects. Raises FieldError."""
+    if not isinstance(value, list):
+        raise_field_error(path, "a list of objects", value)
+    for index, member in enumerate(value):
+        if not isinstance(member, dict):
+            raise_field_error(f"{path}[{index}]", "an object", member)
     return value
 
 
-def string(values: Json, name: str, where: str) -> str:
-    """A string that has to be there. Raises FieldError."""
+def get_string(values: Json, name: str, path: str) -> str:
+    """Return a required string of an object. Raises FieldError."""
     value = values.get(name)
     if not isinstance(value, str):
-        refuse(where, f"has to have a {name} that is a string")
+        raise_field_error(f"{path}.{name}", "a string", value)
     return value
 
 
-def text_of(content: object, where: str, kinds: Sequence[str]) -> str:
-    """A string, or the text of parts of these types, one per line. Raises FieldError."""
+def parse_text(content: object, path: str, part_types: Sequence[str]) -> str:
+    """Return a string, or the texts of content parts joined by newlines.
+
+    Args:
+        content: A string or a list of parts.
+        path: Its path, for errors.
+        part_types: Types of parts that have a text.
+
+    Raises:
+        FieldError: The content has another form, or a part another type.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        refuse(where, "has to be a string or a list of parts")
+        raise_field_error(path, "a string or a list of objects", content)
     texts = []
-    for i, part in enumerate(listed(content, where)):
-        here = f"{where}[{i}]"
-        if part.get("type") not in kinds:
-            unknown_type(part, here, kinds)
-        texts.append(string(part, "text", here))
+    for index, part in enumerate(parse_object_list(content, path)):
+        part_path = f"{path}[{index}]"
+        check_type(part, part_path, part_types)
+        texts.append(get_string(part, "text", part_path))
     return "\n".join(texts)
 
 
-def unknown_type(value: Json, where: str, known: Sequence[str]) -> NoReturn:
-    """Raises FieldError for an object of a type that is not done here."""
+def check_type(value: Json, path: str, supported_types: Sequence[str]) -> None:
+    """Raise FieldError if the `type` of an object is not supported."""
     kind = value.get("type")
+    if kind in supported_types:
+        return
+    rule = (
+        f"one of {', '.join(supported_types)}" if len(supported_types) > 1 else supported_types[0]
+    )
     if isinstance(kind, str):
-        refuse(where, f"is of type {kind!r}, which is not done here: only {', '.join(known)}")
-    refuse(where, f"has to have a type of {', '.join(known)}")
+        raise_unsupported(path, f"has the type {kind!r:.100}, which is not supported: use {rule}")
+    raise_field_error(f"{path}.type", rule, kind)

@@ -1,7 +1,4 @@
-"""The fields of POST /v1/completions.
-
-Owns the schema and the forms a prompt may have. Knows nothing of the answer.
-"""
+"""Request fields of POST /v1/completions, and the forms of a prompt."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -13,19 +10,20 @@ from gllm.frontend.fields.base import Int32, Int64, NonNegativeInt, doc
 from gllm.frontend.fields.generation import BaseCompletionFields
 
 DEFAULT_MAX_TOKENS = 16
-"""max_tokens of a completions request that names none."""
+"""`max_tokens` of a request without it, as in OpenAI's API."""
 
-
-IDS = {"type": "array", "minItems": 1, "items": {"type": "integer"}}
-PROMPTS: dict[str, Any] = {
+_TOKEN_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer"}}
+PROMPT_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "minItems": 1, "items": {"type": "string"}},
-        IDS,
-        {"type": "array", "minItems": 1, "items": IDS},
+        _TOKEN_IDS_SCHEMA,
+        {"type": "array", "minItems": 1, "items": _TOKEN_IDS_SCHEMA},
     ]
 }
-"""The JSON Schema of what `parse_prompts` reads."""
+"""JSON Schema of the values that `parse_prompts` accepts."""
+
+PROMPT_FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 class CompletionFields(BaseCompletionFields):
@@ -33,49 +31,61 @@ class CompletionFields(BaseCompletionFields):
 
     required_fields: ClassVar[tuple[str, ...]] = ("prompt",)
 
-    prompt: Annotated[
-        Any,
-        doc("a string, a list of strings, token ids, or a list of token ids' lists", **PROMPTS),
-    ] = None
+    prompt: Annotated[Any, doc(PROMPT_FORMS, **PROMPT_SCHEMA)] = None
     max_tokens: Annotated[
-        NonNegativeInt | None, doc("most tokens of a choice; default 16; 0 only with echo")
+        NonNegativeInt | None,
+        doc("maximum number of output tokens per choice; default 16; 0 requires echo"),
     ] = None
     logprobs: Annotated[
         Int64 | None,
         doc(
-            "0..20 likeliest tokens at each place; with echo of the prompt too",
+            "in [0, 20]: number of most likely tokens to return per position, including those of "
+            "the prompt with echo",
             minimum=0,
             maximum=MAX_LOGPROBS,
         ),
     ] = None
-    echo: Annotated[bool | None, doc("put the prompt before the text")] = None
+    echo: Annotated[bool | None, doc("return the prompt in front of the text")] = None
 
     def validate(self) -> None:
-        """Raises FieldError for fields that do not go together."""
+        """Check rules that involve several fields. Raises FieldError."""
         super().validate()
         if self.parse_special is False:
-            why = "parse_special is false, but in a prompt special tokens always are control tokens"
-            raise FieldError("parse_special", f"{why}: use chat completions")
+            message = (
+                "parse_special is false, but has to be true or absent: special tokens of a prompt "
+                "are always control tokens; chat completions support false"
+            )
+            raise FieldError("parse_special", message)
 
     @property
-    def generates(self) -> bool:
-        """Whether any output is asked for."""
+    def has_output(self) -> bool:
+        """True unless `max_tokens` is 0."""
         return self.max_completion_tokens is not None or self.max_tokens != 0
 
 
-def parse_prompts(prompt: object, most: int, param: str = "prompt") -> list[str] | list[list[int]]:
-    """The prompts of a request, all of one kind; `param` is their field. Raises FieldError."""
-    rule = (
-        f"{param} has to be a string, a list of strings, token ids, or a list of token ids' lists"
-    )
+def parse_prompts(
+    prompt: object, max_prompts: int, param: str = "prompt"
+) -> list[str] | list[list[int]]:
+    """Return the prompts of a request: all strings, or all lists of token ids.
+
+    Args:
+        prompt: The value of the field.
+        max_prompts: Largest number of prompts.
+        param: Name of the field, for errors.
+
+    Raises:
+        FieldError: The value has another form or too many prompts.
+    """
+    rule = f"{param} has to be {PROMPT_FORMS}"
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise FieldError(param, rule)
+        raise FieldError(param, f"{rule}, and not empty")
     if type(prompt[0]) is int:
         prompt = [prompt]
-    if len(prompt) > most:
-        raise FieldError(param, f"{param} has {len(prompt)} prompts, at most {most} are allowed")
+    if len(prompt) > max_prompts:
+        message = f"{param} has {len(prompt)} prompts, but at most {max_prompts} are allowed"
+        raise FieldError(param, message)
     try:
         if isinstance(prompt[0], str):
             return msgspec.convert(prompt, list[str])

@@ -1,46 +1,49 @@
-"""Bodies that clients have compressed.
-
-Owns the encodings that are read and the bound on what comes out of one. Knows nothing of JSON.
-"""
+"""Decompress request bodies according to their Content-Encoding, up to a size limit."""
 
 import zlib
 
 from gllm.frontend.errors import ApiError
 
-AUTOMATIC = zlib.MAX_WBITS | 32
-"""Window bits for gzip and zlib, by what the header says."""
-WINDOW_BITS = {"gzip": AUTOMATIC, "x-gzip": AUTOMATIC, "deflate": AUTOMATIC}
+GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
+"""Window bits that make zlib detect a gzip or zlib header."""
+WINDOW_BITS = {"gzip": GZIP_OR_ZLIB, "x-gzip": GZIP_OR_ZLIB, "deflate": GZIP_OR_ZLIB}
+"""Window bits of each supported Content-Encoding."""
 
 
 class BodyTooLargeError(Exception):
-    """More comes out of a body than is allowed."""
+    """The decompressed body exceeds the size limit."""
 
 
 def check_content_encoding(encoding: str) -> None:
-    """Raise ApiError for a Content-Encoding that is not read here."""
+    """Raise ApiError (415) if a Content-Encoding is not supported."""
     if encoding not in WINDOW_BITS:
-        known = ", ".join(WINDOW_BITS)
-        message = f"Content-Encoding {encoding!r:.100} is not supported: send {known} or plain JSON"
+        supported = ", ".join(WINDOW_BITS)
+        message = (
+            f"Content-Encoding {encoding!r:.100} is not supported: use {supported} or no encoding"
+        )
         raise ApiError(415, message, code="unsupported_encoding")
 
 
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return what was compressed. Holds no more than `max_bytes` of it, and no lock of Python's
-    while it works.
+    """Return the decompressed body. Holds at most `max_bytes` + 1 of it, and releases the GIL.
 
-    Raises BodyTooLargeError if there is more, ApiError if the body is broken.
+    Raises:
+        BodyTooLargeError: The decompressed body has more than `max_bytes`.
+        ApiError: The data is invalid or incomplete.
     """
-    bits = WINDOW_BITS[encoding]
+    window_bits = WINDOW_BITS[encoding]
     if encoding == "deflate" and body[:1] and body[0] & 0xF != zlib.DEFLATED:
-        # Some clients leave out zlib's header.
-        bits = -zlib.MAX_WBITS
-    inflater = zlib.decompressobj(bits)
+        # Some clients omit the zlib header.
+        window_bits = -zlib.MAX_WBITS
+    decompressor = zlib.decompressobj(window_bits)
     try:
-        plain = inflater.decompress(body, max_bytes + 1)
+        data = decompressor.decompress(body, max_bytes + 1)
     except zlib.error as error:
-        raise ApiError(400, f"the body is not {encoding}: {error}", code="invalid_body") from error
-    if len(plain) > max_bytes:
+        message = f"The request body is not valid {encoding} data: {error}"
+        raise ApiError(400, message, code="invalid_body") from error
+    if len(data) > max_bytes:
         raise BodyTooLargeError
-    if not inflater.eof:
-        raise ApiError(400, f"the body ends before its {encoding} data does", code="invalid_body")
-    return plain
+    if not decompressor.eof:
+        message = f"The request body is incomplete: its {encoding} data has no end."
+        raise ApiError(400, message, code="invalid_body")
+    return data

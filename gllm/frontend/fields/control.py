@@ -1,7 +1,4 @@
-"""The fields of the endpoints that steer the server.
-
-Owns the schemas. Knows nothing of what they cause.
-"""
+"""Request fields of the endpoints that control the server."""
 
 from typing import Annotated, ClassVar
 
@@ -16,11 +13,11 @@ class AbortFields(RequestFields):
     required_any_of: ClassVar[tuple[str, ...]] = ("request_id", "abort_all")
 
     request_id: Annotated[
-        RequestId | None, doc("of the request: its request_id, else its X-Request-Id")
+        RequestId | None, doc("id of the request: its request_id field, else its X-Request-Id")
     ] = None
-    abort_all: Annotated[bool | None, doc("end every request")] = None
+    abort_all: Annotated[bool | None, doc("abort all requests")] = None
 
     def validate(self) -> None:
-        """Raises FieldError unless it is clear what to end."""
+        """Check that exactly one field selects the requests. Raises FieldError."""
         if bool(self.abort_all) == (self.request_id is not None):
-            raise FieldError("request_id", "request_id or abort_all has to be given, and not both")
+            raise FieldError("request_id", "exactly one of request_id and abort_all is required")

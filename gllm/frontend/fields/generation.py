@@ -1,7 +1,4 @@
-"""What all endpoints that generate have in common: how to sample, when to end, what to stream.
-
-Owns these fields and the way from them to SamplingParams. Knows nothing of prompts and messages.
-"""
+"""Request fields that the endpoints for text generation share, and their `SamplingParams`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -32,100 +29,122 @@ RequestId = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
 ParseSpecial = Annotated[
     bool | None,
     doc(
-        "whether special tokens such as `<|im_end|>` in messages and tools are control tokens; "
-        "default false: they are text; in a prompt of completions they always are"
+        "true: special tokens such as `<|im_end|>` in messages and tools become control tokens; "
+        "false (default): they are plain text. Prompts of completions always parse them"
     ),
 ]
-NO_BEAMS = "asks for beam search, which is not done here: n draws several choices"
-NOT_DONE = "is not supported by this server with this value"
-CHAT_ALONE = "is a field of chat completions"
-NO_SEARCH = "asks for a search, which is not done here: only the client runs tools"
-OLDER = "is an older name: use structured_outputs"
 
+BEAM_SEARCH = "selects beam search, which is not supported: use n to sample several choices"
+NO_SPEECH = "requests speech, but the models generate text only"
+NO_WEB_SEARCH = "requests a web search, but only the client can run tools"
+CHAT_ONLY = "is only supported by chat completions"
+VALUE_UNSUPPORTED = "is not supported with this value"
+RENAMED = "is an old name that is not supported: use structured_outputs"
+NO_LAZY_GRAMMAR = "is not supported: a grammar applies from the first token"
 
 UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    "modalities": UnsupportedField("asks for an output that is not text", (["text"], [])),
-    "audio": UnsupportedField("asks for speech, but the output is text only"),
-    "prediction": UnsupportedField("gives a predicted output, which is not used here"),
-    "web_search_options": UnsupportedField(NO_SEARCH),
-    "documents": UnsupportedField(
-        "is not given to chat templates here: put texts into messages", ([],)
-    ),
-    "grammar_lazy": UnsupportedField(
-        "is not done here: a grammar holds from the first token", (False,)
-    ),
-    "grammar_triggers": UnsupportedField(
-        "is not done here: a grammar holds from the first token", ([],)
-    ),
+    "modalities": UnsupportedField("requests an output that is not text", (["text"], [])),
+    "audio": UnsupportedField(NO_SPEECH),
+    "prediction": UnsupportedField("is not supported: predicted outputs are not used"),
+    "web_search_options": UnsupportedField(NO_WEB_SEARCH),
+    "documents": UnsupportedField("is not supported: put the texts into messages", ([],)),
+    "grammar_lazy": UnsupportedField(NO_LAZY_GRAMMAR, (False,)),
+    "grammar_triggers": UnsupportedField(NO_LAZY_GRAMMAR, ([],)),
 }
-"""Fields of OpenAI, vLLM and llama.cpp that no endpoint honours."""
+"""Fields of OpenAI, vLLM and llama.cpp that no endpoint supports."""
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream carries besides its choices."""
+    """Options for token counts in a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(ModelRequestFields):
-    """Fields of every endpoint that generates."""
+    """Fields of all endpoints that generate text."""
 
     temperature: Annotated[
         float | None,
         doc(
-            "0..2; 0 takes the likeliest token; default: the model's, else 1", minimum=0, maximum=2
+            "sampling temperature in [0, 2]; 0 selects the most likely token; default: the model's "
+            "own, else 1",
+            minimum=0,
+            maximum=2,
         ),
     ] = None
     top_p: Annotated[
         float | None,
-        doc("(0, 1]: the likeliest tokens of this share", exclusiveMinimum=0, maximum=1),
+        doc(
+            "in (0, 1]: sample from the most likely tokens whose probabilities sum up to this",
+            exclusiveMinimum=0,
+            maximum=1,
+        ),
     ] = None
     top_k: Annotated[
-        Int64 | None, doc("so many likeliest tokens; -1 or 0: all", minimum=-1, maximum=INT32_MAX)
+        Int64 | None,
+        doc(
+            "sample from this number of most likely tokens; -1 and 0: from all",
+            minimum=-1,
+            maximum=INT32_MAX,
+        ),
     ] = None
     min_p: Annotated[
         float | None,
-        doc("[0, 1]: no token below this share of the likeliest one's", minimum=0, maximum=1),
+        doc(
+            "in [0, 1]: exclude tokens whose probability is below this fraction of the highest one",
+            minimum=0,
+            maximum=1,
+        ),
     ] = None
     seed: Annotated[
         Int64 | None,
         doc(
-            "same seed, same output; by compiled kernels on a CPU whatever else is in the batch, "
-            "elsewhere as far as other rows leave the last bits of logits alone"
+            "random seed: equal requests with equal seeds have equal outputs. With the compiled "
+            "CPU kernels this holds in any batch; elsewhere other requests in the batch may change "
+            "the last bits of the logits"
         ),
     ] = None
     stop_token_ids: Annotated[list[Int32] | None, doc("token ids that end the output")] = None
     min_tokens: Annotated[
         Int64 | None,
-        doc("0..max_tokens: nothing ends the output before", minimum=0, maximum=INT32_MAX),
+        doc(
+            "in [0, max_tokens]: number of tokens before which nothing ends the output",
+            minimum=0,
+            maximum=INT32_MAX,
+        ),
     ] = None
-    ignore_eos: Annotated[bool | None, doc("go on behind the model's own end")] = None
+    ignore_eos: Annotated[bool | None, doc("continue after the model's end-of-sequence token")] = (
+        None
+    )
     stream: Annotated[bool | None, doc("answer with server-sent events")] = None
     repetition_penalty: Annotated[
-        float | None, doc("> 0, over prompt and output; 1: none", exclusiveMinimum=0)
+        float | None,
+        doc("above 0; applies to tokens of prompt and output; 1: no penalty", exclusiveMinimum=0),
     ] = None
     presence_penalty: Annotated[
-        float | None, doc("[-2, 2], over the output", minimum=-2, maximum=2)
+        float | None, doc("in [-2, 2]; applies to tokens of the output", minimum=-2, maximum=2)
     ] = None
     frequency_penalty: Annotated[
-        float | None, doc("[-2, 2], over the output", minimum=-2, maximum=2)
+        float | None, doc("in [-2, 2]; applies to tokens of the output", minimum=-2, maximum=2)
     ] = None
     logit_bias: Annotated[
         dict[Int32, float] | None,
         doc(
-            "by token id, [-100, 100], added to logits",
+            "map from token ids to values in [-100, 100] that are added to the logits",
             additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
         ),
     ] = None
-    allowed_token_ids: Annotated[list[Int32] | None, doc("the only tokens drawn", minItems=1)] = (
-        None
-    )
-    bad_words: Annotated[list[str] | None, doc("up to 1024 strings that never come out")] = None
+    allowed_token_ids: Annotated[
+        list[Int32] | None, doc("token ids that may be sampled; no others are", minItems=1)
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, doc("up to 1024 strings that the output must not contain")
+    ] = None
     truncate_prompt_tokens: Annotated[
         Int64 | None,
         doc(
-            "keep the prompt's last so many tokens; -1: as many as fit",
+            "keep this number of tokens at the end of the prompt; -1: as many as fit",
             minimum=-1,
             maximum=INT32_MAX,
             **{"not": {"const": 0}},
@@ -133,17 +152,21 @@ class SamplingFields(ModelRequestFields):
     ] = None
     parse_special: ParseSpecial = None
     skip_special_tokens: Annotated[
-        bool | None, doc("leave special tokens out of the text; default true")
+        bool | None, doc("omit special tokens from the text; default true")
     ] = None
     include_stop_str_in_output: Annotated[
-        bool | None, doc("do not cut off what ended the text")
+        bool | None, doc("keep the stop string at the end of the text")
     ] = None
-    priority: Annotated[Int32 | None, doc("smaller runs earlier; default 0")] = None
+    priority: Annotated[
+        Int32 | None, doc("requests with smaller values are scheduled first; default 0")
+    ] = None
     cache_salt: Annotated[
-        CacheSalt | None, doc("requests share prefixes in the cache only with the same salt")
+        CacheSalt | None,
+        doc("requests share prefix cache blocks only with requests of the same salt"),
     ] = None
     request_id: Annotated[
-        RequestId | None, doc("names the answer, and the request to /abort; default: X-Request-Id")
+        RequestId | None,
+        doc("id of the answer, and of the request for /abort; default: X-Request-Id"),
     ] = None
 
 
@@ -151,133 +174,170 @@ class BaseCompletionFields(SamplingFields):
     """Fields of chat completions and completions."""
 
     ignored_fields: ClassVar[Mapping[str, str]] = {
-        "user": "who asks",
-        "store": "whether to keep the answer; nothing is kept",
-        "metadata": "the client's own",
+        "user": "identifies the end user",
+        "store": "requests that the answer is stored; this server stores nothing",
+        "metadata": "holds labels for the client's own use",
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
         **UNSUPPORTED,
-        "suffix": UnsupportedField(NOT_DONE, ("",)),
-        "guided_json": UnsupportedField(OLDER),
-        "guided_regex": UnsupportedField(OLDER),
-        "guided_choice": UnsupportedField(OLDER),
-        "guided_grammar": UnsupportedField(OLDER),
-        "tools": UnsupportedField(CHAT_ALONE, ([],)),
-        "tool_choice": UnsupportedField(CHAT_ALONE, ("none", "auto")),
-        "parallel_tool_calls": UnsupportedField(CHAT_ALONE, (True, False)),
-        "functions": UnsupportedField(NOT_DONE, ([],)),
-        "function_call": UnsupportedField(NOT_DONE, ("none", "auto")),
-        "reasoning_effort": UnsupportedField(CHAT_ALONE),
-        "chat_template": UnsupportedField("is not taken from requests: the model's own is used"),
-        "continue_final_message": UnsupportedField(CHAT_ALONE, (False,)),
-        "top_logprobs": UnsupportedField(
-            "is a field of chat completions: logprobs tells how many", (0,)
-        ),
-        "echo": UnsupportedField("is a field of completions", (False,)),
-        "use_beam_search": UnsupportedField(NO_BEAMS, (False,)),
-        "best_of": UnsupportedField(NO_BEAMS, (1,)),
-        "length_penalty": UnsupportedField(NO_BEAMS, (1,)),
-        "early_stopping": UnsupportedField(NO_BEAMS, (False,)),
+        "suffix": UnsupportedField(VALUE_UNSUPPORTED, ("",)),
+        "guided_json": UnsupportedField(RENAMED),
+        "guided_regex": UnsupportedField(RENAMED),
+        "guided_choice": UnsupportedField(RENAMED),
+        "guided_grammar": UnsupportedField(RENAMED),
+        "tools": UnsupportedField(CHAT_ONLY, ([],)),
+        "tool_choice": UnsupportedField(CHAT_ONLY, ("none", "auto")),
+        "parallel_tool_calls": UnsupportedField(CHAT_ONLY, (True, False)),
+        "functions": UnsupportedField(VALUE_UNSUPPORTED, ([],)),
+        "function_call": UnsupportedField(VALUE_UNSUPPORTED, ("none", "auto")),
+        "reasoning_effort": UnsupportedField(CHAT_ONLY),
+        "chat_template": UnsupportedField("is not supported: the model's own template is used"),
+        "continue_final_message": UnsupportedField(CHAT_ONLY, (False,)),
+        "top_logprobs": UnsupportedField(f"{CHAT_ONLY}: set logprobs to the number", (0,)),
+        "echo": UnsupportedField("is only supported by completions", (False,)),
+        "use_beam_search": UnsupportedField(BEAM_SEARCH, (False,)),
+        "best_of": UnsupportedField(BEAM_SEARCH, (1,)),
+        "length_penalty": UnsupportedField(BEAM_SEARCH, (1,)),
+        "early_stopping": UnsupportedField(BEAM_SEARCH, (False,)),
     }
 
     stop: Annotated[
-        str | list[str] | None, doc("up to 32 strings that end the text, and are cut off it")
+        str | list[str] | None,
+        doc("up to 32 strings that end the text and are removed from it"),
     ] = None
     max_tokens: Annotated[
-        PositiveInt | None, doc("most tokens of a choice; default: the rest of the context")
+        PositiveInt | None,
+        doc("maximum number of output tokens per choice; default: the rest of the context"),
     ] = None
-    max_completion_tokens: Annotated[PositiveInt | None, doc("the newer name of max_tokens")] = None
+    max_completion_tokens: Annotated[
+        PositiveInt | None, doc("newer name of max_tokens, which it overrides")
+    ] = None
     n: Annotated[
-        Int64 | None, doc("choices, at most --max-choices", minimum=1, maximum=INT32_MAX)
+        Int64 | None,
+        doc("number of choices, at most --max-choices", minimum=1, maximum=INT32_MAX),
     ] = None
     stream_options: Annotated[
         StreamOptions | None,
-        doc("include_usage: usage at the end; continuous_usage_stats: usage in every event"),
+        doc(
+            "include_usage: token counts at the end of the stream; continuous_usage_stats: in "
+            "every event"
+        ),
     ] = None
-    return_token_ids: Annotated[bool | None, doc("token_ids in every choice")] = None
+    return_token_ids: Annotated[bool | None, doc("add token_ids to every choice")] = None
     return_tokens_as_token_ids: Annotated[
-        bool | None, doc("in log-probabilities of the output, tokens are written as token_id:ID")
+        bool | None, doc("write tokens in the log-probabilities of the output as token_id:ID")
     ] = None
     prompt_logprobs: Annotated[
         Int64 | None,
         doc(
-            "0..20 likeliest tokens for each token of the prompt; not with stream",
+            "in [0, 20]: number of most likely tokens to return per prompt token; not with stream",
             minimum=0,
             maximum=MAX_LOGPROBS,
         ),
     ] = None
     response_format: Annotated[
         ResponseFormat | None,
-        doc("type: text, json_object or json_schema, the last with json_schema.schema"),
+        doc("type: text, json_object, or json_schema with json_schema.schema"),
     ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None,
         doc("exactly one of json, regex, choice and grammar (docs/structured-output.md)"),
     ] = None
-    grammar: Annotated[
-        str | None, doc("llama.cpp's field: the same as structured_outputs.grammar")
-    ] = None
+    grammar: Annotated[str | None, doc("llama.cpp's name of structured_outputs.grammar")] = None
     json_schema: Annotated[
-        dict[str, Any] | None, doc("llama.cpp's field: the same as structured_outputs.json")
+        dict[str, Any] | None, doc("llama.cpp's name of structured_outputs.json")
     ] = None
 
     def validate(self) -> None:
-        """Raises FieldError for fields that do not go together."""
+        """Check rules that involve several fields. Raises FieldError."""
         if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options", "stream_options is only allowed with stream")
+            raise FieldError("stream_options", "stream_options is only allowed with stream true")
         if self.prompt_logprobs is not None and self.stream:
-            raise FieldError("prompt_logprobs", "prompt_logprobs is not allowed with stream")
+            raise FieldError("prompt_logprobs", "prompt_logprobs is not allowed with stream true")
 
 
-PLAIN = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("truncate_prompt_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+SAMPLING_PARAM_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "truncate_prompt_tokens",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
 )
-"""Fields that SamplingParams has by the same name and type."""
+"""Fields that SamplingParams has with the same name and type."""
 
 
 def to_sampling_params(
-    fields: BaseCompletionFields, defaults: Mapping[str, float], max_choices: int, **given: Any
+    fields: BaseCompletionFields,
+    defaults: Mapping[str, float],
+    max_choices: int,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """How to sample; `defaults` stand for what is unset, `given` for fields that each endpoint
-    reads in its own way. Raises FieldError."""
+    """Return the SamplingParams of a request.
+
+    Args:
+        fields: The request's fields.
+        defaults: Values of fields that are None, from the model's generation_config.json.
+        max_choices: Largest `n`.
+        max_tokens: Maximum number of output tokens per choice; None: the rest of the context.
+        logprobs: Number of most likely tokens to return per output token; None: none, and no
+            log-probabilities.
+        prompt_logprobs: The same for prompt tokens.
+
+    Raises:
+        FieldError: A value is not allowed.
+    """
     n = 1 if fields.n is None else fields.n
     if n > max_choices:
         raise FieldError("n", f"n is {n}, but this server allows at most {max_choices}")
-    plain = {name: getattr(fields, name) for name in PLAIN}
+    values = {name: getattr(fields, name) for name in SAMPLING_PARAM_NAMES}
     params = SamplingParams(
-        **{**defaults, **{name: value for name, value in plain.items() if value is not None}},
+        **{**defaults, **{name: value for name, value in values.items() if value is not None}},
         n=n,
         stop=_stop_strings(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
-        allowed_token_ids=_tuple(fields.allowed_token_ids),
+        allowed_token_ids=_to_tuple(fields.allowed_token_ids),
         bad_words=tuple(fields.bad_words or ()),
         structured=parse_structured_output(
             fields.response_format, fields.structured_outputs, fields.grammar, fields.json_schema
         ),
-        **given,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     _check_logprobs(n, params.logprobs)
     return params
 
 
-def _check_logprobs(n: int, top: int | None) -> None:
-    """Raise FieldError if each step would return very many log-probabilities."""
-    count = 0 if top is None else n * (top + 1)
+def _check_logprobs(n: int, num_top_logprobs: int | None) -> None:
+    """Raise FieldError if each step would return too many log-probabilities."""
+    count = 0 if num_top_logprobs is None else n * (num_top_logprobs + 1)
     if count > MAX_LOGPROBS_PER_STEP:
         raise FieldError(
             "n",
-            f"n {n} with {top} likeliest tokens and the sampled one at each position are {count} "
-            f"log-probabilities per step, but at most {MAX_LOGPROBS_PER_STEP} are allowed",
+            f"n {n} with {num_top_logprobs} most likely tokens and the sampled token per position "
+            f"is {count} log-probabilities per step, but at most {MAX_LOGPROBS_PER_STEP} are "
+            "allowed",
         )
 
 
-def _tuple(ids: list[int] | None) -> tuple[int, ...] | None:
-    return None if ids is None else tuple(ids)
+def _to_tuple(token_ids: list[int] | None) -> tuple[int, ...] | None:
+    return None if token_ids is None else tuple(token_ids)
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Return the stop strings; an empty string is none."""
     if isinstance(stop, str):
         return (stop,) if stop else ()
     return tuple(stop or ())

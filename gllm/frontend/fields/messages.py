@@ -1,7 +1,6 @@
-"""The fields of POST /v1/messages and of its count of tokens, and the way from them to chat
-completions.
+"""Request fields of POST /v1/messages and /v1/messages/count_tokens (Anthropic's Messages API).
 
-Owns the schemas and the forms of content blocks. Knows nothing of the answer.
+`convert_to_chat` returns the fields of chat completions for the same request.
 """
 
 import json
@@ -12,54 +11,64 @@ import msgspec
 
 from gllm.config.field_types import FieldError
 from gllm.frontend.fields.base import ModelRequestFields, PositiveInt, UnsupportedField, doc
-from gllm.frontend.fields.chat_messages import Turns, listed, refuse, string, text_of, unknown_type
+from gllm.frontend.fields.chat_messages import (
+    ChatMessageBuilder,
+    check_type,
+    get_string,
+    parse_object_list,
+    parse_text,
+)
 from gllm.frontend.fields.generation import UNSUPPORTED, ParseSpecial, SamplingFields
+from gllm.frontend.fields.value_errors import raise_field_error
 
 Json = dict[str, Any]
-TEXT = ("text",)
-BLOCKS = {
+
+TEXT_ONLY = ("text",)
+BLOCK_TYPES = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": TEXT,
+    "system": TEXT_ONLY,
 }
-"""Types of blocks by role."""
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
-NAMES = {
+"""Supported types of content blocks for each role."""
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""`tool_choice` of chat completions for each type except `tool`."""
+ENABLES_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+"""`enable_thinking` of the chat template for each type of `thinking`."""
+FIELD_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config",
     "reasoning_effort": "output_config",
     "chat_template_kwargs": "thinking",
     "continue_final_message": "messages",
 }
-"""What this API calls fields of chat completions."""
-INERT = {
-    "metadata": "who asks",
-    "service_tier": "there is one",
-    "speed": "there is one",
-    "inference_geo": "there is one place",
-    "user_profile_id": "who asks",
-    "workspace_id": "who asks",
-    "cache_control": "what to cache; all prefixes are",
-    "diagnostics": "why a prefix was not cached",
-    "context_management": "what to take out of long contexts; nothing is",
+"""Fields of this API for fields of chat completions, where the names differ."""
+IGNORED: Mapping[str, str] = {
+    "metadata": "identifies the end user",
+    "service_tier": "selects a service tier; there is only one",
+    "speed": "selects a speed; there is only one",
+    "inference_geo": "selects a region; there is only one",
+    "user_profile_id": "identifies the end user",
+    "workspace_id": "identifies the end user's workspace",
+    "cache_control": "marks prefixes to cache; all prefixes are cached",
+    "diagnostics": "requests the reason of a cache miss",
+    "context_management": "selects content to remove from long contexts; nothing is removed",
 }
-REFUSED = {
+NOT_SUPPORTED: Mapping[str, UnsupportedField] = {
     **UNSUPPORTED,
-    "container": UnsupportedField("is not done here"),
-    "mcp_servers": UnsupportedField("is not done here: only the client runs tools", ([],)),
-    "output_format": UnsupportedField("is the old name of output_config.format"),
+    "container": UnsupportedField("is not supported"),
+    "mcp_servers": UnsupportedField("is not supported: only the client can run tools", ([],)),
+    "output_format": UnsupportedField("is an old name that is not supported: use output_config"),
 }
 
 
-class Thinking(msgspec.Struct):
-    """Whether to think."""
+class ThinkingOptions(msgspec.Struct):
+    """`thinking`: enables or disables reasoning."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
 
 
-class ToolChoice(msgspec.Struct):
-    """Which tool to use."""
+class MessagesToolChoice(msgspec.Struct):
+    """`tool_choice`: the tools that the model may or must call."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -67,30 +76,39 @@ class ToolChoice(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    """How much to think, and the form of the text."""
+    """`output_config`: amount of reasoning and format of the text."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
 
 
-Chat = Annotated[
+MessagesField = Annotated[
     list[dict[str, Any]] | None,
-    doc("the chat so far: role and content each; content is text or blocks, without images"),
+    doc(
+        "messages of the chat, each with role and content; content is a string or a list of "
+        "blocks; images are not supported"
+    ),
 ]
-System = Annotated[
-    str | list[dict[str, Any]] | None, doc("the system message: text or blocks of text")
+SystemField = Annotated[
+    str | list[dict[str, Any]] | None, doc("system message: a string or a list of text blocks")
 ]
-Tools = Annotated[list[dict[str, Any]] | None, doc("tools that the client runs; no other type")]
-Choice = Annotated[
-    ToolChoice | None, doc("type: auto, any, none, or tool with a name; which tool to use")
+ToolsField = Annotated[
+    list[dict[str, Any]] | None, doc("tools that the client runs; no other types are supported")
 ]
-Thought = Annotated[
-    Thinking | None,
-    doc("type: enabled, adaptive or disabled, for models that can do both; no bound is kept"),
+ToolChoiceField = Annotated[
+    MessagesToolChoice | None,
+    doc("type: auto, any, none, or tool with the name of the tool that the model has to call"),
 ]
-Output = Annotated[
+ThinkingField = Annotated[
+    ThinkingOptions | None,
+    doc(
+        "type: enabled, adaptive or disabled, for models that support both; budgets of tokens have "
+        "no effect"
+    ),
+]
+OutputConfigField = Annotated[
     OutputConfig | None,
-    doc("effort, as reasoning_effort of chat completions; format: a json_schema of the text"),
+    doc("effort: as reasoning_effort of chat completions; format: a json_schema for the text"),
 ]
 
 
@@ -98,60 +116,61 @@ class MessagesFields(SamplingFields):
     """POST /v1/messages."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")
-    ignored_fields: ClassVar[Mapping[str, str]] = INERT
-    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = REFUSED
+    ignored_fields: ClassVar[Mapping[str, str]] = IGNORED
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = NOT_SUPPORTED
 
-    messages: Chat = None
-    system: System = None
-    max_tokens: Annotated[PositiveInt | None, doc("most tokens of the answer; has to be there")] = (
+    messages: MessagesField = None
+    system: SystemField = None
+    max_tokens: Annotated[PositiveInt | None, doc("maximum number of output tokens; required")] = (
         None
     )
     stop_sequences: Annotated[
-        list[str] | None, doc("up to 32 strings that end the text, and are cut off it")
+        list[str] | None, doc("up to 32 strings that end the text and are removed from it")
     ] = None
-    tools: Tools = None
-    tool_choice: Choice = None
-    thinking: Thought = None
-    output_config: Output = None
+    tools: ToolsField = None
+    tool_choice: ToolChoiceField = None
+    thinking: ThinkingField = None
+    output_config: OutputConfigField = None
 
     def validate(self) -> None:
-        """Raises FieldError for what has to be there."""
+        """Check that required fields are present. Raises FieldError."""
         if self.max_tokens is None:
-            raise FieldError("max_tokens", "max_tokens has to be given")
+            raise FieldError("max_tokens", "max_tokens is missing, but required")
 
 
 class CountTokensFields(ModelRequestFields):
     """POST /v1/messages/count_tokens."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("messages",)
-    ignored_fields: ClassVar[Mapping[str, str]] = INERT
-    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = REFUSED
+    ignored_fields: ClassVar[Mapping[str, str]] = IGNORED
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = NOT_SUPPORTED
 
-    messages: Chat = None
-    system: System = None
-    tools: Tools = None
-    tool_choice: Choice = None
-    thinking: Thought = None
-    output_config: Output = None
+    messages: MessagesField = None
+    system: SystemField = None
+    tools: ToolsField = None
+    tool_choice: ToolChoiceField = None
+    thinking: ThinkingField = None
+    output_config: OutputConfigField = None
     parse_special: ParseSpecial = None
 
 
-def as_chat(fields: MessagesFields | CountTokensFields) -> Json:
-    """Fields of chat completions that ask for the same. Raises FieldError."""
-    output = fields.output_config or OutputConfig()
+def convert_to_chat(fields: MessagesFields | CountTokensFields) -> Json:
+    """Return the fields of the equivalent chat completion. Raises FieldError."""
+    output_config = fields.output_config or OutputConfig()
+    tools = [_convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     values: Json = {
-        "messages": _messages(fields),
-        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())] or None,
-        "reasoning_effort": output.effort,
-        "response_format": _format(output),
+        "messages": _convert_messages(fields),
+        "tools": tools or None,
+        "reasoning_effort": output_config.effort,
+        "response_format": _convert_format(output_config),
     }
     if fields.tool_choice is not None:
-        values["tool_choice"] = _choice(fields.tool_choice)
+        values["tool_choice"] = _convert_tool_choice(fields.tool_choice)
         if fields.tool_choice.disable_parallel_tool_use:
             values["parallel_tool_calls"] = False
     if fields.thinking is not None:
-        thinks = THINKS[fields.thinking.type]
-        values["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+        is_enabled = ENABLES_THINKING[fields.thinking.type]
+        values["chat_template_kwargs"] = {"enable_thinking": is_enabled, "thinking": is_enabled}
     if values["messages"][-1]["role"] == "assistant":
         values |= {"add_generation_prompt": False, "continue_final_message": True}
     if isinstance(fields, MessagesFields):
@@ -159,85 +178,87 @@ def as_chat(fields: MessagesFields | CountTokensFields) -> Json:
     return values
 
 
-def _messages(fields: MessagesFields | CountTokensFields) -> list[Json]:
-    turns = Turns(joins=True)
+def _convert_messages(fields: MessagesFields | CountTokensFields) -> list[Json]:
+    """Return the system message and the messages in the form of chat completions."""
+    builder = ChatMessageBuilder(merge_user_messages=True)
     if fields.system:
-        turns.say("system", text_of(fields.system, "system", TEXT))
+        builder.add_message("system", parse_text(fields.system, "system", TEXT_ONLY))
     if not fields.messages:
-        raise FieldError("messages", "messages has to be a list of messages, not empty")
-    for i, message in enumerate(fields.messages):
-        role, content, where = message.get("role"), message.get("content"), f"messages[{i}]"
-        if not isinstance(role, str) or role not in BLOCKS:
-            refuse(where, f"has to have a role of {', '.join(BLOCKS)}")
+        raise FieldError("messages", "messages has to be a list of messages, and not empty")
+    for index, message in enumerate(fields.messages):
+        role, content, path = message.get("role"), message.get("content"), f"messages[{index}]"
+        if not isinstance(role, str) or role not in BLOCK_TYPES:
+            raise_field_error(f"{path}.role", f"one of {', '.join(BLOCK_TYPES)}", role)
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
-        _add_blocks(turns, role, listed(content, f"{where}.content"), f"{where}.content")
-    if not turns.messages:
-        raise FieldError("messages", "messages have no content")
-    return turns.messages
+        blocks = parse_object_list(content, f"{path}.content")
+        _add_blocks(builder, role, blocks, f"{path}.content")
+    if not builder.messages:
+        raise FieldError("messages", "messages contain no content, but some is required")
+    return builder.messages
 
 
-def _add_blocks(turns: Turns, role: str, blocks: list[Json], where: str) -> None:
-    """The content of a message as turns: texts that follow one another are one."""
+def _add_blocks(builder: ChatMessageBuilder, role: str, blocks: list[Json], path: str) -> None:
+    """Add the content blocks of a message; consecutive text blocks are joined by newlines."""
     texts: list[str] = []
 
-    def say() -> None:
-        if texts:
-            text = "\n".join(texts)
-            turns.answer(text) if role == "assistant" else turns.say(role, text)
-            texts.clear()
+    def add_texts() -> None:
+        text = "\n".join(texts)
+        if texts and role == "assistant":
+            builder.add_assistant_text(text)
+        elif texts:
+            builder.add_message(role, text)
+        texts.clear()
 
-    for i, block in enumerate(blocks):
-        here = f"{where}[{i}]"
-        if block.get("type") not in BLOCKS[role]:
-            unknown_type(block, here, BLOCKS[role])
+    for index, block in enumerate(blocks):
+        block_path = f"{path}[{index}]"
+        check_type(block, block_path, BLOCK_TYPES[role])
         if block["type"] == "text":
-            texts.append(string(block, "text", here))
+            texts.append(get_string(block, "text", block_path))
         else:
-            say()
-            _add_block(turns, block, here)
-    say()
+            add_texts()
+            _add_block(builder, block, block_path)
+    add_texts()
 
 
-def _add_block(turns: Turns, block: Json, where: str) -> None:
-    """A block that is no text. What is redacted cannot be read by anybody."""
+def _add_block(builder: ChatMessageBuilder, block: Json, path: str) -> None:
+    """Add a content block that is not text. Redacted thinking is unreadable and is left out."""
     match block["type"]:
         case "thinking":
-            turns.think(string(block, "thinking", where))
+            builder.add_reasoning(get_string(block, "thinking", path))
         case "tool_use":
-            given = block.get("input")
-            if not isinstance(given, dict):
-                refuse(where, "has to have an input that is an object")
-            call_id, name = (string(block, one, where) for one in ("id", "name"))
-            turns.call(call_id, name, json.dumps(given, ensure_ascii=False))
+            arguments = block.get("input")
+            if not isinstance(arguments, dict):
+                raise_field_error(f"{path}.input", "an object", arguments)
+            call_id, name = get_string(block, "id", path), get_string(block, "name", path)
+            builder.add_tool_call(call_id, name, json.dumps(arguments, ensure_ascii=False))
         case "tool_result":
-            text = text_of(block.get("content") or "", f"{where}.content", TEXT)
-            turns.result(string(block, "tool_use_id", where), text)
+            text = parse_text(block.get("content") or "", f"{path}.content", TEXT_ONLY)
+            builder.add_tool_result(get_string(block, "tool_use_id", path), text)
 
 
-def _tool(tool: Json, where: str) -> Json:
-    """A tool as chat completions have it."""
-    if tool.get("type") not in (None, "custom"):
-        unknown_type(tool, where, ("custom",))
-    function = {"name": string(tool, "name", where), "parameters": tool.get("input_schema")}
+def _convert_tool(tool: Json, path: str) -> Json:
+    """Return a tool in the form of chat completions. Raises FieldError."""
+    if tool.get("type") is not None:
+        check_type(tool, path, ("custom",))
+    function = {"name": get_string(tool, "name", path), "parameters": tool.get("input_schema")}
     function |= {name: tool[name] for name in ("description", "strict") if name in tool}
     return {"type": "function", "function": function}
 
 
-def _choice(choice: ToolChoice) -> str | Json:
-    """A choice as chat completions have it."""
-    if choice.type != "tool":
-        return CHOICES[choice.type]
-    if choice.name is None:
-        raise FieldError("tool_choice", "tool_choice of type tool has to have a name")
-    return {"type": "function", "function": {"name": choice.name}}
+def _convert_tool_choice(tool_choice: MessagesToolChoice) -> str | Json:
+    """Return `tool_choice` in the form of chat completions. Raises FieldError."""
+    if tool_choice.type != "tool":
+        return TOOL_CHOICES[tool_choice.type]
+    if tool_choice.name is None:
+        raise FieldError("tool_choice", "tool_choice.name is missing, but type tool requires it")
+    return {"type": "function", "function": {"name": tool_choice.name}}
 
 
-def _format(output: OutputConfig) -> Json | None:
-    """A format as chat completions have it."""
-    if output.format is None:
+def _convert_format(output_config: OutputConfig) -> Json | None:
+    """Return `output_config.format` as `response_format`. Raises FieldError."""
+    if output_config.format is None:
         return None
-    if output.format.get("type") != "json_schema":
-        unknown_type(output.format, "output_config.format", ("json_schema",))
-    schema = {"name": "answer", "schema": output.format.get("schema"), "strict": True}
+    check_type(output_config.format, "output_config.format", ("json_schema",))
+    schema = {"name": "answer", "schema": output_config.format.get("schema"), "strict": True}
     return {"type": "json_schema", "json_schema": schema}

@@ -26,6 +26,7 @@ from gllm.frontend.fields.content_encoding import (
     decompress,
 )
 from gllm.frontend.fields.json_size import SMALL_BODY_BYTES, check_json_size
+from gllm.frontend.fields.value_errors import to_field_error
 from gllm.frontend.request_id import current_request_id
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def parse_fields(values: dict[str, Any], schema: type[Fields]) -> Fields:
     try:
         fields = msgspec.convert(values, schema, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _to_field_error(str(error)) from error
+        raise to_field_error(str(error), values, schema) from error
     fields.validate()
     known = {*schema.__struct_fields__, *schema.ignored_fields, *schema.unsupported_fields}
     unknown = sorted(values.keys() - known)
@@ -170,14 +171,6 @@ def _reject_unsupported(values: dict[str, Any], schema: type[RequestFields]) -> 
 def _is_same(value: object, other: object) -> bool:
     """Compare two JSON values; false and 0 differ, unlike in Python."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
-
-
-def _to_field_error(message: str) -> FieldError:
-    """Convert msgspec's message, which ends with the value's path, to an error of the field."""
-    reason, _, path = message.partition(" - at `")
-    path = path.partition("$.")[2].removesuffix("`")
-    name = re.split(r"\W", path, maxsplit=1)[0]
-    return FieldError(name, f"{path or name}: {reason}")
 
 
 def _invalid_json_field(body: bytes) -> str | None:

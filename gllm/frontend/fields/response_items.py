@@ -1,4 +1,4 @@
-"""Input items, tools and formats of OpenAI's Responses API as chat completions have them."""
+"""Convert input items, tools and formats of OpenAI's Responses API to those of chat completions."""
 
 import base64
 import binascii
@@ -6,129 +6,153 @@ import json
 from typing import Any
 
 from gllm.config.field_types import FieldError
-from gllm.frontend.fields.chat_messages import Turns, listed, refuse, string, text_of, unknown_type
+from gllm.frontend.fields.chat_messages import (
+    ChatMessageBuilder,
+    check_type,
+    get_string,
+    parse_object_list,
+    parse_text,
+)
+from gllm.frontend.fields.value_errors import raise_field_error, raise_unsupported
 from gllm.text.chat.tools import CUSTOM_INPUT_KEY, TOOL_TYPES
 
 Json = dict[str, Any]
+
 ROLES = ("user", "assistant", "system", "developer")
-TEXTS = ("input_text", "output_text", "text")
-CALLS = ("function_call", "custom_tool_call")
-OUTPUTS = ("function_call_output", "custom_tool_call_output")
-ITEMS = ("message", *CALLS, *OUTPUTS, "reasoning", "compaction")
-COMPACTED = "gllm-summary:"
-"""Marks the contents of compaction items that this server wrote."""
-CHOICES = (*TOOL_TYPES, "allowed_tools")
+TEXT_PART_TYPES = ("input_text", "output_text", "text")
+ITEM_TYPES = (
+    "message",
+    "function_call",
+    "custom_tool_call",
+    "function_call_output",
+    "custom_tool_call_output",
+    "reasoning",
+    "compaction",
+)
+TOOL_CHOICE_TYPES = (*TOOL_TYPES, "allowed_tools")
+SUMMARY_PREFIX = "gllm-summary:"
+"""Start of `encrypted_content` of the compaction items that this server creates."""
+FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+CUSTOM_TOOL_KEYS = ("name", "description", "format")
 
 
-def convert_input(given: str | list[Json] | None, instructions: str | None) -> list[Json]:
-    """Return the input as chat messages, behind the instructions. Raises FieldError."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not items or not given:
-        raise FieldError("input", "input has to be a string or a list of items, not empty")
-    # What a compacted conversation begins with are the user's messages in a row.
-    turns = Turns(joins=any(item.get("type") == "compaction" for item in items))
+def convert_input(input_items: str | list[Json] | None, instructions: str | None) -> list[Json]:
+    """Return the chat messages of an input, after the instructions. Raises FieldError."""
+    items = input_items
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not items or not input_items:
+        raise FieldError("input", "input has to be a string or a list of items, and not empty")
+    # A compacted conversation begins with consecutive user messages.
+    has_summary = any(item.get("type") == "compaction" for item in items)
+    builder = ChatMessageBuilder(merge_user_messages=has_summary)
     if instructions:
-        turns.say("system", instructions)
-    for i, item in enumerate(items):
-        _add_item(turns, item, f"input[{i}]")
-    if not turns.messages:
-        raise FieldError("input", "input has nothing that is said")
-    return turns.messages
+        builder.add_message("system", instructions)
+    for index, item in enumerate(items):
+        _add_item(builder, item, f"input[{index}]")
+    if not builder.messages:
+        raise FieldError("input", "input contains no messages, but at least one is required")
+    return builder.messages
 
 
-def convert_format(given: Json | None) -> Json | None:
-    """Return the text's form as chat completions nest it."""
-    if given is None or given.get("type") != "json_schema":
-        return given
-    schema = {name: value for name, value in given.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": schema}
+def convert_format(text_format: Json | None) -> Json | None:
+    """Return `text.format` as `response_format`."""
+    if text_format is None or text_format.get("type") != "json_schema":
+        return text_format
+    json_schema = {name: value for name, value in text_format.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": json_schema}
 
 
-def convert_tool(tool: Json, where: str) -> Json:
-    """Return a tool as chat completions nest it. Raises FieldError."""
-    kind = tool.get("type")
-    string(tool, "name", where)
-    if kind == "function":
-        names: tuple[str, ...] = ("name", "description", "parameters", "strict")
-    elif kind == "custom":
-        names = ("name", "description", "format")
-    else:
-        unknown_type(tool, where, TOOL_TYPES)
-    body = {name: tool[name] for name in names if tool.get(name) is not None}
-    form = body.get("format")
-    if isinstance(form, dict) and form.get("type") == "grammar":
-        grammar = {name: value for name, value in form.items() if name != "type"}
+def convert_tool(tool: Json, path: str) -> Json:
+    """Return a tool in the form of chat completions. Raises FieldError."""
+    check_type(tool, path, TOOL_TYPES)
+    get_string(tool, "name", path)
+    kind = tool["type"]
+    keys = FUNCTION_KEYS if kind == "function" else CUSTOM_TOOL_KEYS
+    body = {key: tool[key] for key in keys if tool.get(key) is not None}
+    tool_format = body.get("format")
+    if isinstance(tool_format, dict) and tool_format.get("type") == "grammar":
+        grammar = {name: value for name, value in tool_format.items() if name != "type"}
         body["format"] = {"type": "grammar", "grammar": grammar}
     return {"type": kind, kind: body}
 
 
-def convert_tool_choice(given: str | Json | None) -> str | Json | None:
-    """Return the choice as chat completions nest it. Raises FieldError."""
-    if not isinstance(given, dict):
-        return given
-    if given.get("type") != "allowed_tools":
-        return _reference(given, "tool_choice", CHOICES)
-    where = "tool_choice.tools"
+def convert_tool_choice(tool_choice: str | Json | None) -> str | Json | None:
+    """Return `tool_choice` in the form of chat completions. Raises FieldError."""
+    if not isinstance(tool_choice, dict):
+        return tool_choice
+    check_type(tool_choice, "tool_choice", TOOL_CHOICE_TYPES)
+    if tool_choice["type"] != "allowed_tools":
+        return _convert_tool_name(tool_choice, "tool_choice")
+    path = "tool_choice.tools"
     tools = [
-        _reference(tool, f"{where}[{i}]", TOOL_TYPES)
-        for i, tool in enumerate(listed(given.get("tools"), where))
+        _convert_tool_name(tool, f"{path}[{index}]")
+        for index, tool in enumerate(parse_object_list(tool_choice.get("tools"), path))
     ]
-    allowed = {"mode": given.get("mode"), "tools": tools}
-    return {"type": "allowed_tools", "allowed_tools": allowed}
+    allowed_tools = {"mode": tool_choice.get("mode"), "tools": tools}
+    return {"type": "allowed_tools", "allowed_tools": allowed_tools}
 
 
-def _reference(tool: Json, where: str, known: tuple[str, ...]) -> Json:
-    """Return the name of a tool as chat completions nest it."""
-    kind = tool.get("type")
-    if kind not in TOOL_TYPES:
-        unknown_type(tool, where, known)
-    return {"type": kind, kind: {"name": string(tool, "name", where)}}
+def _convert_tool_name(tool: Json, path: str) -> Json:
+    """Return a tool's type and name in the form of chat completions. Raises FieldError."""
+    check_type(tool, path, TOOL_TYPES)
+    kind = tool["type"]
+    return {"type": kind, kind: {"name": get_string(tool, "name", path)}}
 
 
-def _add_item(turns: Turns, item: Json, where: str) -> None:
-    """Add an item of the input as a turn, or as a part of one."""
+def _add_item(builder: ChatMessageBuilder, item: Json, path: str) -> None:
+    """Add an input item to the chat messages. Raises FieldError."""
+    check_type({"type": "message", **item}, path, ITEM_TYPES)
     match item.get("type", "message"):
         case "message":
-            role = item.get("role")
-            if role not in ROLES:
-                refuse(where, f"has to have a role of {', '.join(ROLES)}")
-            text = text_of(item.get("content"), f"{where}.content", TEXTS)
-            if role == "assistant":
-                turns.answer(text)
-            else:
-                turns.say(role, text)
-        case "function_call" | "custom_tool_call" as kind:
-            call_id, name = (string(item, one, where) for one in ("call_id", "name"))
-            if kind == "function_call":
-                arguments = string(item, "arguments", where)
-            else:
-                arguments = json.dumps(
-                    {CUSTOM_INPUT_KEY: string(item, "input", where)}, ensure_ascii=False
-                )
-            turns.call(call_id, name, arguments)
+            _add_message(builder, item, path)
+        case "function_call":
+            call_id, name = get_string(item, "call_id", path), get_string(item, "name", path)
+            builder.add_tool_call(call_id, name, get_string(item, "arguments", path))
+        case "custom_tool_call":
+            call_id, name = get_string(item, "call_id", path), get_string(item, "name", path)
+            arguments = json.dumps(
+                {CUSTOM_INPUT_KEY: get_string(item, "input", path)}, ensure_ascii=False
+            )
+            builder.add_tool_call(call_id, name, arguments)
         case "function_call_output" | "custom_tool_call_output":
-            text = text_of(item.get("output"), f"{where}.output", TEXTS)
-            turns.result(string(item, "call_id", where), text)
+            text = parse_text(item.get("output"), f"{path}.output", TEXT_PART_TYPES)
+            builder.add_tool_result(get_string(item, "call_id", path), text)
         case "reasoning":
-            parts = listed(item.get("content") or [], f"{where}.content")
+            parts = parse_object_list(item.get("content") or [], f"{path}.content")
             if parts:
-                turns.think(text_of(parts, f"{where}.content", ("reasoning_text",)))
+                text = parse_text(parts, f"{path}.content", ("reasoning_text",))
+                builder.add_reasoning(text)
         case "compaction":
-            turns.answer(_summary(string(item, "encrypted_content", where), where))
-        case _:
-            unknown_type(item, where, ITEMS)
+            builder.add_assistant_text(_decode_summary(item, path))
 
 
-def compacted(summary: str) -> str:
-    """Return a summary as clients carry it: they are not to read it, but it is no secret."""
-    return COMPACTED + base64.b64encode(summary.encode()).decode()
+def _add_message(builder: ChatMessageBuilder, item: Json, path: str) -> None:
+    """Add an input item of type message to the chat messages. Raises FieldError."""
+    role = item.get("role")
+    if role not in ROLES:
+        raise_field_error(f"{path}.role", f"one of {', '.join(ROLES)}", role)
+    text = parse_text(item.get("content"), f"{path}.content", TEXT_PART_TYPES)
+    if role == "assistant":
+        builder.add_assistant_text(text)
+    else:
+        builder.add_message(role, text)
 
 
-def _summary(content: str, where: str) -> str:
-    """Return the summary that a compaction item carries."""
+def encode_summary(summary: str) -> str:
+    """Return the `encrypted_content` of a compaction item.
+
+    The summary is encoded, not encrypted: clients pass it back without reading it.
+    """
+    return SUMMARY_PREFIX + base64.b64encode(summary.encode()).decode()
+
+
+def _decode_summary(item: Json, path: str) -> str:
+    """Return the summary of a compaction item. Raises FieldError."""
+    content = get_string(item, "encrypted_content", path)
     try:
-        if not content.startswith(COMPACTED):
+        if not content.startswith(SUMMARY_PREFIX):
             raise ValueError
-        return base64.b64decode(content.removeprefix(COMPACTED), validate=True).decode()
+        return base64.b64decode(content.removeprefix(SUMMARY_PREFIX), validate=True).decode()
     except (ValueError, binascii.Error):
-        refuse(where, "has an encrypted_content that no server of this kind wrote")
+        raise_unsupported(f"{path}.encrypted_content", "was not created by this kind of server")

@@ -1,5 +1,8 @@
-"""The fields of POST /v1/responses and of what counts and compacts its input, and their conversion
-to chat completions."""
+"""Request fields of POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact.
+
+`convert_to_chat` and `convert_prompt_to_chat` return the fields of chat completions for the same
+request.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,70 +18,87 @@ from gllm.config.limits import (
     check_lengths,
     check_size,
 )
-from gllm.frontend.fields.base import Int64, ModelRequestFields, PositiveInt, UnsupportedField, doc
-from gllm.frontend.fields.chat_messages import refuse
+from gllm.frontend.fields.base import (
+    Int64,
+    ModelRequestFields,
+    PositiveInt,
+    UnsupportedField,
+    doc,
+)
 from gllm.frontend.fields.generation import UNSUPPORTED, SamplingFields
 from gllm.frontend.fields.response_items import (
-    ITEMS,
+    ITEM_TYPES,
     convert_format,
     convert_input,
     convert_tool,
     convert_tool_choice,
 )
+from gllm.frontend.fields.value_errors import raise_unsupported
 
 Json = dict[str, Any]
-LOGPROBS = "message.output_text.logprobs"
-NOT_KEPT = "names an answer, but no answer is kept here: send the whole conversation as input"
-NAMES = {
+
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+"""Value of `include` that requests log-probabilities."""
+NOTHING_STORED = (
+    "refers to a stored answer, but this server stores none: send the whole conversation as input"
+)
+PREFIX_CACHE_KEY = "selects a prefix cache; prefixes are found by their content"
+PREFIX_CACHE_RETENTION = "time to keep cached prefixes; they are kept while memory allows"
+SERVICE_TIER = "selects a service tier; there is only one"
+IMAGE_OPTIONS = "options for images, which are not supported"
+FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text",
     "reasoning_effort": "reasoning",
 }
-"""What this API calls fields of chat completions."""
+"""Fields of this API for fields of chat completions, where the names differ."""
 
 
-class Reasoning(msgspec.Struct):
-    """How much to think."""
+class ReasoningOptions(msgspec.Struct):
+    """`reasoning`: amount of reasoning."""
 
     effort: str | None = None
 
 
 class TextOptions(msgspec.Struct):
-    """The form of the text."""
+    """`text`: format of the text."""
 
     format: dict[str, Any] | None = None
 
 
-class CacheOptions(msgspec.Struct):
-    """What to do with the prefix cache."""
+class PromptCacheOptions(msgspec.Struct):
+    """`prompt_cache_options`: use of the prefix cache."""
 
     prewarm: bool | None = None
 
 
-Input = Annotated[
+InputField = Annotated[
     str | list[dict[str, Any]] | None,
-    doc(f"a user's text, or items of type {', '.join(ITEMS)}; content is text"),
-]
-Instructions = Annotated[str | None, doc("the system message, in front of the input")]
-Text = Annotated[
-    TextOptions | None,
-    doc("format: text, json_object or json_schema; verbosity has no effect"),
-]
-ReasoningEffort = Annotated[
-    Reasoning | None,
     doc(
-        "effort, as reasoning_effort of chat completions; the rest has no effect: what the model "
-        "thinks comes whole"
+        f"text of the user, or a list of items of type {', '.join(ITEM_TYPES)}, whose content is "
+        "text"
     ),
 ]
-Tools = Annotated[
-    list[dict[str, Any]] | None,
-    doc("tools that the model may call, of type function or custom; custom input is text"),
+InstructionsField = Annotated[str | None, doc("system message in front of the input")]
+TextField = Annotated[
+    TextOptions | None,
+    doc("format: of type text, json_object or json_schema; verbosity has no effect"),
 ]
-Choice = Annotated[
+ReasoningField = Annotated[
+    ReasoningOptions | None,
+    doc(
+        "effort: as reasoning_effort of chat completions; other members have no effect: reasoning "
+        "is returned in full"
+    ),
+]
+ToolsField = Annotated[
+    list[dict[str, Any]] | None,
+    doc("tools that the model may call, of type function or custom, whose input is text"),
+]
+ToolChoiceField = Annotated[
     str | dict[str, Any] | None,
-    doc("none, auto, required, a function or custom tool by its name, or allowed_tools"),
+    doc("none, auto, required, a function or custom tool by name, or allowed_tools"),
 ]
 
 
@@ -87,75 +107,79 @@ class ResponsesFields(SamplingFields):
 
     required_fields: ClassVar[tuple[str, ...]] = ("input",)
     ignored_fields: ClassVar[Mapping[str, str]] = {
-        "store": "whether to keep the answer; nothing is kept",
-        "user": "who asks",
-        "safety_identifier": "who asks",
-        "service_tier": "there is one",
-        "prompt_cache_key": "where to look for cached prefixes; they are found by what they hold",
-        "prompt_cache_retention": "how long to keep cached prefixes; while there is room",
-        "stream_options": "padding against those who watch the size of events",
-        "max_tool_calls": "a bound on calls of tools that a server runs; this one runs none",
-        "image": "how to take images; none are taken",
-        "access_programs": "of OpenAI's models",
+        "store": "requests that the answer is stored; this server stores nothing",
+        "user": "identifies the end user",
+        "safety_identifier": "identifies the end user",
+        "service_tier": SERVICE_TIER,
+        "prompt_cache_key": PREFIX_CACHE_KEY,
+        "prompt_cache_retention": PREFIX_CACHE_RETENTION,
+        "stream_options": "enables padding that hides the sizes of events from eavesdroppers",
+        "max_tool_calls": "limits calls of tools that the server runs; this server runs none",
+        "image": IMAGE_OPTIONS,
+        "access_programs": "applies to OpenAI's models only",
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
         **UNSUPPORTED,
-        "previous_response_id": UnsupportedField(NOT_KEPT),
-        "conversation": UnsupportedField(NOT_KEPT),
+        "previous_response_id": UnsupportedField(NOTHING_STORED),
+        "conversation": UnsupportedField(NOTHING_STORED),
         "background": UnsupportedField(
-            "asks for an answer to be kept, which is not done here", (False,)
+            "requests an answer that is stored, which is not supported", (False,)
         ),
-        "prompt": UnsupportedField("names a stored template, but none are stored here"),
-        "moderation": UnsupportedField("is not done here"),
-        "context_management": UnsupportedField("is not done here", ([],)),
+        "prompt": UnsupportedField("refers to a stored template, but this server stores none"),
+        "moderation": UnsupportedField("is not supported"),
+        "context_management": UnsupportedField("is not supported", ([],)),
     }
 
-    input: Input = None
-    instructions: Instructions = None
+    input: InputField = None
+    instructions: InstructionsField = None
     max_output_tokens: Annotated[
-        PositiveInt | None, doc("most tokens of the answer; default: the rest of the context")
+        PositiveInt | None,
+        doc("maximum number of output tokens; default: the rest of the context"),
     ] = None
     stop: Annotated[
-        str | list[str] | None, doc("up to 32 strings that end the text, and are cut off it")
+        str | list[str] | None,
+        doc("up to 32 strings that end the text and are removed from it"),
     ] = None
-    text: Text = None
-    reasoning: ReasoningEffort = None
-    tools: Tools = None
-    tool_choice: Choice = None
+    text: TextField = None
+    reasoning: ReasoningField = None
+    tools: ToolsField = None
+    tool_choice: ToolChoiceField = None
     parallel_tool_calls: Annotated[bool | None, doc("as in chat completions")] = None
     include: Annotated[
         list[str] | None,
-        doc(f"{LOGPROBS}: log-probabilities; what else it may name is not there to be told"),
+        doc(f"{INCLUDE_LOGPROBS}: return log-probabilities; other values have no effect"),
     ] = None
     top_logprobs: Annotated[
         Int64 | None,
         doc(
-            "0..20 likeliest tokens at each place, with log-probabilities",
+            "in [0, 20]: number of most likely tokens to return per position, with their "
+            "log-probabilities",
             minimum=0,
             maximum=MAX_LOGPROBS,
         ),
     ] = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None,
-        doc("auto: cut the rendered prompt's beginning where it is too long; default disabled"),
+        doc(
+            "auto: remove the beginning of the rendered prompt if it is too long; default disabled"
+        ),
     ] = None
-    metadata: Annotated[dict[str, str] | None, doc("shown in the answer")] = None
+    metadata: Annotated[dict[str, str] | None, doc("labels that the answer repeats")] = None
     prompt_cache_options: Annotated[
-        CacheOptions | None, doc("no effect, but for prewarm, which is refused")
+        PromptCacheOptions | None, doc("no effect; prewarm true is rejected")
     ] = None
 
     def validate(self) -> None:
-        """Raises FieldError for fields that do not go together, or are too large."""
+        """Check sizes and rules that involve several fields. Raises FieldError."""
         metadata = self.metadata or {}
         check_size("metadata", metadata, MAX_METADATA)
         check_lengths("metadata", metadata, MAX_METADATA_KEY)
         check_lengths("metadata", metadata.values(), MAX_METADATA_VALUE)
         if self.prompt_cache_options is not None and self.prompt_cache_options.prewarm:
-            refuse("prompt_cache_options.prewarm", "is not done here")
+            raise_unsupported("prompt_cache_options.prewarm", "true is not supported")
         if self.truncation is not None and self.truncate_prompt_tokens is not None:
-            raise FieldError(
-                "truncation", "truncation and truncate_prompt_tokens exclude each other"
-            )
+            message = "truncation is not allowed together with truncate_prompt_tokens"
+            raise FieldError("truncation", message)
 
 
 class InputTokensFields(ModelRequestFields):
@@ -163,21 +187,21 @@ class InputTokensFields(ModelRequestFields):
 
     required_fields: ClassVar[tuple[str, ...]] = ("input",)
     ignored_fields: ClassVar[Mapping[str, str]] = {
-        "personality": "of OpenAI's models",
-        "parallel_tool_calls": "the input is the same",
-        "truncation": "the input is counted as it was sent",
+        "personality": "applies to OpenAI's models only",
+        "parallel_tool_calls": "does not change the input",
+        "truncation": "truncates the input; tokens are counted before truncation",
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
-        "previous_response_id": UnsupportedField(NOT_KEPT),
-        "conversation": UnsupportedField(NOT_KEPT),
+        "previous_response_id": UnsupportedField(NOTHING_STORED),
+        "conversation": UnsupportedField(NOTHING_STORED),
     }
 
-    input: Input = None
-    instructions: Instructions = None
-    text: Text = None
-    reasoning: ReasoningEffort = None
-    tools: Tools = None
-    tool_choice: Choice = None
+    input: InputField = None
+    instructions: InstructionsField = None
+    text: TextField = None
+    reasoning: ReasoningField = None
+    tools: ToolsField = None
+    tool_choice: ToolChoiceField = None
 
 
 class CompactFields(ModelRequestFields):
@@ -185,22 +209,22 @@ class CompactFields(ModelRequestFields):
 
     required_fields: ClassVar[tuple[str, ...]] = ("input",)
     ignored_fields: ClassVar[Mapping[str, str]] = {
-        "prompt_cache_key": "where to look for cached prefixes; they are found by what they hold",
-        "prompt_cache_options": "how to cache prefixes; all are",
-        "prompt_cache_retention": "how long to keep cached prefixes; while there is room",
-        "service_tier": "there is one",
-        "image": "how to take images; none are taken",
+        "prompt_cache_key": PREFIX_CACHE_KEY,
+        "prompt_cache_options": "options of the prefix cache; all prefixes are cached",
+        "prompt_cache_retention": PREFIX_CACHE_RETENTION,
+        "service_tier": SERVICE_TIER,
+        "image": IMAGE_OPTIONS,
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
-        "previous_response_id": UnsupportedField(NOT_KEPT)
+        "previous_response_id": UnsupportedField(NOTHING_STORED)
     }
 
-    input: Input = None
-    instructions: Instructions = None
+    input: InputField = None
+    instructions: InstructionsField = None
 
 
-def prompt_fields(fields: ResponsesFields | InputTokensFields) -> Json:
-    """Return the fields of chat completions that make the same prompt. Raises FieldError."""
+def convert_prompt_to_chat(fields: ResponsesFields | InputTokensFields) -> Json:
+    """Return the fields of the chat completion with the same prompt. Raises FieldError."""
     tools = [convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     return {
         "messages": convert_input(fields.input, fields.instructions),
@@ -211,15 +235,15 @@ def prompt_fields(fields: ResponsesFields | InputTokensFields) -> Json:
     }
 
 
-def as_chat(fields: ResponsesFields) -> Json:
-    """Return the fields of chat completions that ask for the same. Raises FieldError."""
-    told = LOGPROBS in (fields.include or ()) or fields.top_logprobs
+def convert_to_chat(fields: ResponsesFields) -> Json:
+    """Return the fields of the equivalent chat completion. Raises FieldError."""
+    has_logprobs = INCLUDE_LOGPROBS in (fields.include or ()) or fields.top_logprobs
     values: Json = {
-        **prompt_fields(fields),
+        **convert_prompt_to_chat(fields),
         "parallel_tool_calls": fields.parallel_tool_calls,
         "max_tokens": fields.max_output_tokens,
         "stop": fields.stop,
-        "logprobs": True if told else None,
+        "logprobs": True if has_logprobs else None,
         "top_logprobs": fields.top_logprobs,
     }
     if fields.truncation == "auto":

@@ -1,7 +1,4 @@
-"""What a request may ask its output to be, in OpenAI's shape and in vLLM's.
-
-Owns both shapes and the way from them to a StructuredOutput. Knows nothing of grammars.
-"""
+"""Request fields for structured output: OpenAI's `response_format`, vLLM's `structured_outputs`."""
 
 from typing import Any, Literal
 
@@ -11,25 +8,26 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
 
 
-class JsonSchema(msgspec.Struct):
-    """A JSON Schema with its name."""
+class JsonSchemaFormat(msgspec.Struct):
+    """`json_schema` of a response format."""
 
     schema: dict[str, Any] | None = None
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    """A schema is always kept to; `strict` closes objects that list no properties as well."""
+    """The output always matches the schema; `strict` also forbids properties that it does not list
+    in objects without any."""
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """OpenAI's shape."""
+    """OpenAI's field `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's shape: exactly one of these."""
+    """vLLM's field `structured_outputs`: exactly one member is set."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -43,39 +41,54 @@ def parse_structured_output(
     grammar: str | None = None,
     json_schema: dict[str, Any] | None = None,
 ) -> StructuredOutput | None:
-    """Return the form that the output must have, None for any.
+    """Return the constraint on the output, or None if there is none.
 
-    `grammar` and `json_schema` are llama.cpp's fields. Raises FieldError where two fields ask for a
-    form.
+    Args:
+        response_format: OpenAI's field.
+        structured_outputs: vLLM's field.
+        grammar: llama.cpp's field.
+        json_schema: llama.cpp's field.
+
+    Raises:
+        FieldError: A value is invalid, or more than one field sets a constraint.
     """
-    required: list[StructuredOutput] = []
-    if response_format is not None and (of_format := _of_format(response_format)) is not None:
-        required.append(of_format)
-    if (own := structured_outputs) is not None:
-        choice = None if own.choice is None else tuple(own.choice)
-        required.append(
-            StructuredOutput(own.json, own.regex, choice, own.grammar, "structured_outputs")
+    constraints: list[StructuredOutput] = []
+    if response_format is not None:
+        constraint = _parse_response_format(response_format)
+        constraints += [] if constraint is None else [constraint]
+    if (fields := structured_outputs) is not None:
+        choice = None if fields.choice is None else tuple(fields.choice)
+        constraints.append(
+            StructuredOutput(
+                fields.json, fields.regex, choice, fields.grammar, "structured_outputs"
+            )
         )
     if grammar:
-        required.append(StructuredOutput(grammar=grammar, param="grammar"))
+        constraints.append(StructuredOutput(grammar=grammar, param="grammar"))
     if json_schema is not None:
-        required.append(StructuredOutput(json=json_schema, param="json_schema"))
-    if len(required) > 1:
-        first, second = (each.param for each in required[:2])
-        raise FieldError(second, f"{second} does not go with {first}")
-    return required[0] if required else None
+        constraints.append(StructuredOutput(json=json_schema, param="json_schema"))
+    if len(constraints) > 1:
+        first, second = (constraint.param for constraint in constraints[:2])
+        raise FieldError(second, f"{second} is not allowed together with {first}")
+    return constraints[0] if constraints else None
 
 
-def _of_format(asked: ResponseFormat) -> StructuredOutput | None:
-    given = None if asked.json_schema is None else asked.json_schema.schema
-    if (asked.type == "json_schema") != (given is not None):
-        raise FieldError(
-            "response_format",
-            "response_format needs json_schema.schema with type json_schema, and only there",
+def _parse_response_format(response_format: ResponseFormat) -> StructuredOutput | None:
+    """Return the constraint of a response format. Raises FieldError."""
+    json_schema = response_format.json_schema
+    schema = None if json_schema is None else json_schema.schema
+    if response_format.type == "json_schema" and schema is None:
+        message = "response_format.json_schema.schema is missing, but type json_schema requires it"
+        raise FieldError("response_format", message)
+    if response_format.type != "json_schema" and schema is not None:
+        message = (
+            f"response_format.json_schema.schema is not allowed with type {response_format.type}: "
+            "use type json_schema"
         )
-    if asked.type == "text":
+        raise FieldError("response_format", message)
+    if response_format.type == "text":
         return None
-    if asked.json_schema is None or given is None:
+    if json_schema is None or schema is None:
         return StructuredOutput(json={"type": "object"}, param="response_format")
-    strict = bool(asked.json_schema.strict)
-    return StructuredOutput(json=given, param="response_format", strict=strict)
+    strict = bool(json_schema.strict)
+    return StructuredOutput(json=schema, param="response_format", strict=strict)

@@ -1,14 +1,17 @@
-"""The fields of POST /tokenize and POST /detokenize.
-
-Owns the schemas. Knows nothing of tokenizers.
-"""
+"""Request fields of POST /tokenize and POST /detokenize."""
 
 from typing import Annotated, Any, ClassVar
 
 from gllm.config.field_types import FieldError
 from gllm.frontend.fields.base import Int32, ModelRequestFields, doc
-from gllm.frontend.fields.chat import PROMPT_FIELDS, ChatCompletionFields, ChatTemplateOptions
+from gllm.frontend.fields.chat import (
+    PROMPT_FIELD_NAMES,
+    ChatCompletionFields,
+    ChatTemplateOptions,
+)
 from gllm.text.chat.request import ReasoningEffort
+
+AS_IN_CHAT = "as in chat completions"
 
 
 class TokenizeFields(ModelRequestFields):
@@ -16,39 +19,41 @@ class TokenizeFields(ModelRequestFields):
 
     required_any_of: ClassVar[tuple[str, ...]] = ("prompt", "messages")
 
-    prompt: Annotated[str | None, doc("a text; or else messages")] = None
+    prompt: Annotated[str | None, doc("text; exclusive with messages")] = None
     add_special_tokens: Annotated[
-        bool | None, doc("those that begin a completion's prompt; default true; only with prompt")
+        bool | None,
+        doc("add the special tokens that start a prompt; default true; only with prompt"),
     ] = None
-    messages: Annotated[Any, doc("a chat, as chat completions take it; or else prompt")] = None
-    add_generation_prompt: Annotated[bool | None, doc("as of chat completions")] = None
-    continue_final_message: Annotated[bool | None, doc("as of chat completions")] = None
-    tools: Annotated[Any, doc("as of chat completions")] = None
-    tool_choice: Annotated[Any, doc("as of chat completions")] = None
-    functions: Annotated[Any, doc("as of chat completions")] = None
-    function_call: Annotated[Any, doc("as of chat completions")] = None
-    reasoning_effort: Annotated[ReasoningEffort | None, doc("as of chat completions")] = None
-    chat_template_kwargs: Annotated[ChatTemplateOptions | None, doc("as of chat completions")] = (
-        None
-    )
+    messages: Annotated[
+        Any, doc("messages of a chat, as in chat completions; exclusive with prompt")
+    ] = None
+    add_generation_prompt: Annotated[bool | None, doc(AS_IN_CHAT)] = None
+    continue_final_message: Annotated[bool | None, doc(AS_IN_CHAT)] = None
+    tools: Annotated[Any, doc(AS_IN_CHAT)] = None
+    tool_choice: Annotated[Any, doc(AS_IN_CHAT)] = None
+    functions: Annotated[Any, doc(AS_IN_CHAT)] = None
+    function_call: Annotated[Any, doc(AS_IN_CHAT)] = None
+    reasoning_effort: Annotated[ReasoningEffort | None, doc(AS_IN_CHAT)] = None
+    chat_template_kwargs: Annotated[ChatTemplateOptions | None, doc(AS_IN_CHAT)] = None
     parse_special: Annotated[
         bool | None,
-        doc("as of chat completions; of a prompt special tokens always are control tokens"),
+        doc(f"{AS_IN_CHAT}; special tokens of a prompt are always control tokens"),
     ] = None
-    return_token_strs: Annotated[bool | None, doc("token_strs: each token by itself")] = None
+    return_token_strs: Annotated[bool | None, doc("return token_strs, the text of each token")] = (
+        None
+    )
 
-    @property
-    def chat(self) -> ChatCompletionFields:
-        """What chat completions would be asked for this prompt."""
-        return ChatCompletionFields(**{name: getattr(self, name) for name in PROMPT_FIELDS})
+    def to_chat_completion(self) -> ChatCompletionFields:
+        """Return the fields of the chat completion that has the same prompt."""
+        return ChatCompletionFields(**{name: getattr(self, name) for name in PROMPT_FIELD_NAMES})
 
     def validate(self) -> None:
-        """Raises FieldError unless there is one thing to tokenize."""
-        self.chat.validate()
+        """Check rules that involve several fields. Raises FieldError."""
+        self.to_chat_completion().validate()
         if self.prompt is None and self.messages is None:
-            raise FieldError("prompt", "prompt or messages has to be given")
+            raise FieldError("prompt", "prompt is missing: prompt or messages is required")
         if self.prompt is not None and self.messages is not None:
-            raise FieldError("messages", "messages cannot be given together with prompt")
+            raise FieldError("messages", "messages is not allowed together with prompt")
 
 
 class DetokenizeFields(ModelRequestFields):

@@ -50,16 +50,16 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         prompts = await asyncio.to_thread(_prompts, engine, texts, params, bool(fields.echo))
         shape = CompletionChoiceFormat(engine.tokenizer, fields, params, prompts)
         ids = [prompt.ids for prompt in prompts]
-        job = PreparedRequest(fields, ids, params, fields.generates)
+        job = PreparedRequest(fields, ids, params, fields.has_output)
         return await send_answer(request, context, job, ChoiceWriter(request, job, shape))
 
 
 def _params(fields: CompletionFields, context: ServerContext) -> SamplingParams:
     """How to sample. A request for the echo alone draws a token, which is not shown."""
-    if not fields.generates and not fields.echo:
+    if not fields.has_output and not fields.echo:
         raise FieldError("max_tokens", "max_tokens is 0, which is only allowed with echo")
     limit = fields.max_completion_tokens or fields.max_tokens
-    limit = limit or (DEFAULT_MAX_TOKENS if fields.generates else 1)
+    limit = limit or (DEFAULT_MAX_TOKENS if fields.has_output else 1)
     echoed = fields.logprobs if fields.echo else None
     asked = [count for count in (echoed, fields.prompt_logprobs) if count is not None]
     defaults, max_choices = context.engine.model.defaults, context.config.max_choices

@@ -12,7 +12,12 @@ from gllm.frontend.answer import send_answer
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.converted_chat import count_prompt_tokens, prepare_converted_chat
 from gllm.frontend.errors import to_api_error
-from gllm.frontend.fields.messages import NAMES, CountTokensFields, MessagesFields, as_chat
+from gllm.frontend.fields.messages import (
+    FIELD_NAMES,
+    CountTokensFields,
+    MessagesFields,
+    convert_to_chat,
+)
 from gllm.frontend.messages_writer import MessagesWriter
 
 
@@ -20,7 +25,9 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     """An answer to the messages, in the shape of Anthropic's Messages API."""
     context = request.app[CONTEXT]
     with _errors_of_its_own():
-        async with prepare_converted_chat(request, MessagesFields, as_chat, NAMES) as (_, job):
+        async with prepare_converted_chat(
+            request, MessagesFields, convert_to_chat, FIELD_NAMES
+        ) as (_, job):
             writer = MessagesWriter(context.engine, job, request[REQUEST_ID])
             return await send_answer(request, context, job, writer)
 
@@ -28,7 +35,9 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 async def count_message_tokens(request: web.Request) -> web.StreamResponse:
     """How many tokens the messages are."""
     with _errors_of_its_own():
-        num_tokens = await count_prompt_tokens(request, CountTokensFields, as_chat, NAMES)
+        num_tokens = await count_prompt_tokens(
+            request, CountTokensFields, convert_to_chat, FIELD_NAMES
+        )
         return web.json_response({"input_tokens": num_tokens})
 
 

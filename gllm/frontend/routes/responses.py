@@ -10,12 +10,12 @@ from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.converted_chat import count_prompt_tokens, prepare_converted_chat
 from gllm.frontend.fields.response_items import convert_input
 from gllm.frontend.fields.responses import (
-    NAMES,
+    FIELD_NAMES,
     CompactFields,
     InputTokensFields,
     ResponsesFields,
-    as_chat,
-    prompt_fields,
+    convert_prompt_to_chat,
+    convert_to_chat,
 )
 from gllm.frontend.responses_writer import ResponsesWriter
 
@@ -23,21 +23,29 @@ from gllm.frontend.responses_writer import ResponsesWriter
 async def create_response(request: web.Request) -> web.StreamResponse:
     """An answer to the input, in the shape of OpenAI's Responses API."""
     context = request.app[CONTEXT]
-    async with prepare_converted_chat(request, ResponsesFields, as_chat, NAMES) as (fields, job):
+    async with prepare_converted_chat(request, ResponsesFields, convert_to_chat, FIELD_NAMES) as (
+        fields,
+        job,
+    ):
         writer = ResponsesWriter(context.engine, job, fields, request[REQUEST_ID])
         return await send_answer(request, context, job, writer)
 
 
 async def count_input_tokens(request: web.Request) -> web.Response:
     """How many tokens the input is."""
-    num_tokens = await count_prompt_tokens(request, InputTokensFields, prompt_fields, NAMES)
+    num_tokens = await count_prompt_tokens(
+        request, InputTokensFields, convert_prompt_to_chat, FIELD_NAMES
+    )
     return web.json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 async def compact_conversation(request: web.Request) -> web.StreamResponse:
     """A shorter input that stands for the conversation: the user's messages and a summary."""
     context = request.app[CONTEXT]
-    async with prepare_converted_chat(request, CompactFields, _summary_fields, NAMES) as (_, job):
+    async with prepare_converted_chat(request, CompactFields, _summary_fields, FIELD_NAMES) as (
+        _,
+        job,
+    ):
         writer = CompactionWriter(job, request[REQUEST_ID])
         return await send_whole_answer(request, context, job, writer)
 

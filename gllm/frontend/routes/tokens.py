@@ -46,7 +46,9 @@ def _tokenized(
 
 def _ids(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:
     if fields.prompt is None:
-        return render_chat(tokenizer, chat_request(fields.chat), config.output_parsers).token_ids
+        return render_chat(
+            tokenizer, chat_request(fields.to_chat_completion()), config.output_parsers
+        ).token_ids
     check_size("prompt", fields.prompt.encode(), MAX_TOKENIZE_BYTES, "bytes in UTF-8")
     return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
 
