@@ -111,7 +111,6 @@ PENDING_CLASSES = frozenset(
         "Row",
         "Run",
         "Sampling",
-        "Scores",
         "Served",
         "ServerError",
         "Shape",

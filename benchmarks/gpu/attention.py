@@ -18,8 +18,8 @@ from benchmarks.gpu.operations import TOLERANCES, Operation, Rival, measure, rel
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.rows import Measured, Named, Skip
 from gllm.kernels.attention import paged_attention
-from gllm.kernels.attention_plan import AttentionPlan, PagedRows, plan_attention
-from gllm.kernels.attention_scores import Scores
+from gllm.kernels.attention_plan import AttentionPlan, PagedBatch, plan_attention
+from gllm.kernels.attention_scaling import AttentionScaling
 
 FP8 = torch.float8_e4m3fn
 BLOCK_SIZE = 16
@@ -153,7 +153,7 @@ def row(place: Place, case: Case) -> Measured:
     return measure(place, operation)
 
 
-def paged_rows(case: Case) -> PagedRows:
+def paged_rows(case: Case) -> PagedBatch:
     """The case's rows, their blocks scattered over the cache."""
     counts = [1] * case.decodes + [case.chunk] * bool(case.chunk)
     contexts = [case.context] * case.decodes + [case.cached + case.chunk] * bool(case.chunk)
@@ -166,7 +166,7 @@ def paged_rows(case: Case) -> PagedRows:
         begin += count
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
     context_len = np.array(contexts, dtype=np.int64)
-    return PagedRows(table, starts, context_len, case.decodes, BLOCK_SIZE, sum(needed))
+    return PagedBatch(table, starts, context_len, case.decodes, BLOCK_SIZE, sum(needed))
 
 
 def inputs_of(place: Place, case: Case) -> Inputs:
@@ -187,7 +187,7 @@ def attend(place: Place, case: Case, inputs: Inputs) -> Tensor:
     if place.is_dry and case.fp8:
         # The reference gathers, which torch does not do with 8-bit floats.
         keys, values = keys.to(query.dtype), values.to(query.dtype)
-    return paged_attention(query, keys, values, plan, Scores(case.heads.dim**-0.5))
+    return paged_attention(query, keys, values, plan, AttentionScaling(case.heads.dim**-0.5))
 
 
 def error_of(place: Place, case: Case, inputs: Inputs) -> float:

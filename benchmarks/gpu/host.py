@@ -16,8 +16,8 @@ from torch import Tensor
 from gllm.kernels.attention_plan import (
     AttentionPlan,
     DecodeGroup,
-    Gathers,
-    PagedRows,
+    GatherIndices,
+    PagedBatch,
     plan_attention,
 )
 from gllm.runtime.batch import PlanAttention, Windows
@@ -118,7 +118,7 @@ def plan_of_one_layout(longest: int) -> PlanAttention:
     group, padded to the longest context that can be, so that as many of them are laid out alike."""
 
     def plan(
-        rows: PagedRows, dtype: torch.dtype, windows: Windows
+        rows: PagedBatch, dtype: torch.dtype, windows: Windows
     ) -> dict[int | None, AttentionPlan]:
         assert windows == {None}, "windows are not planned here"
         made = plan_attention(rows, dtype)
@@ -137,7 +137,7 @@ def plan_of_one_layout(longest: int) -> PlanAttention:
             bias[:, None, None],
             torch.from_numpy(context.copy()),
         )
-        gathers = Gathers([group], [], torch.zeros(1, 1, dtype=dtype))
+        gathers = GatherIndices([group], [], torch.zeros(1, 1, dtype=dtype))
         return {None: replace(made, gathers=gathers)}
 
     return plan

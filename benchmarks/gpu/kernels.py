@@ -21,7 +21,7 @@ from gllm.kernels.experts import StackedExperts, run_stacked
 from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.linear_fp8 import linear_fp8
 from gllm.kernels.qkv import rotate_and_store
-from gllm.kernels.qkv_heads import Heads
+from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.kernels.rotary import inverse_frequencies, rotary_angles
 from gllm.kernels.sampling import sample
@@ -147,7 +147,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 def rotation(place: Place, sizes: Sizes, tokens: int) -> Operation:
     """From fused projections to rotated queries, and keys and values in the cache."""
     _, heads, kv_heads, dim = sizes.heads
-    how = Heads(heads, kv_heads)
+    how = QKVLayout(heads, kv_heads)
     frequencies, factor = inverse_frequencies("default", dim, 1e6, {})
     positions = torch.arange(tokens, device=place.device)
     angles = rotary_angles(positions, frequencies.to(place.device), factor)

@@ -1,10 +1,8 @@
-"""Attention with linear biases: a penalty that grows with distance, instead of positions.
+"""Slopes of attention with linear biases (ALiBi).
 
-Owns the slopes. Does not know attention.
-
-Source: Press, Smith and Lewis, "Train Short, Test Long" (2022), section 3; for numbers of
-heads that are no power of two, the authors' code: the slopes of the next lower power of two, then
-every other one of the next higher.
+Source: Press, Smith and Lewis, "Train Short, Test Long" (2022), section 3. For a number of heads
+that is not a power of two, as in the authors' code: the slopes of the next lower power of two, then
+every other slope of the next higher one.
 """
 
 import math
@@ -14,7 +12,7 @@ from torch import Tensor
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """The slope of each head, [heads] float32: what a distance of one token costs a score."""
+    """Return the slope of each head, [heads] float32: the penalty per token of distance."""
     lower = 2 ** math.floor(math.log2(heads))
     slopes = _geometric(lower)
     if lower < heads:
@@ -23,5 +21,5 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def _geometric(heads: int) -> Tensor:
-    """For a power of two: 2^(-8/n), 2^(-16/n), ..."""
+    """Return 2^(-8/n), 2^(-16/n), ... for n heads, a power of two."""
     return torch.pow(2.0, -8.0 / heads * torch.arange(1, heads + 1, dtype=torch.float32))

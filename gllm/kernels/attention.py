@@ -1,21 +1,19 @@
-"""Attention over a paged KV cache, for one micro-batch of decodes and prefill chunks.
+"""Attention over a paged KV cache for one micro-batch of decodes and prefill chunks.
 
-Owns what is computed, and the write into the cache. How queries meet the cache is a backend's
-(attention_backends.py), where they look is told by attention_plan.py. `store_kv` and
-`paged_attention` run once for each layer. Does not know models and requests.
+`store_kv` writes the cache and `paged_attention` reads it; both run once per layer. A backend
+(`attention_backends.py`) computes the attention from an `AttentionPlan` (`attention_plan.py`).
 
-A cache tensor is [blocks, block_size, kv_heads, head_dim], of the queries' type, of another with 16
-bits, or of FP8 (E4M3). In FP8 numbers are as they are, with no scale but 1: from 2^-6 to 448 in
-magnitude they are rounded by 1/16 of themselves at most, smaller ones by 2^-10, and larger ones
-become 448.
+A cache tensor is [blocks, block_size, kv_heads, head_dim]. Its dtype is that of the queries,
+another 16-bit dtype, or FP8 (E4M3). FP8 values are stored unscaled: magnitudes from 2^-6 to 448 are
+rounded by at most 1/16 of their value, smaller ones by at most 2^-10, larger ones become 448.
 """
 
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention_backends import implementation
+from gllm.kernels.attention_backends import backend_module
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.attention_scores import Scores as Scores
+from gllm.kernels.attention_scaling import AttentionScaling
 
 
 def store_kv(
@@ -27,30 +25,36 @@ def store_kv(
 
 
 def store(new: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write new [tokens, kv_heads, elements] to their slots [tokens] of one cache.
+    """Write new [tokens, kv_heads, elements] to its slots [tokens] of one cache.
 
-    Numbers beyond the range of a cache in FP8 (E4M3) become its largest.
+    Values beyond the range of an FP8 (E4M3) cache are clamped to it.
     """
     flat = cache.flatten(0, 1)
     if cache.dtype == torch.float8_e4m3fn:
         limit = torch.finfo(cache.dtype).max
         codes = new.to(torch.float32).clamp(-limit, limit).to(cache.dtype)
-        # As bytes: torch does not index FP8.
+        # As bytes: torch cannot index FP8 tensors.
         flat.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
     else:
         flat.index_copy_(0, slots, new.to(cache.dtype))
 
 
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scores: Scores
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    scaling: AttentionScaling,
 ) -> Tensor:
-    """Causal attention of query [tokens, heads, head_dim] over the cache; the result is
-    [tokens, heads, value_dim].
+    """Compute causal attention of query [tokens, heads, head_dim] over the cache.
 
-    The step's keys and values have to be stored before. Query head h belongs to KV head
+    The keys and values of the step must already be stored. Query head h reads KV head
     h // (heads / kv_heads). Source: Vaswani et al., "Attention Is All You Need" (2017), equation 1;
     Ainslie et al., "GQA" (2023); softcap: Gemma Team, "Gemma 2" (2024), section 2.
+
+    Returns:
+        [tokens, heads, value_dim].
     """
-    backend = implementation(plan.backend)
-    result: Tensor = backend.paged_attention(query, key_cache, value_cache, plan, scores)
+    backend = backend_module(plan.backend)
+    result: Tensor = backend.paged_attention(query, key_cache, value_cache, plan, scaling)
     return result

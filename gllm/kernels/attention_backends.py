@@ -1,10 +1,10 @@
-"""Ways to compute paged attention, by name: what each reads, and which one a stage takes.
+"""Table of attention backends, and the choice of one backend per stage.
 
-Owns the table. A backend is a module with `paged_attention`, as the operation in attention.py, and
-where it cannot compute everything `refusal`: why not what a stage wants, and what to do about it.
-`auto_refusal`, where there is one, says why another backend is the better choice. A
-new one is one file and one line here (and its name among the choices of gllm/config/engine.py).
-Modules are imported when first asked for. Does not know what they compute.
+A backend is a module with a function `paged_attention` (signature: gllm/kernels/attention.py). A
+backend with limits also has `unsupported_reason`: it returns why the backend cannot meet a stage's
+requirements, and the fix. Optionally `auto_skip_reason` returns why `auto` should try the next
+backend. To add a backend, add a file, a line to BACKENDS, and its name to the choices in
+gllm/config/engine.py. Modules are imported on first use.
 """
 
 import importlib
@@ -17,119 +17,124 @@ import torch
 
 from gllm.kernels.native.library import native
 
-Device = Literal["cpu", "cuda"]
+DeviceType = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
-    """Where a backend is, and where it can be used."""
+class AttentionBackend:
+    """Module, devices and plan format of one backend."""
 
     module: str
-    """Within gllm.kernels."""
-    devices: tuple[Device, ...]
+    """Name within gllm.kernels."""
+    devices: tuple[DeviceType, ...]
     reads: Literal["gathers", "rows", "tables"]
-    """The part of an AttentionPlan that it needs. Tables of as many decodes are always alike, so
-    that work on them can be recorded and replayed."""
+    """The field of AttentionPlan that the backend reads. Tables of the same number of decodes have
+    the same shape, so that work on them can be captured in a graph and replayed."""
 
 
 BACKENDS = MappingProxyType(
     {
-        "flash-attn": Backend("attention_flash", ("cuda",), "tables"),
-        "native": Backend("native.attention", ("cpu",), "rows"),
-        "torch": Backend("attention_torch", ("cpu", "cuda"), "gathers"),
-        "triton": Backend("triton.attention", ("cuda",), "tables"),
+        "flash-attn": AttentionBackend("attention_flash", ("cuda",), "tables"),
+        "native": AttentionBackend("native.attention", ("cpu",), "rows"),
+        "torch": AttentionBackend("attention_torch", ("cpu", "cuda"), "gathers"),
+        "triton": AttentionBackend("triton.attention", ("cuda",), "tables"),
     }
 )
-AUTO: MappingProxyType[Device, tuple[str, ...]] = MappingProxyType(
+AUTO: MappingProxyType[DeviceType, tuple[str, ...]] = MappingProxyType(
     {
         "cpu": ("native", "torch"),
-        # FlashAttention's kernels are tuned by hand for each size of head, those in triton/ have
-        # never been timed: where both fit, the former are the safer choice. With the default block
-        # size of 16 that is nowhere, for FlashAttention wants multiples of 256.
+        # FlashAttention's kernels are hand-tuned per head size and those in triton/ have never been
+        # timed, so FlashAttention is preferred where both are supported. That needs a block size
+        # that is a multiple of 256; the default is 16.
         "cuda": ("flash-attn", "triton"),
     }
 )
-"""The first that fits is taken. Not torch on a GPU: it is there to find faults in the others."""
+"""Backends that `auto` tries, in order. torch on a GPU is a reference and only used by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What the attention of a layer looks like."""
+    """Elements of a cached key head and value head of one layer."""
 
     key_dim: int
     value_dim: int
     shared: bool = False
-    """Values are the first elements of the keys: latent attention."""
+    """Values are the first elements of the keys (latent attention)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a stage asks of attention."""
+class AttentionRequirements:
+    """Properties of a stage that its attention backend must support."""
 
-    device: Device
+    device: DeviceType
     capability: tuple[int, int]
     """Compute capability of the GPU; (0, 0) on a CPU."""
     dtype: torch.dtype
-    """Of queries and results."""
-    cached: torch.dtype
-    """Of keys and values in the cache."""
+    """Dtype of queries and outputs."""
+    cache_dtype: torch.dtype
+    """Dtype of the KV cache."""
     block_size: int
     shapes: frozenset[HeadShape]
-    """Of the stage's layers."""
+    """Head shapes of all layers of the stage."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A backend and why it is this one."""
+class BackendChoice:
+    """Name of the selected backend and the reason for the log."""
 
     name: str
     reason: str
 
 
-def choose(requested: str, wanted: Wanted) -> Choice:
-    """The backend that is requested, or for auto the first of AUTO that fits.
+def choose_backend(requested: str, requirements: AttentionRequirements) -> BackendChoice:
+    """Return the requested backend, or for "auto" the first supported one of AUTO.
 
-    Raises ValueError that names the flag, the reason and the fix where the requested one does not.
+    Raises:
+        ValueError: The requested backend, or every backend of AUTO, is not supported. The message
+            names the flag, the reason and the fix.
     """
     if requested != "auto":
-        why = refusal(requested, wanted)
-        if why is not None:
-            raise ValueError(f"--attention-backend {requested}: {why}")
-        return Choice(requested, "as asked for")
-    refused: list[str] = []
-    for name in AUTO[wanted.device]:
-        why = refusal(name, wanted) or auto_refusal(name, wanted)
-        if why is None:
-            return Choice(name, f"not {'; '.join(refused)}" if refused else "fits and is preferred")
-        refused.append(f"{name}: {why}")
-    raise ValueError(f"--attention-backend auto: none fits; {'; '.join(refused)}")
+        reason = unsupported_reason(requested, requirements)
+        if reason is not None:
+            raise ValueError(f"--attention-backend {requested}: {reason}")
+        return BackendChoice(requested, "as requested")
+    skipped: list[str] = []
+    for name in AUTO[requirements.device]:
+        reason = unsupported_reason(name, requirements) or auto_skip_reason(name, requirements)
+        if reason is None:
+            return BackendChoice(
+                name, f"not {'; '.join(skipped)}" if skipped else "supported and preferred"
+            )
+        skipped.append(f"{name}: {reason}")
+    raise ValueError(f"--attention-backend auto: none is supported; {'; '.join(skipped)}")
 
 
-def refusal(name: str, wanted: Wanted) -> str | None:
-    """Why a backend cannot do what is wanted, and what to do; None where it can."""
-    if wanted.device not in BACKENDS[name].devices:
-        there = "on a CPU" if wanted.device == "cpu" else "on GPUs"
-        usable = (other for other, each in BACKENDS.items() if wanted.device in each.devices)
-        return f"does not compute {there}; choose auto or one of {', '.join(usable)}"
-    found = getattr(implementation(name), "refusal", None)
-    return None if found is None else found(wanted)
+def unsupported_reason(name: str, requirements: AttentionRequirements) -> str | None:
+    """Return why a backend cannot meet the requirements and the fix; None if it can."""
+    if requirements.device not in BACKENDS[name].devices:
+        place = "on a CPU" if requirements.device == "cpu" else "on GPUs"
+        usable = (
+            other for other, backend in BACKENDS.items() if requirements.device in backend.devices
+        )
+        return f"does not compute {place}; choose auto or one of {', '.join(usable)}"
+    check = getattr(backend_module(name), "unsupported_reason", None)
+    return None if check is None else check(requirements)
 
 
-def auto_refusal(name: str, wanted: Wanted) -> str | None:
-    """Why auto goes on to the next backend, although this one can do what is wanted."""
-    found = getattr(implementation(name), "auto_refusal", None)
-    return None if found is None else found(wanted)
+def auto_skip_reason(name: str, requirements: AttentionRequirements) -> str | None:
+    """Return why `auto` should try the next backend although this one is supported, or None."""
+    check = getattr(backend_module(name), "auto_skip_reason", None)
+    return None if check is None else check(requirements)
 
 
 @cache
-def implementation(name: str) -> ModuleType:
-    """A backend's module."""
+def backend_module(name: str) -> ModuleType:
+    """Import and return the module of a backend."""
     return importlib.import_module(f"gllm.kernels.{BACKENDS[name].module}")
 
 
-def usual_backend(dtype: torch.dtype, device: torch.device) -> str:
-    """What computes queries of a dtype on a device against a cache of the same dtype, where nobody
-    has chosen."""
+def default_backend(dtype: torch.dtype, device: torch.device) -> str:
+    """Return the backend for queries and a cache of one dtype if none was configured."""
     if device.type != "cpu":
         return "triton"
     library = native(torch.empty(0, dtype=dtype), "attention")

@@ -1,11 +1,10 @@
-"""Where in a paged KV cache the queries of a micro-batch look: from block tables to gathers.
+"""Attention metadata of a step: slot mapping, gather indices, masks and block tables on the device.
 
-Owns slots, groups and masks, made once for a step and shared by all layers that see alike, and the
-tables that kernels on a device read. Does not know models, requests and who owns the blocks.
+A plan is built once per step and shared by all layers with the same attention window.
 
-A *slot* is a token's place in the cache, block * block_size + offset. The cache's last block is
-never written and stays zero: gathers of padding go there, so that nothing (a NaN of another
-sequence, say) leaks through a masked position.
+A *slot* is the position of a token in the cache, block * block_size + offset. The last block of the
+cache is never written and stays zero: padded gather indices point to it, so that no NaN of another
+sequence leaks through a masked position.
 """
 
 import math
@@ -17,158 +16,166 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention_backends import BACKENDS, usual_backend
+from gllm.kernels.attention_backends import BACKENDS, default_backend
 
 Ints = npt.NDArray[np.int64]
 
 GATHERED_TOKENS = 8192
-"""Cached tokens gathered at once for decodes: a few MB, so that they are read back from cache."""
+"""Most cached tokens gathered at once for decodes: a few MB, which stay in the CPU cache."""
 PADDED_SHARE = 0.25
-"""Most padding in a group of decodes."""
+"""Largest fraction of padding within a group of decodes."""
 QUERY_SLICE = 256
-"""Prefill queries computed at once: a slice does not look at keys behind its own end."""
+"""Prefill queries per matrix product: a slice does not read keys after its last query."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes of similar context length, attended in one operation."""
+    """Decodes of similar context length, computed by one operation."""
 
     rows: Tensor
-    """[group] int64, token rows."""
+    """[group] int64: token rows of the decodes."""
     slots: Tensor
     """[group * context] int64, padded to the longest context of the group."""
     bias: Tensor
     """[group, 1, 1, context] of the compute dtype: 0, or -inf at padding."""
     lengths: Tensor
-    """[group] int64: context of each."""
+    """[group] int64: context length of each decode."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Consecutive tokens of one sequence."""
+    """Consecutive prefill tokens of one sequence."""
 
     first: int
     """Token row of its first token."""
     tokens: int
+    """Number of tokens of the chunk."""
     slots: Tensor
-    """[context] int64: the tokens that it sees, up to and with the chunk's last one."""
+    """[context] int64: slots of the visible tokens, the last one of the chunk included."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gathers:
-    """Where each query looks, made for operations on gathered keys and values."""
+class GatherIndices:
+    """Indices and masks for attention on gathered keys and values."""
 
     decodes: list[DecodeGroup]
     chunks: list[PrefillChunk]
     causal: Tensor
     """[queries, queries - 1 + keys] of the compute dtype, for the longest slice and context: 0 on
     and below the diagonal that starts at [0, keys - 1] and within the window, -inf elsewhere. The
-    mask of any slice is a part of it."""
+    mask of any slice is a view of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class PagedRows:
-    """The rows of a micro-batch in the cache, those of decodes first."""
+class PagedBatch:
+    """Block tables and lengths of a micro-batch, one row per sequence, decodes first."""
 
     block_table: Ints
     """[rows, blocks]: block ids, padding arbitrary."""
     query_start: Ints
     """[rows + 1]: first token row of each row."""
     context_len: Ints
-    """[rows]: tokens in the cache, this step's included."""
+    """[rows]: tokens in the cache, those of this step included."""
     num_decodes: int
-    """Rows at the beginning that have one token each."""
+    """Number of leading rows with one token each."""
     block_size: int
     num_blocks: int
-    """Usable blocks, the zero block excluded."""
+    """Number of usable blocks, without the zero block."""
 
     def slots(self, row: int, begin: int) -> Ints:
-        """Slots of a row's context from position `begin` on."""
+        """Return the slots of a row's context from position `begin` on."""
         positions = np.arange(begin, self.context_len[row])
         blocks = self.block_table[row, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceTables:
-    """`PagedRows` where kernels read it: parts of one int32 buffer, so that one copy brings all.
+class DeviceBlockTables:
+    """Copy of a `PagedBatch` for GPU kernels: views of one int32 buffer, moved by one copy.
 
-    On the host too, to be copied from.
+    The source of the copy is an instance on the host.
     """
 
     buffer: Tensor
-    """[rows + (rows + 1) + rows * blocks] int32: what follows, one behind the other."""
+    """[rows + (rows + 1) + rows * blocks] int32: the following three tensors, concatenated."""
     context_len: Tensor
-    """[rows] int32; 0 for rows without a sequence."""
+    """[rows] int32: context length, 0 for rows without a sequence."""
     query_start: Tensor
-    """[rows + 1] int32."""
+    """[rows + 1] int32: first token row of each row."""
     block_table: Tensor
     """[rows, blocks] int32: block ids, padding arbitrary."""
-    listed: dict[int, Tensor] = field(default_factory=dict)
-    """[tiles, 2] int32: `prefill_tiles` by their number of tokens, as far as they were made."""
-    asked: set[int] = field(default_factory=set)
-    """Numbers of tokens that kernels asked for, maybe of several steps: to make those ahead."""
+    prefill_tiles: dict[int, Tensor] = field(default_factory=dict)
+    """[tiles, 2] int32 per number of tokens of a tile: cached results of `list_prefill_tiles`."""
+    requested_tile_sizes: set[int] = field(default_factory=set)
+    """Numbers of tokens per tile that kernels requested, possibly shared by several steps: lets the
+    next step list those tiles in advance."""
     _derived: dict[Hashable, Tensor] = field(default_factory=dict)
 
-    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """What the first layer that asks for a key makes of the tables, for all layers."""
+    def get_or_compute(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor derived from the tables, computed by the first layer that needs it."""
         if key not in self._derived:
-            self._derived[key] = make()
+            self._derived[key] = compute()
         return self._derived[key]
 
-    def tiles(self, rows: PagedRows, tokens: int) -> Tensor:
-        """`prefill_tiles` on the tables' device, made once for each number of tokens."""
-        self.asked.add(tokens)
-        if tokens not in self.listed:
-            found = torch.from_numpy(prefill_tiles(rows, tokens))
-            self.listed[tokens] = upload(found, self.buffer.device)
-        return self.listed[tokens]
+    def get_prefill_tiles(self, rows: PagedBatch, num_tokens: int) -> Tensor:
+        """Return `list_prefill_tiles` on the device of the tables, computed once per num_tokens."""
+        self.requested_tile_sizes.add(num_tokens)
+        if num_tokens not in self.prefill_tiles:
+            tiles = torch.from_numpy(list_prefill_tiles(rows, num_tokens))
+            self.prefill_tiles[num_tokens] = copy_to_device(tiles, self.buffer.device)
+        return self.prefill_tiles[num_tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What all layers of a step with the same window share."""
+    """Attention metadata shared by all layers of a step that have the same window."""
 
-    rows: PagedRows
+    rows: PagedBatch
     slots: Tensor
-    """[tokens] int64: where each token's key and value are stored."""
+    """[tokens] int64: slot that the key and value of each token are written to."""
     window: int | None
-    """Tokens that a token sees, itself among them; None: all."""
+    """Number of tokens visible to a token, itself included; None: all."""
     backend: str
-    """Computes attention; a name of attention_backends.BACKENDS, which says what it reads."""
-    gathers: Gathers | None = None
-    """For backends that read them."""
-    tables: DeviceTables | None = None
-    """For backends that read them, on the device of the step's tensors."""
+    """Name in attention_backends.BACKENDS, whose `reads` names the field that is set below."""
+    gathers: GatherIndices | None = None
+    """Set for backends that read gathers."""
+    tables: DeviceBlockTables | None = None
+    """Set for backends that read tables, on the device of the tensors of the step."""
 
 
 def plan_attention(
-    rows: PagedRows,
+    rows: PagedBatch,
     dtype: torch.dtype,
     window: int | None = None,
     device: torch.device | None = None,
     backend: str | None = None,
 ) -> AttentionPlan:
-    """Where the tokens of a step, of this compute dtype, are written and look.
+    """Build the attention plan of a step.
 
-    device: of slots and tables, default the CPU; gathers are made on the host. backend: default
-    what is usual for this dtype there. Plans of other windows for a backend that reads tables
-    differ in `window` alone: `dataclasses.replace` makes them without another copy of the tables.
+    For a backend that reads tables, plans of other windows differ in `window` alone:
+    `dataclasses.replace` makes them without another copy of the tables.
+
+    Args:
+        rows: Block tables and lengths of the micro-batch.
+        dtype: Compute dtype, that of the masks.
+        window: Number of visible tokens; None: all.
+        device: Device of slots and tables, by default the CPU. Gathers are on the host.
+        backend: Name of the backend, by default `default_backend(dtype, device)`.
     """
     device = device or torch.device("cpu")
-    backend = backend or usual_backend(dtype, device)
-    slots = upload(torch.from_numpy(written_slots(rows)), device)
+    backend = backend or default_backend(dtype, device)
+    slots = copy_to_device(torch.from_numpy(compute_slot_mapping(rows)), device)
     gathers = tables = None
     match BACKENDS[backend].reads:
         case "gathers":
             gathers = _gathers(rows, dtype, window)
         case "tables":
-            tables = device_tables(rows, device)
+            tables = build_device_tables(rows, device)
     return AttentionPlan(rows, slots, window, backend, gathers, tables)
 
 
-def written_slots(rows: PagedRows) -> Ints:
-    """[tokens]: where each token's key and value are stored."""
+def compute_slot_mapping(rows: PagedBatch) -> Ints:
+    """Return the slot that the key and value of each token are written to, [tokens]."""
     tokens = np.diff(rows.query_start)
     spread = np.repeat(np.arange(len(tokens)), tokens)
     positions = np.arange(len(spread)) + (rows.context_len - rows.query_start[1:])[spread]
@@ -176,28 +183,30 @@ def written_slots(rows: PagedRows) -> Ints:
     return rows.block_table[spread, positions // size] * size + positions % size
 
 
-def device_tables(rows: PagedRows, device: torch.device) -> DeviceTables:
-    """The tables of a step on a device; the copy does not wait."""
+def build_device_tables(rows: PagedBatch, device: torch.device) -> DeviceBlockTables:
+    """Copy the tables of a step to a device, asynchronously on a GPU."""
     count, blocks = rows.block_table.shape
-    host = empty_tables(count, blocks, torch.device("cpu"), device.type == "cuda")
-    fill_tables(rows, host)
-    return _views(upload(host.buffer, device), count, blocks)
+    host = allocate_device_tables(count, blocks, torch.device("cpu"), device.type == "cuda")
+    write_device_tables(rows, host)
+    return _views(copy_to_device(host.buffer, device), count, blocks)
 
 
-def empty_tables(
+def allocate_device_tables(
     rows: int, blocks: int, device: torch.device, pinned: bool = False
-) -> DeviceTables:
-    """Tables with room for so many rows and blocks, unwritten; pinned: host memory that a device
-    copies from without waiting."""
+) -> DeviceBlockTables:
+    """Allocate uninitialized tables for a number of rows and of blocks per row.
+
+    pinned: allocate page-locked host memory, for asynchronous copies to a GPU.
+    """
     size = rows + rows + 1 + rows * blocks
     buffer = torch.empty(size, dtype=torch.int32, device=device, pin_memory=pinned)
     return _views(buffer, rows, blocks)
 
 
-def fill_tables(rows: PagedRows, tables: DeviceTables) -> None:
-    """Write a micro-batch to tables on the host that may have room for more rows and blocks.
+def write_device_tables(rows: PagedBatch, tables: DeviceBlockTables) -> None:
+    """Write a micro-batch to tables on the host that may be larger than the micro-batch.
 
-    Rows beyond it have neither tokens nor context; block ids beyond it stay as they are.
+    Additional rows get no tokens and no context; additional block ids are not written.
     """
     used, blocks = rows.block_table.shape
     tables.context_len[:used] = torch.from_numpy(rows.context_len)
@@ -207,9 +216,12 @@ def fill_tables(rows: PagedRows, tables: DeviceTables) -> None:
     tables.block_table[:used, :blocks] = torch.from_numpy(rows.block_table)
 
 
-def prefill_tiles(rows: PagedRows, tokens: int) -> npt.NDArray[np.int32]:
-    """[tiles, 2]: row and first token within the row, for tiles of so many tokens of the rows
-    behind the decodes. Tiles that see most come first, so that short ones fill what they leave."""
+def list_prefill_tiles(rows: PagedBatch, tokens: int) -> npt.NDArray[np.int32]:
+    """Return the tiles of the prefill chunks, [tiles, 2]: row and first token within the row.
+
+    A tile has up to `tokens` tokens of one row. Tiles with the most visible keys come first, so
+    that short tiles fill the GPU at the end of the launch.
+    """
     counts = np.diff(rows.query_start)[rows.num_decodes :]
     tiles = -(-counts // tokens)
     owner = np.repeat(np.arange(len(counts)), tiles)
@@ -219,19 +231,19 @@ def prefill_tiles(rows: PagedRows, tokens: int) -> npt.NDArray[np.int32]:
     return np.stack((owner + rows.num_decodes, first), axis=1)[order].astype(np.int32)
 
 
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device; the copy to a GPU does not wait."""
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to a device, asynchronously to a GPU."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
-def _views(buffer: Tensor, rows: int, blocks: int) -> DeviceTables:
+def _views(buffer: Tensor, rows: int, blocks: int) -> DeviceBlockTables:
     context_len, query_start, block_table = buffer.split((rows, rows + 1, rows * blocks))
-    return DeviceTables(buffer, context_len, query_start, block_table.view(rows, blocks))
+    return DeviceBlockTables(buffer, context_len, query_start, block_table.view(rows, blocks))
 
 
-def _gathers(rows: PagedRows, dtype: torch.dtype, window: int | None) -> Gathers:
+def _gathers(rows: PagedBatch, dtype: torch.dtype, window: int | None) -> GatherIndices:
     chunks = []
     for row in range(rows.num_decodes, len(rows.context_len)):
         first = int(rows.query_start[row])
@@ -240,10 +252,10 @@ def _gathers(rows: PagedRows, dtype: torch.dtype, window: int | None) -> Gathers
         slots = torch.from_numpy(rows.slots(row, max(begin, 0) if window else 0))
         chunks.append(PrefillChunk(first, count, slots))
     causal = _causal_template(chunks, dtype, window)
-    return Gathers(_decode_groups(rows, dtype, window), chunks, causal)
+    return GatherIndices(_decode_groups(rows, dtype, window), chunks, causal)
 
 
-def _decode_groups(rows: PagedRows, dtype: torch.dtype, window: int | None) -> list[DecodeGroup]:
+def _decode_groups(rows: PagedBatch, dtype: torch.dtype, window: int | None) -> list[DecodeGroup]:
     context = rows.context_len[: rows.num_decodes]
     seen = context if window is None else np.minimum(context, window)
     begin = context - seen
@@ -269,7 +281,7 @@ def _decode_groups(rows: PagedRows, dtype: torch.dtype, window: int | None) -> l
 
 
 def _causal_template(chunks: list[PrefillChunk], dtype: torch.dtype, window: int | None) -> Tensor:
-    """Return the mask of `Gathers.causal` for chunks."""
+    """Return the mask `GatherIndices.causal` for the chunks."""
     keys = max((len(chunk.slots) for chunk in chunks), default=1)
     queries = min(max((chunk.tokens for chunk in chunks), default=1), QUERY_SLICE)
     shape = (queries, queries - 1 + keys)
@@ -282,7 +294,7 @@ def _causal_template(chunks: list[PrefillChunk], dtype: torch.dtype, window: int
 
 
 def _group_decodes(context_len: Ints) -> Iterator[Ints]:
-    """Rows of decodes in groups that neither gather nor pad too much; each row in one of them."""
+    """Yield groups of decode rows within GATHERED_TOKENS and PADDED_SHARE; each row once."""
     order = np.argsort(-context_len, kind="stable")
     lengths = context_len[order]
     begin = 0

@@ -1,8 +1,8 @@
-"""Paged attention by torch: the reference for all other backends, on any device.
+"""Attention backend in torch: the reference for all other backends, on any device.
 
-Owns how gathered keys and values meet queries. It gathers what a plan on the host listed, so what
-it does for a step can be replayed for no other. Any type of cache is read: it is converted to the
-queries' once gathered.
+It gathers keys and values by index tensors that the plan made on the host, so its work cannot be
+captured in a graph for other steps. The cache may have any dtype: gathered elements are
+converted to the dtype of the queries.
 """
 
 import torch
@@ -10,52 +10,68 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gllm.kernels.attention_plan import QUERY_SLICE, AttentionPlan, DecodeGroup, PrefillChunk
-from gllm.kernels.attention_scores import Scores
+from gllm.kernels.attention_scaling import AttentionScaling
 
 
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scores: Scores
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    scaling: AttentionScaling,
 ) -> Tensor:
-    """As gllm.kernels.attention.paged_attention: query [tokens, heads, head_dim], caches
-    [blocks, block_size, kv_heads, elements], the result [tokens, heads, value_dim]; plan.gathers is
-    needed."""
-    assert plan.gathers is not None, "attention was not planned for gathers"
+    """Compute gllm.kernels.attention.paged_attention with gathered keys and values.
+
+    Args:
+        query: [tokens, heads, head_dim].
+        key_cache: [blocks, block_size, kv_heads, head_dim].
+        value_cache: [blocks, block_size, kv_heads, value_dim].
+        plan: `plan.gathers` is read.
+        scaling: scale, softcap and slopes of the scaling.
+
+    Returns:
+        [tokens, heads, value_dim].
+    """
+    assert plan.gathers is not None, "the plan has no gathers: it was made for another backend"
     tokens, heads, head_dim = query.shape
     output = query.new_empty(tokens, heads, value_cache.shape[3])
     keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     grouped = query.view(tokens, keys.shape[1], -1, head_dim)
     by_head = output.view(*grouped.shape[:3], -1)
     for group in plan.gathers.decodes:
-        by_head.index_copy_(0, group.rows, _decode(grouped, keys, values, group, scores))
+        by_head.index_copy_(0, group.rows, _decode(grouped, keys, values, group, scaling))
     for chunk in plan.gathers.chunks:
-        _prefill(grouped, keys, values, chunk, plan, scores, by_head)
+        _prefill(grouped, keys, values, chunk, plan, scaling, by_head)
     return output
 
 
-def _gathered(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """[slots, kv_heads, elements] of cache [all slots, kv_heads, elements], in this dtype."""
+def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows `slots` of cache [all slots, kv_heads, elements], converted to dtype."""
     if cache.dtype == torch.float8_e4m3fn:
-        # As bytes: torch does not index FP8.
-        found = cache.view(torch.uint8).index_select(0, slots)
-        return found.view(cache.dtype).to(dtype)
+        # As bytes: torch cannot index FP8 tensors.
+        codes = cache.view(torch.uint8).index_select(0, slots)
+        return codes.view(cache.dtype).to(dtype)
     return cache.index_select(0, slots).to(dtype)
 
 
 def _decode(
-    query: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, scores: Scores
+    query: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, scaling: AttentionScaling
 ) -> Tensor:
-    """[group, kv_heads, queries, value_dim]: the queries that share a KV head as one matrix."""
+    """Return [group, kv_heads, queries, value_dim] for the decodes of a group.
+
+    The queries that share a KV head form one matrix.
+    """
     shape = (len(group.rows), -1)
-    key = _gathered(keys, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
-    value = _gathered(values, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
+    key = _gather(keys, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
+    value = _gather(values, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
     rows = query.index_select(0, group.rows)
     bias = group.bias
-    if scores.slopes is not None:
-        every = torch.arange(key.shape[2], device=key.device)
-        distance = every - (group.lengths[:, None] - 1)
-        slopes = scores.slopes.view(1, *query.shape[1:3], 1)
+    if scaling.alibi_slopes is not None:
+        columns = torch.arange(key.shape[2], device=key.device)
+        distance = columns - (group.lengths[:, None] - 1)
+        slopes = scaling.alibi_slopes.view(1, *query.shape[1:3], 1)
         bias = bias + (slopes * distance[:, None, None]).to(bias.dtype)
-    return _attend(rows, key, value, bias, scores)
+    return _attend(rows, key, value, bias, scaling)
 
 
 def _prefill(
@@ -64,16 +80,16 @@ def _prefill(
     values: Tensor,
     chunk: PrefillChunk,
     plan: AttentionPlan,
-    scores: Scores,
+    scaling: AttentionScaling,
     output: Tensor,
 ) -> None:
-    """Fill the chunk's rows of output [tokens, kv_heads, queries, value_dim], slice by slice."""
+    """Fill the rows of a chunk in output [tokens, kv_heads, queries, value_dim] by slices."""
     assert plan.gathers is not None
     causal = plan.gathers.causal
     heads, queries = query.shape[1:3]
     # [kv_heads, queries, context, elements], expanded without a copy.
     key, value = (
-        _gathered(cache, chunk.slots, query.dtype)
+        _gather(cache, chunk.slots, query.dtype)
         .transpose(0, 1)[:, None]
         .expand(-1, queries, -1, -1)
         for cache in (keys, values)
@@ -86,27 +102,31 @@ def _prefill(
         oldest = 0 if plan.window is None else max(cached + begin - plan.window + 1, 0)
         shift = widest - 1 - (cached + begin)
         mask = causal[: end - begin, shift + oldest : shift + visible]
-        if scores.slopes is not None:
+        if scaling.alibi_slopes is not None:
             own = torch.arange(cached + begin, cached + end, device=key.device)
             distance = torch.arange(oldest, visible, device=key.device) - own[:, None]
-            mask = mask + (scores.slopes.view(heads, queries, 1, 1) * distance).to(mask.dtype)
+            mask = mask + (scaling.alibi_slopes.view(heads, queries, 1, 1) * distance).to(
+                mask.dtype
+            )
         rows = slice(chunk.first + begin, chunk.first + end)
         attended = _attend(
             query[rows].permute(1, 2, 0, 3),
             key[:, :, oldest:visible],
             value[:, :, oldest:visible],
             mask,
-            scores,
+            scaling,
         )
         output[rows] = attended.permute(2, 0, 1, 3)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    """softmax(scores(query key^T) + mask) value over the last two dimensions."""
-    # Torch's kernels for GPUs ask for masks that begin at aligned addresses; parts of one do not.
-    if scores.softcap is None and query.is_cpu:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scale)
-    raw = (query @ key.transpose(-1, -2)).to(torch.float32) * scores.scale
-    if scores.softcap is not None:
-        raw = scores.softcap * torch.tanh(raw / scores.softcap)
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: AttentionScaling
+) -> Tensor:
+    """Return softmax(scaling(query key^T) + mask) value over the last two dimensions."""
+    # The GPU kernels of torch need masks at aligned addresses, which slices of a mask are not.
+    if scaling.softcap is None and query.is_cpu:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling.scale)
+    raw = (query @ key.transpose(-1, -2)).to(torch.float32) * scaling.scale
+    if scaling.softcap is not None:
+        raw = scaling.softcap * torch.tanh(raw / scaling.softcap)
     return (raw + mask).softmax(dim=-1).to(value.dtype) @ value

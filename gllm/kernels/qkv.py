@@ -1,56 +1,76 @@
-"""From fused projections to queries that can attend, and keys and values in the paged cache.
-
-Owns the order: normalisation of heads, rotation, the write. Does not know what the projections are.
-"""
+"""Head norms, rotary embedding and KV-cache write of a fused query, key and value projection."""
 
 import torch
 from torch import Tensor
 
 from gllm.kernels.attention import store_kv
 from gllm.kernels.native.library import DTYPES, RotaryArguments, native, pointer
-from gllm.kernels.qkv_heads import Heads as Heads
+from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rms_norm import rms_norm
 from gllm.kernels.rotary import Angles, apply_rotary
 
 
 def rotate_and_store(
-    fused: Tensor, how: Heads, angles: Angles | None, cache: tuple[Tensor, Tensor], slots: Tensor
+    fused: Tensor,
+    layout: QKVLayout,
+    angles: Angles | None,
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
 ) -> Tensor:
-    """Queries [tokens, heads, head_dim]; keys and values go to their slots of the cache.
+    """Apply head norms and rotary embedding, and write keys and values to the cache.
 
-    fused [tokens, heads + 2 * kv_heads, head_dim]: queries, keys, values; may be overwritten;
-    angles: none for models without rotation; cache: keys and values, each
-    [blocks, block_size, kv_heads, head_dim], of fused's type or FP8; slots [tokens] int64.
+    Args:
+        fused: [tokens, heads + 2 * kv_heads, head_dim]: queries, keys, values. May be overwritten.
+        layout: Numbers of heads and their norms.
+        angles: cos and sin of the tokens; None for models without rotary embedding.
+        cache: Keys and values, each [blocks, block_size, kv_heads, head_dim], of the dtype of fused
+            or FP8.
+        slots: [tokens] int64.
+
+    Returns:
+        Queries [tokens, heads, head_dim].
     """
     if fused.is_cuda:
         from gllm.kernels.triton import qkv as gpu
 
-        return gpu.rotate_and_store(fused, how, angles, cache, slots)
+        return gpu.rotate_and_store(fused, layout, angles, cache, slots)
     library = native(fused, "rotate")
     if library is not None and fused.is_contiguous() and cache[0].dtype == fused.dtype:
-        library(_arguments(fused, how, angles, cache, slots))
-        return fused[:, : how.heads]
-    query, key, value = fused.split((how.heads, how.kv_heads, how.kv_heads), dim=1)
-    if how.query_norm is not None and how.key_norm is not None:
-        query, key = rms_norm(query, how.query_norm, how.eps), rms_norm(key, how.key_norm, how.eps)
+        library(_arguments(fused, layout, angles, cache, slots))
+        return fused[:, : layout.num_heads]
+    query, key, value = fused.split(
+        (layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), dim=1
+    )
+    if layout.query_norm is not None and layout.key_norm is not None:
+        query, key = (
+            rms_norm(query, layout.query_norm, layout.eps),
+            rms_norm(key, layout.key_norm, layout.eps),
+        )
     if angles is not None:
-        query = apply_rotary(query, angles, how.interleaved)
-        key = apply_rotary(key, angles, how.interleaved)
+        query = apply_rotary(query, angles, layout.interleaved)
+        key = apply_rotary(key, angles, layout.interleaved)
     store_kv(key, value, *cache, slots)
     return query.contiguous()
 
 
 def _arguments(
-    fused: Tensor, how: Heads, angles: Angles | None, cache: tuple[Tensor, Tensor], slots: Tensor
+    fused: Tensor,
+    layout: QKVLayout,
+    angles: Angles | None,
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
 ) -> RotaryArguments:
     cosine, sine = (None, None) if angles is None else angles
-    norm = how.query_norm
+    norm = layout.query_norm
     return RotaryArguments(
-        *(pointer(tensor) for tensor in (fused, cosine, sine, norm, how.key_norm, *cache, slots)),
-        *(len(fused), how.heads, how.kv_heads, fused.shape[2]),
+        *(
+            pointer(tensor)
+            for tensor in (fused, cosine, sine, norm, layout.key_norm, *cache, slots)
+        ),
+        *(len(fused), layout.num_heads, layout.num_kv_heads, fused.shape[2]),
         0 if cosine is None else 2 * cosine.shape[-1],
-        how.eps,
-        how.interleaved,
+        layout.eps,
+        layout.interleaved,
         norm is not None and norm.dtype == torch.float32,
         DTYPES[fused.dtype],
         torch.get_num_threads(),

@@ -14,9 +14,9 @@ from gllm.kernels.alibi import alibi_slopes
 from gllm.kernels.attention import paged_attention, store
 from gllm.kernels.attention_backends import HeadShape
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.attention_scores import Scores
+from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.qkv import rotate_and_store
-from gllm.kernels.qkv_heads import Heads
+from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import Angles, apply_rotary
 from gllm.models import spec
 from gllm.models.loader import Weights
@@ -50,15 +50,15 @@ class Attention:
         key_norm = norm_of(described.key_norm, weights, *[kv_heads] * each, dim)
         self.norms: tuple[Norm, Norm] | None = None
         interleaved = described.rope is not None and described.rope.interleaved
-        self.how = Heads(heads, kv_heads, interleaved)
+        self.how = QKVLayout(heads, kv_heads, interleaved)
         if query_norm is not None and key_norm is not None:
             if query_norm.kind == "rms" and not each:
                 scales = query_norm.weight, key_norm.weight
-                self.how = Heads(heads, kv_heads, interleaved, *scales, query_norm.eps)
+                self.how = QKVLayout(heads, kv_heads, interleaved, *scales, query_norm.eps)
             else:
                 self.norms = query_norm, key_norm
         slopes = None if described.alibi is None else alibi_slopes(heads) * described.alibi
-        self.scores = Scores(described.scale, described.softcap, slopes)
+        self.scores = AttentionScaling(described.scale, described.softcap, slopes)
 
     def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """x [tokens, hidden]; the result is alike. Writes the tokens' keys and values to cache."""
@@ -99,7 +99,7 @@ class LatentAttention:
         parts = by_head.split((described.plain_dim, described.value_dim), dim=1)
         self.key_up, self.value_up = (part.contiguous() for part in parts)
         self.out = Linear(described.out, weights, [hidden], heads * described.value_dim)
-        self.scores = Scores(described.scale)
+        self.scores = AttentionScaling(described.scale)
 
     def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """x [tokens, hidden]; the result is alike. Writes the tokens' latents to cache."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention_plan import AttentionPlan, PagedRows
+from gllm.kernels.attention_plan import AttentionPlan, PagedBatch
 from gllm.kernels.native.library import native
 from gllm.kernels.native.program import NotRecorded, Program, recording
 from gllm.kernels.rotary import Angles
@@ -89,7 +89,7 @@ class Layers:
     def _any_step(self, tokens: int) -> Step:
         """Inputs of a step with so many tokens; nobody looks into them."""
         ones = np.ones(tokens, dtype=np.int64)
-        rows = PagedRows(ones[:, None], np.arange(tokens + 1), ones, tokens, 1, 1)
+        rows = PagedBatch(ones[:, None], np.arange(tokens + 1), ones, tokens, 1, 1)
         slots = torch.empty(tokens, dtype=torch.int64)
         plans = {window: AttentionPlan(rows, slots, window, "native") for window in self._windows}
         angles: dict[spec.Rope, Angles] = {}

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention_plan import AttentionPlan, PagedRows, plan_attention
+from gllm.kernels.attention_plan import AttentionPlan, PagedBatch, plan_attention
 from gllm.models.stage import StageInputs
 from gllm.runtime.logprobs import PromptRows
 from gllm.runtime.sampler import SampledRows
@@ -22,11 +22,11 @@ from gllm.scheduler.plan import ON_DEVICE, ScheduledRow, StepPlan
 
 Ints = npt.NDArray[np.int64]
 Windows = frozenset[int | None]
-PlanAttention = Callable[[PagedRows, torch.dtype, Windows], Mapping[int | None, AttentionPlan]]
+PlanAttention = Callable[[PagedBatch, torch.dtype, Windows], Mapping[int | None, AttentionPlan]]
 
 
 def plan_each(
-    rows: PagedRows, dtype: torch.dtype, windows: Windows, backend: str | None = None
+    rows: PagedBatch, dtype: torch.dtype, windows: Windows, backend: str | None = None
 ) -> dict[int | None, AttentionPlan]:
     """The attention of a step for layers with these windows, on the host."""
     return {window: plan_attention(rows, dtype, window, backend=backend) for window in windows}
@@ -103,7 +103,7 @@ class CacheShape:
     windows: Windows
     """Of the stage's layers."""
     plan: PlanAttention = plan_each
-    pad: Callable[[PagedRows], PagedRows] = lambda rows: rows
+    pad: Callable[[PagedBatch], PagedBatch] = lambda rows: rows
     """Adds rows of one token of padding each, at the end."""
 
 
@@ -123,7 +123,7 @@ def build_inputs(
     query_start = np.concatenate((np.zeros(1, dtype=np.int64), count.cumsum()))
     positions = np.arange(query_start[-1]) + np.repeat(start - query_start[:-1], count)
     longer = np.flatnonzero(count > 1)
-    rows = PagedRows(
+    rows = PagedBatch(
         tables.rows(plan.rows, followed, cache.block_size),
         query_start,
         start + count,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
-from gllm.kernels.attention_backends import Wanted, choose
+from gllm.kernels.attention_backends import AttentionRequirements, choose_backend
 from gllm.kernels.native.library import log_kernels
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
@@ -92,7 +92,7 @@ class StageExecutor:
 
     def _attention_backend(self, config: EngineConfig, gpu: tuple[int, int] | None) -> str:
         """What computes attention; the log tells why. gpu: its capability, None on a CPU."""
-        wanted = Wanted(
+        requirements = AttentionRequirements(
             "cpu" if gpu is None else "cuda",
             gpu or (0, 0),
             self.dtype,
@@ -101,7 +101,7 @@ class StageExecutor:
             frozenset(head_shape(layer.attention) for layer in self._described),
         )
         try:
-            choice = choose(config.attention_backend, wanted)
+            choice = choose_backend(config.attention_backend, requirements)
         except ValueError as error:
             raise FieldError("attention_backend", str(error)) from error
         log.log(

@@ -11,15 +11,19 @@ from torch import Tensor
 
 from gllm.kernels import attention_plan
 from gllm.kernels.attention import paged_attention, store_kv
-from gllm.kernels.attention_plan import PagedRows, plan_attention
-from gllm.kernels.attention_scores import Scores
+from gllm.kernels.attention_plan import PagedBatch, plan_attention
+from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.native.library import DTYPES
 
-PLAIN = Scores(0.25)
+PLAIN = AttentionScaling(0.25)
 
 
 def dense(
-    query: Tensor, keys: Tensor, values: Tensor, kind: Scores = PLAIN, window: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kind: AttentionScaling = PLAIN,
+    window: int | None = None,
 ) -> Tensor:
     """The last rows of causal attention: query [n, heads, dim], keys and values [c, kv, dim]."""
     count, heads, _ = query.shape
@@ -30,8 +34,8 @@ def dense(
     if kind.softcap is not None:
         scores = kind.softcap * (scores / kind.softcap).tanh()
     distance = torch.arange(context - count, context)[:, None] - torch.arange(context)
-    if kind.slopes is not None:
-        scores = scores - kind.slopes[:, None, None] * distance
+    if kind.alibi_slopes is not None:
+        scores = scores - kind.alibi_slopes[:, None, None] * distance
     hidden = (distance < 0) | (distance >= (window or context))
     return torch.einsum("hqc,chd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values)
 
@@ -41,7 +45,7 @@ def check(
     block_size: int,
     shape: tuple[int, int, int],
     seed: int,
-    kind: Scores = PLAIN,
+    kind: AttentionScaling = PLAIN,
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     cached: torch.dtype | None = None,
@@ -76,7 +80,7 @@ def check(
     starts = np.cumsum([0] + [new for _, new in contexts])
     decodes = next((i for i, (_, new) in enumerate(contexts) if new > 1), len(contexts))
     lengths = np.array(totals)
-    rows = PagedRows(table, starts, lengths, decodes, block_size, num_blocks)
+    rows = PagedBatch(table, starts, lengths, decodes, block_size, num_blocks)
     plan = plan_attention(rows, dtype, window, backend=None if cached is None else "torch")
     key_cache, value_cache = (cache.to(kept) for cache in caches)
     key, value = torch.cat(keys).to(dtype), torch.cat(values).to(dtype)
@@ -115,7 +119,7 @@ def test_matches_dense_attention(
     dtype: torch.dtype,
 ) -> None:
     slopes = torch.rand(shape[0] * shape[1]) if kind == "alibi" else None
-    scores = Scores(0.3, 2.0 if kind == "softcap" else None, slopes)
+    scores = AttentionScaling(0.3, 2.0 if kind == "softcap" else None, slopes)
     if decodes or chunks:
         check(decodes + chunks, block_size, shape, seed, scores, window, dtype)
 
@@ -126,7 +130,7 @@ def test_chunks_longer_than_a_slice(way: str, cached: int) -> None:
     rows = [(5, 1), (cached, beyond), (0, attention_plan.QUERY_SLICE)]
     check(rows, 16, (2, 2, 8), seed=1)
     check(rows, 16, (2, 2, 8), seed=1, window=90)
-    check(rows, 16, (2, 2, 8), seed=1, kind=Scores(0.2, slopes=torch.rand(4)))
+    check(rows, 16, (2, 2, 8), seed=1, kind=AttentionScaling(0.2, alibi_slopes=torch.rand(4)))
 
 
 def test_a_one_token_chunk_behind_a_longer_one(way: str) -> None:
@@ -154,7 +158,7 @@ def test_a_token_does_not_depend_on_its_chunk(
         for chunk in chunks:
             end = begin + chunk
             starts, seen = np.array([0, chunk]), np.array([end])
-            rows = PagedRows(table, starts, seen, int(chunk == 1), block_size, table.size)
+            rows = PagedBatch(table, starts, seen, int(chunk == 1), block_size, table.size)
             plan = plan_attention(rows, dtype, window)
             part = slice(begin, end)
             store_kv(key[part], value[part], caches[0], caches[1], plan.slots)
@@ -181,8 +185,17 @@ def test_decodes_are_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_caches_of_another_type(cached: torch.dtype, dtype: torch.dtype) -> None:
     rows = [(30, 1), (2, 1), (0, 1), (9, 7), (0, 5)]
     check(rows, 4, (2, 3, 16), 4, dtype=dtype, cached=cached)
-    check(rows, 4, (2, 3, 16), 5, Scores(0.3, 2.0), 9, dtype, cached)
-    check(rows, 4, (2, 3, 16), 6, Scores(0.3, slopes=torch.rand(6)), None, dtype, cached)
+    check(rows, 4, (2, 3, 16), 5, AttentionScaling(0.3, 2.0), 9, dtype, cached)
+    check(
+        rows,
+        4,
+        (2, 3, 16),
+        6,
+        AttentionScaling(0.3, alibi_slopes=torch.rand(6)),
+        None,
+        dtype,
+        cached,
+    )
 
 
 def test_a_cache_in_fp8_keeps_numbers_within_its_range() -> None:

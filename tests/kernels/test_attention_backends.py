@@ -11,10 +11,10 @@ from gllm.config.engine import ATTENTION_BACKENDS
 from gllm.kernels.attention_backends import (
     AUTO,
     BACKENDS,
+    AttentionRequirements,
     HeadShape,
-    Wanted,
-    choose,
-    implementation,
+    backend_module,
+    choose_backend,
 )
 from gllm.kernels.native import attention
 from gllm.kernels.native.builds import OFF, Selection
@@ -23,8 +23,10 @@ from tests.kernels import fake_flash_attention
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LATENT = HeadShape(576, 512, shared=True)
-ON_CPU = Wanted("cpu", (0, 0), torch.float32, torch.float32, 16, frozenset({HeadShape(64, 64)}))
-ON_GPU = Wanted("cuda", (9, 0), BF16, BF16, 256, frozenset({HeadShape(128, 128)}))
+ON_CPU = AttentionRequirements(
+    "cpu", (0, 0), torch.float32, torch.float32, 16, frozenset({HeadShape(64, 64)})
+)
+ON_GPU = AttentionRequirements("cuda", (9, 0), BF16, BF16, 256, frozenset({HeadShape(128, 128)}))
 
 
 class _Everything(Library):
@@ -53,59 +55,69 @@ def test_the_choices_of_the_flag_are_the_backends() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"triton"}))
 def test_each_is_a_module_with_the_operation(name: str) -> None:
-    assert callable(implementation(name).paged_attention)
+    assert callable(backend_module(name).paged_attention)
 
 
 def test_a_cpu_takes_compiled_kernels_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "library", lambda: _Everything())
-    assert choose("auto", ON_CPU).name == choose("native", ON_CPU).name == "native"
+    assert choose_backend("auto", ON_CPU).name == choose_backend("native", ON_CPU).name == "native"
     for misfit, reason in (
-        (replace(ON_CPU, cached=FP8), "KV cache of the arithmetic's type"),
-        (replace(ON_CPU, dtype=torch.float16), "KV cache of the arithmetic's type"),
+        (replace(ON_CPU, cache_dtype=FP8), "KV cache of the dtype of the queries"),
+        (replace(ON_CPU, dtype=torch.float16), "KV cache of the dtype of the queries"),
     ):
-        choice = choose("auto", misfit)
+        choice = choose_backend("auto", misfit)
         assert choice.name == "torch"
         assert reason in choice.reason
         with pytest.raises(ValueError, match=f"--attention-backend native: .*{reason}"):
-            choose("native", misfit)
-    assert choose("torch", ON_CPU).name == "torch"
-    half = replace(ON_CPU, dtype=torch.float16, cached=torch.float16)
-    assert choose("auto", half).name == "native"
+            choose_backend("native", misfit)
+    assert choose_backend("torch", ON_CPU).name == "torch"
+    half = replace(ON_CPU, dtype=torch.float16, cache_dtype=torch.float16)
+    assert choose_backend("auto", half).name == "native"
     none = Selection(OFF, None, "none was compiled; install a compiler", False)
     monkeypatch.setattr(attention, "library", lambda: None)
     monkeypatch.setattr(attention, "select", lambda: none)
-    assert choose("auto", ON_CPU).name == "torch"
+    assert choose_backend("auto", ON_CPU).name == "torch"
     with pytest.raises(ValueError, match="none was compiled; install"):
-        choose("native", ON_CPU)
+        choose_backend("native", ON_CPU)
 
 
 @pytest.mark.parametrize("name", ["triton", "flash-attn"])
 def test_kernels_for_gpus_are_not_for_cpus(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: does not compute on a CPU; choose auto or .*"):
-        choose(name, ON_CPU)
+        choose_backend(name, ON_CPU)
 
 
 def test_native_kernels_are_not_for_gpus() -> None:
     with pytest.raises(ValueError, match=r"native: does not compute on GPUs; choose auto or .*tri"):
-        choose("native", ON_GPU)
+        choose_backend("native", ON_GPU)
 
 
 def test_a_gpu_takes_flash_attention_where_it_fits(installed: None) -> None:
     pytest.importorskip("triton")
-    assert choose("auto", ON_GPU).name == choose("flash-attn", ON_GPU).name == "flash-attn"
-    choice = choose("auto", replace(ON_GPU, block_size=16))
+    assert (
+        choose_backend("auto", ON_GPU).name
+        == choose_backend("flash-attn", ON_GPU).name
+        == "flash-attn"
+    )
+    choice = choose_backend("auto", replace(ON_GPU, block_size=16))
     assert choice.name == "triton"
     assert "--block-size 256" in choice.reason
-    assert choose("triton", ON_GPU).name == "triton"
-    assert choose("torch", ON_GPU).name == "torch"
+    assert choose_backend("triton", ON_GPU).name == "triton"
+    assert choose_backend("torch", ON_GPU).name == "torch"
 
 
 @pytest.mark.parametrize(
     ("misfit", "reason"),
     [
-        (replace(ON_GPU, block_size=16), "multiple of 256 tokens, not 16; choose --block-size 256"),
-        (replace(ON_GPU, cached=FP8), "float8_e4m3fn; choose --kv-cache-dtype auto"),
-        (replace(ON_GPU, dtype=torch.float32, cached=torch.float32), "choose another --dtype"),
+        (
+            replace(ON_GPU, block_size=16),
+            "multiple of 256 tokens, not 16; choose --block-size 256",
+        ),
+        (replace(ON_GPU, cache_dtype=FP8), "float8_e4m3fn; choose --kv-cache-dtype auto"),
+        (
+            replace(ON_GPU, dtype=torch.float32, cache_dtype=torch.float32),
+            "choose another --dtype",
+        ),
         (replace(ON_GPU, capability=(7, 5)), "8.0 or more, this one has 7.5"),
         (replace(ON_GPU, shapes=ON_GPU.shapes | {LATENT}), "latent attention"),
         (replace(ON_GPU, shapes=frozenset({HeadShape(320, 320)})), "320 elements"),
@@ -113,23 +125,25 @@ def test_a_gpu_takes_flash_attention_where_it_fits(installed: None) -> None:
         (replace(ON_GPU, shapes=frozenset({HeadShape(192, 128)})), "values 128"),
     ],
 )
-def test_what_flash_attention_does_not_take(installed: None, misfit: Wanted, reason: str) -> None:
+def test_what_flash_attention_does_not_take(
+    installed: None, misfit: AttentionRequirements, reason: str
+) -> None:
     with pytest.raises(ValueError, match=f"--attention-backend flash-attn: .*{reason}"):
-        choose("flash-attn", misfit)
+        choose_backend("flash-attn", misfit)
     pytest.importorskip("triton")
-    assert choose("auto", misfit).name == "triton"
+    assert choose_backend("auto", misfit).name == "triton"
 
 
 def test_flash_attention_has_to_be_installed(missing: None) -> None:
     with pytest.raises(ValueError, match=r"flash-attn: .*cannot be imported .*pip install flash-a"):
-        choose("flash-attn", ON_GPU)
+        choose_backend("flash-attn", ON_GPU)
 
 
 def test_another_package_of_that_name_is_not_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As FlashAttention-4 alone, which shares the name but has none of the functions."""
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     with pytest.raises(ValueError, match="flash-attn: cannot be imported"):
-        choose("flash-attn", ON_GPU)
+        choose_backend("flash-attn", ON_GPU)
 
 
 @pytest.mark.parametrize(("version", "fits"), [("2.5.9", False), ("2.6.0", True), ("2.10", True)])
@@ -139,7 +153,7 @@ def test_flash_attention_has_to_be_new_enough(
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
     monkeypatch.setattr(fake_flash_attention, "__version__", version)
     if fits:
-        assert choose("flash-attn", ON_GPU).name == "flash-attn"
+        assert choose_backend("flash-attn", ON_GPU).name == "flash-attn"
     else:
         with pytest.raises(ValueError, match=r"2\.5\.9 is installed; pip install -U flash-attn"):
-            choose("flash-attn", ON_GPU)
+            choose_backend("flash-attn", ON_GPU)

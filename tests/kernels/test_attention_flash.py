@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gllm.kernels.alibi import alibi_slopes
 from gllm.kernels.attention import paged_attention
-from gllm.kernels.attention_plan import PagedRows, device_tables, plan_attention
-from gllm.kernels.attention_scores import Scores
+from gllm.kernels.attention_plan import PagedBatch, build_device_tables, plan_attention
+from gllm.kernels.attention_scaling import AttentionScaling
 from tests.kernels import fake_flash_attention
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(
     contexts: list[tuple[int, int]],
-    scores: Scores,
+    scores: AttentionScaling,
     window: int | None = None,
     block_size: int = 4,
     dtype: torch.dtype = torch.bfloat16,
@@ -55,19 +55,19 @@ def check(
         cache[-1] = 0
     starts = np.cumsum([0] + [new for _, new in contexts])
     decodes = next((i for i, (_, new) in enumerate(contexts) if new > 1), len(contexts))
-    rows = PagedRows(table, starts, totals, decodes, block_size, len(caches[0]) - 1)
+    rows = PagedBatch(table, starts, totals, decodes, block_size, len(caches[0]) - 1)
     query = torch.randn(int(starts[-1]), HEADS, DIM, generator=generator).to(dtype)
     keys, values = (cache.to(dtype) for cache in caches)
     plan = plan_attention(rows, torch.float32, window, backend="torch")
-    wanted = paged_attention(query.float(), keys.float(), values.float(), plan, scores)
+    requirements = paged_attention(query.float(), keys.float(), values.float(), plan, scores)
     plan = dataclasses.replace(
-        plan, backend="flash-attn", gathers=None, tables=device_tables(rows, CPU)
+        plan, backend="flash-attn", gathers=None, tables=build_device_tables(rows, CPU)
     )
     for _ in range(2):  # Layers share a plan.
         actual = paged_attention(query, keys, values, plan, scores)
         assert actual.dtype == dtype
         limit = torch.finfo(dtype).eps
-        torch.testing.assert_close(actual.float(), wanted, rtol=limit, atol=limit)
+        torch.testing.assert_close(actual.float(), requirements, rtol=limit, atol=limit)
 
 
 decode_rows = st.lists(st.tuples(st.integers(0, 30), st.just(1)), max_size=4)
@@ -90,13 +90,13 @@ def test_matches_the_reference(
     dtype: torch.dtype,
 ) -> None:
     slopes = alibi_slopes(HEADS) if kind == "alibi" else None
-    scores = Scores(0.4, 2.0 if kind == "softcap" else None, slopes)
+    scores = AttentionScaling(0.4, 2.0 if kind == "softcap" else None, slopes)
     if decodes or chunks:
         check(decodes + chunks, scores, window, dtype=dtype)
 
 
 def test_a_one_token_chunk_behind_a_longer_one() -> None:
-    check([(4, 1), (0, 5), (7, 1), (0, 1)], Scores(0.3), window=3)
+    check([(4, 1), (0, 5), (7, 1), (0, 1)], AttentionScaling(0.3), window=3)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -104,4 +104,4 @@ def test_blocks_as_large_as_the_package_wants(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake_flash_attention, "PAGE", 256)
-    check([(300, 1), (255, 1), (256, 1), (250, 30)], Scores(0.3), window, 256)
+    check([(300, 1), (255, 1), (256, 1), (250, 30)], AttentionScaling(0.3), window, 256)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gllm.kernels.attention_backends import HeadShape, Wanted, choose
+from gllm.kernels.attention_backends import AttentionRequirements, HeadShape, choose_backend
 from gllm.kernels.linear import linear, prepare
 from gllm.kernels.linear_unquantized import UnquantizedMatrix
 from gllm.kernels.native import builds, library
@@ -101,15 +101,30 @@ def test_without_builds_the_reason_is_told(tmp_path: Path) -> None:
     [
         ("sse9", EVERY, FLAVORS, r"'sse9', but has to be one of amx_bf16, .*portable, off"),
         ("AVX2", EVERY, FLAVORS, r"'AVX2', but has to be one of"),
-        ("avx512", ONLY_AVX2, FLAVORS, r"lacks avx512bw, .*: choose one of avx2, portable, off"),
-        (AMX, FLAVORS[BFLOAT16], FLAVORS, r"lacks amx_bf16, amx_tile: choose one of avx512_bf16"),
+        (
+            "avx512",
+            ONLY_AVX2,
+            FLAVORS,
+            r"lacks avx512bw, .*: choose one of avx2, portable, off",
+        ),
+        (
+            AMX,
+            FLAVORS[BFLOAT16],
+            FLAVORS,
+            r"lacks amx_bf16, amx_tile: choose one of avx512_bf16",
+        ),
         (
             AMX,
             EVERY - {TILES_PERMITTED},
             FLAVORS,
             r"Linux does not let .* choose one of avx512_bf16",
         ),
-        ("avx2", EVERY, ("portable",), r"not compiled: choose one of portable, off, or install"),
+        (
+            "avx2",
+            EVERY,
+            ("portable",),
+            r"not compiled: choose one of portable, off, or install",
+        ),
     ],
 )
 def test_a_build_that_cannot_be_used_is_refused(
@@ -246,8 +261,10 @@ def test_auto_leaves_attention_to_torch_where_that_is_faster(
     kernels = MeasuredLibrary(build.path, build.name)
     monkeypatch.setattr(kernels, "_ratios", {torch.float32: {"attention": 5.0}})
     monkeypatch.setattr("gllm.kernels.native.attention.library", lambda: kernels)
-    wanted = Wanted("cpu", (0, 0), torch.float32, torch.float32, 16, frozenset({HeadShape(64, 64)}))
-    choice = choose("auto", wanted)
+    wanted = AttentionRequirements(
+        "cpu", (0, 0), torch.float32, torch.float32, 16, frozenset({HeadShape(64, 64)})
+    )
+    choice = choose_backend("auto", wanted)
     assert choice.name == "torch"
     assert "native: takes more than" in choice.reason
-    assert choose("native", wanted).name == "native"
+    assert choose_backend("native", wanted).name == "native"

@@ -15,7 +15,7 @@ from gllm.kernels.linear import linear, prepare
 from gllm.kernels.native.builds import compiled
 from gllm.kernels.native.library import DTYPES
 from gllm.kernels.qkv import rotate_and_store
-from gllm.kernels.qkv_heads import Heads
+from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.kernels.rotary import apply_rotary
 
@@ -112,7 +112,7 @@ def test_from_projections_to_the_cache(
             # The rotation has a test of its own; it computes in float32.
             part = apply_rotary(part.to(torch.float32), angles, interleaved)
         wanted.append(part)
-    how = Heads(heads, kv_heads, interleaved, scales[0], scales[1], 1e-5)
+    how = QKVLayout(heads, kv_heads, interleaved, scales[0], scales[1], 1e-5)
     query = rotate_and_store(fused.clone(), how, angles, cache, slots)
     close(query, wanted[0])
     close(cache[0].flatten(0, 1)[slots], wanted[1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention_plan import PagedRows, plan_attention
+from gllm.kernels.attention_plan import PagedBatch, plan_attention
 from gllm.kernels.native.library import library
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
@@ -49,7 +49,7 @@ class Model:
             seen[owners] += counts
             start = np.concatenate(([0], counts.cumsum()))
             decodes = int((counts == 1).cumprod().sum())
-            rows = PagedRows(table[owners], start, seen[owners], decodes, BLOCK, BLOCKS)
+            rows = PagedBatch(table[owners], start, seen[owners], decodes, BLOCK, BLOCKS)
             spots = [np.arange(b, b + c) for b, c in zip(begin, counts, strict=True)]
             ids = np.concatenate(
                 [(o * 31 + s * 7) % 100 + 3 for o, s in zip(owners, spots, strict=True)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention_plan import PagedRows, plan_attention
+from gllm.kernels.attention_plan import PagedBatch, plan_attention
 from gllm.kernels.native.library import library
 from gllm.models import layers
 from gllm.models.config import read_config
@@ -33,13 +33,13 @@ CALLED = ["mixtral", "cohere", "gpt2", "deepseek-v2"]
 """Families that compute something between compiled kernels."""
 
 
-def rows_at(step: int) -> PagedRows:
+def rows_at(step: int) -> PagedBatch:
     """Step 0: both prompts; then a token of each."""
     counts = np.array(PROMPTS if step == 0 else (1, 1))
     context = np.array(PROMPTS) + step
     table = np.array([[5, 1, 4], [0, 2, 3]])
     start = np.concatenate(([0], counts.cumsum()))
-    return PagedRows(table, start, context, 0 if step == 0 else 2, BLOCK, 6)
+    return PagedBatch(table, start, context, 0 if step == 0 else 2, BLOCK, 6)
 
 
 class Served:

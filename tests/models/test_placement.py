@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gllm.config.engine import EngineConfig
-from gllm.kernels.attention_plan import PagedRows
+from gllm.kernels.attention_plan import PagedBatch
 from gllm.models import attention
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
@@ -52,7 +52,7 @@ def test_nothing_of_a_stage_stays_behind(family: str, tmp_path: Path) -> None:
         executor = StageExecutor(config, engine, stage, stages, layers, META)
         executor.load(tmp_path, lambda done, total: None)
         described = config.model.layers[layers.start : layers.stop]
-        rows = PagedRows(np.array([[1, 0]]), np.array([0, 6]), np.array([6]), 0, 4, 8)
+        rows = PagedBatch(np.array([[1, 0]]), np.array([0, 6]), np.array([6]), 0, 4, 8)
         windows = frozenset(layer.attention.window for layer in described)
         six = torch.arange(6)
         inputs = StageInputs(six, six, plan_tables(rows, executor.dtype, windows))

@@ -20,9 +20,9 @@ from gllm.kernels import sampling
 from gllm.kernels.attention_plan import (
     AttentionPlan,
     DecodeGroup,
-    Gathers,
-    PagedRows,
-    device_tables,
+    GatherIndices,
+    PagedBatch,
+    build_device_tables,
     plan_attention,
 )
 from gllm.kernels.native import library
@@ -93,12 +93,12 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def plan_of_one_layout(
-    rows: PagedRows, dtype: torch.dtype, windows: frozenset[int | None]
+    rows: PagedBatch, dtype: torch.dtype, windows: frozenset[int | None]
 ) -> dict[int | None, AttentionPlan]:
     """As `plan_each` for layers without windows; decodes are one group over the longest context,
     so that all steps of a bucket are laid out alike but for block tables, at the end."""
     assert windows == {None}
-    tables = device_tables(rows, torch.device("cpu"))
+    tables = build_device_tables(rows, torch.device("cpu"))
     plan = replace(plan_attention(rows, dtype), tables=tables)
     count = len(rows.context_len)
     if rows.num_decodes < count or not count:
@@ -116,7 +116,7 @@ def plan_of_one_layout(
         bias[:, None, None],
         torch.from_numpy(rows.context_len.copy()),
     )
-    gathers = Gathers([group], [], torch.zeros(1, 1, dtype=dtype))
+    gathers = GatherIndices([group], [], torch.zeros(1, 1, dtype=dtype))
     return {None: replace(plan, gathers=gathers)}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
-from gllm.kernels.attention_plan import PagedRows
+from gllm.kernels.attention_plan import PagedBatch
 from gllm.models.config import read_config
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.runtime.device import check_quantization
@@ -61,7 +61,7 @@ def test_plans_are_those_of_the_backend(
     folder: Path, options: dict[str, Any], backend: str
 ) -> None:
     made = executor(folder, **options)
-    rows = PagedRows(np.array([[1, 0]]), np.array([0, 6]), np.array([6]), 0, 256, 8)
+    rows = PagedBatch(np.array([[1, 0]]), np.array([0, 6]), np.array([6]), 0, 256, 8)
     (plan,) = made._plan(rows, made.dtype, frozenset({None})).values()
     assert made.backend == plan.backend == backend
     assert (plan.gathers is None) == (plan.tables is not None) == (backend != "torch")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gllm.kernels.attention_plan import PagedRows
+from gllm.kernels.attention_plan import PagedBatch
 from gllm.models.stage import StageInputs
 from gllm.runtime.cuda.graphs import DecodeGraphs, bucket_of, buckets, pad_decodes
 from gllm.runtime.cuda.plans import block_table_of, plan_tables
@@ -31,7 +31,7 @@ def test_buckets_hold_every_number_of_rows_with_little_padding(most: int) -> Non
 
 def test_padding_writes_to_a_block_that_is_nobodys() -> None:
     """Not to the block that stays zero either; sequences keep their rows."""
-    rows = PagedRows(np.array([[3, 4], [1, 0]]), np.arange(3), np.array([6, 2]), 2, 4, 10)
+    rows = PagedBatch(np.array([[3, 4], [1, 0]]), np.arange(3), np.array([6, 2]), 2, 4, 10)
     padded = pad_decodes(rows, 4, 5)
     assert (
         padded.block_table.tolist() == [[3, 4, 0, 0, 0], [1, 0, 0, 0, 0]] + [[11, 0, 0, 0, 0]] * 2
@@ -50,7 +50,7 @@ def test_plans_of_one_bucket_are_laid_out_alike() -> None:
     for context in ([1], [9, 17, 3]):
         table = np.arange(len(context) * 5).reshape(len(context), 5)
         count = len(context)
-        rows = PagedRows(table, np.arange(count + 1), np.array(context), count, 4, 50)
+        rows = PagedBatch(table, np.arange(count + 1), np.array(context), count, 4, 50)
         padded = pad_decodes(rows, 4, 8)
         plans = plan_tables(padded, torch.float32, frozenset({None, 7}))
         layouts.append(Layout(plans))
@@ -63,7 +63,7 @@ def decodes(contexts: list[int], size: int, width: int, first: int) -> StageInpu
     blocks = -(-max(contexts, default=1) // 4)
     table = first + np.arange(count * blocks).reshape(count, blocks)
     lengths = np.array(contexts, dtype=np.int64)
-    rows = PagedRows(table, np.arange(count + 1), lengths, count, 4, 900)
+    rows = PagedBatch(table, np.arange(count + 1), lengths, count, 4, 900)
     plans = plan_tables(pad_decodes(rows, size, width), torch.float32, frozenset({None, 7}))
     return StageInputs(torch.arange(size) + first, torch.arange(size) + 2 * first, plans)
 
@@ -114,12 +114,12 @@ def test_a_graph_gets_as_much_of_the_block_tables_as_a_step_uses() -> None:
 def test_tiles_of_prefill_go_over_with_the_inputs_once_they_were_asked_for() -> None:
     """The first step brings those that it asks for itself."""
     table = np.arange(12).reshape(2, 6)
-    rows = PagedRows(table, np.array([0, 1, 15]), np.array([9, 20]), 1, 4, 50)
+    rows = PagedBatch(table, np.array([0, 1, 15]), np.array([9, 20]), 1, 4, 50)
     asked: set[int] = set()
     first = plan_tables(rows, torch.float32, frozenset({None, 7}), asked)
     of_first = first[None].tables
     assert of_first is not None
-    wanted = {tokens: of_first.tiles(rows, tokens) for tokens in (4, 16)}
+    wanted = {tokens: of_first.get_prefill_tiles(rows, tokens) for tokens in (4, 16)}
     with FakeQueues(1) as queues:
         stream, staging = queues.stream(), Staging(queues, 64)
         plans = plan_tables(rows, torch.float32, frozenset({None, 7}), asked)
@@ -127,18 +127,18 @@ def test_tiles_of_prefill_go_over_with_the_inputs_once_they_were_asked_for() -> 
         for plan in there.values():
             assert plan.tables is not None
             for tokens, expected in wanted.items():
-                tiles = plan.tables.tiles(rows, tokens)
+                tiles = plan.tables.get_prefill_tiles(rows, tokens)
                 assert queues.kind(tiles) == "device"
                 assert tiles.shape == expected.shape
         queues.synchronize()
         assert plan.tables is not None
-        listed = plan.tables.listed
+        listed = plan.tables.prefill_tiles
         with torch.utils._python_dispatch._disable_current_modes():
             assert all(tiles.equal(wanted[n]) for n, tiles in listed.items())
-    only = PagedRows(table, np.arange(3), np.array([9, 20]), 2, 4, 50)
+    only = PagedBatch(table, np.arange(3), np.array([9, 20]), 2, 4, 50)
     decoding = plan_tables(only, torch.float32, frozenset({None}), asked)[None].tables
     assert decoding is not None
-    assert not decoding.listed
+    assert not decoding.prefill_tiles
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,9 @@ def test_the_log_tells_the_choice_once_and_why(
     Pipeline(folder, 2, kv_cache_dtype="fp8")
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in told] == ["WARNING"] * 3
-    assert told[0][1].startswith("attention by torch (as asked for); KV cache in torch.float32, ")
+    assert told[0][1].startswith("attention by torch (as requested); KV cache in torch.float32, ")
     if library() is not None:
-        assert "(not native: reads a KV cache of the arithmetic's type" in told[1][1]
+        assert "(not native: needs a KV cache of the dtype of the queries" in told[1][1]
         caplog.clear()
         Pipeline(folder)
         (record,) = caplog.records

@@ -19,13 +19,13 @@ from gllm.kernels import attention as reference
 from gllm.kernels.alibi import alibi_slopes
 from gllm.kernels.attention_plan import (
     AttentionPlan,
-    PagedRows,
-    device_tables,
-    empty_tables,
-    fill_tables,
+    PagedBatch,
+    allocate_device_tables,
+    build_device_tables,
     plan_attention,
+    write_device_tables,
 )
-from gllm.kernels.attention_scores import Scores
+from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.native import library
 from gllm.kernels.triton import attention, attention_shapes, common, decode_attention, tiles
 
@@ -69,7 +69,7 @@ def launched(
     query: Tensor,
     caches: tuple[Tensor, Tensor],
     plan: AttentionPlan,
-    scores: Scores,
+    scores: AttentionScaling,
     processors: int = 1,
     small: bool = True,
 ) -> Tensor:
@@ -139,11 +139,11 @@ class Case:
         self.caches = caches[0], values
         starts = np.cumsum([0] + [new for _, new in self.rows])
         decodes = next((i for i, (_, new) in enumerate(self.rows) if new > 1), len(totals))
-        self.paged = PagedRows(table, starts, totals, decodes, self.block_size, size[0] - 1)
+        self.paged = PagedBatch(table, starts, totals, decodes, self.block_size, size[0] - 1)
         query = torch.randn(int(starts[-1]), self.heads, self.key_dim, generator=generator)
         self.query = query.to(self.dtype)
 
-    def expected(self, scores: Scores, window: int | None = None) -> Tensor:
+    def expected(self, scores: AttentionScaling, window: int | None = None) -> Tensor:
         plan = plan_attention(self.paged, torch.float32, window)
         assert plan.gathers is not None
         keys, values = (cache.to(torch.float32) for cache in self.caches)
@@ -152,12 +152,12 @@ class Case:
     def plan(self, window: int | None = None) -> AttentionPlan:
         """As for a device."""
         planned = plan_attention(self.paged, torch.float32, window)
-        tables = device_tables(self.paged, CPU)
+        tables = build_device_tables(self.paged, CPU)
         return dataclasses.replace(planned, backend="triton", gathers=None, tables=tables)
 
     def check(
         self,
-        scores: Scores,
+        scores: AttentionScaling,
         window: int | None = None,
         processors: int = 1,
         small: bool = True,
@@ -169,9 +169,9 @@ class Case:
         torch.testing.assert_close(actual.float(), expected, rtol=limit, atol=limit)
 
 
-def scores_of(kind: str, heads: int) -> Scores:
+def scores_of(kind: str, heads: int) -> AttentionScaling:
     slopes = alibi_slopes(heads) if kind == "alibi" else None
-    return Scores(0.25, 2.0 if kind == "softcap" else None, slopes)
+    return AttentionScaling(0.25, 2.0 if kind == "softcap" else None, slopes)
 
 
 kinds = st.sampled_from(["plain", "softcap", "alibi"])
@@ -224,13 +224,13 @@ def test_real_heads_in_real_tiles(
 ) -> None:
     rows = [(40, 1), (30, 5)]
     case = Case(rows, heads, kv_heads, key_dim, value_dim, shared, 16, torch.bfloat16)
-    case.check(Scores(key_dim**-0.5), small=False)
+    case.check(AttentionScaling(key_dim**-0.5), small=False)
 
 
 @pytest.mark.parametrize("processors", [1, 20])
 def test_latents_are_read_once_as_keys_and_values(processors: int) -> None:
     case = Case([(40, 1), (3, 1), (20, 3)], 18, 1, 40, 24, True, dtype=torch.bfloat16)
-    case.check(Scores(0.2), processors=processors)
+    case.check(AttentionScaling(0.2), processors=processors)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -238,14 +238,14 @@ def test_latents_are_read_once_as_keys_and_values(processors: int) -> None:
 def test_a_cache_of_float8(dtype: torch.dtype, shared: bool) -> None:
     rows = [(40, 1), (3, 1), (20, 4)]
     case = Case(rows, 6, 2, 24, 16, shared, dtype=dtype, cached=torch.float8_e4m3fn)
-    case.check(Scores(0.2), processors=8)
+    case.check(AttentionScaling(0.2), processors=8)
 
 
 @pytest.mark.parametrize(
     ("dtype", "cached"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)]
 )
 def test_a_cache_of_another_16_bits(dtype: torch.dtype, cached: torch.dtype) -> None:
-    Case([(20, 1), (9, 4)], 2, 1, 24, 16, dtype=dtype, cached=cached).check(Scores(0.2))
+    Case([(20, 1), (9, 4)], 2, 1, 24, 16, dtype=dtype, cached=cached).check(AttentionScaling(0.2))
 
 
 @pytest.mark.parametrize("window", [None, 45])
@@ -253,7 +253,7 @@ def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | No
     rows = [(97, 1), (0, 1), (32, 1)]
     case = Case(rows, 3, 1, 16, 16)
     for processors in (3, 1000):
-        case.check(Scores(0.2), window, processors)
+        case.check(AttentionScaling(0.2), window, processors)
 
 
 @pytest.mark.parametrize("window", [None, 45])
@@ -261,22 +261,24 @@ def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | No
 def test_chunks_of_long_contexts_are_split(window: int | None, processors: int) -> None:
     """Also beside decodes, and where a part of a short one's context is empty."""
     case = Case([(9, 1), (97, 5), (0, 3), (64, 6)], 6, 2, 16, 16, dtype=torch.bfloat16)
-    case.check(Scores(0.2), window, processors)
+    case.check(AttentionScaling(0.2), window, processors)
 
 
 def test_a_launch_is_replayed_for_other_contexts() -> None:
     """The plan's rows choose the grid; the tables say what is there, fewer rows too."""
     case = Case([(40, 1), (10, 1)], 2, 1, 16, 16)
     longest = np.full(4, 100)
-    rows = PagedRows(np.zeros((4, 25), dtype=np.int64), np.arange(5), longest, 4, 4, 1)
-    tables = empty_tables(4, 25, CPU)
-    fill_tables(case.paged, tables)
+    rows = PagedBatch(np.zeros((4, 25), dtype=np.int64), np.arange(5), longest, 4, 4, 1)
+    tables = allocate_device_tables(4, 25, CPU)
+    write_device_tables(case.paged, tables)
     tables.block_table[:, case.paged.block_table.shape[1] :] = 10**6
     plan = AttentionPlan(rows, torch.empty(0), None, "triton", tables=tables)
     query = torch.cat((case.query, torch.full_like(case.query, math.nan)))
     for processors in (1, 40):
-        actual = launched(query, case.caches, plan, Scores(0.2), processors)
-        torch.testing.assert_close(actual[:2], case.expected(Scores(0.2)), rtol=1e-5, atol=1e-5)
+        actual = launched(query, case.caches, plan, AttentionScaling(0.2), processors)
+        torch.testing.assert_close(
+            actual[:2], case.expected(AttentionScaling(0.2)), rtol=1e-5, atol=1e-5
+        )
         assert not actual[2:].any()
 
 
@@ -285,7 +287,7 @@ def test_queries_of_a_fused_projection() -> None:
     fused = torch.full((10, 8, 16), math.nan)
     fused[:, :4] = case.query
     case.query = fused[:, :4]
-    case.check(Scores(0.2))
+    case.check(AttentionScaling(0.2))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +328,7 @@ def test_chunks_are_split_where_processors_would_be_idle(
 def test_a_long_context_among_short_ones_is_split() -> None:
     """As are the short ones, whose last parts are empty."""
     case = Case([(97, 1), *[(3, 1)] * 9], 2, 1, 16, 16)
-    case.check(Scores(0.2), processors=2)
+    case.check(AttentionScaling(0.2), processors=2)
 
 
 def test_what_is_compiled_ahead_has_all_arguments() -> None:

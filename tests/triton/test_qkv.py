@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gllm.kernels.native import library
 from gllm.kernels.qkv import rotate_and_store as operation
-from gllm.kernels.qkv_heads import Heads
+from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import Angles
 from gllm.kernels.triton.qkv import rotate_and_store
 
@@ -82,7 +82,7 @@ def test_matches_the_reference(
     if norm is not None:
         kind = dtype if norm == "same" else torch.float32
         scales = [random(seed + i, kind, head_dim) for i in (2, 3)]
-    how = Heads(heads, kv_heads, interleaved, scales[0], scales[1], 1e-5)
+    how = QKVLayout(heads, kv_heads, interleaved, scales[0], scales[1], 1e-5)
     slots = torch.randperm(2 * tokens + 1, generator=torch.Generator().manual_seed(seed))[:tokens]
     wanted_cache = empty_cache(2 * tokens + 1, kv_heads, head_dim, dtype)
     wanted = operation(fused.clone(), how, angles, wanted_cache, slots)
@@ -97,7 +97,7 @@ def test_matches_the_reference(
 
 def test_groups_of_heads_do_not_mix() -> None:
     """More heads than a program has, and a number of them that does not divide."""
-    how = Heads(21, 7)
+    how = QKVLayout(21, 7)
     fused = random(0, torch.float32, 2, 35, 256)
     cache, wanted_cache = (empty_cache(2, 7, 256, torch.float32) for _ in range(2))
     slots, angles = torch.tensor([1, 0]), turned(1, 2, 256)
@@ -120,7 +120,7 @@ def test_a_cache_in_fp8(
     right = torch.tensor([0, 1, 0, -1])
     turns = torch.randint(0, 4, (3, 1, dim // 2), generator=generator)
     angles = (right[turns - 3].float(), right[turns].float()) if dim else None
-    slots, how = torch.tensor([4, 0, 1]), Heads(kv_heads, kv_heads, interleaved)
+    slots, how = torch.tensor([4, 0, 1]), QKVLayout(kv_heads, kv_heads, interleaved)
     cache, wanted_cache = (empty_cache(5, kv_heads, 8, FP8) for _ in range(2))
     wanted = operation(fused.clone(), how, angles, wanted_cache, slots)
     assert torch.equal(rotate_and_store(fused, how, angles, cache, slots), wanted)
@@ -132,7 +132,7 @@ def test_a_cache_in_fp8(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_of_another_16_bits(dtype: torch.dtype) -> None:
-    fused, how, angles = random(0, dtype, 3, 4, 8), Heads(2, 1), turned(1, 3, 8)
+    fused, how, angles = random(0, dtype, 3, 4, 8), QKVLayout(2, 1), turned(1, 3, 8)
     cache, wanted_cache = (empty_cache(4, 1, 8, torch.float16) for _ in range(2))
     slots = torch.tensor([3, 0, 1])
     wanted = operation(fused.clone(), how, angles, wanted_cache, slots)
@@ -147,14 +147,14 @@ def test_beyond_the_range_of_fp8_is_its_largest() -> None:
     wanted = torch.tensor([448.0, -448.0, 448.0, -448.0, 448.0, 448.0, -448.0, 0.0])
     cache = empty_cache(1, 1, 8, FP8)
     fused = numbers.expand(1, 3, 8).clone()
-    rotate_and_store(fused, Heads(1, 1), None, cache, torch.tensor([0]))
+    rotate_and_store(fused, QKVLayout(1, 1), None, cache, torch.tensor([0]))
     for part in cache:
         assert torch.equal(part.to(torch.float32)[0, 0, 0], wanted)
 
 
 def test_fused_rows_may_be_apart_and_slots_may_be_none() -> None:
     wide = random(0, torch.bfloat16, 3, 5, 8)
-    how, angles = Heads(1, 1), turned(1, 3, 8)
+    how, angles = QKVLayout(1, 1), turned(1, 3, 8)
     slots = torch.tensor([3, -1, 0])
     caches = [empty_cache(4, 1, 8, torch.bfloat16) for _ in range(3)]
     contiguous = rotate_and_store(wide[:, 1:4].contiguous(), how, angles, caches[0], slots)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from gllm.kernels.history import Histories
 from gllm.kernels.phrases import Phrases
-from gllm.kernels.qkv_heads import Heads
+from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.triton import experts, linear_fp8, masking, penalties, qkv, rms_norm
 from gllm.kernels.triton.activation import gate
 from gllm.kernels.triton.sampling import sample
@@ -34,7 +34,7 @@ def _ban(rows: int) -> None:
 
 def _rotate(rows: int) -> None:
     cache = torch.zeros(8, 16, 1, 16), torch.zeros(8, 16, 1, 16)
-    qkv.rotate_and_store(torch.zeros(rows, 4, 16), Heads(2, 1), None, cache, _ints(rows))
+    qkv.rotate_and_store(torch.zeros(rows, 4, 16), QKVLayout(2, 1), None, cache, _ints(rows))
 
 
 def _mix(rows: int) -> None:

@@ -1,14 +1,14 @@
-"""Paged attention by the compiled kernel for CPUs.
+"""Attention backend for CPUs: calls the compiled kernel of attention.cpp.
 
-Owns how its arguments come from tensors. The kernel (attention.cpp) reads block tables itself.
+The kernel reads the block tables of a plan itself.
 """
 
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention import Scores
-from gllm.kernels.attention_backends import Wanted
+from gllm.kernels.attention_backends import AttentionRequirements
 from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.native.builds import select
 from gllm.kernels.native.library import (
     DTYPES,
@@ -20,35 +20,49 @@ from gllm.kernels.native.library import (
 )
 
 
-def refusal(wanted: Wanted) -> str | None:
-    """As attention_backends.refusal."""
+def unsupported_reason(requirements: AttentionRequirements) -> str | None:
+    """Return why this backend cannot meet the requirements, as attention_backends."""
     if library() is None:
-        return f"there are no compiled kernels here ({select().reason}), or choose torch"
-    if wanted.cached != wanted.dtype:
+        return f"no compiled kernels are available ({select().reason}), or choose torch"
+    if requirements.cache_dtype != requirements.dtype:
         return (
-            f"reads a KV cache of the arithmetic's type, {wanted.dtype}, not {wanted.cached}; "
+            f"needs a KV cache of the dtype of the queries, {requirements.dtype}, "
+            f"not {requirements.cache_dtype}; "
             "choose --kv-cache-dtype auto or the backend torch"
         )
     return None
 
 
-def auto_refusal(wanted: Wanted) -> str | None:
-    """As attention_backends.auto_refusal."""
+def auto_skip_reason(requirements: AttentionRequirements) -> str | None:
+    """Return the measured reason to prefer torch, as attention_backends."""
     kernels = library()
-    if kernels is None or kernels.serves("attention", wanted.dtype):
+    if kernels is None or kernels.serves("attention", requirements.dtype):
         return None
     return f"takes more than {SLOWER} times as long as torch here"
 
 
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scores: Scores
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    scaling: AttentionScaling,
 ) -> Tensor:
-    """As gllm.kernels.attention.paged_attention: query [tokens, heads, head_dim], caches
-    [blocks, block_size, kv_heads, elements] of the same type, the result
-    [tokens, heads, value_dim]."""
-    # A backend that was requested by name computes although it may be slower.
+    """Compute gllm.kernels.attention.paged_attention with the compiled kernel.
+
+    Args:
+        query: [tokens, heads, head_dim].
+        key_cache: [blocks, block_size, kv_heads, head_dim] of the dtype of query.
+        value_cache: [blocks, block_size, kv_heads, value_dim] of the same dtype.
+        plan: `plan.rows` is read.
+        scaling: scale, softcap and slopes of the scores.
+
+    Returns:
+        [tokens, heads, value_dim].
+    """
+    # A backend requested by name is used even if it was measured to be slower than torch.
     kernels, rows = override.get() or library(), plan.rows
-    assert kernels is not None, "attention was planned for compiled kernels"
+    assert kernels is not None, "no compiled kernels: the plan was made for another backend"
     output = kernels.empty((*query.shape[:2], value_cache.shape[3]), query.dtype)
     kernels(
         AttentionArguments(
@@ -57,11 +71,11 @@ def paged_attention(
                 table.ctypes.data
                 for table in (rows.block_table, rows.query_start, rows.context_len)
             ),
-            pointer(scores.slopes),
+            pointer(scaling.alibi_slopes),
             *(len(rows.context_len), rows.block_table.shape[1], rows.block_size),
             *(query.shape[1], *key_cache.shape[2:], value_cache.shape[3]),
             *(query.stride(0), key_cache.stride(1), value_cache.stride(1), plan.window or 0),
-            *(scores.scale, scores.softcap or 0),
+            *(scaling.scale, scaling.softcap or 0),
             *(DTYPES[query.dtype], torch.get_num_threads()),
         )
     )

@@ -117,20 +117,21 @@ def _linear(dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> Job:
 
 def _attention(dtype: torch.dtype, sequences: int, tokens: int, context: int) -> Job:
     """tokens and context: of each sequence."""
-    from gllm.kernels.attention import Scores, paged_attention
-    from gllm.kernels.attention_plan import PagedRows, plan_attention
+    from gllm.kernels.attention import paged_attention
+    from gllm.kernels.attention_plan import PagedBatch, plan_attention
+    from gllm.kernels.attention_scaling import AttentionScaling
 
     heads, kv_heads, dim, block = 4, 2, 64, 16
     blocks = sequences * context // block
     table = np.arange(blocks, dtype=np.int64).reshape(sequences, -1)
     start = np.arange(sequences + 1, dtype=np.int64) * tokens
     contexts = np.full(sequences, context, dtype=np.int64)
-    rows = PagedRows(table, start, contexts, 0, block, blocks)
+    rows = PagedBatch(table, start, contexts, 0, block, blocks)
     plan = plan_attention(rows, dtype)
     query = _numbers(sequences * tokens, heads, dim, dtype=dtype)
     cache = _numbers(blocks + 1, block, kv_heads, dim, dtype=dtype)
-    scores = Scores(dim**-0.5)
-    return lambda: paged_attention(query, cache, cache, plan, scores)
+    scaling = AttentionScaling(dim**-0.5)
+    return lambda: paged_attention(query, cache, cache, plan, scaling)
 
 
 def _norm(dtype: torch.dtype) -> Job:
@@ -149,14 +150,15 @@ def _gate(dtype: torch.dtype) -> Job:
 
 
 def _rotate(dtype: torch.dtype) -> Job:
-    from gllm.kernels.qkv import Heads, rotate_and_store
+    from gllm.kernels.qkv import rotate_and_store
+    from gllm.kernels.qkv_layout import QKVLayout
 
     heads, kv_heads, dim = 4, 2, 64
     fused = _numbers(TOKENS, heads + 2 * kv_heads, dim, dtype=dtype)
     cache = _numbers(TOKENS, 1, kv_heads, dim, dtype=dtype)
     angles = _numbers(TOKENS, 1, dim // 2, dtype=torch.float32)
-    slots, how = torch.arange(TOKENS), Heads(heads, kv_heads)
-    return lambda: rotate_and_store(fused, how, (angles, angles), (cache, cache), slots)
+    slots, layout = torch.arange(TOKENS), QKVLayout(heads, kv_heads)
+    return lambda: rotate_and_store(fused, layout, (angles, angles), (cache, cache), slots)
 
 
 WORKS: MappingProxyType[Operation, tuple[Work, ...]] = MappingProxyType(

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.attention_scores import Scores
+from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.triton import attention_shapes, common
 from gllm.kernels.triton.attention_shapes import Shape
 from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
@@ -26,7 +26,11 @@ from gllm.kernels.triton.split_attention import (
 
 
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scores: Scores
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    scaling: AttentionScaling,
 ) -> Tensor:
     """As gllm.kernels.attention.paged_attention: query [tokens, heads, head_dim] of bfloat16,
     float16 or float32, caches [blocks, block_size, kv_heads, elements] of one of these dtypes or of
@@ -39,10 +43,10 @@ def paged_attention(
     """
     tokens, heads, _ = query.shape
     output = query.new_empty(tokens, heads, value_cache.shape[3])
-    features = scores.softcap is not None, scores.slopes is not None, plan.window
+    features = scaling.softcap is not None, scaling.alibi_slopes is not None, plan.window
     shape = attention_shapes.shape_of(query, key_cache, value_cache, features)
-    tensors = (output, query, key_cache, value_cache, scores.slopes)
-    factors = _factors(scores)
+    tensors = (output, query, key_cache, value_cache, scaling.alibi_slopes)
+    factors = _factors(scaling)
     if plan.rows.num_decodes:
         decode_attention(*tensors, plan, shape, factors)
     if len(plan.rows.context_len) > plan.rows.num_decodes:
@@ -50,12 +54,14 @@ def paged_attention(
     return output
 
 
-def _factors(scores: Scores) -> tuple[float, float]:
+def _factors(scaling: AttentionScaling) -> tuple[float, float]:
     """`inner` and `outer` of attention_tiles.attend."""
-    if scores.softcap is None:
-        return scores.scale * math.log2(math.e), 0.0
+    if scaling.softcap is None:
+        return scaling.scale * math.log2(math.e), 0.0
     # tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1).
-    return scores.scale / scores.softcap * 2 * math.log2(math.e), scores.softcap * math.log2(math.e)
+    return scaling.scale / scaling.softcap * 2 * math.log2(math.e), scaling.softcap * math.log2(
+        math.e
+    )
 
 
 def _prefill(
@@ -73,7 +79,7 @@ def _prefill(
     assert tables is not None, "attention was not planned for a device"
     tiles = attention_shapes.tiles_for(shape, "prefill")
     packed = attention_shapes.packing(tiles, shape)
-    listed = tables.tiles(rows, packed.tokens)
+    listed = tables.get_prefill_tiles(rows, packed.tokens)
     programs = shape.kv_heads * packed.parts
     longest = int(rows.context_len[rows.num_decodes :].max())
     if shape.window is not None:
@@ -164,12 +170,12 @@ def prefill_kernel(
     SPLIT: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """One part of the context of one tile of a prefill chunk, of PARTS for a KV head: grid (tiles,
-    kv_heads * PARTS, splits).
+    """Compute one split of the context of one tile of a prefill chunk.
 
-    tiles [tiles, 2] as of attention_plan.prefill_tiles for ROWS // HEADS tokens. With SPLIT results
-    go to partial and statistics (split_attention.Parts, of `tokens` behind `skipped` ones) instead
-    of output.
+    Grid: (tiles, kv_heads * PARTS, splits). tiles [tiles, 2] int32: see
+    attention_plan.list_prefill_tiles, for ROWS // HEADS tokens per tile. With SPLIT, results go to
+    partial and statistics (split_attention.Parts for the `tokens` tokens after the first `skipped`
+    ones), else to output.
     """
     TOKENS: tl.constexpr = ROWS // HEADS
     row = tl.load(tiles + 2 * tl.program_id(0))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.qkv_heads import Heads
+from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import Angles
 from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.tiles import choose
@@ -160,7 +160,7 @@ def _rotate_and_store(
 
 def rotate_and_store(
     fused: Tensor,
-    how: "Heads",
+    layout: "QKVLayout",
     angles: "Angles | None",
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
@@ -175,22 +175,22 @@ def rotate_and_store(
     tokens, _, head_dim = fused.shape
     if fused.stride(2) != 1 or fused.stride(1) != head_dim:
         fused = fused.contiguous()
-    queries = fused.new_empty(tokens, how.heads, head_dim)
+    queries = fused.new_empty(tokens, layout.num_heads, head_dim)
     # What there is not is never read.
     cosine, sine = (fused, fused) if angles is None else angles
-    norms = how.query_norm, how.key_norm
+    norms = layout.query_norm, layout.key_norm
     query_norm, key_norm = (fused if norm is None else norm for norm in norms)
     dim = 0 if angles is None else 2 * cosine.shape[-1]
     use = choose("qkv")
-    like = (how.kv_heads, head_dim, dim, how.interleaved, None not in norms)
+    like = (layout.num_kv_heads, head_dim, dim, layout.interleaved, None not in norms)
     constants = _constants(*like, use["elements"])
     rows = (fused.stride(0), *(one.stride(1) for one in cache))
     if tokens:
         group = constants["GROUP"]
-        blocks = triton.cdiv(how.heads, group) + 2 * triton.cdiv(how.kv_heads, group)
+        blocks = triton.cdiv(layout.num_heads, group) + 2 * triton.cdiv(layout.num_kv_heads, group)
         _rotate_and_store[(tokens, blocks)](
             *(fused, query_norm, key_norm, cosine, sine, *cache, slots, queries),
-            *(how.heads, how.kv_heads, *rows, how.eps),
+            *(layout.num_heads, layout.num_kv_heads, *rows, layout.eps),
             **constants,
             num_warps=use["warps"],
         )

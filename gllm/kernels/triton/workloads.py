@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 
 from gllm.kernels import activation, attention, experts, linear_fp8, qkv, rms_norm
-from gllm.kernels.attention_plan import AttentionPlan, PagedRows, device_tables, plan_attention
-from gllm.kernels.attention_scores import Scores
+from gllm.kernels.attention_plan import (
+    AttentionPlan,
+    PagedBatch,
+    build_device_tables,
+    plan_attention,
+)
+from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.fp8_weights import Fp8Matrix, Fp8Stack
-from gllm.kernels.qkv_heads import Heads
+from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.triton import attention_shapes
 from gllm.kernels.triton import experts as gpu_experts
 from gllm.kernels.triton import linear_fp8 as gpu_linear
@@ -72,7 +77,7 @@ def attend(shape: Shape, rows: int, new: int, context: int, device: torch.device
     table = np.random.default_rng(0).permutation(rows * blocks).reshape(rows, blocks)
     decodes = rows if new == 1 else 0
     lengths = np.full(rows, context)
-    paged = PagedRows(
+    paged = PagedBatch(
         *(table, np.arange(rows + 1) * new, lengths, decodes, shape.block_size, rows * blocks)
     )
     query = _random(1, rows * new, shape.heads, shape.key_dim).to(dtype)
@@ -80,18 +85,18 @@ def attend(shape: Shape, rows: int, new: int, context: int, device: torch.device
     values = keys[..., : shape.value_dim]
     if not shape.shared:
         values = _random(3, *keys.shape[:3], shape.value_dim).to(dtype)
-    scores = Scores(shape.key_dim**-0.5)
+    scaling = AttentionScaling(shape.key_dim**-0.5)
     plan = plan_attention(paged, torch.float32)
     expected = attention.paged_attention(
         *(query.to(torch.float32), keys.to(torch.float32), values.to(torch.float32)),
-        *(plan, scores),
+        *(plan, scaling),
     )
-    tables = device_tables(paged, device)
+    tables = build_device_tables(paged, device)
     plan = AttentionPlan(paged, plan.slots, None, "triton", tables=tables)
     query, keys, values = query.to(device), keys.to(device), values.to(device)
     if shape.shared:
         values = keys[..., : shape.value_dim]
-    run = partial(paged_attention, query, keys, values, plan, scores)
+    run = partial(paged_attention, query, keys, values, plan, scaling)
     return Prepared(run, expected.to(device), ROUNDED[dtype])
 
 
@@ -198,7 +203,7 @@ def turn(tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device)
     turns = _random(15, tokens, 1, dim // 2)
     angles, slots = (turns.cos(), turns.sin()), torch.randperm(tokens)
     cache = torch.zeros(2, -(-tokens // 16), 16, kv_heads, dim)
-    how = Heads(heads, kv_heads)
+    how = QKVLayout(heads, kv_heads)
     expected = qkv.rotate_and_store(
         fused.to(torch.float32), how, angles, (cache[0], cache[1]), slots
     )

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from gllm.config.engine import EngineConfig
 from gllm.kernels.attention_backends import BACKENDS
-from gllm.kernels.attention_plan import PagedRows
+from gllm.kernels.attention_plan import PagedBatch
 from gllm.kernels.masking import words_of
 from gllm.kernels.triton.tiles import token_counts
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
@@ -250,10 +250,10 @@ class DeviceExecutor(StageExecutor):
         lengths, blocks = np.array(counts, dtype=np.int64), self._shape.num_blocks
         starts = np.concatenate((np.zeros(1, dtype=np.int64), lengths.cumsum()))
         table = np.zeros((len(counts), self._width), dtype=np.int64)
-        rows = PagedRows(table, starts, lengths, 0, self._shape.block_size, blocks)
+        rows = PagedBatch(table, starts, lengths, 0, self._shape.block_size, blocks)
         self._run_example(rows, samples, EVERYTHING)
 
-    def _run_example(self, rows: PagedRows, samples: int, sampling: SequenceSamplingParams) -> None:
+    def _run_example(self, rows: PagedBatch, count: int, sampling: SequenceSamplingParams) -> None:
         """Compute a micro-batch whose tokens are all 0, and sample from its first rows."""
         tokens = int(rows.query_start[-1])
         ids = torch.zeros(tokens, dtype=torch.int64)
@@ -262,7 +262,7 @@ class DeviceExecutor(StageExecutor):
             ids,
             self._plan(rows, self.dtype, self._shape.windows),
         )
-        drawing = self._drawing.example(samples, sampling) if self.is_last else None
+        drawing = self._drawing.example(count, sampling) if self.is_last else None
         (there, draw), _ = self._staging.put((inputs, drawing), self.stream)
         with self.stream.current():
             shape = tokens, self.model.hidden_size
@@ -273,10 +273,10 @@ class DeviceExecutor(StageExecutor):
             if draw is not None:
                 # As embeddings are.
                 self._stage.normed(hidden[:1])
-                self._drawing.draw(self._stage.logits(hidden[:samples]), draw, self._cached_tokens)
+                self._drawing.draw(self._stage.logits(hidden[:count]), draw, self._cached_tokens)
         self._staging.release(self.stream)
 
-    def _padded(self, rows: PagedRows) -> PagedRows:
+    def _padded(self, rows: PagedBatch) -> PagedBatch:
         """Decodes as many as a bucket has, where one holds them."""
         size = bucket_of(len(rows.context_len), self._sizes)
         if size is None or rows.num_decodes < len(rows.context_len):
@@ -288,7 +288,7 @@ class DeviceExecutor(StageExecutor):
         so that whatever it decides by them is enough for all."""
         block_size, num_blocks = self._shape.block_size, self._shape.num_blocks
         none = np.zeros(0, dtype=np.int64)
-        empty = PagedRows(none.reshape(0, 1), none, none, 0, block_size, num_blocks)
+        empty = PagedBatch(none.reshape(0, 1), none, none, 0, block_size, num_blocks)
         rows = pad_decodes(empty, size, self._width)
         longest = replace(rows, context_len=np.full(size, self._longest, dtype=np.int64))
         plans = self._plan(rows, self.dtype, self._shape.windows)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention_plan import PagedRows
+from gllm.kernels.attention_plan import PagedBatch
 from gllm.runtime.cuda.staging import Layout
 from gllm.transport.device_streams import Graph, Queues, Stream
 
@@ -45,7 +45,7 @@ def bucket_of(rows: int, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= rows), None)
 
 
-def pad_decodes(rows: PagedRows, size: int, blocks: int = 1) -> PagedRows:
+def pad_decodes(rows: PagedBatch, size: int, blocks: int = 1) -> PagedBatch:
     """Decodes with rows of padding up to `size`, and block tables at least `blocks` wide.
 
     Rows of padding share the block behind the one that stays zero.

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import (
     AttentionPlan,
-    PagedRows,
-    device_tables,
-    prefill_tiles,
-    written_slots,
+    PagedBatch,
+    build_device_tables,
+    compute_slot_mapping,
+    list_prefill_tiles,
 )
 from gllm.models.stage import StageInputs
 from gllm.runtime.batch import Windows
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def plan_tables(
-    rows: PagedRows,
+    rows: PagedBatch,
     dtype: torch.dtype,
     windows: Windows,
     asked: set[int] | None = None,
@@ -35,13 +35,13 @@ def plan_tables(
     largest one, at start-up), and all that are planned with the same set bring them along.
     """
     asked = set() if asked is None else asked
-    slots, tables = torch.from_numpy(written_slots(rows)), device_tables(rows, CPU)
+    slots, tables = torch.from_numpy(compute_slot_mapping(rows)), build_device_tables(rows, CPU)
     listed = {}
     if len(rows.context_len) > rows.num_decodes:
         # A copy: kernels ask on another thread.
         for tokens in tuple(asked):
-            listed[tokens] = torch.from_numpy(prefill_tiles(rows, tokens))
-    tables = replace(tables, listed=listed, asked=asked)
+            listed[tokens] = torch.from_numpy(list_prefill_tiles(rows, tokens))
+    tables = replace(tables, prefill_tiles=listed, requested_tile_sizes=asked)
     plan = AttentionPlan(rows, slots, None, backend, tables=tables)
     return {window: replace(plan, window=window) for window in windows}
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from gllm.kernels.attention_plan import PagedRows
+from gllm.kernels.attention_plan import PagedBatch
 from gllm.messages.sampling import SequenceSamplingParams
 
 PLAIN = SequenceSamplingParams(temperature=1.0)
@@ -19,14 +19,14 @@ PLAIN = SequenceSamplingParams(temperature=1.0)
 
 def example_rows(
     token_counts: Iterable[int], longest: int, block_size: int, num_blocks: int
-) -> Iterator[PagedRows]:
+) -> Iterator[PagedBatch]:
     """Yield micro-batches of one row, all of whose blocks are the one that padding is written to.
 
     Args:
         token_counts: numbers of tokens at which kernels change.
         longest: most tokens of a context.
         block_size: tokens per KV block.
-        num_blocks: usable KV blocks, as in PagedRows.
+        num_blocks: usable KV blocks, as in PagedBatch.
     """
     counts = sorted({1, 2, *token_counts})
     for num_tokens in (count for count in counts if count <= longest):
@@ -36,4 +36,4 @@ def example_rows(
             table = np.full((1, -(-context // block_size)), num_blocks + 1, dtype=np.int64)
             start = np.array([0, num_tokens], dtype=np.int64)
             length = np.array([context], dtype=np.int64)
-            yield PagedRows(table, start, length, int(num_tokens == 1), block_size, num_blocks)
+            yield PagedBatch(table, start, length, int(num_tokens == 1), block_size, num_blocks)

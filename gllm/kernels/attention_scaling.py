@@ -1,0 +1,17 @@
+"""Parameters that turn query-key products into attention scores; every backend reads them."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionScaling:
+    """Scale, softcap and ALiBi slopes that are applied to query-key products."""
+
+    scale: float
+    """Factor on the product of query and key, usually head_dim ** -0.5."""
+    softcap: float | None = None
+    """If set, a scaled score s becomes softcap * tanh(s / softcap)."""
+    alibi_slopes: Tensor | None = None
+    """[heads] float32: penalty on a score per token of distance (ALiBi)."""
