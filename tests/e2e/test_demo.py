@@ -4,7 +4,9 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
 from gllm.config.sampling import SamplingParams
@@ -16,6 +18,19 @@ from tests.e2e.server import serving
 
 QUESTIONS = Path(__file__).parents[1] / "data" / "demo_questions.jsonl"
 SHIPPED_BYTES = 8_000_000
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Berlin", "Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +69,21 @@ def test_stories_are_in_the_language_and_about_their_hero(llm: LLM) -> None:
         pairs = zip(stories, heroes, strict=True)
         told = [metrics.tells_about(story, hero.name, hero.animal.noun) for story, hero in pairs]
         assert metrics.share(told) >= 0.9
+
+
+def test_a_required_tool_call_and_its_result(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=200)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather in Rome?"}]
+    choice = llm.chat(messages, params, tools=[TOOL], tool_choice="required").outputs[0]
+    assert (choice.content, choice.finish_reason) == ("", "tool_calls")
+    messages.append(choice.message)
+    for call in choice.tool_calls:
+        assert call.name == "get_weather"
+        jsonschema.validate(json.loads(call.arguments), TOOL["function"]["parameters"])
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+    answer = llm.chat(messages, params, tools=[TOOL]).outputs[0]
+    assert answer.content
+    assert (answer.content, answer.tool_calls) == (answer.text, [])
 
 
 def test_the_name_demo_is_served() -> None:
