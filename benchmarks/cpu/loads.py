@@ -12,7 +12,7 @@ from benchmarks.cpu.model import FIRST_WORD, VOCABULARY, word
 from benchmarks.cpu.options import CompareConfig
 from benchmarks.cpu.peers import Server
 from gllm.commands.bench.client import request_body
-from gllm.commands.bench.load import Planned, planned_load
+from gllm.commands.bench.load import PlannedRequest, plan_load
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 
 LENGTH_SCALE = 1 / 8
@@ -70,16 +70,16 @@ def _trace(trace: str, count: int, seed: int) -> LoadConfig:
     return LoadConfig(*(trace, count), scale_length=LENGTH_SCALE, max_length=LONGEST, seed=seed)
 
 
-def requests_of(cell: Cell, server: Server, model: str) -> tuple[list[Planned], list[bytes]]:
+def requests_of(cell: Cell, server: Server, model: str) -> tuple[list[PlannedRequest], list[bytes]]:
     """The cell's requests in the order of their arrivals, and their JSON for that server."""
     config = replace(
         cell.config, ignore_eos=server.ignores_eos, extra_body=server.extra_body, progress=False
     )
-    load = [_in_words(each, server) for each in planned_load(config, VOCABULARY - FIRST_WORD)]
+    load = [_in_words(each, server) for each in plan_load(config, VOCABULARY - FIRST_WORD)]
     return load, [request_body(config, model, *each) for each in enumerate(load)]
 
 
-def _in_words(planned: Planned, server: Server) -> Planned:
+def _in_words(planned: PlannedRequest, server: Server) -> PlannedRequest:
     """The same request with ids of words, or with those words."""
     ids = [FIRST_WORD + each for each in planned.prompt if isinstance(each, int)]
     return planned._replace(prompt=ids if server.takes_ids else "".join(map(word, ids)))

@@ -20,12 +20,12 @@ from benchmarks.cpu.peers import Peer, Server
 from benchmarks.cpu.results import Row
 from benchmarks.cpu.watch import CpuWatch, pss_bytes, tree
 from benchmarks.cpu.workplace import PeerError, Workplace, background, tail, variables
-from gllm.commands.bench.client import Outcome, open_session, send
-from gllm.commands.bench.load import Planned
+from gllm.commands.bench.client import RequestResult, open_session, send
+from gllm.commands.bench.load import PlannedRequest
 from gllm.commands.bench.options import ServeConfig
 from gllm.commands.bench.report import failure_lines, summarize
 from gllm.commands.bench.runner import run_load
-from gllm.commands.bench.server import ServerError, wait_until_ready
+from gllm.commands.bench.server import TargetServerError, wait_until_ready
 
 START_SECONDS = 600.0
 """In which a server has to be ready: some compile their kernels first."""
@@ -103,7 +103,7 @@ async def _ready(session: aiohttp.ClientSession, running: Running) -> str:
             raise PeerError(f"its server ended while it started: {tail(running.log)}")
     try:
         return waiting.result().name
-    except ServerError as error:
+    except TargetServerError as error:
         raise PeerError(f"{error}: {tail(running.log)}") from None
 
 
@@ -114,7 +114,7 @@ async def _send(
     load, bodies = requests_of(cell, running.server, model)
     url = running.url + cell.config.endpoint
 
-    async def send_one(place: int) -> Outcome:
+    async def send_one(place: int) -> RequestResult:
         return await send(session, url, bodies[place], load[place].prompt_tokens)
 
     measured = await run_load([each.arrival for each in load], send_one, None, False)
@@ -126,12 +126,12 @@ async def _send(
     return {name: figures[name] for name in FIGURES}
 
 
-def check(load: list[Planned], outcomes: list[Outcome]) -> None:
+def check(load: list[PlannedRequest], outcomes: list[RequestResult]) -> None:
     """Raises PeerError where a request failed or had another length than was asked for."""
     if failures := failure_lines(outcomes):
         raise PeerError(" / ".join(failures))
     for planned, outcome in zip(load, outcomes, strict=True):
         asked = (planned.prompt_tokens, planned.output_tokens)
-        served = (outcome.prompt_tokens, outcome.line.tokens)
+        served = (outcome.prompt_tokens, outcome.timeline.tokens)
         if asked != served:
             raise PeerError(f"it served {served} prompt and output tokens where {asked} were asked")

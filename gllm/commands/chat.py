@@ -1,8 +1,4 @@
-"""`gllm chat`: a conversation with a running server, in the terminal.
-
-Owns the dialogue: history, commands, interruption. Knows of the server only its URL and OpenAI's
-streaming format.
-"""
+"""`gllm chat`: chat with a running server in the terminal, over OpenAI's streaming API."""
 
 import argparse
 import http.client
@@ -20,16 +16,16 @@ from gllm.config.options import INT32_MAX
 from gllm.config.server import check_api_key
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-HELP = "/clear forgets the conversation, /quit leaves, Ctrl-C stops an answer"
-Message = dict[str, str]
+HELP = "/clear resets the conversation, /quit exits, Ctrl-C stops an answer"
+ChatMessage = dict[str, str]
 
 
-class ServerError(Exception):
-    """The server cannot be reached, or refused."""
+class ChatServerError(Exception):
+    """The server cannot be reached or returned an error."""
 
 
-class Client:
-    """A server's chat endpoint."""
+class ChatClient:
+    """Client of a server's chat completions endpoint."""
 
     def __init__(self, url: str, options: dict[str, Any], api_key: str | None = None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
@@ -37,15 +33,23 @@ class Client:
         self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def model(self) -> str:
-        """The served model's name. Raises ServerError."""
+        """Return the name of the served model.
+
+        Raises:
+            ChatServerError: The server cannot be reached or has another API.
+        """
         with self._open("/v1/models", None) as response:
             try:
                 return str(json.load(response)["data"][0]["id"])
             except (ValueError, LookupError, TypeError) as error:
-                raise ServerError(f"{self._url} does not speak OpenAI's API") from error
+                raise ChatServerError(f"{self._url} has no OpenAI-compatible API") from error
 
-    def stream(self, messages: list[Message]) -> Generator[dict[str, Any], None, None]:
-        """The chunks of an answer; closing the iterator stops it. Raises ServerError."""
+    def stream(self, messages: list[ChatMessage]) -> Generator[dict[str, Any], None, None]:
+        """Yield the chunks of an answer; closing the generator cancels the request.
+
+        Raises:
+            ChatServerError: The request failed.
+        """
         body = {
             **self._options,
             "messages": messages,
@@ -60,7 +64,7 @@ class Client:
                 if field == "data":
                     chunk = json.loads(data)
                     if "error" in chunk:
-                        raise ServerError(chunk["error"]["message"])
+                        raise ChatServerError(chunk["error"]["message"])
                     yield chunk
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
@@ -71,50 +75,56 @@ class Client:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
             with error:
-                raise ServerError(_reason(error)) from error
+                raise ChatServerError(_error_message(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ServerError(
-                f"no server answers at {self._url} ({error}): start one with `gllm serve`, "
-                "or name another with --url"
+            raise ChatServerError(
+                f"no server responds at {self._url} ({error}): start one with `gllm serve`, "
+                "or set --url"
             ) from error
 
 
-def answer(client: Client, history: list[Message]) -> str:
-    """Print an answer while it comes, its reasoning first, then its speed; Ctrl-C stops it. What is
-    remembered is the answer alone. Raises ServerError."""
-    text, tokens, first, thinks = "", 0, None, False
+def print_answer(client: ChatClient, history: list[ChatMessage]) -> str:
+    """Print an answer as it streams, reasoning first, then its speed; Ctrl-C stops it.
+
+    Returns:
+        The text of the answer without its reasoning, for the history.
+
+    Raises:
+        ChatServerError: The request failed or the connection broke.
+    """
+    text, num_tokens, first_token_time, in_reasoning = "", 0, None, False
     stream = client.stream(history)
     try:
         for chunk in stream:
-            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+            num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
             for choice in chunk["choices"]:
                 delta = choice["delta"]
-                thought, piece = delta.get("reasoning") or "", delta.get("content") or ""
-                if (thought or piece) and first is None:
-                    first = time.monotonic()
-                if piece and thinks:
+                reasoning, content = delta.get("reasoning") or "", delta.get("content") or ""
+                if (reasoning or content) and first_token_time is None:
+                    first_token_time = time.monotonic()
+                if content and in_reasoning:
                     print("\n")
-                thinks = bool(thought) or (thinks and not piece)
-                text += piece
-                print(thought + piece, end="", flush=True)
+                in_reasoning = bool(reasoning) or (in_reasoning and not content)
+                text += content
+                print(reasoning + content, end="", flush=True)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except (LookupError, TypeError, AttributeError) as error:
-        raise ServerError(f"the answer is not of OpenAI's API: {error!r}") from error
+        raise ChatServerError(f"the answer does not follow OpenAI's API: {error!r}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ServerError(f"the answer broke off: {error}") from error
+        raise ChatServerError(f"the answer broke off: {error}") from error
     finally:
         stream.close()
     print()
-    if first is not None and tokens > 1:
-        speed = (tokens - 1) / max(time.monotonic() - first, 1e-6)
-        print(f"[{tokens} tokens, {speed:.1f} tokens/s]")
+    if first_token_time is not None and num_tokens > 1:
+        speed = (num_tokens - 1) / max(time.monotonic() - first_token_time, 1e-6)
+        print(f"[{num_tokens} tokens, {speed:.1f} tokens/s]")
     return text
 
 
-def converse(client: Client, system: str | None) -> None:
-    """The dialogue, until /quit or the end of input."""
-    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+def run_dialogue(client: ChatClient, system: str | None) -> None:
+    """Read prompts and print answers until /quit or the end of input."""
+    opening: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
     history = list(opening)
     while True:
         try:
@@ -131,8 +141,8 @@ def converse(client: Client, system: str | None) -> None:
         elif line:
             history.append({"role": "user", "content": line})
             try:
-                history.append({"role": "assistant", "content": answer(client, history)})
-            except ServerError as error:
+                history.append({"role": "assistant", "content": print_answer(client, history)})
+            except ChatServerError as error:
                 history.pop()
                 print(f"error: {error}", file=sys.stderr)
 
@@ -144,51 +154,51 @@ def make_parser() -> argparse.ArgumentParser:
         "--url",
         default=DEFAULT_URL,
         type=FlagType(parse_url),
-        help=f"the server (default {DEFAULT_URL})",
+        help=f"URL of the server (default {DEFAULT_URL})",
     )
     parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
-    parser.add_argument("--system", help="a system message to begin with")
+    parser.add_argument("--system", help="system message")
     parser.add_argument(
         "--temperature", type=number_type(float, ge=0, le=2), help="default: the model's"
     )
     parser.add_argument(
         "--max-tokens",
         type=number_type(int, ge=1, le=INT32_MAX),
-        help="of each answer; default: the context",
+        help="maximum tokens of each answer; default: the context length",
     )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `gllm chat`; 1 where no server answers."""
+    """Run `gllm chat` and return the exit status: 1 if no server responds, 2 for bad flags."""
     arguments = make_parser().parse_args(argv)
-    given = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
-    options = {name: value for name, value in given.items() if value is not None}
+    fields = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
+    options = {name: value for name, value in fields.items() if value is not None}
     api_key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
-    client = Client(arguments.url, options, api_key)
+    client = ChatClient(arguments.url, options, api_key)
     try:
         if api_key:
             check_api_key(api_key, "--api-key or $GLLM_API_KEY")
         print(f"{client.model()} at {arguments.url}. {HELP}.")
-    except (ServerError, ValueError) as error:
+    except (ChatServerError, ValueError) as error:
         print(f"gllm chat: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ServerError) else 2
-    _edit_lines()
-    converse(client, arguments.system)
+        return 1 if isinstance(error, ChatServerError) else 2
+    _enable_line_editing()
+    run_dialogue(client, arguments.system)
     return 0
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
-    """What a server says about its refusal."""
+def _error_message(error: urllib.error.HTTPError) -> str:
+    """Return the message of a server's error response."""
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the server answered {error.code}"
+        return f"the server returned HTTP status {error.code}"
 
 
-def _edit_lines() -> None:
-    """Give `input` a history and editing, where the platform has them."""
+def _enable_line_editing() -> None:
+    """Enable history and line editing of `input` where the platform supports them."""
     try:
-        import readline  # noqa: F401 (importing it is its effect)
+        import readline  # noqa: F401 (the import has the effect)
     except ImportError:
         return

@@ -1,6 +1,6 @@
-"""`gllm experiment NAME`: runs a named experiment and writes its page.
+"""`gllm experiment NAME`: run an experiment of a paper and write its page.
 
-Owns the table of experiments. Knows nothing of what they do: each is imported when it is called.
+Experiments are imported when they run.
 """
 
 import argparse
@@ -18,22 +18,22 @@ EXPERIMENTS = {
     "latency-vs-rate": ("latency_vs_rate", "TTFT, TPOT, E2EL, throughput against request rate"),
     "scalability": ("scalability", "maximum throughput for 1, 2 and 4 stages"),
     "slo": ("slo", "SLO attainment against request rate"),
-    "ablation": ("ablation", "throttling without its parts; --real: on this machine's engine"),
+    "ablation": ("ablation", "throttling with parts removed; --real: on this machine's engine"),
     "sensitivity": ("sensitivity", "#T, #MaxP, KV_thresh, #MinP"),
     "volatility": ("volatility", "tokens per micro-batch over time, bubbles of each stage"),
-    "chunking": ("chunking", "a lone prompt on an idle pipeline: chunks of which size"),
-    "balance": ("balance", "throttling by predicted time against throttling by tokens"),
-    "replay": ("replay", "real runs of this machine's engine again in the simulator"),
-    "prediction": ("prediction", "the simulator against this machine's engine"),
+    "chunking": ("chunking", "prefill chunk sizes of a single prompt on an idle pipeline"),
+    "balance": ("balance", "throttling by predicted time compared with throttling by tokens"),
+    "replay": ("replay", "runs of this machine's engine, replayed in the simulator"),
+    "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }
-"""By name: module of gllm.experiments with a function `run`, and what it shows."""
+"""By name: module of gllm.experiments with a function `run`, and a description."""
 
 REAL = {"ablation": "real_ablation"}
-"""Modules that run an experiment on this machine's engine, for --real."""
+"""Modules of experiments that also run on this machine's engine (`--real`)."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
+    """Return the flags of the command."""
     names = "\n".join(f"  {name:16}{text}" for name, (_, text) in EXPERIMENTS.items())
     parser = FlagParser(
         prog="gllm experiment",
@@ -45,34 +45,34 @@ def make_parser() -> argparse.ArgumentParser:
         "--output",
         default="docs/experiments",
         type=FlagType(output_folder),
-        help="folder of page and plots",
+        help="folder for the page and its plots",
     )
     parser.add_argument(
         "--requests",
         type=number_type(int, ge=8, le=INT32_MAX),
         default=Options.requests,
-        help="of each simulation",
+        help="requests per simulation",
     )
-    parser.add_argument("--quick", action="store_true", help="few points, to see that it works")
-    parser.add_argument("--real", action="store_true", help="on this machine's engine")
+    parser.add_argument("--quick", action="store_true", help="few points: a functional check")
+    parser.add_argument("--real", action="store_true", help="run on this machine's engine")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """The command."""
+    """Run `gllm experiment` and return the exit status."""
     values = make_parser().parse_args(argv)
     if values.real and values.name not in REAL:
-        print(f"gllm experiment: --real is for {', '.join(REAL)}, not for {values.name}")
+        print(f"gllm experiment: --real supports {', '.join(REAL)}, not {values.name}")
         return 2
     options = Options(values.requests, values.quick)
-    file = REAL[values.name] if values.real else EXPERIMENTS[values.name][0]
-    module = importlib.import_module(f"gllm.experiments.{file}")
+    module_name = REAL[values.name] if values.real else EXPERIMENTS[values.name][0]
+    module = importlib.import_module(f"gllm.experiments.{module_name}")
     name = values.name + ("-real" if values.real else "")
     try:
         result: Result = module.run(options)
-        shown = [word for word in argv if not word.startswith("--output")]
+        shown_arguments = [word for word in argv if not word.startswith("--output")]
         page = write_result(
-            result, name, f"gllm experiment {shlex.join(shown)}", Path(values.output)
+            result, name, f"gllm experiment {shlex.join(shown_arguments)}", Path(values.output)
         )
     except (ValueError, OSError, EngineError) as error:
         print(f"gllm experiment: {error}", file=sys.stderr)

@@ -1,7 +1,4 @@
-"""`gllm simulate`: predicts what a deployment would do, or puts a prediction beside a real run.
-
-Owns the command's output: table, JSON, plots, log. Knows nothing of how a simulation works.
-"""
+"""`gllm simulate`: predict latency and throughput of a deployment, or compare with a real run."""
 
 import argparse
 import sys
@@ -28,11 +25,11 @@ from gllm.sim.run import Run
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags: those of SimulationConfig, and where output goes."""
+    """Return the flags: those of SimulationConfig, and the output files."""
     parser = FlagParser(prog="gllm simulate", description=__doc__.splitlines()[0])
     parser.add_config_flag()
     add_flags(parser, SimulationConfig)
-    parser.add_argument("--compare", metavar="LOG", help="step log of a real run to predict")
+    parser.add_argument("--compare", metavar="LOG", help="step log of a real run to compare with")
     parser.add_argument(
         "--output", metavar="FOLDER", type=FlagType(output_folder), help="folder for JSON and plots"
     )
@@ -40,13 +37,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--step-log",
         metavar="FILE",
         type=FlagType(output_file),
-        help="file for the run as a step log",
+        help="write the simulated run as a step log",
     )
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """The command."""
+    """Run `gllm simulate` and return the exit status."""
     values = make_parser().parse_args(argv)
     try:
         config = config_from_flags(SimulationConfig, values)
@@ -68,8 +65,12 @@ def main(argv: list[str]) -> int:
 
 
 def write_outputs(run: Run, summary: dict[str, Any], folder: Path) -> None:
-    """metrics.json, latencies.svg, tokens.svg and gantt.svg. Raises OSError."""
-    # Plots need matplotlib, which the rest of the simulator does without.
+    """Write metrics.json, latencies.svg, tokens.svg and gantt.svg.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    # Only plots need matplotlib.
     from gllm.sim.plots import plot_gantt, plot_latencies, plot_tokens
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def _write_log(path: str, events: Iterable[StepLogEvent]) -> None:
 
 
 def _compare(config: SimulationConfig, log: str, output: str | None) -> int:
-    """Print a real run beside its prediction from the profile."""
+    """Print a real run next to its prediction from the profile."""
     if config.profile is None:
         raise ValueError("--compare needs --profile, a profile of the same model and stages")
     comparison = compare(log, config.profile)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gllm.commands.chat import Client, ServerError, answer, main
+from gllm.commands.chat import ChatClient, ChatServerError, main, print_answer
 
 
 class Spoken:
@@ -28,10 +28,10 @@ def test_reasoning_is_printed_and_forgotten(capsys):
         {"content": "fox."},
     ]
     client: Any = Spoken(*said)
-    assert answer(client, []) == "A fox."
+    assert print_answer(client, []) == "A fox."
     assert capsys.readouterr().out == "hm, yes\n\nA fox.\n"
     client = Spoken(said[0], *said[4:])
-    assert answer(client, []) == "A fox."
+    assert print_answer(client, []) == "A fox."
     assert capsys.readouterr().out == "A fox.\n"
 
 
@@ -42,8 +42,8 @@ def test_urls_that_cannot_be(url, capsys):
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--url" in line
-    with pytest.raises(ServerError):
-        Client(url, {}).model()
+    with pytest.raises(ChatServerError):
+        ChatClient(url, {}).model()
 
 
 def test_a_key_that_no_header_holds(capsys):
@@ -59,5 +59,5 @@ def test_a_server_of_another_api(chunk):
             yield chunk
 
     client: Any = Other()
-    with pytest.raises(ServerError, match="not of OpenAI's API"):
-        answer(client, [])
+    with pytest.raises(ChatServerError, match="does not follow OpenAI's API"):
+        print_answer(client, [])

@@ -75,7 +75,7 @@ def test_the_real_ablation(
 
 def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slo", "--real"]) == 2
-    assert "--real is for ablation" in capsys.readouterr().out
+    assert "--real supports ablation" in capsys.readouterr().out
     for arguments in (["slo", "--requests", "2"], ["nothing"]):
         with pytest.raises(SystemExit):
             main(arguments)

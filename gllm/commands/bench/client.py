@@ -1,7 +1,6 @@
-"""One request, from its sending to the end of its stream.
+"""Send one request and record when its output arrives.
 
-Owns what is sent, when output came, and how a request can fail. Knows nothing of load and of
-figures. Times are of time.monotonic, taken once for each read of the socket.
+Times are of time.monotonic, taken once per read of the socket.
 """
 
 import time
@@ -11,49 +10,49 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from gllm.commands.bench.events import DONE, Chunk, EventReader, error_message
-from gllm.commands.bench.load import Planned
+from gllm.commands.bench.events import DONE, EventReader, StreamChunk, error_message
+from gllm.commands.bench.load import PlannedRequest
 from gllm.commands.bench.options import ServeConfig
 from gllm.observability.latency import RequestTimeline
 
-KEEP_ALIVE = 4.0
-"""Seconds an idle connection is kept: servers drop theirs after 5 or more, and a request sent into
+KEEP_ALIVE_SECONDS = 4.0
+"""Time that an idle connection is kept. Servers close theirs after 5 s or more; a request sent at
 that moment would fail."""
 
 
 @dataclass
-class Outcome:
-    """What became of a request."""
+class RequestResult:
+    """Result of one request."""
 
-    line: RequestTimeline
+    timeline: RequestTimeline
     prompt_tokens: int
     end: float = 0.0
-    pieces: list[str] = field(default_factory=list)
-    """The output's text."""
+    text_parts: list[str] = field(default_factory=list)
+    """Text of the output, one entry per chunk."""
     failure: str = ""
-    """Kind of failure; empty where there was none."""
+    """Kind of failure; empty if the request succeeded."""
     detail: str = ""
-    """What the server or the socket said of it."""
+    """Message of the server or the socket about the failure."""
 
     def fail(self, failure: str, detail: object) -> None:
-        """It has failed."""
+        """Mark the request as failed."""
         self.failure, self.detail = failure, str(detail)
 
 
 def open_session(config: ServeConfig, api_key: str | None) -> aiohttp.ClientSession:
-    """Connections to the server, as many as there are requests."""
+    """Return a session without a limit on connections."""
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=config.request_timeout),
         headers=headers,
     )
 
 
-def request_body(config: ServeConfig, model: str, index: int, planned: Planned) -> bytes:
-    """The request's JSON."""
+def request_body(config: ServeConfig, model: str, index: int, planned: PlannedRequest) -> bytes:
+    """Return the JSON body of a request."""
     body: dict[str, Any] = {"model": model}
     if config.chat:
         body["messages"] = [{"role": "user", "content": planned.prompt}]
@@ -71,56 +70,56 @@ def request_body(config: ServeConfig, model: str, index: int, planned: Planned) 
 
 async def send(
     session: aiohttp.ClientSession, url: str, body: bytes, prompt_tokens: int
-) -> Outcome:
-    """Send a request and read its stream to the end; failures are in the outcome."""
-    outcome = Outcome(RequestTimeline(time.monotonic()), prompt_tokens)
+) -> RequestResult:
+    """Send a request and read its stream to the end; failures are recorded in the result."""
+    result = RequestResult(RequestTimeline(time.monotonic()), prompt_tokens)
     try:
         async with session.post(url, data=body) as response:
             if response.status != 200:
-                outcome.fail(f"HTTP {response.status}", _reason(await response.read()))
+                result.fail(f"HTTP {response.status}", _error_detail(await response.read()))
             elif response.content_type != "text/event-stream":
-                outcome.fail("no stream", f"the server answered with {response.content_type}")
+                result.fail("no stream", f"the server returned {response.content_type}")
             else:
-                await _read(response, outcome)
+                await _read_stream(response, result)
     except TimeoutError:
-        outcome.fail("timeout", "the request took longer than --request-timeout")
+        result.fail("timeout", "the request took longer than --request-timeout")
     except aiohttp.ClientPayloadError as error:
-        outcome.fail("cut off", error)
+        result.fail("cut off", error)
     except (aiohttp.ClientError, OSError) as error:
-        outcome.fail("connection", error or type(error).__name__)
+        result.fail("connection", error or type(error).__name__)
     except msgspec.DecodeError as error:
-        outcome.fail("not understood", error)
-    outcome.end = time.monotonic()
-    return outcome
+        result.fail("invalid event", error)
+    result.end = time.monotonic()
+    return result
 
 
-async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
-    """Note when output comes, until the stream ends."""
-    decode = msgspec.json.Decoder(Chunk).decode
-    reader, ended = EventReader(), False
+async def _read_stream(response: aiohttp.ClientResponse, result: RequestResult) -> None:
+    """Record the time of each chunk until the stream ends."""
+    decode = msgspec.json.Decoder(StreamChunk).decode
+    reader, has_ended = EventReader(), False
     while data := await response.content.readany():
         now = time.monotonic()
         for event in reader.feed(data):
             if event == DONE:
-                ended = True
+                has_ended = True
                 continue
             chunk = decode(event)
             if chunk.error:
-                outcome.fail("error in the stream", error_message(chunk.error))
+                result.fail("error in the stream", error_message(chunk.error))
                 return
             for choice in chunk.choices:
-                outcome.line.mark(now, choice.tokens)
-                outcome.pieces.append(choice.shown)
-                ended = ended or choice.finish_reason is not None
+                result.timeline.mark(now, choice.num_tokens)
+                result.text_parts.append(choice.output_text)
+                has_ended = has_ended or choice.finish_reason is not None
             if chunk.usage is not None:
-                outcome.prompt_tokens = chunk.usage.prompt_tokens
-                outcome.line.tokens = chunk.usage.completion_tokens
-    if not ended:
-        outcome.fail("cut off", "the stream ended without [DONE] or a finish reason")
+                result.prompt_tokens = chunk.usage.prompt_tokens
+                result.timeline.tokens = chunk.usage.completion_tokens
+    if not has_ended:
+        result.fail("cut off", "the stream ended without [DONE] or a finish reason")
 
 
-def _reason(body: bytes) -> str:
-    """What a refusal says."""
+def _error_detail(body: bytes) -> str:
+    """Return the message of an error response."""
     try:
         return error_message(msgspec.json.decode(body))
     except msgspec.DecodeError:

@@ -1,8 +1,4 @@
-"""What an OpenAI-compatible server streams: events, and the tokens in them.
-
-Owns the reading of server-sent events and of the two endpoints' chunks. Knows nothing of sockets
-and clocks.
-"""
+"""Parse server-sent events and the chunks of OpenAI's completion endpoints."""
 
 from typing import Any
 
@@ -11,8 +7,8 @@ import msgspec
 DONE = b"[DONE]"
 
 
-class Delta(msgspec.Struct):
-    """An increment of a conversation."""
+class StreamDelta(msgspec.Struct):
+    """Delta of a chat completion chunk."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -21,63 +17,64 @@ class Delta(msgspec.Struct):
 
     @property
     def text(self) -> str:
+        """Content or reasoning, whichever the delta carries."""
         return self.content or self.reasoning or self.reasoning_content or ""
 
 
-class Choice(msgspec.Struct):
-    """What one chunk brings for a choice, at either endpoint."""
+class StreamChoice(msgspec.Struct):
+    """One choice in a chunk, of either endpoint."""
 
     text: str | None = None
-    delta: Delta | None = None
+    delta: StreamDelta | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
     @property
-    def shown(self) -> str:
-        """The increment's text."""
+    def output_text(self) -> str:
+        """Text of the chunk."""
         return self.text or (self.delta.text if self.delta else "")
 
     @property
-    def tokens(self) -> int:
-        """Tokens in this increment: of ids as many as there are; of text, unknown, taken as one."""
+    def num_tokens(self) -> int:
+        """Number of token ids; 1 if the chunk has text but no ids."""
         if self.token_ids:
             return len(self.token_ids)
-        return int(bool(self.shown or (self.delta and self.delta.tool_calls)))
+        return int(bool(self.output_text or (self.delta and self.delta.tool_calls)))
 
 
-class Usage(msgspec.Struct):
-    """The server's own count."""
+class StreamUsage(msgspec.Struct):
+    """Token counts of the server."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
-class Chunk(msgspec.Struct):
-    """One event."""
+class StreamChunk(msgspec.Struct):
+    """One event of the stream."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[StreamChoice] = []
+    usage: StreamUsage | None = None
     error: Any = None
 
 
 class EventReader:
-    """Cuts bytes, however they come, into the data of events.
+    """Split a byte stream into the data of server-sent events.
 
-    Every `data:` line is an event: these servers put no line break into their JSON.
+    Every `data:` line is one event, because these servers put no line break into their JSON.
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._incomplete_line = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that `data` completes."""
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
+        """Add received bytes and return the data of the events that they complete."""
+        lines = (self._incomplete_line + data).split(b"\n")
+        self._incomplete_line = lines.pop()
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 def error_message(error: Any) -> str:
-    """What a server says of an error, in whatever form it says it."""
+    """Return the message of an error object in any of the common forms."""
     if isinstance(error, dict):
         inner = error.get("error", error)
         return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)

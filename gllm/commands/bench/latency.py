@@ -1,7 +1,4 @@
-"""`gllm bench latency`: how long an engine in this process takes for one batch of equal requests.
-
-Owns the command and its output. Knows nothing of HTTP and of how the engine works.
-"""
+"""`gllm bench latency`: measure the latency of one batch of equal requests, without HTTP."""
 
 import argparse
 import sys
@@ -28,22 +25,26 @@ PERCENTS = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True)
 class LatencyConfig:
-    """The batch, and how often."""
+    """Batch size, lengths and number of iterations."""
 
     input_len: int = option(32, "prompt tokens of each request", ge=1, le=INT32_MAX)
     output_len: int = option(128, "output tokens of each request", ge=1, le=INT32_MAX)
     batch_size: int = option(8, "requests in the batch", ge=1, le=INT32_MAX)
-    num_iters_warmup: int = option(10, "batches before the measurement", ge=0, le=INT32_MAX)
+    num_iters_warmup: int = option(10, "batches before the measurement starts", ge=0, le=INT32_MAX)
     num_iters: int = option(30, "batches measured", ge=1, le=INT32_MAX)
     output_json: str | None = option(None, "file for the result", parse=output_file)
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and the fix."""
+        """Check types and ranges.
+
+        Raises:
+            ValueError: A field is invalid; the message names the field and the fix.
+        """
         convert_fields(self)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the command's flags: those of the engine and of the batch."""
+    """Return the flags: those of the engine and of the batch."""
     parser = FlagParser(prog="gllm bench latency", description=(__doc__ or "").splitlines()[0])
     parser.add_config_flag()
     add_flags(parser, EngineConfig)
@@ -52,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """The command."""
+    """Run `gllm bench latency` and return the exit status."""
     values = make_parser().parse_args(argv)
     try:
         engine, batch = (
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _measure(config: EngineConfig, batch: LatencyConfig) -> list[float]:
-    """Seconds of each measured batch; no two batches have prompts in common."""
+    """Return the seconds of each measured batch; batches share no prompts."""
     jobs = [Job(0.0, batch.input_len, batch.output_len)] * batch.batch_size
     seconds = []
     async with Engine(config, progress=True) as engine:

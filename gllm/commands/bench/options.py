@@ -1,8 +1,4 @@
-"""What the benchmarks can be told, as fields with flags.
-
-Owns defaults, ranges and the reading of values from the command line. Knows nothing of how a
-benchmark is run.
-"""
+"""Options of the benchmarks, as dataclass fields with flags."""
 
 import json
 import math
@@ -20,37 +16,53 @@ PROMPT_KINDS = ("auto", "ids", "text")
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises ValueError."""
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: The text is not a JSON object.
+    """
     value = json.loads(text)
     if not isinstance(value, dict):
-        raise ValueError(f"{text} is no JSON object")
+        raise ValueError(f"{text} is not a JSON object")
     return value
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """Return numbers from '50,99.9'. Raises ValueError."""
+    """Parse percentiles such as '50,99.9'.
+
+    Raises:
+        ValueError: A part is not a number.
+    """
     return tuple(float(part) for part in text.split(","))
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """Names of METRICS from 'ttft,tpot'. Raises ValueError."""
+    """Parse names of METRICS such as 'ttft,tpot'.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
     names = tuple(text.split(","))
     if not set(names) <= set(METRICS):
-        raise ValueError(f"{text} has a name that is none of {', '.join(METRICS)}")
+        raise ValueError(f"{text} contains a name other than {', '.join(METRICS)}")
     return names
 
 
 def parse_slo(text: str) -> tuple[str, float]:
-    """A latency and its limit in milliseconds from 'ttft:200'. Raises ValueError."""
+    """Parse a latency limit in milliseconds such as 'ttft:200'.
+
+    Raises:
+        ValueError: The latency is unknown or the limit is not a positive number.
+    """
     name, _, limit = text.partition(":")
     if name not in ("ttft", "tpot", "e2el") or not 0 < float(limit or 0) < math.inf:
-        raise ValueError(f"{text} is not as ttft:200, tpot:50 or e2el:3000")
+        raise ValueError(f"{text} does not have the form ttft:200, tpot:50 or e2el:3000")
     return name, float(limit)
 
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Which requests."""
+    """Lengths and number of the requests."""
 
     workload: str = option(
         "uniform:16,512,16,128",
@@ -60,73 +72,77 @@ class LoadConfig:
         ".jsonl or .csv, with a request in each row (default uniform:16,512,16,128)",
     )
     num_prompts: int = option(
-        1000, "how many requests; of a file or a replay, at most", ge=1, le=INT32_MAX
+        1000, "number of requests; with a file or a replay: at most", ge=1, le=INT32_MAX
     )
     scale_length: float = option(1.0, "multiplies prompt and output lengths", gt=0, le=1e6)
     max_length: int | None = option(
         None,
-        "longest prompt + output; longer requests are cut; default: as they are",
+        "longest prompt + output; longer requests are shortened; default: no limit",
         ge=2,
         le=INT32_MAX,
     )
     seed: int = option(
         0,
-        "of lengths, arrivals, prompts and, above temperature 0, sampling",
+        "seed of lengths, arrivals, prompts and, above temperature 0, sampling",
         ge=0,
         le=2**63 - 1,
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and the fix."""
+        """Check types and ranges.
+
+        Raises:
+            ValueError: A field is invalid; the message names the field and the fix.
+        """
         convert_fields(self)
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """A server, the load on it, and what is told of it."""
+    """Server, load and report of `gllm bench serve`."""
 
-    base_url: str = option("http://127.0.0.1:8000", "the server", parse=parse_url)
-    endpoint: str = option("/v1/completions", "what is asked of it", choices=ENDPOINTS)
-    model: str | None = option(None, "the model's name; default: asked of /v1/models")
+    base_url: str = option("http://127.0.0.1:8000", "URL of the server", parse=parse_url)
+    endpoint: str = option("/v1/completions", "endpoint", choices=ENDPOINTS)
+    model: str | None = option(None, "model name; default: the first of /v1/models")
     api_key: str | None = option(None, "sent as a bearer token; default: $OPENAI_API_KEY")
     load: LoadConfig = field(default_factory=LoadConfig)
     request_rate: float = option(
-        math.inf, "requests a second; inf: all at once (default inf)", gt=0, allows_inf=True
+        math.inf, "requests per second; inf: all at once (default inf)", gt=0, allows_inf=True
     )
     burstiness: float = option(
-        1.0, "shape of the gamma-distributed gaps; 1: Poisson; less: bursts", gt=0, le=1e9
+        1.0, "shape of the gamma distribution of gaps; 1: Poisson; below 1: bursts", gt=0, le=1e9
     )
     arrivals: str | None = option(
         None,
-        "burst:SIZE, so many together at equal distances; or replay, the times of a trace or file; "
-        "default: by --request-rate and --burstiness",
+        "burst:SIZE: bursts of SIZE requests at equal intervals; replay: the times of a trace or "
+        "file; default: by --request-rate and --burstiness",
     )
-    scale_time: float = option(1.0, "multiplies the times of arrival", ge=0, le=1e9)
+    scale_time: float = option(1.0, "multiplies arrival times", ge=0, le=1e9)
     max_concurrency: int | None = option(
-        None, "most requests under way; default: no limit", ge=1, le=INT32_MAX
+        None, "maximum requests in progress; default: no limit", ge=1, le=INT32_MAX
     )
     prompt_kind: str = option(
-        "auto", "made-up prompts; auto: ids for completions, text for chat", choices=PROMPT_KINDS
+        "auto", "synthetic prompts; auto: ids for completions, text for chat", choices=PROMPT_KINDS
     )
     vocab_size: int | None = option(
         None,
-        "ids of prompts are below it; default: vocab_size of /v1/models, else 256",
+        "prompts have ids below it; default: vocab_size of /v1/models, else 256",
         ge=1,
         le=INT32_MAX,
     )
-    temperature: float = option(0.0, "of sampling", ge=0, le=2)
-    ignore_eos: bool = option(True, "ask for outputs of exactly the planned length")
+    temperature: float = option(0.0, "sampling temperature", ge=0, le=2)
+    ignore_eos: bool = option(True, "request outputs of exactly the planned length")
     extra_body: Mapping[str, Any] | None = option(
-        None, "JSON object with more fields of every request", parse=parse_json_object
+        None, "JSON object with additional fields of every request", parse=parse_json_object
     )
     num_warmups: int = option(
-        1, "requests before the measurement, one after the other", ge=0, le=INT32_MAX
+        1, "requests before the measurement, one at a time", ge=0, le=INT32_MAX
     )
     ready_timeout: float = option(
-        60.0, "seconds in which the server has to be ready", gt=0, le=MAX_TIMEOUT_SECONDS
+        60.0, "seconds to wait until the server is ready", gt=0, le=MAX_TIMEOUT_SECONDS
     )
     request_timeout: float = option(
-        3600.0, "seconds after which a request has failed", gt=0, le=MAX_TIMEOUT_SECONDS
+        3600.0, "seconds after which a request fails", gt=0, le=MAX_TIMEOUT_SECONDS
     )
     percentile_metrics: tuple[str, ...] = option(
         METRICS,
@@ -142,30 +158,34 @@ class ServeConfig:
     )
     save_result: str | None = option(None, "JSON file for the result", parse=output_file)
     result_dir: str | None = option(
-        None, "folder for the result, under a name made of the load", parse=output_folder
+        None, "folder for the result, in a file named after the load", parse=output_folder
     )
-    save_detailed: bool = option(False, "every request's figures in the JSON, too")
+    save_detailed: bool = option(False, "also write per-request figures to the JSON file")
     plot: str | None = option(None, "folder for plots", parse=output_folder)
-    progress: bool = option(True, "show a bar while it runs")
+    progress: bool = option(True, "show a progress bar")
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and the fix."""
+        """Check types and ranges.
+
+        Raises:
+            ValueError: A field is invalid; the message names the field and the fix.
+        """
         convert_fields(self)
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(
-                f"base_url is {self.base_url}, but has to begin with http:// or https://"
+                f"base_url is {self.base_url}, but must start with http:// or https://"
             )
         if self.chat and self.prompt_kind == "ids":
-            raise ValueError("prompt_kind ids: chat takes text only")
+            raise ValueError("prompt_kind is ids, but chat takes only text: use auto or text")
         if self.arrivals is not None and not self.arrivals.startswith(("burst", "replay")):
-            raise ValueError(f"arrivals {self.arrivals!r} is neither burst:SIZE nor replay")
+            raise ValueError(f"arrivals is {self.arrivals!r}, but must be burst:SIZE or replay")
 
     @property
     def chat(self) -> bool:
-        """Whether conversations are sent instead of prompts."""
+        """True if requests go to the chat endpoint."""
         return self.endpoint.endswith("/chat/completions")
 
     @property
     def text_prompts(self) -> bool:
-        """Whether made-up prompts are text."""
+        """True if synthetic prompts are text."""
         return self.prompt_kind == "text" or self.chat

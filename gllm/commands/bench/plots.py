@@ -1,7 +1,4 @@
-"""Pictures of a load on a server: distributions of latencies, and what happened when.
-
-Owns which curves are drawn. Knows nothing of how they look. Needs matplotlib.
-"""
+"""Plot a load on a server: latency distributions and figures over time. Needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +12,22 @@ PERCENTS = (50, 99)
 
 
 def plot_load(lines: Sequence[RequestTimeline], caption: str, folder: Path) -> list[str]:
-    """latencies.svg and over-time.svg in a folder, made if need be; their names.
+    """Write latencies.svg and over-time.svg into a folder, which is created if necessary.
 
-    Raises ImportError without matplotlib, OSError as open does.
+    Returns:
+        The names of the files.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: A file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plot_distributions(lines, caption, folder / "latencies.svg")
     tokens = sorted(tokens_by_second(lines).items())
     seconds = "seconds since the first request"
     panels = [
-        Panel("TTFT by time of sending", seconds, "ms", _over_time(lines, "ttft")),
-        Panel("TPOT by time of sending", seconds, "ms", _over_time(lines, "tpot")),
+        Panel("TTFT by send time", seconds, "ms", _over_time(lines, "ttft")),
+        Panel("TPOT by send time", seconds, "ms", _over_time(lines, "tpot")),
         Panel("output", seconds, "tokens/s", {"tokens": [(s + 0.5, float(n)) for s, n in tokens]}),
     ]
     plot_grid(panels, folder / "over-time.svg", columns=1)
@@ -33,7 +35,7 @@ def plot_load(lines: Sequence[RequestTimeline], caption: str, folder: Path) -> l
 
 
 def _over_time(lines: Sequence[RequestTimeline], name: str) -> Series:
-    """Percentiles in milliseconds of the requests sent in each of BINS stretches of time."""
+    """Return percentiles in milliseconds for the requests sent in each of BINS time intervals."""
     begin = min((line.arrival for line in lines), default=0.0)
     span = max((line.arrival for line in lines), default=0.0) - begin
     bins: dict[int, list[float]] = {}

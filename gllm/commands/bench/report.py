@@ -1,8 +1,4 @@
-"""The figures of a load on a server, under the names that `vllm bench serve` made common.
-
-Owns which figures there are, the printed lines and the JSON keys, so that scripts that read those
-of vLLM read these. Knows nothing of how they were measured.
-"""
+"""Figures of a load on a server, with the printed lines and JSON keys of `vllm bench serve`."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,7 +6,7 @@ from itertools import accumulate
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from gllm.commands.bench.client import Outcome
+from gllm.commands.bench.client import RequestResult
 from gllm.commands.bench.options import METRICS
 from gllm.observability.latency import (
     RequestTimeline,
@@ -27,21 +23,25 @@ TITLES = {
 }
 WIDTH = 50
 SHOWN_FAILURES = 3
-"""Messages printed of each kind of failure."""
+"""Number of messages printed per kind of failure."""
 
 
 def summarize(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RequestResult],
     seconds: float,
     percents: Sequence[float] = (99.0,),
     slo: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The figures, by the JSON file's keys. Latencies count requests that did not fail.
+    """Return the figures by the keys of the JSON file; latencies exclude failed requests.
 
-    seconds: the load's duration. slo: limits in milliseconds, by ttft, tpot and e2el.
+    Args:
+        outcomes: Results of all requests.
+        seconds: Duration of the load.
+        percents: Percentiles of each latency.
+        slo: Limits in milliseconds by latency (ttft, tpot, e2el), for goodput.
     """
     done = [outcome for outcome in outcomes if not outcome.failure]
-    lines = [outcome.line for outcome in done]
+    lines = [outcome.timeline for outcome in done]
     prompt, output = sum(o.prompt_tokens for o in done), sum(line.tokens for line in lines)
     span = seconds or float("nan")
     figures: dict[str, Any] = {
@@ -55,7 +55,7 @@ def summarize(
         "output_throughput": output / span,
         "total_token_throughput": (prompt + output) / span,
         "max_output_tokens_per_s": max(tokens_by_second(lines).values(), default=0.0),
-        "max_concurrent_requests": most_at_once((o.line.arrival, o.end) for o in outcomes),
+        "max_concurrent_requests": max_overlap((o.timeline.arrival, o.end) for o in outcomes),
     }
     if slo:
         limits = {name: limit / 1e3 for name, limit in slo.items()}
@@ -66,7 +66,7 @@ def summarize(
 
 
 def _spread(name: str, values: list[float], percents: Sequence[float]) -> dict[str, float]:
-    """Mean, median, deviation and percentiles; 0 of no values, as these keys are known to be."""
+    """Return mean, median, deviation and percentiles; 0 without values, as vLLM does."""
     some = values or [0.0]
     return {
         f"mean_{name}_ms": fmean(some),
@@ -77,10 +77,10 @@ def _spread(name: str, values: list[float], percents: Sequence[float]) -> dict[s
 
 
 def tokens_by_second(lines: Sequence[RequestTimeline]) -> dict[int, float]:
-    """Output tokens in each second since the first request was sent.
+    """Return the number of output tokens in each second since the first request was sent.
 
-    What one request brought is spread evenly over the chunks it came in: how many tokens a chunk
-    of text has is the server's secret.
+    The tokens of a request are distributed evenly over its chunks, because a chunk of text does not
+    say how many tokens it holds.
     """
     begin = min((line.arrival for line in lines), default=0.0)
     counts: defaultdict[int, float] = defaultdict(float)
@@ -90,10 +90,10 @@ def tokens_by_second(lines: Sequence[RequestTimeline]) -> dict[int, float]:
     return dict(counts)
 
 
-def most_at_once(spans: Iterable[tuple[float, float]]) -> int:
-    """The largest number of spans (begin, end) that overlap."""
+def max_overlap(spans: Iterable[tuple[float, float]]) -> int:
+    """Return the largest number of spans (begin, end) that overlap."""
     changes = [change for begin, end in spans for change in ((begin, 1), (end, -1))]
-    # At one moment, ends count before begins.
+    # At equal times, ends sort before begins.
     return max(accumulate(step for _, step in sorted(changes)), default=0)
 
 
@@ -104,7 +104,7 @@ def report_lines(
     metrics: Sequence[str] = METRICS,
     percents: Sequence[float] = (99.0,),
 ) -> list[str]:
-    """The printed report."""
+    """Return the lines of the printed report."""
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", figures["completed"]),
         ("Failed requests:", figures["failed"]),
@@ -136,13 +136,13 @@ def report_lines(
 
 
 def _latency_lines(figures: dict[str, Any], name: str, percents: Sequence[float]) -> list[str]:
-    wanted = {"Mean": "mean", "Median": "median"}
-    wanted |= {f"P{percent:g}": f"p{percent:g}" for percent in percents}
+    columns = {"Mean": "mean", "Median": "median"}
+    columns |= {f"P{percent:g}": f"p{percent:g}" for percent in percents}
     return [
         f"{TITLES[name]:-^{WIDTH}}",
         *(
             _row(f"{word} {name.upper()} (ms):", figures[f"{key}_{name}_ms"])
-            for word, key in wanted.items()
+            for word, key in columns.items()
         ),
     ]
 
@@ -152,8 +152,8 @@ def _row(label: str, value: float) -> str:
     return f"{label:<40} {shown}"
 
 
-def failure_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """Failures by kind, the first messages of each."""
+def failure_lines(outcomes: Sequence[RequestResult]) -> list[str]:
+    """Return lines that count failures by kind, with the first messages of each."""
     failed = [outcome for outcome in outcomes if outcome.failure]
     lines = []
     for kind, count in Counter(outcome.failure for outcome in failed).most_common():
@@ -163,16 +163,16 @@ def failure_lines(outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
+def details(outcomes: Sequence[RequestResult]) -> dict[str, list[Any]]:
     """Every request's figures, one list for each, in the load's order; seconds."""
-    begin = min((outcome.line.arrival for outcome in outcomes), default=0.0)
+    begin = min((outcome.timeline.arrival for outcome in outcomes), default=0.0)
     return {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],
-        "output_lens": [outcome.line.tokens for outcome in outcomes],
-        "start_times": [outcome.line.arrival - begin for outcome in outcomes],
-        "ttfts": [outcome.line.ttft or 0.0 for outcome in outcomes],
-        "itls": [outcome.line.itl for outcome in outcomes],
-        "generated_texts": ["".join(outcome.pieces) for outcome in outcomes],
+        "output_lens": [outcome.timeline.tokens for outcome in outcomes],
+        "start_times": [outcome.timeline.arrival - begin for outcome in outcomes],
+        "ttfts": [outcome.timeline.ttft or 0.0 for outcome in outcomes],
+        "itls": [outcome.timeline.itl for outcome in outcomes],
+        "generated_texts": ["".join(outcome.text_parts) for outcome in outcomes],
         "errors": [
             f"{outcome.failure}: {outcome.detail}" if outcome.failure else ""
             for outcome in outcomes

@@ -1,8 +1,4 @@
-"""A load on its way: every request at its time, and whoever asks may stop it.
-
-Owns pacing and the limit on requests under way. Knows nothing of what a request says and of what
-is made of its outcome.
-"""
+"""Run a load: send every request at its time, within the concurrency limit, until SIGINT."""
 
 import asyncio
 import signal
@@ -13,56 +9,62 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from gllm.commands.bench.client import Outcome
+from gllm.commands.bench.client import RequestResult
 
-Send = Callable[[int], Awaitable[Outcome]]
-"""Sends the request of that place in the load (a coroutine function)."""
+Send = Callable[[int], Awaitable[RequestResult]]
+"""Coroutine function that sends the request with an index in the load."""
 
 
 @dataclass
-class Measured:
-    """What was measured, as far as it came."""
+class LoadResult:
+    """Results of a load, complete or interrupted."""
 
     begin: float
-    """Of time.monotonic."""
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    """By place in the load."""
+    """Start time, of time.monotonic."""
+    outcomes: dict[int, RequestResult] = field(default_factory=dict)
+    """Results by index in the load."""
     seconds: float = 0.0
     interrupted: bool = False
 
 
 async def run_load(
     arrivals: Sequence[float], send: Send, max_concurrency: int | None, progress: bool
-) -> Measured:
-    """Send every request at its time (seconds from now, rising), and wait for all.
+) -> LoadResult:
+    """Send every request at its arrival time and wait for all results.
 
-    A request for which there is no room under `max_concurrency` waits before it is sent, behind
-    those that wait already. SIGINT ends the load; what has an outcome by then is returned.
+    Requests beyond `max_concurrency` wait in order of arrival before they are sent. SIGINT ends the
+    load early; the results up to then are returned.
+
+    Args:
+        arrivals: Seconds from now, in ascending order.
+        send: Sends one request.
+        max_concurrency: Maximum number of requests in progress; None: no limit.
+        progress: Show a progress bar.
     """
-    measured = Measured(time.monotonic())
+    result = LoadResult(time.monotonic())
     limit = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
     with tqdm(total=len(arrivals), desc="requests", disable=not progress) as bar:
 
-        async def one(place: int) -> None:
+        async def send_one(index: int) -> None:
             async with limit:
-                measured.outcomes[place] = await send(place)
+                result.outcomes[index] = await send(index)
             bar.update()
 
-        async def everything() -> None:
+        async def send_all() -> None:
             async with asyncio.TaskGroup() as group:
-                for place, arrival in enumerate(arrivals):
-                    wait = measured.begin + arrival - time.monotonic()
+                for index, arrival in enumerate(arrivals):
+                    wait = result.begin + arrival - time.monotonic()
                     if wait > 0:
                         await asyncio.sleep(wait)
-                    group.create_task(one(place))
+                    group.create_task(send_one(index))
 
-        measured.interrupted = await _interrupted(asyncio.ensure_future(everything()))
-    measured.seconds = time.monotonic() - measured.begin
-    return measured
+        result.interrupted = await _run_until_interrupted(asyncio.ensure_future(send_all()))
+    result.seconds = time.monotonic() - result.begin
+    return result
 
 
-async def _interrupted(work: "asyncio.Future[None]") -> bool:
-    """Wait for the work, or for SIGINT and then for the work's end; whether it was SIGINT."""
+async def _run_until_interrupted(work: "asyncio.Future[None]") -> bool:
+    """Run a task until it ends or SIGINT cancels it; return True if SIGINT did."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, work.cancel)
     try:

@@ -1,8 +1,7 @@
-"""`gllm bench serve`: loads any OpenAI-compatible server and says how it did.
+"""`gllm bench serve`: send load to an OpenAI-compatible server and report latency and throughput.
 
-Owns the command: flags, warm-up, output. Knows nothing of how requests are sent and of figures.
-Exit status: 0; 1 where no server answers or every request failed; 2 for what cannot be asked; 130
-after Ctrl-C, with a report of what was measured by then.
+Exit status: 0; 1 if no server responds or every request failed; 2 for invalid options; 130 after
+Ctrl-C, with a report of the requests finished until then.
 """
 
 import argparse
@@ -17,44 +16,45 @@ from typing import Any
 import msgspec
 import uvloop
 
-from gllm.commands.bench.client import Outcome, open_session, request_body, send
-from gllm.commands.bench.load import planned_load, warm_ups
+from gllm.commands.bench.client import RequestResult, open_session, request_body, send
+from gllm.commands.bench.load import plan_load, warmup_requests
 from gllm.commands.bench.options import ServeConfig, parse_slo
 from gllm.commands.bench.report import details, failure_lines, report_lines, summarize
-from gllm.commands.bench.runner import Measured, run_load
-from gllm.commands.bench.server import ServerError, wait_until_ready
+from gllm.commands.bench.runner import LoadResult, run_load
+from gllm.commands.bench.server import TargetServerError, wait_until_ready
 from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags: those of ServeConfig, and the limits of goodput."""
+    """Return the flags: those of ServeConfig, and the limits of goodput."""
     parser = FlagParser(prog="gllm bench serve", description=(__doc__ or "").splitlines()[0])
     parser.add_config_flag()
     add_flags(parser, ServeConfig)
     parser.add_argument(
-        *("--goodput", "--slo"),
+        "--goodput",
+        "--slo",
         nargs="+",
         type=FlagType(parse_slo),
         default=[],
         metavar="LATENCY:MS",
-        help="limits for goodput, as ttft:200 tpot:50 e2el:3000",
+        help="latency limits for goodput, such as ttft:200 tpot:50 e2el:3000",
     )
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """The command."""
+    """Run `gllm bench serve` and return the exit status."""
     values = make_parser().parse_args(argv)
     try:
         config = config_from_flags(ServeConfig, values)
         if config.plot:
             _check_plots()
         return uvloop.run(_benchmark(config, dict(values.goodput)))
-    except ServerError as error:
+    except TargetServerError as error:
         print(f"gllm bench serve: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        # Before the load: there is nothing to tell.
+        # Before the load there is nothing to report.
         return 130
     except (ValueError, OSError, ImportError) as error:
         print(f"gllm bench serve: {error}", file=sys.stderr)
@@ -62,9 +62,9 @@ def main(argv: list[str]) -> int:
 
 
 def _check_plots() -> None:
-    """Raises ImportError without matplotlib: before the load, not after it."""
+    """Raise ImportError if matplotlib is missing, before the load instead of after it."""
     try:
-        import matplotlib  # noqa: F401 (whether it is there is the question)
+        import matplotlib  # noqa: F401 (availability check)
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install gllm[sim]") from error
 
@@ -76,40 +76,43 @@ async def _benchmark(config: ServeConfig, slo: dict[str, float]) -> int:
     async with open_session(config, api_key) as session:
         served = await wait_until_ready(session, base_url, config.model, config.ready_timeout)
         vocab_size = config.vocab_size or served.vocab_size
-        load = planned_load(config, vocab_size)
+        load = plan_load(config, vocab_size)
         bodies = [request_body(config, served.name, *each) for each in enumerate(load)]
-        for planned in warm_ups(config, load, vocab_size):
+        for planned in warmup_requests(config, load, vocab_size):
             body = request_body(config, served.name, 0, planned)
             warm = await send(session, url, body, planned.prompt_tokens)
             if warm.failure:
-                raise ServerError(f"a warm-up request failed: {warm.failure}: {warm.detail}")
+                raise TargetServerError(f"a warm-up request failed: {warm.failure}: {warm.detail}")
 
-        async def send_one(place: int) -> Outcome:
-            return await send(session, url, bodies[place], load[place].prompt_tokens)
+        async def send_one(index: int) -> RequestResult:
+            return await send(session, url, bodies[index], load[index].prompt_tokens)
 
         arrivals = [planned.arrival for planned in load]
         measured = await run_load(arrivals, send_one, config.max_concurrency, config.progress)
-    return _tell(config, served.name, measured, slo)
+    return _report(config, served.name, measured, slo)
 
 
-def _tell(config: ServeConfig, model: str, measured: Measured, slo: dict[str, float]) -> int:
-    """Print and write what was measured; the exit status."""
-    outcomes = [measured.outcomes[place] for place in sorted(measured.outcomes)]
+def _report(config: ServeConfig, model: str, measured: LoadResult, slo: dict[str, float]) -> int:
+    """Print and write the result of a load; return the exit status."""
+    outcomes = [measured.outcomes[index] for index in sorted(measured.outcomes)]
     percents = config.metric_percentiles
     figures = summarize(outcomes, measured.seconds, percents, slo)
     if measured.interrupted:
-        print("Interrupted: requests under way are left out.")
+        print("Interrupted: unfinished requests are not counted.")
     print(
         *report_lines(
-            *(figures, config.request_rate, config.max_concurrency),
-            *(config.percentile_metrics, percents),
+            figures,
+            config.request_rate,
+            config.max_concurrency,
+            config.percentile_metrics,
+            percents,
         ),
         sep="\n",
     )
     for line in failure_lines(outcomes):
         print(line, file=sys.stderr)
     now = datetime.now(UTC)
-    result = result_of(config, model, slo, figures, now)
+    result = result_document(config, model, slo, figures, now)
     if config.save_detailed:
         result |= details(outcomes)
     for path in _result_paths(config, model, now):
@@ -117,10 +120,10 @@ def _tell(config: ServeConfig, model: str, measured: Measured, slo: dict[str, fl
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
         print(f"wrote {path}")
     if config.plot:
-        # Plots need matplotlib, which the rest does without.
+        # Only plots need matplotlib.
         from gllm.commands.bench.plots import plot_load
 
-        lines = [outcome.line for outcome in outcomes if not outcome.failure]
+        lines = [outcome.timeline for outcome in outcomes if not outcome.failure]
         names = plot_load(lines, f"{model} at {config.base_url}", Path(config.plot))
         print(f"wrote {' and '.join(names)} to {config.plot}")
     if measured.interrupted:
@@ -128,12 +131,12 @@ def _tell(config: ServeConfig, model: str, measured: Measured, slo: dict[str, fl
     return 0 if figures["completed"] else 1
 
 
-def result_of(
+def result_document(
     config: ServeConfig, model: str, slo: dict[str, float], figures: dict[str, Any], now: datetime
 ) -> dict[str, Any]:
-    """The JSON file: what was asked, then the figures. The key to the server is left out."""
-    asked = dataclasses.asdict(config)
-    del asked["api_key"]
+    """Return the JSON document: the options without the API key, then the figures."""
+    options = dataclasses.asdict(config)
+    del options["api_key"]
     rate = "inf" if math.isinf(config.request_rate) else config.request_rate
     return {
         "date": now.strftime("%Y%m%d-%H%M%S"),
@@ -144,13 +147,13 @@ def result_of(
         "burstiness": config.burstiness,
         "max_concurrency": config.max_concurrency,
         "goodput_slo_ms": slo,
-        "configuration": asked | {"request_rate": rate},
+        "configuration": options | {"request_rate": rate},
         **figures,
     }
 
 
 def _result_paths(config: ServeConfig, model: str, now: datetime) -> list[Path]:
-    """Where the result goes."""
+    """Return the files that the result is written to."""
     paths = [Path(config.save_result)] if config.save_result else []
     if config.result_dir:
         limit = f"-concurrency{config.max_concurrency}" if config.max_concurrency else ""

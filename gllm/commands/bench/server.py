@@ -1,7 +1,4 @@
-"""What the load generator has to know of a server before it loads it.
-
-Owns waiting until it is ready and reading /v1/models. Knows nothing of requests.
-"""
+"""Wait until a server is ready and read its model from /v1/models."""
 
 import asyncio
 import time
@@ -10,16 +7,16 @@ from typing import NamedTuple
 import aiohttp
 
 FALLBACK_VOCABULARY = 256
-"""Ids that every vocabulary has."""
+"""Vocabulary size assumed if the server does not report it."""
 POLL_SECONDS = 0.5
 
 
-class ServerError(Exception):
-    """The server is not ready, or not one that can be loaded; the message says why."""
+class TargetServerError(Exception):
+    """The server is not ready or not usable; the message is the reason."""
 
 
-class Served(NamedTuple):
-    """A model as its server describes it."""
+class ServedModel(NamedTuple):
+    """Model of the server."""
 
     name: str
     vocab_size: int
@@ -27,38 +24,43 @@ class Served(NamedTuple):
 
 async def wait_until_ready(
     session: aiohttp.ClientSession, base_url: str, model: str | None, seconds: float
-) -> Served:
-    """The model of that name, or the first that is served, once the server says that it is well.
+) -> ServedModel:
+    """Wait until the server is healthy and return the named model, or the first that it serves.
 
-    Raises ServerError when the time is over, or where waiting does not help.
+    Raises:
+        TargetServerError: The time is over, or the server refuses access.
     """
     deadline = time.monotonic() + seconds
-    why = "no answer"
-    while (left := deadline - time.monotonic()) > 0:
+    reason = "no response"
+    while (seconds_left := deadline - time.monotonic()) > 0:
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(seconds_left):
                 await _check_health(session, base_url)
                 return await _describe(session, base_url, model)
         except (aiohttp.ClientError, OSError) as error:
-            why = str(error) or why
-        await asyncio.sleep(min(POLL_SECONDS, left))
-    raise ServerError(
-        f"no server is ready at {base_url} within {seconds:g} s ({why}): start one, or name "
-        "another with --base-url"
+            reason = str(error) or reason
+        await asyncio.sleep(min(POLL_SECONDS, seconds_left))
+    raise TargetServerError(
+        f"no server is ready at {base_url} within {seconds:g} s ({reason}): start one, or set "
+        "--base-url"
     )
 
 
 async def _check_health(session: aiohttp.ClientSession, base_url: str) -> None:
-    """Raises ClientResponseError where the server says it is not well; many have no /health."""
+    """Raise ClientResponseError if /health reports an error; many servers have no /health."""
     async with session.get(f"{base_url}/health") as response:
         if response.status >= 500:
             response.raise_for_status()
 
 
-async def _describe(session: aiohttp.ClientSession, base_url: str, model: str | None) -> Served:
+async def _describe(
+    session: aiohttp.ClientSession, base_url: str, model: str | None
+) -> ServedModel:
     async with session.get(f"{base_url}/v1/models") as response:
         if response.status in (401, 403):
-            raise ServerError(f"{base_url} answered {response.status}: give it an --api-key")
+            raise TargetServerError(
+                f"{base_url} returned HTTP status {response.status}: set --api-key"
+            )
         if response.status >= 500:
             response.raise_for_status()
         try:
@@ -66,7 +68,7 @@ async def _describe(session: aiohttp.ClientSession, base_url: str, model: str | 
             name = model or next(iter(models))
         except (ValueError, LookupError, TypeError, StopIteration, aiohttp.ContentTypeError):
             if model is None:
-                raise ServerError(f"{base_url} lists no models: name one with --model") from None
+                raise TargetServerError(f"{base_url} lists no models: set --model") from None
             models, name = {}, model
     size = models.get(name, {}).get("vocab_size")
-    return Served(name, size if isinstance(size, int) else FALLBACK_VOCABULARY)
+    return ServedModel(name, size if isinstance(size, int) else FALLBACK_VOCABULARY)

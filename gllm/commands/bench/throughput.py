@@ -1,7 +1,4 @@
-"""`gllm bench throughput`: how much an engine in this process serves, all requests there at once.
-
-Owns the command and its output. Knows nothing of HTTP and of how the engine works.
-"""
+"""`gllm bench throughput`: measure the throughput of an engine when all requests arrive at once."""
 
 import argparse
 import sys
@@ -23,7 +20,7 @@ from gllm.sim.workload import Job
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags: those of the engine and of the load."""
+    """Return the flags: those of the engine and of the load."""
     parser = FlagParser(
         prog="gllm bench throughput",
         description=(__doc__ or "").splitlines()[0],
@@ -40,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """The command."""
+    """Run `gllm bench throughput` and return the exit status."""
     values = make_parser().parse_args(argv)
     try:
         engine, load = (
@@ -48,7 +45,7 @@ def main(argv: list[str]) -> int:
             config_from_flags(LoadConfig, values),
         )
         jobs = jobs_of(load)
-        figures = figures_of(jobs, uvloop.run(_seconds(engine, jobs, load.seed)))
+        figures = throughput_metrics(jobs, uvloop.run(_measure_seconds(engine, jobs, load.seed)))
         print(
             f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
             f"{figures['tokens_per_second']:.2f} total tokens/s, "
@@ -64,8 +61,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def figures_of(jobs: list[Job], seconds: float) -> dict[str, Any]:
-    """The result, by the JSON file's keys."""
+def throughput_metrics(jobs: list[Job], seconds: float) -> dict[str, Any]:
+    """Return the result by the keys of the JSON file."""
     prompt, output = sum(job.prompt for job in jobs), sum(job.output for job in jobs)
     return {
         "elapsed_time": seconds,
@@ -79,8 +76,8 @@ def figures_of(jobs: list[Job], seconds: float) -> dict[str, Any]:
     }
 
 
-async def _seconds(config: EngineConfig, jobs: list[Job], seed: int) -> float:
-    """From the first request's way into the engine to the last token's way out."""
+async def _measure_seconds(config: EngineConfig, jobs: list[Job], seed: int) -> float:
+    """Return the seconds from submitting the first request to receiving the last token."""
     async with Engine(config, progress=True) as engine:
         with tqdm(total=len(jobs), desc="requests") as bar:
             begin = time.monotonic()

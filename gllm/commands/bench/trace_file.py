@@ -1,7 +1,4 @@
-"""Requests from a file: JSON lines, or CSV with a header.
-
-Owns the names of the columns. Knows nothing of what is done with the rows.
-"""
+"""Read requests from a file: JSON lines, or CSV with a header."""
 
 import csv
 import json
@@ -12,20 +9,26 @@ from typing import Any, NamedTuple
 SUFFIXES = (".jsonl", ".csv")
 
 
-class Row(NamedTuple):
-    """A request as it was written down."""
+class TraceRow(NamedTuple):
+    """Request of a trace file."""
 
     prompt: int | str | list[int]
-    """Its length, its text or its token ids."""
+    """Number of tokens, text or token ids."""
     output: int
+    """Number of output tokens."""
     arrival: float | None = None
+    """Seconds since the start of the trace."""
 
 
-def read_rows(path: str) -> list[Row]:
-    """The rows of a file: `prompt` (text, or in JSON a list of ids) or `prompt_tokens`;
-    `output_tokens`; `arrival_s`, optional, in seconds.
+def read_rows(path: str) -> list[TraceRow]:
+    """Read the rows of a file.
 
-    Raises ValueError that names the line and what is wrong with it, OSError as open does.
+    Columns: `prompt` (text, or in JSON a list of ids) or `prompt_tokens`; `output_tokens`;
+    `arrival_s` in seconds, optional.
+
+    Raises:
+        ValueError: A row is invalid; the message names its number and the problem.
+        OSError: The file cannot be read.
     """
     with Path(path).open(encoding="utf-8", newline="") as lines:
         rows: Iterable[Any] = csv.DictReader(lines) if path.endswith(".csv") else _objects(lines)
@@ -35,7 +38,7 @@ def read_rows(path: str) -> list[Row]:
                 read.append(_row(row))
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"{path}, request {len(read) + 1}: {error!r}: each takes prompt or prompt_tokens, "
+                f"{path}, request {len(read) + 1}: {error!r}: a row needs prompt or prompt_tokens, "
                 "output_tokens, and for a replay arrival_s"
             ) from None
     if not read:
@@ -47,14 +50,14 @@ def _objects(lines: Iterable[str]) -> Iterable[Any]:
     return (json.loads(line) for line in lines if line.strip())
 
 
-def _row(row: Any) -> Row:
+def _row(row: Any) -> TraceRow:
     if not isinstance(row, dict):
         raise ValueError("not an object")
     prompt = row["prompt"] if row.get("prompt") else int(row["prompt_tokens"])
     if not isinstance(prompt, int | str | list):
-        raise ValueError("a prompt that is neither text nor ids")
+        raise ValueError("prompt is neither text nor a list of ids")
     output = int(row["output_tokens"])
     arrival = row.get("arrival_s")
     if output < 1 or (isinstance(prompt, int) and prompt < 1):
         raise ValueError("a length below 1")
-    return Row(prompt, output, None if arrival in (None, "") else float(arrival))
+    return TraceRow(prompt, output, None if arrival in (None, "") else float(arrival))

@@ -1,7 +1,4 @@
-"""What /metrics said at one moment.
-
-Owns reading Prometheus's text format into numbers by name. Knows nothing of what they mean.
-"""
+"""Parse Prometheus's text format into numbers by metric name."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,38 +10,42 @@ PREFIX = "gllm:"
 
 
 @dataclass(frozen=True)
-class Scrape:
-    """Numbers by name, without the prefix. One that is not there counts as 0."""
+class MetricsScrape:
+    """Metrics at one moment, by name without the prefix. A missing metric counts as 0."""
 
     time: float
-    """When, in seconds on any clock."""
+    """Time of the scrape, in seconds of any clock."""
     model: str = ""
     values: Mapping[str, float] = field(default_factory=dict)
     """Gauges, counters, sums and counts; summed over labels other than the model's."""
     stages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """What each stage has of its own, by stage."""
+    """Metrics with a `stage` label: by name, then by stage."""
     buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
-    """Of histograms: observations up to each bound."""
+    """Histograms: cumulative number of observations by bucket bound."""
     counters: frozenset[str] = frozenset()
-    """Which of `values` only grow."""
+    """Names in `values` of metrics that only increase."""
 
     def value(self, name: str) -> float:
-        """A number without a stage."""
+        """Return the value of a metric without a stage."""
         return self.values.get(name, 0.0)
 
     def stage(self, name: str, stage: int) -> float:
-        """A stage's number."""
+        """Return the value of a metric of one stage."""
         return self.stages.get(name, {}).get(stage, 0.0)
 
-    def follows(self, before: "Scrape") -> bool:
-        """Whether no counter fell since the one before: else another process answered that one."""
+    def follows(self, before: "MetricsScrape") -> bool:
+        """Return whether the same process answered the earlier scrape: no counter decreased."""
         return self.model == before.model and all(
             self.value(name) >= before.value(name) for name in before.counters
         )
 
 
-def parse(text: str, time: float) -> Scrape:
-    """A scrape from what /metrics answered. Raises ValueError for what is not gllm's."""
+def parse_metrics(text: str, time: float) -> MetricsScrape:
+    """Parse the response of /metrics.
+
+    Raises:
+        ValueError: It contains no gllm metrics.
+    """
     values: dict[str, float] = defaultdict(float)
     stages: dict[str, dict[int, float]] = defaultdict(dict)
     buckets: dict[str, dict[float, float]] = defaultdict(dict)
@@ -65,5 +66,5 @@ def parse(text: str, time: float) -> Scrape:
                 if family.type == "counter":
                     counters.add(name)
     if not values:
-        raise ValueError("its /metrics has none of gllm's metrics")
-    return Scrape(time, model, values, stages, buckets, frozenset(counters))
+        raise ValueError("its /metrics has no gllm metrics")
+    return MetricsScrape(time, model, values, stages, buckets, frozenset(counters))

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.commands.bench.client import Outcome, open_session, request_body, send
+from gllm.commands.bench.client import RequestResult, open_session, request_body, send
 from gllm.commands.bench.events import EventReader, error_message
-from gllm.commands.bench.load import Planned
+from gllm.commands.bench.load import PlannedRequest
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from tests.commands.bench.fake_server import DONE, FakeServer, event, piece, running, usage
 
 CONFIG = ServeConfig()
-PLANNED = Planned(0.0, [1, 2, 3], 3, 4)
+PLANNED = PlannedRequest(0.0, [1, 2, 3], 3, 4)
 
 
-async def ask(server: FakeServer, config: ServeConfig = CONFIG) -> Outcome:
+async def ask(server: FakeServer, config: ServeConfig = CONFIG) -> RequestResult:
     async with running(server) as url, open_session(config, "a-key") as session:
         body = request_body(config, "fake", 0, PLANNED)
         return await send(session, url + config.endpoint, body, PLANNED.prompt_tokens)
@@ -26,9 +26,9 @@ async def ask(server: FakeServer, config: ServeConfig = CONFIG) -> Outcome:
 async def test_every_chunk_with_tokens_has_its_time() -> None:
     writes = [piece("a"), piece("b"), piece("c", "length"), usage(3, 3), DONE]
     outcome = await ask(FakeServer(writes, pause=0.01))
-    line = outcome.line
+    line = outcome.timeline
     assert (outcome.failure, outcome.prompt_tokens, line.tokens) == ("", 3, 3)
-    assert "".join(outcome.pieces) == "abc"
+    assert "".join(outcome.text_parts) == "abc"
     assert line.arrival < line.times[0] < line.times[1] < line.times[2] <= outcome.end
     assert line.tpot == pytest.approx((line.times[2] - line.times[0]) / 2)
     # Each write came after its own pause.
@@ -38,16 +38,16 @@ async def test_every_chunk_with_tokens_has_its_time() -> None:
 async def test_coalesced_tokens_are_counted_by_the_server() -> None:
     writes = [piece("a"), piece("bcdef"), piece("gh", "length"), usage(3, 8), DONE]
     outcome = await ask(FakeServer(writes, pause=0.01))
-    assert (outcome.line.tokens, len(outcome.line.times)) == (8, 3)
-    span = outcome.line.times[2] - outcome.line.times[0]
-    assert outcome.line.tpot == pytest.approx(span / 7)
+    assert (outcome.timeline.tokens, len(outcome.timeline.times)) == (8, 3)
+    span = outcome.timeline.times[2] - outcome.timeline.times[0]
+    assert outcome.timeline.tpot == pytest.approx(span / 7)
 
 
 async def test_without_a_count_chunks_or_ids_are_counted() -> None:
     writes = [piece("a"), piece("bc"), piece("", "stop"), DONE]
-    assert (await ask(FakeServer(writes))).line.tokens == 2
+    assert (await ask(FakeServer(writes))).timeline.tokens == 2
     writes = [piece("a", token_ids=[1]), piece("", token_ids=[2, 3]), piece("b", "stop"), DONE]
-    assert (await ask(FakeServer(writes))).line.tokens == 4
+    assert (await ask(FakeServer(writes))).timeline.tokens == 4
 
 
 async def test_chat_chunks_and_continuous_counts() -> None:
@@ -64,8 +64,8 @@ async def test_chat_chunks_and_continuous_counts() -> None:
     ]
     outcome = await ask(FakeServer(writes), ServeConfig(endpoint="/v1/chat/completions"))
     # The role alone is no output; a finish reason ends the stream as [DONE] does.
-    assert (outcome.failure, outcome.line.tokens, len(outcome.line.times)) == ("", 6, 3)
-    assert "".join(outcome.pieces) == "hma"
+    assert (outcome.failure, outcome.timeline.tokens, len(outcome.timeline.times)) == ("", 6, 3)
+    assert "".join(outcome.text_parts) == "hma"
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ async def test_chat_chunks_and_continuous_counts() -> None:
             "error in the stream",
             "not finite",
         ),
-        (FakeServer([b"data: {nothing\n\n"]), "not understood", ""),
-        (FakeServer([b'data: {"choices": 3}\n\n']), "not understood", "choices"),
+        (FakeServer([b"data: {nothing\n\n"]), "invalid event", ""),
+        (FakeServer([b'data: {"choices": 3}\n\n']), "invalid event", "choices"),
     ],
 )
 async def test_failures_by_kind(server: FakeServer, failure: str, detail: str) -> None:
@@ -89,7 +89,7 @@ async def test_failures_by_kind(server: FakeServer, failure: str, detail: str) -
     assert outcome.failure == failure
     assert detail in outcome.detail
     assert outcome.detail
-    assert outcome.end >= outcome.line.arrival
+    assert outcome.end >= outcome.timeline.arrival
 
 
 async def test_a_slow_server_meets_the_time_out() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gllm.commands.bench.load import Planned, jobs_of, planned_load, warm_ups
+from gllm.commands.bench.load import PlannedRequest, jobs_of, plan_load, warmup_requests
 from gllm.commands.bench.options import LoadConfig, ServeConfig, parse_percentiles, parse_slo
 from gllm.sim.workload import load_trace
 
@@ -17,7 +17,7 @@ SHORT = LoadConfig("fixed:1,1", MANY)
 
 
 def gaps(config: ServeConfig) -> list[float]:
-    times = [planned.arrival for planned in planned_load(config, 10)]
+    times = [planned.arrival for planned in plan_load(config, 10)]
     return [after - before for before, after in pairwise(times)]
 
 
@@ -36,15 +36,15 @@ def test_poisson_gaps_are_exponential() -> None:
 
 def test_all_at_once_and_in_bursts() -> None:
     load = LoadConfig("fixed:1,1", 7)
-    once = planned_load(ServeConfig(load=load), 10)
+    once = plan_load(ServeConfig(load=load), 10)
     assert [planned.arrival for planned in once] == [0.0] * 7
-    bursts = planned_load(ServeConfig(load=load, request_rate=6.0, arrivals="burst:3"), 10)
+    bursts = plan_load(ServeConfig(load=load, request_rate=6.0, arrivals="burst:3"), 10)
     assert [planned.arrival for planned in bursts] == [0.0] * 3 + [0.5] * 3 + [1.0]
 
 
 def test_a_replay_keeps_the_trace_s_times_and_lengths() -> None:
     load = LoadConfig("azure-code", 50, scale_length=0.5, max_length=1000)
-    planned = planned_load(ServeConfig(load=load, arrivals="replay", scale_time=2.0), 10)
+    planned = plan_load(ServeConfig(load=load, arrivals="replay", scale_time=2.0), 10)
     trace = load_trace("azure_llm_2023_code")
     assert [p.arrival for p in planned] == [2 * time for time in trace.arrivals[:50]]
     for ours, (prompt, output) in zip(planned, trace.lengths, strict=False):
@@ -56,9 +56,9 @@ def test_a_replay_keeps_the_trace_s_times_and_lengths() -> None:
 
 def test_prompts_are_drawn_by_the_seed_below_the_vocabulary_and_apart() -> None:
     config = ServeConfig(load=LoadConfig("fixed:40,3", 20))
-    planned = planned_load(config, 50)
-    assert planned == planned_load(config, 50)
-    assert planned != planned_load(replace(config, load=replace(config.load, seed=1)), 50)
+    planned = plan_load(config, 50)
+    assert planned == plan_load(config, 50)
+    assert planned != plan_load(replace(config, load=replace(config.load, seed=1)), 50)
     ids = [planned.prompt for planned in planned]
     assert {id for prompt in ids for id in prompt} <= set(range(50))
     assert len({tuple(prompt) for prompt in ids}) == 20
@@ -66,15 +66,15 @@ def test_prompts_are_drawn_by_the_seed_below_the_vocabulary_and_apart() -> None:
 
 @pytest.mark.parametrize("flags", [{"prompt_kind": "text"}, {"endpoint": "/v1/chat/completions"}])
 def test_text_has_as_many_words_as_tokens_are_asked(flags: dict[str, Any]) -> None:
-    planned = planned_load(ServeConfig(load=LoadConfig("fixed:40,3", 5), **flags), 50)
+    planned = plan_load(ServeConfig(load=LoadConfig("fixed:40,3", 5), **flags), 50)
     assert [len(str(p.prompt).split()) for p in planned] == [40] * 5
     assert len({p.prompt for p in planned}) == 5
 
 
 def test_warm_ups_are_as_long_but_say_something_else() -> None:
     config = ServeConfig(load=LoadConfig("fixed:40,3", 5), num_warmups=2)
-    planned = planned_load(config, 50)
-    warm = warm_ups(config, planned, 50)
+    planned = plan_load(config, 50)
+    warm = warmup_requests(config, planned, 50)
     assert [len(each.prompt) for each in warm] == [40, 40]
     assert not {tuple(each.prompt) for each in warm} & {tuple(each.prompt) for each in planned}
 
@@ -92,16 +92,16 @@ def test_json_lines(tmp_path: Path) -> None:
     file = tmp_path / "load.jsonl"
     file.write_text(JSON_LINES)
     config = ServeConfig(load=LoadConfig(str(file)), arrivals="replay")
-    planned = planned_load(config, 10)
+    planned = plan_load(config, 10)
     assert planned[:2] == [
-        Planned(0.0, [3, 1, 2], 3, 8),
-        Planned(1.0, "Tell me a story", 4, 7),
+        PlannedRequest(0.0, [3, 1, 2], 3, 8),
+        PlannedRequest(1.0, "Tell me a story", 4, 7),
     ]
     assert (len(planned[2].prompt), planned[2].output_tokens) == (4, 9)
     with pytest.raises(ValueError, match="only `gllm bench serve`"):
         jobs_of(config.load)
     with pytest.raises(ValueError, match="chat takes text"):
-        planned_load(replace(config, endpoint="/v1/chat/completions"), 10)
+        plan_load(replace(config, endpoint="/v1/chat/completions"), 10)
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_csv(tmp_path: Path) -> None:
     load = LoadConfig(str(file), num_prompts=2, scale_length=0.5)
     assert [(job.prompt, job.output) for job in jobs_of(load)] == [(5, 2), (10, 3)]
     with pytest.raises(ValueError, match="no arrival_s"):
-        planned_load(ServeConfig(load=load, arrivals="replay"), 10)
+        plan_load(ServeConfig(load=load, arrivals="replay"), 10)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_csv(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt_tokens": 3}', "request 1.*output_tokens"),
         ("a.jsonl", '{"prompt_tokens": 3, "output_tokens": 1}\n[]', "request 2"),
         ("a.jsonl", "nothing", "request 1"),
-        ("a.jsonl", '{"prompt": 1.5, "output_tokens": 1}', "neither text nor ids"),
+        ("a.jsonl", '{"prompt": 1.5, "output_tokens": 1}', "neither text nor a list of ids"),
         ("a.jsonl", '{"prompt_tokens": 0, "output_tokens": 1}', "below 1"),
         ("a.csv", "prompt_tokens,output_tokens\n3,x\n", "request 1"),
     ],
@@ -143,8 +143,8 @@ def test_a_bad_file_is_named_with_its_line(
         ({"request_rate": 0.0}, "request_rate is 0"),
         ({"burstiness": -1.0}, "burstiness is -1"),
         ({"max_concurrency": 0}, "max_concurrency is 0"),
-        ({"arrivals": "poisson"}, "neither burst:SIZE nor replay"),
-        ({"endpoint": "/v1/chat/completions", "prompt_kind": "ids"}, "chat takes text"),
+        ({"arrivals": "poisson"}, "must be burst:SIZE or replay"),
+        ({"endpoint": "/v1/chat/completions", "prompt_kind": "ids"}, "chat takes only text"),
         ({"base_url": "127.0.0.1:8000"}, "base_url is 127.0.0.1:8000"),
         ({"num_warmups": -1}, "num_warmups is -1"),
         ({"scale_time": -1.0}, "scale_time is -1"),
@@ -157,14 +157,14 @@ def test_options_that_cannot_be(flags: dict[str, Any], words: str) -> None:
 
 def test_a_burst_needs_a_rate() -> None:
     with pytest.raises(ValueError, match="rate is inf"):
-        planned_load(ServeConfig(load=LoadConfig("fixed:1,1", 3), arrivals="burst:3"), 10)
+        plan_load(ServeConfig(load=LoadConfig("fixed:1,1", 3), arrivals="burst:3"), 10)
 
 
 def test_values_of_flags() -> None:
     assert parse_percentiles("50,99.9") == (50.0, 99.9)
     assert parse_slo("tpot:50") == ("tpot", 50.0)
     for bad in ("tpot", "itl:3", "ttft:0"):
-        with pytest.raises(ValueError, match="is not as ttft:200"):
+        with pytest.raises(ValueError, match="does not have the form ttft:200"):
             parse_slo(bad)
     with pytest.raises(ValueError, match=r"metric_percentiles.*100"):
         ServeConfig(metric_percentiles=parse_percentiles("101"))

@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
-from gllm.commands.bench.client import Outcome
+from gllm.commands.bench.client import RequestResult
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.commands.bench.plots import plot_load
 from gllm.commands.bench.report import (
     details,
     failure_lines,
-    most_at_once,
+    max_overlap,
     report_lines,
     summarize,
     tokens_by_second,
 )
-from gllm.commands.bench.serve import main, result_of
+from gllm.commands.bench.serve import main, result_document
 from gllm.observability.latency import RequestTimeline
 
 
-def outcome(arrival: float, times: list[float], tokens: int, prompt: int = 10) -> Outcome:
+def outcome(arrival: float, times: list[float], tokens: int, prompt: int = 10) -> RequestResult:
     line = RequestTimeline(arrival, times, tokens)
-    return Outcome(line, prompt, times[-1] if times else arrival, ["text"])
+    return RequestResult(line, prompt, times[-1] if times else arrival, ["text"])
 
 
-def failed(kind: str, detail: str) -> Outcome:
-    return Outcome(RequestTimeline(100.0), 10, 100.5, failure=kind, detail=detail)
+def failed(kind: str, detail: str) -> RequestResult:
+    return RequestResult(RequestTimeline(100.0), 10, 100.5, failure=kind, detail=detail)
 
 
 OUTCOMES = [
@@ -117,9 +117,9 @@ def test_nothing_succeeded() -> None:
 
 
 def test_overlaps() -> None:
-    assert most_at_once([]) == 0
-    assert most_at_once([(0, 2), (1, 3), (2, 4)]) == 2
-    assert most_at_once([(0, 5), (1, 2), (3, 4), (3, 4)]) == 3
+    assert max_overlap([]) == 0
+    assert max_overlap([(0, 2), (1, 3), (2, 4)]) == 2
+    assert max_overlap([(0, 5), (1, 2), (3, 4), (3, 4)]) == 3
 
 
 def test_tokens_by_second() -> None:
@@ -139,7 +139,7 @@ def test_failures_are_counted_and_the_first_are_shown() -> None:
 
 def test_the_file_has_the_known_keys_and_not_the_key_to_the_server() -> None:
     config = ServeConfig(api_key="secret", load=LoadConfig(num_prompts=4))
-    result = result_of(config, "m", {"ttft": 5.0}, FIGURES, datetime(2026, 1, 2, tzinfo=UTC))
+    result = result_document(config, "m", {"ttft": 5.0}, FIGURES, datetime(2026, 1, 2, tzinfo=UTC))
     known = {
         *("date", "backend", "model_id", "num_prompts", "request_rate", "burstiness"),
         *("max_concurrency", "duration", "completed", "failed", "total_input_tokens"),
@@ -168,7 +168,7 @@ def test_details_are_lists_of_equal_length() -> None:
 
 
 def test_plots(tmp_path: Path) -> None:
-    for lines in ([o.line for o in OUTCOMES[:3]], [RequestTimeline(0.0, [1.0, 2.0], 2)], []):
+    for lines in ([o.timeline for o in OUTCOMES[:3]], [RequestTimeline(0.0, [1.0, 2.0], 2)], []):
         names = plot_load(lines, "a model", tmp_path / "plots")
         for name in names:
             assert (tmp_path / "plots" / name).stat().st_size > 1000

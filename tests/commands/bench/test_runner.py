@@ -7,19 +7,19 @@ import time
 
 import pytest
 
-from gllm.commands.bench.client import Outcome
+from gllm.commands.bench.client import RequestResult
 from gllm.commands.bench.runner import run_load
 from gllm.observability.latency import RequestTimeline
 
 
-def outcome() -> Outcome:
-    return Outcome(RequestTimeline(time.monotonic()), 1)
+def outcome() -> RequestResult:
+    return RequestResult(RequestTimeline(time.monotonic()), 1)
 
 
 async def test_no_request_is_sent_before_its_time() -> None:
     sent: list[int] = []
 
-    async def send(place: int) -> Outcome:
+    async def send(place: int) -> RequestResult:
         sent.append(place)
         return outcome()
 
@@ -28,7 +28,7 @@ async def test_no_request_is_sent_before_its_time() -> None:
     assert sent == [0, 1, 2, 3]
     assert not measured.interrupted
     for place, arrival in enumerate(arrivals):
-        assert measured.outcomes[place].line.arrival - measured.begin >= arrival
+        assert measured.outcomes[place].timeline.arrival - measured.begin >= arrival
     assert measured.seconds >= arrivals[-1]
 
 
@@ -37,7 +37,7 @@ async def test_the_limit_on_requests_under_way(limit: int | None) -> None:
     sent: list[int] = []
     under_way = most = 0
 
-    async def send(place: int) -> Outcome:
+    async def send(place: int) -> RequestResult:
         nonlocal under_way, most
         sent.append(place)
         under_way += 1
@@ -54,7 +54,7 @@ async def test_the_limit_on_requests_under_way(limit: int | None) -> None:
 async def test_ctrl_c_leaves_what_was_measured() -> None:
     cancelled: list[int] = []
 
-    async def send(place: int) -> Outcome:
+    async def send(place: int) -> RequestResult:
         if place == 2:
             os.kill(os.getpid(), signal.SIGINT)
         if place >= 2:
@@ -72,7 +72,7 @@ async def test_ctrl_c_leaves_what_was_measured() -> None:
 
 
 async def test_an_error_of_ours_is_not_hidden() -> None:
-    async def send(place: int) -> Outcome:
+    async def send(place: int) -> RequestResult:
         raise RuntimeError("a mistake")
 
     with pytest.raises(ExceptionGroup):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gllm.commands.top.command import Unreachable, View
+from gllm.commands.top.command import ServerView, UnreachableError
 
 SECONDS = 60.0
 
@@ -71,20 +71,20 @@ def command(*arguments: str) -> list[str]:
 
 
 def test_the_view_outlives_its_server(server: Fake) -> None:
-    view = View(f"{server.url}/v1/", 1.0, "secret")
+    view = ServerView(f"{server.url}/v1/", 1.0, "secret")
     assert view.lines(80, 24, "not there")[2] == "not there"
-    view.look()
-    view.look()
+    view.refresh()
+    view.refresh()
     assert server.key == "Bearer secret"
     assert "7 running, 0 waiting" in view.lines(80, 24)[2]
     server.status = 401
-    with pytest.raises(Unreachable, match="401: give it an --api-key"):
-        view.look()
+    with pytest.raises(UnreachableError, match="401: set --api-key"):
+        view.refresh()
     server.status = 200
     old = view.lines(80, 24, "gone")
     assert old[0].startswith("gllm top: fake/model")
-    assert old[-1].startswith("gone; these are figures of ")
-    view.look()
+    assert old[-1].startswith("gone; metrics are ")
+    view.refresh()
 
 
 def test_once_prints_one_table(server: Fake) -> None:
@@ -172,7 +172,7 @@ def test_in_a_terminal(server: Fake, number: signal.Signals) -> None:
     terminal.wait(lambda text: text.count("\x1b[H") > 2 and "7 running" in text)
     assert "\x1b[?1049h" in terminal.text
     server.status = 503
-    terminal.wait(lambda text: "answered 503; these are figures of" in text)
+    terminal.wait(lambda text: "returned 503; metrics are" in text)
     server.status = 200
     terminal.wait(lambda text: "503" not in text.rsplit("\x1b[H", 2)[1])
     terminal.process.send_signal(number)

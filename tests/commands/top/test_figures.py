@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.commands.top.figures import History, between, histogram, quantile
-from gllm.commands.top.scrape import Scrape, parse
+from gllm.commands.top.figures import ScrapeHistory, histogram, metrics_between, quantile
+from gllm.commands.top.scrape import MetricsScrape, parse_metrics
 from gllm.engine.interface import OutputDelta
 from gllm.frontend.metrics import Metrics, RequestMetrics
 from gllm.messages.reports import BubbleReport, StageUtilization
@@ -18,15 +18,15 @@ from tests.frontend.fake_engine import FakeEngine
 from tests.text import tokenizers_for_tests as some
 
 
-def scrape(time: float, output: float = 0.0, **more: float) -> Scrape:
+def scrape(time: float, output: float = 0.0, **more: float) -> MetricsScrape:
     values = {"generation_tokens_total": output, **more}
-    return Scrape(time, "m", values, counters=frozenset(values))
+    return MetricsScrape(time, "m", values, counters=frozenset(values))
 
 
 def test_a_real_server_s_metrics_are_read() -> None:
     engine = FakeEngine(Tokenizer(some.byte_level()))
     metrics = Metrics(engine)
-    before = parse(metrics.text().decode(), 10.0)
+    before = parse_metrics(metrics.text().decode(), 10.0)
     record = RequestMetrics(metrics, arrival=-math.inf, prompt_tokens=7, choices=1)
     record.delta(OutputDelta(0, "a", [1, 2]))
     record.delta(OutputDelta(0, "b", [3, 4]))
@@ -36,7 +36,7 @@ def test_a_real_server_s_metrics_are_read() -> None:
     )
     engine.stage_loads = {0: StageUtilization(0, 20, 4.0), 1: StageUtilization(1, 20, 2.5)}
     engine.bubbles = BubbleReport([0.7, 1.6], 6.0)
-    found = between(before, parse(metrics.text().decode(), 12.0))
+    found = metrics_between(before, parse_metrics(metrics.text().decode(), 12.0))
     assert (found.model, found.running, found.waiting) == ("fake/model", 5, 2)
     assert (found.in_flight, found.preemptions, found.kv_usage) == (3, 1, 0.5)
     assert (found.prompt_rate, found.output_rate) == (150, 2)
@@ -50,12 +50,12 @@ def test_a_real_server_s_metrics_are_read() -> None:
 @pytest.mark.parametrize("text", ["", "<html>", "# TYPE up gauge\nup 1\n", "gllm:x{ 1\n"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (the parser's own words differ)
-        parse(text, 0.0)
+        parse_metrics(text, 0.0)
 
 
 def test_what_cannot_be_known_is_nan() -> None:
     stages = {name: {0: 1.0} for name in ("stage_busy_seconds_total", "stage_bubble_seconds_total")}
-    found = between(scrape(1.0), replace(scrape(1.0), stages=stages))
+    found = metrics_between(scrape(1.0), replace(scrape(1.0), stages=stages))
     assert all(math.isnan(share) for share in found.stages[0])
     assert math.isnan(found.output_rate)
     assert math.isnan(found.prefix_hits)
@@ -66,13 +66,13 @@ def test_what_cannot_be_known_is_nan() -> None:
 def test_a_server_that_began_anew_counts_from_zero() -> None:
     before = scrape(10.0, output=500, num_preemptions_total=4)
     after = scrape(12.0, output=520, num_preemptions_total=1)
-    assert between(before, after).output_rate == 260
+    assert metrics_between(before, after).output_rate == 260
     other = replace(scrape(12.0, output=600, num_preemptions_total=5), model="other")
-    assert between(before, other).output_rate == 300
+    assert metrics_between(before, other).output_rate == 300
 
 
 def test_history_looks_back_five_seconds_and_no_further() -> None:
-    history = History()
+    history = ScrapeHistory()
     for second in range(21):
         found = history.add(scrape(float(second), output=10.0 * second if second > 10 else 0.0))
     assert found.output_rate == 10
@@ -81,7 +81,7 @@ def test_history_looks_back_five_seconds_and_no_further() -> None:
 
 
 def test_history_over_a_restart() -> None:
-    history = History()
+    history = ScrapeHistory()
     for second, output in enumerate([1000.0, 1100.0, 30.0, 60.0]):
         found = history.add(scrape(float(second), output))
     assert list(history.rates) == [100, 30, 30]
@@ -89,7 +89,7 @@ def test_history_over_a_restart() -> None:
 
 
 def test_history_over_a_long_absence() -> None:
-    history = History()
+    history = ScrapeHistory()
     history.add(scrape(0.0, 100.0))
     history.add(scrape(1.0, 110.0))
     assert history.add(scrape(101.0, 1110.0)).output_rate == 10
@@ -97,7 +97,7 @@ def test_history_over_a_long_absence() -> None:
 
 def test_no_share_is_more_than_all() -> None:
     busy = replace(scrape(2.0), stages={"stage_busy_seconds_total": {0: 1.5, 1: 0.5}})
-    assert [stage.busy for stage in between(scrape(1.0), busy).stages] == [1, 0.5]
+    assert [stage.busy for stage in metrics_between(scrape(1.0), busy).stages] == [1, 0.5]
 
 
 def test_quantiles_within_buckets() -> None:

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from gllm.commands.top.draw import bar, draw, duration, fit, sparkline
-from gllm.commands.top.figures import Figures, Latency, Stage
+from gllm.commands.top.figures import Latency, ServerMetrics, StageUsage
+from gllm.commands.top.render import bar, duration, fit_lines, render, sparkline
 
-FIGURES = Figures(
+FIGURES = ServerMetrics(
     model="fake/model",
     running=3,
     waiting=1,
@@ -21,7 +21,7 @@ FIGURES = Figures(
     prefix_hits=0.4,
     step_rate=45,
     step_tokens=17.25,
-    stages=(Stage(0.75, 0.05), Stage(math.nan, math.nan)),
+    stages=(StageUsage(0.75, 0.05), StageUsage(math.nan, math.nan)),
 )
 
 VIEW = """\
@@ -33,7 +33,7 @@ tokens/s       512.0 prompt, 84.2 generated
 TTFT           p50 120.0 ms, p99 1.50 s
 ITL            p50 12.5 ms, p99 -
 KV cache       ███████······················  25.0 % used
-prefix cache   40.0 % of prompt tokens found
+prefix cache   40.0 % of prompt tokens cached
 preemptions    4
 micro-batches  2 in flight, 45.0/s, 17.2 tokens each
 stage 0        ██████████████████████·······  75.0 % busy, 5.0 % bubble
@@ -41,13 +41,13 @@ stage 1        ·····························       
 
 
 def test_the_view() -> None:
-    assert "\n".join(draw(FIGURES, [50, 100], "http://127.0.0.1:8000", 80)) == VIEW
+    assert "\n".join(render(FIGURES, [50, 100], "http://127.0.0.1:8000", 80)) == VIEW
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 80, 300])
 @pytest.mark.parametrize("height", [1, 5, 13, 50])
 def test_it_fits_wherever_it_is_shown(width: int, height: int) -> None:
-    lines = draw(FIGURES, [1.0] * 500, "http://127.0.0.1:8000", width, height)
+    lines = render(FIGURES, [1.0] * 500, "http://127.0.0.1:8000", width, height)
     assert len(lines) <= height
     assert all(len(line) <= width for line in lines)
     if width >= 80 and height >= 13:
@@ -55,7 +55,7 @@ def test_it_fits_wherever_it_is_shown(width: int, height: int) -> None:
 
 
 def test_no_escape_of_a_name_reaches_the_terminal() -> None:
-    assert fit(["a\x1b[2Jb\u202e"], 80, None) == ["a?[2Jb?"]
+    assert fit_lines(["a\x1b[2Jb\u202e"], 80, None) == ["a?[2Jb?"]
 
 
 @pytest.mark.parametrize(

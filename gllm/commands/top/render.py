@@ -1,0 +1,122 @@
+"""Render server metrics as lines of text of a given width and height, without escape codes."""
+
+import math
+from collections.abc import Sequence
+
+from gllm.commands.top.figures import Latency, ServerMetrics, StageUsage
+
+LABEL = 15
+"""Columns of the label at the beginning of a line."""
+FULL, EMPTY = "█", "·"
+LEVELS = "▁▂▃▄▅▆▇█"
+UNKNOWN = "-"
+
+
+def render(
+    figures: ServerMetrics,
+    rates: Sequence[float],
+    source: str,
+    width: int,
+    height: int | None = None,
+) -> list[str]:
+    """Return at most `height` lines of at most `width` columns.
+
+    Args:
+        figures: The current metrics.
+        rates: Generated tokens per second over time; the last one is current.
+        source: URL of the server.
+        width: Columns per line.
+        height: Maximum number of lines; None: no limit.
+    """
+    lines = [
+        headline(f"gllm top: {figures.model}", source, width),
+        "",
+        _labeled_line("requests", f"{figures.running:.0f} running, {figures.waiting:.0f} waiting"),
+        _labeled_line(
+            "tokens/s",
+            f"{number(figures.prompt_rate)} prompt, {number(figures.output_rate)} generated",
+        ),
+        _labeled_line("", sparkline(rates, width - LABEL)),
+        _labeled_line("TTFT", _latency(figures.ttft)),
+        _labeled_line("ITL", _latency(figures.itl)),
+        _bar_line("KV cache", figures.kv_usage, " used", width),
+        _labeled_line("prefix cache", f"{percent(figures.prefix_hits)} of prompt tokens cached"),
+        _labeled_line("preemptions", f"{figures.preemptions:.0f}"),
+        _labeled_line(
+            "micro-batches",
+            f"{figures.in_flight:.0f} in flight, {number(figures.step_rate)}/s, "
+            f"{number(figures.step_tokens)} tokens each",
+        ),
+        *(_stage_line(i, stage, width) for i, stage in enumerate(figures.stages)),
+    ]
+    return fit_lines(lines, width, height)
+
+
+def fit_lines(lines: list[str], width: int, height: int | None) -> list[str]:
+    """Cut lines to the given size and replace unprintable characters by question marks."""
+    lines = ["".join(c if c.isprintable() else "?" for c in line)[:width] for line in lines]
+    if height is None or len(lines) <= height:
+        return lines
+    omitted = f"... {len(lines) - height + 1} more lines: enlarge the terminal"
+    return [*lines[: height - 1], omitted[:width]]
+
+
+def headline(left: str, right: str, width: int) -> str:
+    """Return two texts at the ends of one line, or the left one if both do not fit."""
+    num_spaces = width - len(left) - len(right)
+    return f"{left}{' ' * num_spaces}{right}" if num_spaces >= 2 else left
+
+
+def bar(share: float, columns: int) -> str:
+    """Return a share in [0, 1] as a bar; NaN gives an empty bar."""
+    filled_share = 0.0 if math.isnan(share) else min(max(share, 0.0), 1.0)
+    full = round(filled_share * columns)
+    return FULL * full + EMPTY * (columns - full)
+
+
+def sparkline(values: Sequence[float], columns: int) -> str:
+    """Return the last values as bars scaled by their maximum; NaN is blank."""
+    shown = list(values)[-columns:] if columns > 0 else []
+    highest = max((value for value in shown if value > 0), default=1.0)
+
+    def column(value: float) -> str:
+        if math.isnan(value):
+            return " "
+        return LEVELS[min(int(value / highest * len(LEVELS)), len(LEVELS) - 1)]
+
+    return "".join(map(column, shown))
+
+
+def number(value: float) -> str:
+    """Format a rate or a mean."""
+    return UNKNOWN if math.isnan(value) else f"{value:.1f}"
+
+
+def percent(share: float) -> str:
+    """Format a share in percent."""
+    return UNKNOWN if math.isnan(share) else f"{100 * share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds, in milliseconds below one second."""
+    if math.isnan(seconds):
+        return UNKNOWN
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _labeled_line(label: str, text: str) -> str:
+    return f"{label:{LABEL}}{text}"
+
+
+def _latency(latency: Latency) -> str:
+    return f"p50 {duration(latency.p50)}, p99 {duration(latency.p99)}"
+
+
+def _bar_line(label: str, share: float, text: str, width: int) -> str:
+    columns = min(max(width - LABEL - 36, 4), 60)
+    return _labeled_line(label, f"{bar(share, columns)} {percent(share):>7}{text}")
+
+
+def _stage_line(number: int, stage: StageUsage, width: int) -> str:
+    text = f" busy, {percent(stage.bubble)} bubble"
+    return _bar_line(f"stage {number}", stage.busy, text, width)
