@@ -40,7 +40,7 @@ class UsageCounter:
         """Tokens of reasoning among those of completions, None where that is not known."""
         if self.new_counter is None:
             return None
-        return sum(counter.count for counter in self.counters.values())
+        return sum(counter.num_tokens for counter in self.counters.values())
 
     def usage(self) -> dict[str, Any]:
         """The `usage` object."""

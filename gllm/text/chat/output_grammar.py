@@ -55,21 +55,25 @@ def constrain_output(
         structured = None
     if structured is not None and structured.grammar is not None:
         # A grammar of the request's own covers the whole output: nothing is split off it.
-        return structured, replace(output_format, reasoning=None, within=False)
-    has_sections = output_format.reasoning is not None or output_format.calls is not None
+        return structured, replace(output_format, reasoning_tags=None, starts_in_reasoning=False)
+    has_sections = (
+        output_format.reasoning_tags is not None or output_format.tool_call_format is not None
+    )
     if not is_call_required and (structured is None or not has_sections):
         return structured, output_format
     grammar = GrammarBuilder(token_id, output_format.markers)
     answers = []
     if structured is not None:
         answers.append(_content_rule(grammar, to_grammar_source(structured)))
-    if output_format.calls is not None:
-        written = output_format.calls.written(template_source)
+    if output_format.tool_call_format is not None:
+        delimiters = output_format.tool_call_format.delimiters(template_source)
         allows_several = not (tool_use.named or tool_use.is_single)
         answers.append(
-            tool_call_rule(grammar, written, _enforced_schemas(tool_use), allows_several)
+            tool_call_rule(grammar, delimiters, _enforced_schemas(tool_use), allows_several)
         )
-    text = output_grammar(grammar, answers, output_format.reasoning, output_format.within)
+    text = output_grammar(
+        grammar, answers, output_format.reasoning_tags, output_format.starts_in_reasoning
+    )
     param = "tools" if structured is None else structured.param
     return StructuredOutput(grammar=text, param=param), output_format
 
@@ -102,12 +106,12 @@ def _content_rule(grammar: GrammarBuilder, source: GrammarSource) -> str:
     """Add a rule for structured content and return its name."""
     match source.format:
         case "json_schema":
-            return grammar.rule(f"%json {source.text}")
+            return grammar.add_rule(f"%json {source.text}")
         case "regex":
-            return grammar.rule(f"/{_escape_slashes(source.text)}/")
+            return grammar.add_rule(f"/{_escape_slashes(source.text)}/")
         case _:
             # A list of strings.
-            return grammar.rule(source.text.removeprefix("start: "))
+            return grammar.add_rule(source.text.removeprefix("start: "))
 
 
 def _escape_slashes(regex: str) -> str:

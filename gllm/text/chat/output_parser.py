@@ -19,7 +19,9 @@ class ChatOutputParser:
 
     def __init__(self, output_format: OutputFormat) -> None:
         self._format = output_format
-        self.is_plain_text = output_format.reasoning is None and output_format.calls is None
+        self.is_plain_text = (
+            output_format.reasoning_tags is None and output_format.tool_call_format is None
+        )
         """Whether all text is content, because there are neither tools nor reasoning."""
         self._parsers: dict[int, OutputParser] = {}
         self._calls: dict[int, set[int]] = {}
@@ -66,14 +68,16 @@ def reasoning_counter(
         None if the tags of the reasoning section are not single tokens, so that its tokens cannot
         be counted.
     """
-    if output_format.reasoning is None:
+    if output_format.reasoning_tags is None:
         return None
-    opening = tokenizer.token_to_id(output_format.reasoning.opening)
-    closing = tokenizer.token_to_id(output_format.reasoning.closing)
+    opening = tokenizer.token_to_id(output_format.reasoning_tags.opening)
+    closing = tokenizer.token_to_id(output_format.reasoning_tags.closing)
     if opening is None or closing is None:
         return None
 
     def is_blank(token: int) -> bool:
         return not tokenizer.token_bytes(token).strip()
 
-    return lambda: ReasoningTokenCounter(opening, closing, output_format.within, is_blank)
+    return lambda: ReasoningTokenCounter(
+        opening, closing, output_format.starts_in_reasoning, is_blank
+    )

@@ -82,8 +82,8 @@ def _mark_special_tokens(tokenizer: Tokenizer, values: Any, mark: str) -> Any:
 def _starts_in_reasoning(tags: ReasoningTags, prompt: str, request: ChatRequest) -> bool:
     """Return whether the output begins inside a reasoning section that the prompt has opened."""
     if request.continue_final_message:
-        return tags.left_within(content_text(request.messages[-1]["content"]) or "")
-    return tags.left_open(prompt)
+        return tags.are_open_in(content_text(request.messages[-1]["content"]) or "")
+    return tags.are_opened_by(prompt)
 
 
 def _tool_family(

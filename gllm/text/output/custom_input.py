@@ -1,4 +1,4 @@
-"""Turn the arguments of a custom tool's call back into the free text of its input.
+"""Decode the arguments of a custom tool's call into the free text of its input.
 
 The model writes `{"input": "..."}`; the text is passed on while it arrives.
 """
@@ -8,8 +8,9 @@ import re
 
 from gllm.text.chat.tools import CUSTOM_INPUT_KEY
 
-_COMPLETE = re.compile(rf'\s*{{\s*"{CUSTOM_INPUT_KEY}"\s*:\s*"')
-_BEGINNING = "".join(("{", f'"{CUSTOM_INPUT_KEY}"', ":", '"'))
+_PREFIX = re.compile(rf'\s*{{\s*"{CUSTOM_INPUT_KEY}"\s*:\s*"')
+"""Text before the input."""
+_PREFIX_WITHOUT_SPACE = f'{{"{CUSTOM_INPUT_KEY}":"'
 _SPACE = re.compile(r"\s+")
 _UNIT = re.compile(
     r'[^"\\]+'
@@ -17,8 +18,8 @@ _UNIT = re.compile(
     r"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
     r'|\\["\\/bfnrt]'
 )
-"""A piece of a JSON string that can be decoded by itself."""
-_LONE = re.compile(
+"""Part of a JSON string that can be decoded by itself."""
+_LONE_SURROGATE = re.compile(
     r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u]|\\u(?![dD][c-fC-F])[0-9a-fA-F]{4})"
 )
@@ -26,45 +27,46 @@ _LONE = re.compile(
 
 
 class CustomToolInputDecoder:
-    """Decodes the arguments of one call. Arguments of another form are passed on as they are."""
+    """Incremental decoder of one call's arguments; arguments of another form pass unchanged."""
 
     def __init__(self) -> None:
-        self._rest = ""
+        self._pending = ""
         """Text that cannot be decoded yet."""
-        self._state = "beginning"
+        self._state = "prefix"
+        """prefix, string, end or verbatim."""
 
     def push(self, text: str) -> str:
-        """Return the input that more of the arguments adds."""
-        self._rest += text
-        if self._state == "beginning":
-            self._begin()
+        """Return the input that more text of the arguments adds."""
+        self._pending += text
+        if self._state == "prefix":
+            self._match_prefix()
         if self._state == "verbatim":
-            text, self._rest = self._rest, ""
+            text, self._pending = self._pending, ""
             return text
-        return self._decoded() if self._state == "string" else ""
+        return self._decode_string() if self._state == "string" else ""
 
-    def _begin(self) -> None:
-        """Find out whether the arguments have the expected form."""
-        if found := _COMPLETE.match(self._rest):
-            self._rest = self._rest[found.end() :]
+    def _match_prefix(self) -> None:
+        """Leave the state `prefix` once it is known whether the arguments have the usual form."""
+        if match := _PREFIX.match(self._pending):
+            self._pending = self._pending[match.end() :]
             self._state = "string"
-        elif not _BEGINNING.startswith(_SPACE.sub("", self._rest)):
+        elif not _PREFIX_WITHOUT_SPACE.startswith(_SPACE.sub("", self._pending)):
             self._state = "verbatim"
 
-    def _decoded(self) -> str:
-        """Take all of the string that is complete."""
+    def _decode_string(self) -> str:
+        """Return the complete part of the pending string, decoded."""
         pieces: list[str] = []
-        at = 0
-        while at < len(self._rest):
-            if self._rest[at] == '"':
+        position = 0
+        while position < len(self._pending):
+            if self._pending[position] == '"':
                 self._state = "end"
                 break
-            if found := _UNIT.match(self._rest, at):
-                pieces.append(json.loads(f'"{found[0]}"'))
-            elif found := _LONE.match(self._rest, at):
+            if match := _UNIT.match(self._pending, position):
+                pieces.append(json.loads(f'"{match[0]}"'))
+            elif match := _LONE_SURROGATE.match(self._pending, position):
                 pieces.append("\ufffd")
             else:
                 break
-            at = found.end()
-        self._rest = self._rest[at:]
+            position = match.end()
+        self._pending = self._pending[position:]
         return "".join(pieces)

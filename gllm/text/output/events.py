@@ -1,7 +1,4 @@
-"""What a model's output consists of, besides plain text.
-
-Owns the events that parsers give and the message they add up to. Knows nothing of formats.
-"""
+"""Events of a parsed output (content, reasoning, tool calls) and the message they add up to."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,33 +8,32 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the answer's text."""
+    """More text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers."""
+    """More text of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A tool call begins; calls count from 0."""
+    """Start of a tool call. Indices count the calls of an output from 0."""
 
     index: int
     id: str
     name: str
     is_custom: bool = False
-    """Whether it calls a custom tool, whose input is free text."""
+    """Whether the tool is a custom tool, whose input is free text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArgumentsDelta:
-    """More of a call's arguments: pieces of the text of a JSON object, or of a custom tool's
-    input."""
+    """More arguments of a tool call: text of a JSON object, or of a custom tool's input."""
 
     index: int
     text: str
@@ -45,7 +41,7 @@ class ToolCallArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallAborted:
-    """A call that had begun turned out to be none; its whole text follows as content."""
+    """A started tool call was invalid; its whole text follows as content."""
 
     index: int
 
@@ -57,13 +53,14 @@ OutputEvent = (
 
 @dataclass
 class ToolCall:
-    """A tool call."""
+    """A tool call of a message."""
 
     id: str
     name: str
     arguments: str = ""
-    """The text of a JSON object, or a custom tool's input."""
+    """Text of a JSON object, or the input of a custom tool."""
     is_custom: bool = False
+    """Whether the tool is a custom tool, whose input is free text."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the call as an entry of `tool_calls` of chat completions."""
@@ -76,15 +73,15 @@ class ToolCall:
 
 @dataclass
 class AssistantMessage:
-    """All of an output."""
+    """A whole parsed output."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: dict[int, ToolCall] = field(default_factory=dict)
-    """By index; those that broke are missing."""
+    """Tool calls by index, without the aborted ones."""
 
     def apply(self, events: Iterable[OutputEvent]) -> None:
-        """Append what came."""
+        """Add events to the message."""
         for event in events:
             match event:
                 case ContentDelta(text):
@@ -100,25 +97,25 @@ class AssistantMessage:
 
 
 def merge_events(events: list[OutputEvent]) -> list[OutputEvent]:
-    """The same events with neighbours of one kind joined."""
+    """Return the events with consecutive deltas of one kind joined."""
     if len(events) < 2:
         return events
-    joined: list[OutputEvent] = []
-    for _, group in groupby(events, _kind):
-        several = list(group)
-        text = "".join(getattr(event, "text", "") for event in several)
-        match several[0]:
+    merged: list[OutputEvent] = []
+    for _, group in groupby(events, _merge_key):
+        neighbors = list(group)
+        text = "".join(getattr(event, "text", "") for event in neighbors)
+        match neighbors[0]:
             case ContentDelta():
-                joined.append(ContentDelta(text))
+                merged.append(ContentDelta(text))
             case ReasoningDelta():
-                joined.append(ReasoningDelta(text))
+                merged.append(ReasoningDelta(text))
             case ToolCallArgumentsDelta(index):
-                joined.append(ToolCallArgumentsDelta(index, text))
+                merged.append(ToolCallArgumentsDelta(index, text))
             case _:
-                joined += several
-    return joined
+                merged += neighbors
+    return merged
 
 
-def _kind(event: OutputEvent) -> tuple[type[OutputEvent], int]:
-    """What is the same in neighbours that can be joined."""
+def _merge_key(event: OutputEvent) -> tuple[type[OutputEvent], int]:
+    """Return a key that is the same for events that can be joined."""
     return type(event), getattr(event, "index", 0)

@@ -1,7 +1,6 @@
-"""A grammar of outputs that call a tool, for a model that has to.
+"""Build grammars of outputs with tool calls, in llguidance's dialect of Lark.
 
-Owns what all families' grammars have in common: reasoning may come first, then nothing but calls.
-Written in llguidance's dialect of Lark. Knows nothing of what enforces it.
+Contains the parts that all formats share: an optional reasoning section, then nothing but calls.
 """
 
 import json
@@ -12,119 +11,145 @@ from typing import Any
 from gllm.text.output.reasoning import ReasoningTags
 
 Schema = Mapping[str, Any]
-"""A JSON schema."""
+"""A JSON Schema."""
 _STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
     "lenient": True,
 }
-"""JSON as templates write it, which is what models are trained on; keywords that cannot be enforced
-are not."""
-_ANYTHING, _BLANKS = r"/(.|\n)*/", r"/[ \n]{0,4}/"
+"""Style of JSON values: spaced as chat templates write them, which models are trained on; keywords
+that cannot be enforced are ignored."""
+_ANYTHING = r"/(.|\n)*/"
+"""Expression of any text."""
+_BLANKS = r"/[ \n]{0,4}/"
+"""Expression of the whitespace after a reasoning section."""
 
 
 class GrammarBuilder:
-    """The rules so far. Methods give the expression for something.
+    """Builder that collects rules; its methods return expressions to be used in other rules.
 
-    token: the id of a vocabulary's entry, None where there is none.
+    Args:
+        token_id: Returns the id of a vocabulary entry, None if there is none.
+        markers: Texts that are written as single tokens if the vocabulary has them.
     """
 
-    def __init__(self, token: Callable[[str], int | None], markers: tuple[str, ...]) -> None:
-        ids = {marker: token(marker) for marker in markers}
+    def __init__(self, token_id: Callable[[str], int | None], markers: tuple[str, ...]) -> None:
+        ids = {marker: token_id(marker) for marker in markers}
         self._ids = {marker: number for marker, number in ids.items() if number is not None}
         self._rules: list[str] = []
 
-    def text(self, text: str) -> str:
-        """This text. Markers that are tokens are those tokens: they cannot be spelled."""
-        found = [(text.find(marker), marker) for marker in self._ids]
-        places = [place for place in found if place[0] >= 0]
-        if not places:
+    def literal(self, text: str) -> str:
+        """Return the expression of a text. Markers in it become tokens, which have no spelling."""
+        positions = [(text.find(marker), marker) for marker in self._ids]
+        matches = [match for match in positions if match[0] >= 0]
+        if not matches:
             return json.dumps(text, ensure_ascii=False) if text else ""
-        at, marker = min(places)
-        rest = text[at + len(marker) :]
-        return _joined(self.text(text[:at]), f"<[{self._ids[marker]}]>", self.text(rest))
+        start, marker = min(matches)
+        remainder = text[start + len(marker) :]
+        return _join(
+            self.literal(text[:start]), f"<[{self._ids[marker]}]>", self.literal(remainder)
+        )
 
-    def json(self, schema: Schema) -> str:
-        """A value that fits a schema of a tool."""
+    def json_value(self, schema: Schema) -> str:
+        """Return the expression of a JSON value that fits the schema of a tool."""
         return f"%json {json.dumps({**schema, 'x-guidance': _STYLE}, ensure_ascii=False)}"
 
-    def until(self, end: str) -> str:
-        """Any text up to the first `end`, which belongs to it."""
+    def text_until(self, end: str) -> str:
+        """Return the expression of any text up to and including the first `end`."""
         if end in self._ids:
-            return f"{self.rule(_ANYTHING)} {self.text(end)}"
-        return self.rule(_ANYTHING, f"[suffix={json.dumps(end)}]")
+            return f"{self.add_rule(_ANYTHING)} {self.literal(end)}"
+        return self.add_rule(_ANYTHING, f"[suffix={json.dumps(end)}]")
 
-    def rule(self, body: str, attributes: str = "") -> str:
-        """A rule of its own."""
+    def add_rule(self, body: str, attributes: str = "") -> str:
+        """Add a rule and return its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
-    def source(self, start: str) -> str:
-        """The whole grammar."""
-        made = "\n".join([f"start: {start}", *self._rules])
-        # That is how other grammars are known; here it can only be within a text.
-        return made.replace("::=", r":\u003a=")
+    def to_lark(self, start: str) -> str:
+        """Return the grammar with this start expression."""
+        grammar = "\n".join([f"start: {start}", *self._rules])
+        # "::=" marks a grammar as GBNF; here it can only be part of a text.
+        return grammar.replace("::=", r":\u003a=")
 
 
 def json_arguments_rule(grammar: GrammarBuilder, schema: Schema) -> str:
-    """Return the expression of arguments as a JSON object."""
-    return grammar.rule(grammar.json({"type": "object", **schema}))
+    """Add the rule of arguments written as a JSON object and return its name."""
+    return grammar.add_rule(grammar.json_value({"type": "object", **schema}))
 
 
 @dataclass(frozen=True)
 class ToolCallDelimiters:
-    """How calls look as text. NAME stands for the tool's name."""
+    """Text around tool calls and their arguments. NAME stands for the tool's name."""
 
-    before: str
-    """In front of a call's arguments."""
-    after: str
-    opening: str = ""
-    """In front of all calls."""
-    between: str = ""
-    closing: str = ""
-    several: bool = True
-    """Whether an answer may hold more than one."""
-    arguments: Callable[[GrammarBuilder, Schema], str] = json_arguments_rule
+    call_prefix: str
+    """Text before the arguments of a call."""
+    call_suffix: str
+    """Text after the arguments of a call."""
+    block_prefix: str = ""
+    """Text before all calls."""
+    separator: str = ""
+    """Text between two calls."""
+    block_suffix: str = ""
+    """Text after all calls."""
+    allows_parallel: bool = True
+    """Whether an answer may contain more than one call."""
+    arguments_rule: Callable[[GrammarBuilder, Schema], str] = json_arguments_rule
+    """Returns the expression of arguments that fit a schema."""
 
 
 def tool_call_rule(
-    grammar: GrammarBuilder, written: ToolCallDelimiters, tools: Mapping[str, Schema], several: bool
+    grammar: GrammarBuilder,
+    delimiters: ToolCallDelimiters,
+    tool_schemas: Mapping[str, Schema],
+    allows_parallel: bool,
 ) -> str:
-    """The expression of a call of one of the tools, or of `several` calls."""
+    """Add the rule of a call of one of the tools, or of several calls, and return its name."""
     calls = []
-    for name, schema in tools.items():
-        before = grammar.text(written.before.replace("NAME", name))
-        arguments = written.arguments(grammar, schema)
-        calls.append(grammar.rule(_joined(before, arguments, grammar.text(written.after))))
-    call = grammar.rule(" | ".join(calls))
+    for name, schema in tool_schemas.items():
+        prefix = grammar.literal(delimiters.call_prefix.replace("NAME", name))
+        arguments = delimiters.arguments_rule(grammar, schema)
+        calls.append(
+            grammar.add_rule(_join(prefix, arguments, grammar.literal(delimiters.call_suffix)))
+        )
+    call = grammar.add_rule(" | ".join(calls))
     more = ""
-    if several and written.several:
-        more = f"({_joined(grammar.text(written.between), call)})*"
-    opening, closing = grammar.text(written.opening), grammar.text(written.closing)
-    return grammar.rule(_joined(opening, call, more, closing))
+    if allows_parallel and delimiters.allows_parallel:
+        more = f"({_join(grammar.literal(delimiters.separator), call)})*"
+    prefix = grammar.literal(delimiters.block_prefix)
+    suffix = grammar.literal(delimiters.block_suffix)
+    return grammar.add_rule(_join(prefix, call, more, suffix))
 
 
 def output_grammar(
-    grammar: GrammarBuilder, answers: Sequence[str], tags: ReasoningTags | None, within: bool
+    grammar: GrammarBuilder,
+    answers: Sequence[str],
+    tags: ReasoningTags | None,
+    starts_in_reasoning: bool,
 ) -> str:
-    """The grammar of outputs that are one of the answers, which are expressions, or reasoning and
-    then one of them.
+    """Return the grammar of an output: an optional reasoning section, then one of the answers.
 
-    within: whether the output begins in the middle of reasoning.
+    Args:
+        grammar: The rules that the answers refer to.
+        answers: Expressions.
+        tags: Tags of the reasoning section, None if there is none.
+        starts_in_reasoning: The output begins inside the reasoning section.
     """
-    return grammar.source(_joined(_reasoning(grammar, tags, within), f"({' | '.join(answers)})"))
+    section = _reasoning_section(grammar, tags, starts_in_reasoning)
+    return grammar.to_lark(_join(section, f"({' | '.join(answers)})"))
 
 
-def _joined(*parts: str) -> str:
-    """Expressions one behind the other; empty ones stand for nothing."""
+def _join(*parts: str) -> str:
+    """Return the concatenation of expressions; empty ones are left out."""
     return " ".join(filter(None, parts))
 
 
-def _reasoning(grammar: GrammarBuilder, tags: ReasoningTags | None, within: bool) -> str:
-    """What may come before the answer."""
+def _reasoning_section(
+    grammar: GrammarBuilder, tags: ReasoningTags | None, starts_in_reasoning: bool
+) -> str:
+    """Return the expression of a reasoning section."""
     if tags is None:
         return ""
-    rest = f"{grammar.until(tags.closing)} {grammar.rule(_BLANKS)}"
-    return rest if within else f"({grammar.text(tags.opening)} {rest})?"
+    remainder = f"{grammar.text_until(tags.closing)} {grammar.add_rule(_BLANKS)}"
+    return remainder if starts_in_reasoning else f"({grammar.literal(tags.opening)} {remainder})?"

@@ -1,7 +1,6 @@
-"""Calls written as JSON objects of a name and arguments.
+"""Parse tool calls written as JSON objects with a name and arguments.
 
-Owns the order in which they may be written: arguments are passed on while they come if the name was
-there before. Knows nothing of what surrounds such objects.
+Arguments are streamed while they arrive if the name comes before them.
 """
 
 from gllm.text.output import json_parser
@@ -11,84 +10,89 @@ from gllm.text.output.tool_calls import ToolCallEmitter
 
 def parse_json_call(
     reader: TextReader,
-    calls: ToolCallEmitter,
+    emitter: ToolCallEmitter,
     *,
-    arguments: tuple[str, ...] = ("arguments",),
+    argument_keys: tuple[str, ...] = ("arguments",),
 ) -> ParserCoroutine[bool]:
-    """Take an object with `name` and one of `arguments`; other keys are skipped.
+    """Parse an object with `name` and one of `argument_keys`; other keys are skipped.
 
-    It is a call from where name and arguments are there: whatever is wrong behind them is left.
+    The object is a call as soon as it has a name and arguments: invalid text after them is left
+    unread.
+
+    Returns:
+        True if there is a call; all of it has been emitted then.
     """
-    found = _Object(reader, calls, arguments)
-    yield from found.members()
-    return found.is_call()
+    parser = _CallParser(reader, emitter, argument_keys)
+    yield from parser.parse_members()
+    return parser.finish()
 
 
-class _Object:
-    """One object while it is read."""
+class _CallParser:
+    """Parser of one object."""
 
     def __init__(
-        self, reader: TextReader, calls: ToolCallEmitter, arguments: tuple[str, ...]
+        self, reader: TextReader, emitter: ToolCallEmitter, argument_keys: tuple[str, ...]
     ) -> None:
         self._reader = reader
-        self._calls = calls
-        self._keys = arguments
+        self._emitter = emitter
+        self._argument_keys = argument_keys
         self._name: str | None = None
         self._arguments: str | None = None
-        """Complete ones that came before the name."""
-        self._passed = False
-        """Whether all of the arguments was passed on."""
-        self._closed = False
+        """Complete arguments that came before the name."""
+        self._is_emitted = False
+        """Whether all arguments have been emitted."""
+        self._is_closed = False
 
-    def is_call(self) -> bool:
-        """Whether it was a call, all of which is passed on then."""
-        if self._passed or self._name is None:
-            return self._passed
-        if self._arguments is None and not self._closed:
+    def finish(self) -> bool:
+        """Return whether the object is a call, after emitting what has not been emitted."""
+        if self._is_emitted or self._name is None:
+            return self._is_emitted
+        if self._arguments is None and not self._is_closed:
             return False
-        if not self._calls.start(self._name):
+        if not self._emitter.start_call(self._name):
             return False
-        self._calls.arguments(self._arguments or "{}")
+        self._emitter.add_arguments(self._arguments or "{}")
         return True
 
-    def members(self) -> ParserCoroutine[None]:
-        """Take what there is, up to the closing brace or to what is wrong."""
+    def parse_members(self) -> ParserCoroutine[None]:
+        """Parse the members up to the closing brace or to the first invalid text."""
         reader = self._reader
-        if not (yield from reader.starts("{")):
+        if not (yield from reader.consume_any("{")):
             return
         while True:
-            yield from reader.space()
+            yield from reader.skip_space()
             key = yield from json_parser.parse_decoded_string(reader)
-            yield from reader.space()
-            if key is None or not (yield from reader.starts(":")):
+            yield from reader.skip_space()
+            if key is None or not (yield from reader.consume_any(":")):
                 return
-            yield from reader.space()
-            if not (yield from self._value(key)):
+            yield from reader.skip_space()
+            if not (yield from self._parse_value(key)):
                 return
-            yield from reader.space()
-            end = yield from reader.starts(",", "}")
+            yield from reader.skip_space()
+            end = yield from reader.consume_any(",", "}")
             if end != ",":
-                self._closed = end == "}"
+                self._is_closed = end == "}"
                 return
 
-    def _value(self, key: str) -> ParserCoroutine[bool]:
-        """Take the value of a key."""
+    def _parse_value(self, key: str) -> ParserCoroutine[bool]:
+        """Parse the value of a key; return False if it is invalid."""
         if key == "name" and self._name is None:
             self._name = yield from json_parser.parse_decoded_string(self._reader)
             return self._name is not None
-        if key in self._keys and self._arguments is None and not self._passed:
-            return (yield from self._take_arguments())
+        if key in self._argument_keys and self._arguments is None and not self._is_emitted:
+            return (yield from self._parse_arguments())
         return (yield from json_parser.parse_value(self._reader, discard))
 
-    def _take_arguments(self) -> ParserCoroutine[bool]:
-        """Take an object, null, or an object within a string."""
+    def _parse_arguments(self) -> ParserCoroutine[bool]:
+        """Parse an object, null, or an object inside a string; return False for other values."""
         opening = yield from self._reader.peek()
         if opening == "{" and self._name is not None:
-            if not self._calls.start(self._name):
+            if not self._emitter.start_call(self._name):
                 self._name = None
                 return False
-            self._passed = yield from json_parser.parse_value(self._reader, self._calls.arguments)
-            return self._passed
+            sink = self._emitter.add_arguments
+            self._is_emitted = yield from json_parser.parse_value(self._reader, sink)
+            return self._is_emitted
         pieces: list[str] = []
         if not (yield from json_parser.parse_value(self._reader, pieces.append)):
             return False
@@ -97,7 +101,7 @@ class _Object:
 
 
 def _object_text(text: str) -> str | None:
-    """The object that a JSON text stands for, None where it is none."""
+    """Return the text of the object that a JSON text stands for, None if it is no object."""
     try:
         value = json_parser.load_json(text)
         if isinstance(value, str):

@@ -1,7 +1,6 @@
-"""An output of the model as what it means: reasoning, content, tool calls.
+"""Parse the output of a model into reasoning, content and tool calls.
 
-Owns the order of the parsers: reasoning is split off first, calls are found in what is left. Knows
-nothing of tokens and of HTTP.
+Reasoning is split off first; tool calls are searched in the remaining text.
 """
 
 from collections.abc import Mapping
@@ -23,35 +22,38 @@ from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """What an answer may hold besides text."""
+    """The parts that an output may contain besides content, and how they are written."""
 
-    reasoning: ReasoningTags | None = None
-    within: bool = False
-    """Whether the prompt has opened reasoning that the output goes on with."""
-    calls: ToolCallFormat | None = None
-    tools: Mapping[str, Schema] = field(default_factory=dict)
-    """Schemas of arguments by name of the tool."""
-    custom: frozenset[str] = frozenset()
+    reasoning_tags: ReasoningTags | None = None
+    """Tags of the reasoning section, None if reasoning is not split off."""
+    starts_in_reasoning: bool = False
+    """Whether the prompt has opened a reasoning section that the output continues."""
+    tool_call_format: ToolCallFormat | None = None
+    """Format of tool calls, None if calls are not parsed."""
+    tool_schemas: Mapping[str, Schema] = field(default_factory=dict)
+    """JSON Schemas of arguments by name of the tool."""
+    custom_tools: frozenset[str] = frozenset()
     """Names of custom tools, whose input is free text."""
-    is_restricted: bool = False
-    """Whether only calls of `tools` are calls, whatever the family says."""
+    only_listed_tools: bool = False
+    """Whether only tools of `tool_schemas` can be called, in every format."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tokens that the parser has to see, should the vocabulary have them as special ones."""
-        tags = self.reasoning
-        return (
-            *(() if tags is None else (tags.opening, tags.closing)),
-            *(() if self.calls is None else self.calls.markers),
-        )
+        """Tokens that the parser has to see even if they are special tokens of the vocabulary."""
+        markers: list[str] = []
+        if self.reasoning_tags is not None:
+            markers += [self.reasoning_tags.opening, self.reasoning_tags.closing]
+        if self.tool_call_format is not None:
+            markers += self.tool_call_format.markers
+        return tuple(markers)
 
 
 PLAIN_TEXT = OutputFormat()
-"""Nothing but text."""
+"""Format of an output that is nothing but content."""
 
 
-class _Machine:
-    """A parser and the text it reads."""
+class _ParserRun:
+    """A running parser and the text it reads."""
 
     def __init__(self, reader: TextReader, parser: ParserCoroutine[None]) -> None:
         self._reader = reader
@@ -63,74 +65,81 @@ class _Machine:
             self._reader.feed(text)
             next(self._parser, None)
 
-    def end(self) -> None:
-        self._reader.end()
+    def close(self) -> None:
+        self._reader.close()
         next(self._parser, None)
 
 
 class OutputParser:
-    """One choice's text in, events out. The events do not depend on how the text is cut, but for
-    where they are cut themselves."""
+    """Incremental parser of one choice: text in, events out.
 
-    def __init__(self, form: OutputFormat) -> None:
-        self._calls: ToolCallEmitter | None = None
-        self._custom = form.custom
-        self._inputs: dict[int, CustomToolInputDecoder] = {}
-        """Of calls of custom tools, by index."""
-        self._machines: list[_Machine] = []
+    The events do not depend on how the text is cut into pieces, except for where deltas are cut.
+    """
+
+    def __init__(self, output_format: OutputFormat) -> None:
+        self._emitter: ToolCallEmitter | None = None
+        self._custom_tools = output_format.custom_tools
+        self._input_decoders: dict[int, CustomToolInputDecoder] = {}
+        """Decoders of the calls of custom tools, by index of the call."""
+        self._runs: list[_ParserRun] = []
         content: list[OutputEvent] = []
-        self._sources = [content]
-        """Where events come from, in the order of the text."""
+        self._event_lists = [content]
+        """Lists that parsers append events to, in the order of the text."""
 
         def answer(text: str) -> None:
             if text:
                 content.append(ContentDelta(text))
 
-        if form.calls is not None:
+        if (call_format := output_format.tool_call_format) is not None:
             reader = TextReader()
-            family = form.calls
-            only_known = family.only_known or form.is_restricted
-            self._calls = ToolCallEmitter(reader, form.tools, only_known, family.new_id)
-            calls = _Machine(reader, family.parse(reader, self._calls))
-            self._machines.append(calls)
-            self._sources = [self._calls.events]
+            self._emitter = ToolCallEmitter(
+                reader,
+                output_format.tool_schemas,
+                call_format.only_known_tools or output_format.only_listed_tools,
+                call_format.create_call_id,
+            )
+            calls = _ParserRun(reader, call_format.parse(reader, self._emitter))
+            self._runs.append(calls)
+            self._event_lists = [self._emitter.events]
             answer = calls.feed
-        if form.reasoning is not None:
+        if (tags := output_format.reasoning_tags) is not None:
             reader = TextReader()
-            splitter = ReasoningSplitter(form.reasoning, form.within, answer)
-            split = _Machine(reader, splitter.split(reader))
-            self._machines.insert(0, split)
-            self._sources.insert(0, splitter.events)
+            splitter = ReasoningSplitter(tags, output_format.starts_in_reasoning, answer)
+            split = _ParserRun(reader, splitter.parse(reader))
+            self._runs.insert(0, split)
+            self._event_lists.insert(0, splitter.events)
             answer = split.feed
         self._feed = answer
 
     def push(self, text: str) -> list[OutputEvent]:
-        """What more text brings."""
+        """Return the events that more text adds."""
         self._feed(text)
-        return self._take()
+        return self._pop_events()
 
     def finish(self) -> list[OutputEvent]:
-        """What was held back, when no more text comes."""
-        for machine in self._machines:
-            machine.end()
-        if self._calls is not None:
-            self._calls.finish()
-        return self._take()
+        """End the text and return the events of what was held back."""
+        for run in self._runs:
+            run.close()
+        if self._emitter is not None:
+            self._emitter.finish()
+        return self._pop_events()
 
-    def _take(self) -> list[OutputEvent]:
-        """The events so far."""
-        taken = [event for source in self._sources for event in source]
-        for source in self._sources:
-            source.clear()
-        return merge_events(taken if not self._custom else [*map(self._as_custom, taken)])
+    def _pop_events(self) -> list[OutputEvent]:
+        """Return and clear the events so far."""
+        events = [event for event_list in self._event_lists for event in event_list]
+        for event_list in self._event_lists:
+            event_list.clear()
+        if self._custom_tools:
+            events = [self._decode_custom_input(event) for event in events]
+        return merge_events(events)
 
-    def _as_custom(self, event: OutputEvent) -> OutputEvent:
-        """Return an event of a custom tool's call with its input for its arguments."""
+    def _decode_custom_input(self, event: OutputEvent) -> OutputEvent:
+        """Return an event of a custom tool's call with its input in place of its arguments."""
         match event:
-            case ToolCallStart(index, call_id, name) if name in self._custom:
-                self._inputs[index] = CustomToolInputDecoder()
+            case ToolCallStart(index, call_id, name) if name in self._custom_tools:
+                self._input_decoders[index] = CustomToolInputDecoder()
                 return ToolCallStart(index, call_id, name, is_custom=True)
-            case ToolCallArgumentsDelta(index, text) if index in self._inputs:
-                return ToolCallArgumentsDelta(index, self._inputs[index].push(text))
+            case ToolCallArgumentsDelta(index, text) if index in self._input_decoders:
+                return ToolCallArgumentsDelta(index, self._input_decoders[index].push(text))
             case _:
                 return event

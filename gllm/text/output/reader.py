@@ -1,8 +1,7 @@
-"""A text that is still being written, for parsers that read it as if it were whole.
+"""Reader over text that is still being generated, for parsers written as if all of it were there.
 
-Owns the waiting: a parser is a generator that yields where it needs text that is not there yet.
-What it decides can depend on the text alone, never on how the text was cut into pieces. Knows
-nothing of formats.
+A parser is a generator that yields where it needs text that has not arrived. Its decisions depend
+on the text alone, never on how the text is cut into pieces.
 """
 
 import re
@@ -12,132 +11,148 @@ from typing import TypeVar
 
 T = TypeVar("T")
 ParserCoroutine = Generator[None, None, T]
-"""A parser, or a part of one: waits at every yield, and returns what it found."""
+"""A parser or a part of one: yields while it waits for text, and returns its result."""
 TextSink = Callable[[str], object]
-"""Takes text."""
+"""Function that receives text."""
 
 SPACE = re.compile(r"\s+")
 
 
 def discard(text: str) -> None:
-    """A sink for what nobody needs."""
+    """Ignore text: a sink for text without use."""
 
 
 class TrailingSpaceFilter:
-    """Passes text on, but whitespace only once something follows it."""
+    """Filter that passes text on to a sink, but whitespace only once other text follows it."""
 
     def __init__(self, sink: TextSink) -> None:
         self._sink = sink
         self._space: list[str] = []
 
     def push(self, text: str) -> None:
-        """More text."""
-        shown = text.rstrip()
-        if shown:
-            self._sink("".join([*self._space, shown]))
+        """Add text."""
+        visible = text.rstrip()
+        if visible:
+            self._sink("".join([*self._space, visible]))
             self._space.clear()
-        if len(shown) < len(text):
-            self._space.append(text[len(shown) :])
+        if len(visible) < len(text):
+            self._space.append(text[len(visible) :])
 
     def drop(self) -> None:
-        """Nothing follows the whitespace so far."""
+        """Discard the whitespace that is held back."""
         self._space.clear()
 
     def flush(self) -> None:
-        """Pass it on nevertheless."""
+        """Pass on the whitespace that is held back."""
         if self._space:
             self._sink("".join(self._space))
             self._space.clear()
 
 
 class TextReader:
-    """The text from where the parser stands. At the end there is nothing more to wait for."""
+    """Text from the parser's position on. After `close` there is no more text to wait for."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0
-        self._ended = False
-        self._kept: list[str] | None = None
+        self._position = 0
+        self._is_closed = False
+        self._recorded: list[str] | None = None
 
     def feed(self, text: str) -> None:
-        """More text is there."""
-        self._text = self._text[self._at :] + text
-        self._at = 0
+        """Append text."""
+        self._text = self._text[self._position :] + text
+        self._position = 0
 
-    def end(self) -> None:
-        """No more text will come."""
-        self._ended = True
+    def close(self) -> None:
+        """End the text."""
+        self._is_closed = True
 
-    def keep(self, already: str = "") -> None:
-        """Remember what is taken from here on, behind what was taken just before."""
-        self._kept = [already]
+    def start_recording(self, consumed: str = "") -> None:
+        """Record the text consumed from here on.
 
-    def kept(self) -> str:
-        """All that was taken since `keep`, which ends with this."""
-        kept, self._kept = self._kept or [], None
-        return "".join(kept)
+        Args:
+            consumed: Text consumed just before, with which the record begins.
+        """
+        self._recorded = [consumed]
 
-    def take(self, count: int) -> str:
-        """Go on by so many characters, which have to be there."""
-        taken = self._text[self._at : self._at + count]
-        self._at += count
-        if self._kept is not None:
-            self._kept.append(taken)
-        return taken
+    def stop_recording(self) -> str:
+        """Return the text consumed since `start_recording`."""
+        recorded, self._recorded = self._recorded or [], None
+        return "".join(recorded)
+
+    def consume(self, count: int) -> str:
+        """Consume and return so many characters, which must have arrived."""
+        text = self._text[self._position : self._position + count]
+        self._position += count
+        if self._recorded is not None:
+            self._recorded.append(text)
+        return text
 
     def peek(self) -> ParserCoroutine[str]:
-        """The next character, empty at the end."""
-        while self._at == len(self._text) and not self._ended:
+        """Return the next character without consuming it; empty at the end of the text."""
+        while self._position == len(self._text) and not self._is_closed:
             yield
-        return self._text[self._at : self._at + 1]
+        return self._text[self._position : self._position + 1]
 
-    def word(self, pattern: re.Pattern[str], sink: TextSink) -> ParserCoroutine[None]:
-        """Take characters while they match. The pattern is one kind of character, any number."""
+    def consume_while(self, pattern: re.Pattern[str], sink: TextSink) -> ParserCoroutine[None]:
+        """Consume characters while they match a pattern.
+
+        Args:
+            pattern: One class of characters, any number of them.
+            sink: Receives the characters.
+        """
         while True:
             yield from self.peek()
-            found = pattern.match(self._text, self._at)
-            if found is None:
+            match = pattern.match(self._text, self._position)
+            if match is None:
                 return
-            sink(self.take(found.end() - self._at))
+            sink(self.consume(match.end() - self._position))
 
-    def space(self) -> ParserCoroutine[None]:
-        """Take whitespace."""
-        yield from self.word(SPACE, discard)
+    def skip_space(self) -> ParserCoroutine[None]:
+        """Consume whitespace."""
+        yield from self.consume_while(SPACE, discard)
 
-    def starts(self, *texts: str) -> ParserCoroutine[str]:
-        """Take the first of the texts that comes next; empty where none does."""
+    def consume_any(self, *texts: str) -> ParserCoroutine[str]:
+        """Consume and return the first of the texts that comes next; empty if none does."""
         for text in texts:
             while True:
-                there = self._text[self._at : self._at + len(text)]
-                if there == text:
-                    return self.take(len(text))
-                if self._ended or not text.startswith(there):
+                available = self._text[self._position : self._position + len(text)]
+                if available == text:
+                    return self.consume(len(text))
+                if self._is_closed or not text.startswith(available):
                     break
                 yield
         return ""
 
-    def until(self, stops: tuple[str, ...], sink: TextSink) -> ParserCoroutine[str]:
-        """Take the text up to the first of the stops, and that stop, which is returned; empty where
-        the end came first. No stop may be the beginning of another one."""
+    def consume_until(self, stops: tuple[str, ...], sink: TextSink) -> ParserCoroutine[str]:
+        """Consume the text up to and including the first stop.
+
+        Args:
+            stops: Texts to stop at; none may be the beginning of another one.
+            sink: Receives the text before the stop.
+
+        Returns:
+            The stop; empty if the text ended before one.
+        """
         while True:
-            found = _any_of(stops).search(self._text, self._at)
-            if found:
-                sink(self.take(found.start() - self._at))
-                return self.take(len(found[0]))
-            held = 0 if self._ended else max(self._begun(stop) for stop in stops)
-            sink(self.take(len(self._text) - self._at - held))
-            if self._ended:
+            match = _any_of(stops).search(self._text, self._position)
+            if match:
+                sink(self.consume(match.start() - self._position))
+                return self.consume(len(match[0]))
+            num_held = 0 if self._is_closed else max(map(self._num_begun, stops))
+            sink(self.consume(len(self._text) - self._position - num_held))
+            if self._is_closed:
                 return ""
             yield
 
-    def rest(self, sink: TextSink) -> ParserCoroutine[None]:
-        """Take all that comes."""
+    def consume_rest(self, sink: TextSink) -> ParserCoroutine[None]:
+        """Consume all remaining text."""
         while (yield from self.peek()):
-            sink(self.take(len(self._text) - self._at))
+            sink(self.consume(len(self._text) - self._position))
 
-    def _begun(self, stop: str) -> int:
-        """Characters at the end that may be the beginning of the stop."""
-        longest = min(len(self._text) - self._at, len(stop) - 1)
+    def _num_begun(self, stop: str) -> int:
+        """Return the number of characters at the end that may be the beginning of a stop."""
+        longest = min(len(self._text) - self._position, len(stop) - 1)
         return next((n for n in range(longest, 0, -1) if self._text.endswith(stop[:n])), 0)
 
 

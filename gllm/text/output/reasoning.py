@@ -1,105 +1,109 @@
-"""What a model thinks before it answers.
+"""Split the reasoning section off an output and count its tokens.
 
-Owns the tags of the families, and the split at them. Whitespace at both sides of a tag belongs to
-nobody. Knows nothing of what an answer holds.
+Whitespace on both sides of a tag belongs neither to the reasoning nor to the answer.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gllm.text.output.events import OutputEvent, ReasoningDelta
-from gllm.text.output.reader import (
-    ParserCoroutine,
-    TextReader,
-    TextSink,
-    TrailingSpaceFilter,
-)
+from gllm.text.output.reader import ParserCoroutine, TextReader, TextSink, TrailingSpaceFilter
 
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """What encloses the reasoning of a family's models."""
+    """Tags that enclose the reasoning of a model family."""
 
     name: str
+    """Value of --reasoning-parser."""
     opening: str
     closing: str
 
-    def written_by(self, template: str) -> bool:
-        """Whether a chat template, given by its source, shows these tags."""
+    def are_used_by(self, template: str) -> bool:
+        """Return whether a chat template, given as source, contains these tags."""
         return self.opening in template or self.closing in template
 
-    def left_open(self, prompt: str) -> bool:
-        """Whether a prompt ends where reasoning has just begun."""
+    def are_opened_by(self, prompt: str) -> bool:
+        """Return whether a prompt ends with the opening tag."""
         return prompt.rstrip().endswith(self.opening)
 
-    def left_within(self, text: str) -> bool:
-        """Whether a text that is to be continued ends somewhere in reasoning."""
+    def are_open_in(self, text: str) -> bool:
+        """Return whether a text that is to be continued ends inside a reasoning section."""
         return text.rfind(self.opening) > text.rfind(self.closing)
 
 
 REASONING_TAGS = {
-    tags.name: tags
-    for tags in (
-        ReasoningTags("think", "<think>", "</think>"),
-        ReasoningTags("mistral", "[THINK]", "[/THINK]"),
-    )
+    "think": ReasoningTags("think", "<think>", "</think>"),
+    "mistral": ReasoningTags("mistral", "[THINK]", "[/THINK]"),
 }
-"""Families by name, in the order in which they are looked for."""
+"""Tags by name, in the order in which `auto` looks for them."""
 
 
 class ReasoningSplitter:
-    """Reasoning into events, what follows into a sink. Reasoning can only be at the beginning.
+    """Splitter of reasoning, which becomes events, from the answer, which goes to a sink.
 
-    within: whether the text begins in the middle of it.
+    Reasoning can only stand at the beginning.
+
+    Args:
+        tags: Tags of the reasoning section.
+        starts_in_reasoning: The text begins inside the reasoning section.
+        answer: Receives the text after the reasoning section.
     """
 
-    def __init__(self, tags: ReasoningTags, within: bool, answer: TextSink) -> None:
+    def __init__(self, tags: ReasoningTags, starts_in_reasoning: bool, answer: TextSink) -> None:
         self.events: list[OutputEvent] = []
         self._tags = tags
-        self._within = within
+        self._starts_in_reasoning = starts_in_reasoning
         self._answer = answer
-        self._thought = TrailingSpaceFilter(lambda text: self.events.append(ReasoningDelta(text)))
+        self._reasoning = TrailingSpaceFilter(lambda text: self.events.append(ReasoningDelta(text)))
 
-    def split(self, reader: TextReader) -> ParserCoroutine[None]:
-        """The parser."""
-        reader.keep()
-        yield from reader.space()
-        opened = yield from reader.starts(self._tags.opening)
-        before = reader.kept()
-        if opened or self._within:
-            yield from reader.space()
-            if (yield from reader.until((self._tags.closing,), self._thought.push)):
-                yield from reader.space()
+    def parse(self, reader: TextReader) -> ParserCoroutine[None]:
+        """Parse the whole text."""
+        reader.start_recording()
+        yield from reader.skip_space()
+        is_opened = yield from reader.consume_any(self._tags.opening)
+        before = reader.stop_recording()
+        if is_opened or self._starts_in_reasoning:
+            yield from reader.skip_space()
+            if (yield from reader.consume_until((self._tags.closing,), self._reasoning.push)):
+                yield from reader.skip_space()
         else:
             self._answer(before)
-        yield from reader.rest(self._answer)
+        yield from reader.consume_rest(self._answer)
 
 
 class ReasoningTokenCounter:
-    """Counts the tokens of reasoning, the tags among them.
+    """Counter of the reasoning tokens of one choice, tags included.
 
-    opening, closing: the tags' token ids. within: whether the output begins in the middle of it.
-    is_blank: whether a token is nothing but whitespace.
+    Args:
+        opening: Token id of the opening tag.
+        closing: Token id of the closing tag.
+        starts_in_reasoning: The output begins inside the reasoning section.
+        is_blank: Returns whether a token is nothing but whitespace.
     """
 
     def __init__(
-        self, opening: int, closing: int, within: bool, is_blank: Callable[[int], bool]
+        self,
+        opening: int,
+        closing: int,
+        starts_in_reasoning: bool,
+        is_blank: Callable[[int], bool],
     ) -> None:
-        self.count = 0
+        self.num_tokens = 0
         self._opening = opening
         self._closing = closing
-        self._within = within
+        self._is_inside = starts_in_reasoning
         self._is_blank = is_blank
-        self._over = False
+        self._is_finished = False
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """The next tokens of the output."""
+        """Count the next tokens of the output."""
         for token in token_ids:
-            if self._over:
+            if self._is_finished:
                 return
-            if not self._within and not self._is_blank(token):
-                self._within = token == self._opening
-                self._over = not self._within
-            self.count += self._within
-            if self._within and token == self._closing:
-                self._over = True
+            if not self._is_inside and not self._is_blank(token):
+                self._is_inside = token == self._opening
+                self._is_finished = not self._is_inside
+            self.num_tokens += self._is_inside
+            if self._is_inside and token == self._closing:
+                self._is_finished = True

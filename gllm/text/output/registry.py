@@ -1,6 +1,6 @@
-"""The families by name, and which of them a model speaks.
+"""Registry of tool call formats and reasoning tags, and their detection.
 
-Owns the two registries and the detection. A family is a file and a line here.
+A new format is a file in `families/` and a line here.
 """
 
 from gllm.text.output.families import (
@@ -15,36 +15,44 @@ from gllm.text.output.families import (
 from gllm.text.output.reasoning import REASONING_TAGS, ReasoningTags
 from gllm.text.output.tool_calls import ToolCallFormat
 
-# In the order in which they are looked for: several families write <tool_call>.
 TOOL_CALL_FORMATS = {
-    family.name: family
-    for family in (
-        deepseek.FAMILY,
-        mistral.FAMILY,
-        qwen3_coder.FAMILY,
-        glm45.FAMILY,
-        hermes.FAMILY,
-        llama3.FAMILY,
-        glm4.FAMILY,
-    )
+    "deepseek": deepseek.FORMAT,
+    "mistral": mistral.FORMAT,
+    "qwen3_coder": qwen3_coder.FORMAT,
+    "glm45": glm45.FORMAT,
+    "hermes": hermes.FORMAT,
+    "llama3": llama3.FORMAT,
+    "glm4": glm4.FORMAT,
 }
+"""Formats by name, in the order in which `auto` looks for them: several contain <tool_call>."""
 
 
 def select_tool_call_format(
-    choice: str, template: str, model_type: str = ""
+    parser: str, template: str, model_type: str = ""
 ) -> ToolCallFormat | None:
-    """The family that a setting names; for `auto` the one whose format the template's source shows,
-    else the one of the model's type; None for `none` and where nothing is known."""
-    if choice != "auto":
-        return TOOL_CALL_FORMATS.get(choice)
-    families = TOOL_CALL_FORMATS.values()
-    shown = (family for family in families if family.written_by(template))
-    typed = (family for family in families if model_type in family.model_types)
-    return next(shown, None) or next(typed, None)
+    """Return the format of the model's tool calls, None for `none` and for unknown models.
+
+    Args:
+        parser: Value of --tool-call-parser. `auto` selects the format that the template shows, or
+            else the format of the model type.
+        template: Source of the chat template.
+        model_type: `model_type` of config.json.
+    """
+    if parser != "auto":
+        return TOOL_CALL_FORMATS.get(parser)
+    formats = TOOL_CALL_FORMATS.values()
+    by_template = (each for each in formats if each.is_used_by(template))
+    by_model_type = (each for each in formats if model_type in each.model_types)
+    return next(by_template, None) or next(by_model_type, None)
 
 
-def select_reasoning_tags(choice: str, template: str) -> ReasoningTags | None:
-    """The tags that a setting names; for `auto` those that the template's source shows."""
-    if choice != "auto":
-        return REASONING_TAGS.get(choice)
-    return next((tags for tags in REASONING_TAGS.values() if tags.written_by(template)), None)
+def select_reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
+    """Return the tags of the model's reasoning, None for `none` and for models without reasoning.
+
+    Args:
+        parser: Value of --reasoning-parser. `auto` selects the tags that the template contains.
+        template: Source of the chat template.
+    """
+    if parser != "auto":
+        return REASONING_TAGS.get(parser)
+    return next((tags for tags in REASONING_TAGS.values() if tags.are_used_by(template)), None)

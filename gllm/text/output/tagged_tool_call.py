@@ -1,7 +1,7 @@
-"""Arguments written as tagged values, which only the tool's schema gives types.
+"""Convert arguments written as tagged values into a JSON object.
 
-Owns the way from values to a JSON object: a string is passed on while it comes, anything else when
-it is complete. Knows nothing of tags.
+The tool's schema gives the types. A string is streamed while it arrives, any other value when it is
+complete.
 """
 
 import json
@@ -13,7 +13,7 @@ from gllm.text.output.grammar_builder import GrammarBuilder, Schema
 from gllm.text.output.reader import ParserCoroutine, TextSink
 from gllm.text.output.tool_calls import ToolCallEmitter
 
-_KINDS: dict[str, type | tuple[type, ...]] = {
+_PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
     "integer": int,
     "number": (int, float),
@@ -22,111 +22,140 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "object": dict,
     "null": type(None),
 }
+"""Python types by JSON type."""
+_PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+"""JSON texts of Python's constants, which models write at times."""
 
 
 class TaggedArguments:
-    """One call's arguments. `schema`: of the arguments."""
+    """Arguments of one call, emitted as the text of a JSON object.
 
-    def __init__(self, calls: ToolCallEmitter, schema: Schema) -> None:
-        self._calls = calls
+    Args:
+        emitter: Receives the text.
+        schema: JSON Schema of the arguments.
+    """
+
+    def __init__(self, emitter: ToolCallEmitter, schema: Schema) -> None:
+        self._emitter = emitter
         self._schema = schema
-        self._count = 0
+        self._num_arguments = 0
 
-    def end(self) -> None:
-        """There are no more."""
-        self._calls.arguments("}" if self._count else "{}")
+    def finish(self) -> None:
+        """End the object."""
+        self._emitter.add_arguments("}" if self._num_arguments else "{}")
 
-    def add(
-        self, key: str, value: Callable[[TextSink], ParserCoroutine[str]]
+    def parse(
+        self, key: str, parse_value: Callable[[TextSink], ParserCoroutine[str]]
     ) -> ParserCoroutine[str]:
-        """Take one argument; what `value`, given a sink for the text, returns."""
-        kinds = property_types(self._schema, key)
-        lead = ", " if self._count else "{"
-        self._count += 1
-        self._calls.arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
-        if kinds == {"string"}:
-            self._calls.arguments('"')
-            end = yield from value(lambda text: self._calls.arguments(_escaped(text)))
-            self._calls.arguments('"')
+        """Parse the value of an argument and emit it.
+
+        Args:
+            key: Name of the argument.
+            parse_value: Parses the value, passes its text to a sink and returns its end tag.
+
+        Returns:
+            The end tag.
+        """
+        types = property_types(self._schema, key)
+        lead = ", " if self._num_arguments else "{"
+        self._num_arguments += 1
+        self._emitter.add_arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
+        if types == {"string"}:
+            self._emitter.add_arguments('"')
+            end = yield from parse_value(lambda text: self._emitter.add_arguments(_escape(text)))
+            self._emitter.add_arguments('"')
             return end
         pieces: list[str] = []
-        end = yield from value(pieces.append)
-        self._calls.arguments(to_typed_json("".join(pieces), kinds))
+        end = yield from parse_value(pieces.append)
+        self._emitter.add_arguments(to_typed_json("".join(pieces), types))
         return end
 
 
 def tagged_arguments_rule(
-    grammar: GrammarBuilder, schema: Schema, before: str, end: str, space: str
+    grammar: GrammarBuilder, schema: Schema, start_tag: str, end_tag: str, separator: str
 ) -> str:
-    """Arguments in the schema's order, those left out that are not required. KEY in `before` stands
-    for an argument's name; `end` is behind its value, `space` behind that."""
+    """Return the expression of arguments in the schema's order; optional ones may be missing.
+
+    Args:
+        grammar: Receives the rules.
+        schema: JSON Schema of the arguments.
+        start_tag: Text before a value; KEY stands for the argument's name.
+        end_tag: Text after a value.
+        separator: Text after the end tag.
+    """
     required = schema.get("required", [])
     parts = []
     for key, value in schema.get("properties", {}).items():
-        of_value = value if isinstance(value, Mapping) else {}
-        argument = grammar.rule(
-            f"{grammar.text(before.replace('KEY', key))} {_value(grammar, schema, of_value, end)} "
-            f"{grammar.text(space)}"
+        value_schema = value if isinstance(value, Mapping) else {}
+        argument = grammar.add_rule(
+            f"{grammar.literal(start_tag.replace('KEY', key))} "
+            f"{_value_rule(grammar, schema, value_schema, end_tag)} {grammar.literal(separator)}"
         )
         parts.append(argument if key in required else f"{argument}?")
     return " ".join(parts)
 
 
-def _value(grammar: GrammarBuilder, schema: Schema, value: Schema, end: str) -> str:
-    """A value and its end."""
-    if _kinds(value) == {"string"}:
-        if not isinstance(value.get("enum"), list):
-            return grammar.until(end)
-        words = " | ".join(grammar.text(word) for word in value["enum"] if isinstance(word, str))
-        return f"({words}) {grammar.text(end)}"
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return f"{grammar.rule(grammar.json({**value, **shared}))} {grammar.text(end)}"
+def _value_rule(grammar: GrammarBuilder, schema: Schema, value_schema: Schema, end_tag: str) -> str:
+    """Return the expression of a value and its end tag."""
+    if _json_types(value_schema) == {"string"}:
+        if not isinstance(value_schema.get("enum"), list):
+            return grammar.text_until(end_tag)
+        words = [grammar.literal(word) for word in value_schema["enum"] if isinstance(word, str)]
+        return f"({' | '.join(words)}) {grammar.literal(end_tag)}"
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    value = grammar.add_rule(grammar.json_value({**value_schema, **definitions}))
+    return f"{value} {grammar.literal(end_tag)}"
 
 
 def property_types(schema: Schema, key: str) -> set[str]:
-    """The JSON types that a property may have; empty where the schema does not say."""
+    """Return the JSON types that a property may have; empty if the schema does not say."""
     properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    return _kinds(found) if isinstance(found, Mapping) else set()
+    value_schema = properties.get(key) if isinstance(properties, Mapping) else None
+    return _json_types(value_schema) if isinstance(value_schema, Mapping) else set()
 
 
-def _kinds(schema: Schema) -> set[str]:
-    said = schema.get("type")
-    kinds = {said} if isinstance(said, str) else set()
-    if isinstance(said, list):
-        kinds |= {kind for kind in said if isinstance(kind, str)}
-    for name in ("anyOf", "oneOf"):
-        choices = schema.get(name)
-        for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, Mapping):
-                kinds |= _kinds(choice)
-    if not kinds and isinstance(schema.get("enum"), list):
-        kinds = {name for value in schema["enum"] for name in _KINDS if _is(value, name)}
-    return kinds & _KINDS.keys()
+def _json_types(schema: Schema) -> set[str]:
+    """Return the JSON types that a schema permits; empty if it does not say."""
+    declared = schema.get("type")
+    types = {declared} if isinstance(declared, str) else set()
+    if isinstance(declared, list):
+        types |= {name for name in declared if isinstance(name, str)}
+    for keyword in ("anyOf", "oneOf"):
+        alternatives = schema.get(keyword)
+        for alternative in alternatives if isinstance(alternatives, list) else ():
+            if isinstance(alternative, Mapping):
+                types |= _json_types(alternative)
+    if not types and isinstance(schema.get("enum"), list):
+        types = {name for value in schema["enum"] for name in _PYTHON_TYPES if _is(value, name)}
+    return types & _PYTHON_TYPES.keys()
 
 
-def to_typed_json(text: str, kinds: set[str]) -> str:
-    """A value as JSON: of one of the kinds where it can be read so, else a string. Without kinds
-    all are good. Where no string is meant, Python's True, False and None are understood."""
-    readings = [text.strip()]
-    if kinds and "string" not in kinds:
-        readings.append({"True": "true", "False": "false", "None": "null"}.get(readings[0], ""))
-    for reading in readings:
+def to_typed_json(text: str, types: set[str]) -> str:
+    """Return a value as JSON of one of the types, or as a string if it cannot be read so.
+
+    Without types every JSON value is accepted. Unless a string is permitted, Python's True, False
+    and None are accepted as well.
+    """
+    candidates = [text.strip()]
+    if types and "string" not in types:
+        candidates.append(_PYTHON_CONSTANTS.get(candidates[0], ""))
+    for candidate in candidates:
         try:
-            value = json_parser.load_json(reading)
+            value = json_parser.load_json(candidate)
         except ValueError:
             continue
-        if any(_is(value, kind) for kind in (kinds or _KINDS)):
-            return reading
+        if any(_is(value, name) for name in (types or _PYTHON_TYPES)):
+            return candidate
     return json.dumps(text, ensure_ascii=False)
 
 
-def _is(value: Any, kind: str) -> bool:
-    """Whether a value has a JSON type; Python's booleans are integers, JSON's are not."""
-    if isinstance(value, bool) and kind != "boolean":
+def _is(value: Any, json_type: str) -> bool:
+    """Return whether a value has a JSON type; Python's booleans are integers, JSON's are not."""
+    if isinstance(value, bool) and json_type != "boolean":
         return False
-    return isinstance(value, _KINDS[kind])
+    return isinstance(value, _PYTHON_TYPES[json_type])
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
+    """Return text as it is written inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,7 +1,7 @@
-"""From what a family's parser finds to events.
+"""Tool calls as events, and the interface of the formats in `families/`.
 
-Owns ids and indices of calls, and what counts as content: whitespace in front of a call and behind
-the last one does not, the text of a call that broke does. Knows nothing of formats.
+Assigns ids and indices of calls and decides which text is content: whitespace before a call and
+after the last one is not, the text of an aborted call is.
 """
 
 import re
@@ -21,113 +21,131 @@ from gllm.text.output.grammar_builder import Schema, ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader, TrailingSpaceFilter
 
 ToolSchemas = Mapping[str, Schema]
-"""Schemas of arguments by name of the tool."""
+"""JSON Schemas of arguments by name of the tool."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def new_call_id() -> str:
-    """An id as OpenAI's look."""
+    """Return a new id in the form of OpenAI's."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def new_short_call_id() -> str:
-    """Nine letters and digits, which is what Mistral's templates take."""
+    """Return a new id of nine letters and digits, the only form that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class ToolCallEmitter:
-    """Takes what a parser finds. At most one call is open at a time.
+    """Emitter of events for content and tool calls that a parser finds; one call open at a time.
 
-    only_known: whether a call of a tool that the request does not have is none.
+    Args:
+        reader: The text that the parser reads.
+        tool_schemas: The request's tools.
+        only_known_tools: Treat calls of other tools as content.
+        create_call_id: Returns a new id.
     """
 
     def __init__(
         self,
         reader: TextReader,
-        tools: ToolSchemas,
-        only_known: bool,
-        new_id: Callable[[], str],
+        tool_schemas: ToolSchemas,
+        only_known_tools: bool,
+        create_call_id: Callable[[], str],
     ) -> None:
-        self.tools = tools
+        self.tool_schemas = tool_schemas
         self.events: list[OutputEvent] = []
+        """Events so far; the reader of the events clears the list."""
         self._reader = reader
-        self._only_known = only_known
-        self._new_id = new_id
-        self._begun = 0
-        self._done = 0
-        self._open = False
-        self._may_close = False
+        self._only_known_tools = only_known_tools
+        self._create_call_id = create_call_id
+        self._num_started = 0
+        self._num_finished = 0
+        self._is_open = False
+        self._accepts_closing_marker = False
         """Whether a closing marker may still belong to the last call."""
-        self._shown = TrailingSpaceFilter(lambda text: self.events.append(ContentDelta(text)))
+        self._content = TrailingSpaceFilter(lambda text: self.events.append(ContentDelta(text)))
 
-    def content(self, text: str) -> None:
-        """More content."""
-        self._shown.push(text)
+    def add_content(self, text: str) -> None:
+        """Add content."""
+        self._content.push(text)
 
-    def start(self, name: str) -> bool:
-        """A call begins; false for a name that no tool has."""
-        known = name in self.tools if self._only_known else _NAME.fullmatch(name)
-        if not known:
+    def start_call(self, name: str) -> bool:
+        """Start a call; return False if the name cannot be that of a tool."""
+        is_known = name in self.tool_schemas if self._only_known_tools else _NAME.fullmatch(name)
+        if not is_known:
             return False
-        self.events.append(ToolCallStart(self._begun, self._new_id(), name))
-        self._begun += 1
-        self._open = True
+        self.events.append(ToolCallStart(self._num_started, self._create_call_id(), name))
+        self._num_started += 1
+        self._is_open = True
         return True
 
-    def arguments(self, text: str) -> None:
-        """More of the open call's arguments."""
+    def add_arguments(self, text: str) -> None:
+        """Add text to the arguments of the open call."""
         if text:
-            self.events.append(ToolCallArgumentsDelta(self._begun - 1, text))
+            self.events.append(ToolCallArgumentsDelta(self._num_started - 1, text))
 
-    def attempt(self, call: ParserCoroutine[bool], marker: str = "") -> ParserCoroutine[bool]:
-        """Whether a parser finds a call behind the marker. If not, its text is content."""
-        self._reader.keep(marker)
-        good = yield from call
-        text = self._reader.kept()
-        if good:
-            self._shown.drop()
-            self._done += 1
+    def try_call(self, parser: ParserCoroutine[bool], marker: str = "") -> ParserCoroutine[bool]:
+        """Run the parser of one call; if it fails, its text becomes content.
+
+        Args:
+            parser: Returns whether there is a call.
+            marker: The marker before the call, already consumed.
+
+        Returns:
+            True if there is a call.
+        """
+        self._reader.start_recording(marker)
+        is_call = yield from parser
+        text = self._reader.stop_recording()
+        if is_call:
+            self._content.drop()
+            self._num_finished += 1
         else:
-            if self._open:
-                self.events.append(ToolCallAborted(self._begun - 1))
-            self.content(text)
-        self._open = False
-        self._may_close = good
-        return good
+            if self._is_open:
+                self.events.append(ToolCallAborted(self._num_started - 1))
+            self.add_content(text)
+        self._is_open = False
+        self._accepts_closing_marker = is_call
+        return is_call
 
-    def closing(self, marker: str) -> None:
-        """A closing marker by itself: the end of a call with something wrong behind its arguments,
-        or content."""
-        if not self._may_close:
-            self.content(marker)
-        self._may_close = False
+    def add_closing_marker(self, marker: str) -> None:
+        """Add a closing marker that stands alone.
+
+        It ends a call with invalid text after its arguments; without such a call it is content.
+        """
+        if not self._accepts_closing_marker:
+            self.add_content(marker)
+        self._accepts_closing_marker = False
 
     def finish(self) -> None:
-        """No more text comes."""
-        if not self._done:
-            self._shown.flush()
+        """End the output."""
+        if not self._num_finished:
+            self._content.flush()
 
 
-Parse = Callable[[TextReader, ToolCallEmitter], ParserCoroutine[None]]
+ParseToolCalls = Callable[[TextReader, ToolCallEmitter], ParserCoroutine[None]]
+"""Parser of an output into content and tool calls."""
 
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """How the models of a family write tool calls."""
+    """Format in which the models of a family write tool calls."""
 
     name: str
-    parse: Parse
-    """The parser of an answer; what it leaves is content."""
+    """Value of --tool-call-parser."""
+    parse: ParseToolCalls
+    """Parser of an answer; text that belongs to no call is content."""
     markers: tuple[str, ...]
-    """Tokens that the parser has to see, should the vocabulary have them as special ones."""
-    written_by: Callable[[str], bool]
-    """Whether a chat template, given by its source, shows this format."""
-    written: Callable[[str], ToolCallDelimiters]
-    """How calls look, by the chat template's source."""
+    """Tokens that the parser has to see even if they are special tokens of the vocabulary."""
+    is_used_by: Callable[[str], bool]
+    """Returns whether a chat template, given as source, shows this format."""
+    delimiters: Callable[[str], ToolCallDelimiters]
+    """Returns the text around calls for a chat template, given as source."""
     model_types: tuple[str, ...] = ()
-    """Of config.json, for templates that show no format that is known."""
-    only_known: bool = False
+    """Values of `model_type` in config.json, for chat templates that show no known format."""
+    only_known_tools: bool = False
     """Whether only the request's own tools can be called: text without markers may look like a
     call."""
-    new_id: Callable[[], str] = new_call_id
+    create_call_id: Callable[[], str] = new_call_id
+    """Returns a new id of a call."""

@@ -46,7 +46,7 @@ def judge(name, write, tokenizer, schemas=SCHEMAS, tags=None, within=False, seve
     family = TOOL_CALL_FORMATS[name]
     reasoning = REASONING_TAGS.get(tags)
     shown = () if reasoning is None else (reasoning.opening, reasoning.closing)
-    written = family.written(SHOWN.get(write.__name__, ""))
+    written = family.delimiters(SHOWN.get(write.__name__, ""))
     grammar = GrammarBuilder(tokenizer.token_to_id, (*family.markers, *shown))
     enforced = {tool: rewrite_schema(schema, strict=False) for tool, schema in schemas.items()}
     calls = tool_call_rule(grammar, written, enforced, several)

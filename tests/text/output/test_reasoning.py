@@ -79,17 +79,17 @@ def test_tokens_are_counted(tokens, within, count):
     counters[0].add(tokens)
     for token in tokens:
         counters[1].add([token])
-    assert [counter.count for counter in counters] == [count, count]
+    assert [counter.num_tokens for counter in counters] == [count, count]
 
 
 def test_where_a_prompt_leaves_reasoning():
     tags = REASONING_TAGS["think"]
-    assert tags.left_open("<|Assistant|><think>\n")
-    assert not tags.left_open("<|Assistant|><think>\n\n</think>\n\n")
-    assert not tags.left_open("what is <think>?<|Assistant|>")
-    assert tags.left_within("<think>so far")
-    assert not tags.left_within("<think>done</think> so far")
-    assert not tags.left_within("so far")
+    assert tags.are_opened_by("<|Assistant|><think>\n")
+    assert not tags.are_opened_by("<|Assistant|><think>\n\n</think>\n\n")
+    assert not tags.are_opened_by("what is <think>?<|Assistant|>")
+    assert tags.are_open_in("<think>so far")
+    assert not tags.are_open_in("<think>done</think> so far")
+    assert not tags.are_open_in("so far")
 
 
 SHOWN = [

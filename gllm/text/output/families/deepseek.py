@@ -1,6 +1,6 @@
-"""DeepSeek V3, R1, V3.1: calls between markers, in a block of their own.
+"""Tool calls of DeepSeek V3, R1 and V3.1: calls between markers, in a block of their own.
 
-Owns both formats. V3 and R1 write `function<sep>NAME`, a line end and the arguments as a fenced
+V3 and R1 write `function<sep>NAME`, a line end and the arguments as a fenced
 block of JSON; V3.1 writes `NAME<sep>{..}`. Source: the models' chat templates.
 """
 
@@ -12,63 +12,67 @@ from gllm.text.output.reader import ParserCoroutine, TextReader
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+"""Markers around all calls."""
 OPEN, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+"""Markers around a call."""
 SEPARATOR = "<｜tool▁sep｜>"
+"""Marker after the type of tool (V3, R1) or after the name (V3.1)."""
 FENCE, FENCE_END = "```json", "```"
+"""Lines around the arguments of V3 and R1."""
 _WORD = re.compile(r"[^\s<]+")
 
 
-def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
+def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
     stops = (BLOCK, OPEN, CLOSE, BLOCK_END)
-    while marker := (yield from reader.until(stops, calls.content)):
+    while marker := (yield from reader.consume_until(stops, emitter.add_content)):
         if marker in (BLOCK, OPEN):
-            yield from calls.attempt(_call(reader, calls, marker), marker)
+            yield from emitter.try_call(_parse_call(reader, emitter, marker), marker)
         else:
-            calls.closing(marker)
+            emitter.add_closing_marker(marker)
 
 
-def _call(reader: TextReader, calls: ToolCallEmitter, marker: str) -> ParserCoroutine[bool]:
+def _parse_call(reader: TextReader, emitter: ToolCallEmitter, marker: str) -> ParserCoroutine[bool]:
     if marker == BLOCK:
-        yield from reader.space()
-        if not (yield from reader.starts(OPEN)):
+        yield from reader.skip_space()
+        if not (yield from reader.consume_any(OPEN)):
             return False
     first: list[str] = []
-    yield from reader.word(_WORD, first.append)
-    if not (yield from reader.starts(SEPARATOR)):
+    yield from reader.consume_while(_WORD, first.append)
+    if not (yield from reader.consume_any(SEPARATOR)):
         return False
-    yield from reader.space()
+    yield from reader.skip_space()
     name = "".join(first)
     if (yield from reader.peek()) != "{":
-        # What came first was the kind of tool.
+        # The first word was the type of tool.
         second: list[str] = []
-        yield from reader.word(_WORD, second.append)
-        yield from reader.space()
-        yield from reader.starts(FENCE)
-        yield from reader.space()
+        yield from reader.consume_while(_WORD, second.append)
+        yield from reader.skip_space()
+        yield from reader.consume_any(FENCE)
+        yield from reader.skip_space()
         name = "".join(second)
-    if (yield from reader.peek()) != "{" or not calls.start(name):
+    if (yield from reader.peek()) != "{" or not emitter.start_call(name):
         return False
-    if not (yield from json_parser.parse_value(reader, calls.arguments)):
+    if not (yield from json_parser.parse_value(reader, emitter.add_arguments)):
         return False
     for ending in (FENCE_END, CLOSE, BLOCK_END):
-        yield from reader.space()
-        yield from reader.starts(ending)
+        yield from reader.skip_space()
+        yield from reader.consume_any(ending)
     return True
 
 
-def _written(template: str) -> ToolCallDelimiters:
-    """The older format where the template shows its fences."""
+def _delimiters(template: str) -> ToolCallDelimiters:
+    """Return the delimiters of V3 and R1 if the template contains fences, else those of V3.1."""
     if FENCE in template:
         before = f"{OPEN}function{SEPARATOR}NAME\n{FENCE}\n"
         return ToolCallDelimiters(before, f"\n{FENCE_END}{CLOSE}", BLOCK, "\n", BLOCK_END)
     return ToolCallDelimiters(f"{OPEN}NAME{SEPARATOR}", CLOSE, BLOCK, "", BLOCK_END)
 
 
-FAMILY = ToolCallFormat(
+FORMAT = ToolCallFormat(
     name="deepseek",
     parse=_parse,
     markers=(BLOCK, BLOCK_END, OPEN, CLOSE, SEPARATOR),
-    written_by=lambda template: BLOCK in template,
-    written=_written,
+    is_used_by=lambda template: BLOCK in template,
+    delimiters=_delimiters,
     model_types=("deepseek_v3",),
 )

@@ -1,7 +1,7 @@
-"""GLM-4 before 4.5: a tool's name on a line of its own, and a JSON object on the next.
+"""Tool calls of GLM-4 before 4.5: the tool's name on one line, a JSON object on the next.
 
-Owns this format. It has no markers, so a line is a call's beginning only if it is the name of one
-of the request's tools. Source: the models' chat templates.
+The format has no markers, so a line begins a call only if it is the name of one of the request's
+tools. Source: the models' chat templates.
 """
 
 import re
@@ -14,44 +14,46 @@ from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 _BLANK = re.compile(r"[ \t]+")
 
 
-def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
+def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
     while (yield from reader.peek()):
-        if not (yield from calls.attempt(_call(reader, calls))):
-            calls.content((yield from _line_end(reader, calls)))
+        if not (yield from emitter.try_call(_parse_call(reader, emitter))):
+            emitter.add_content((yield from _add_line(reader, emitter)))
 
 
-def _line_end(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[str]:
-    """The rest of a line is content."""
-    return (yield from reader.until(("\n",), calls.content))
+def _add_line(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[str]:
+    """Add the rest of a line to the content and return its end."""
+    return (yield from reader.consume_until(("\n",), emitter.add_content))
 
 
-def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
-    name = yield from _known_name(reader, calls)
+def _parse_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
+    name = yield from _known_name(reader, emitter)
     if not name:
         return False
-    yield from reader.word(_BLANK, discard)
-    if not (yield from reader.starts("\n")):
+    yield from reader.consume_while(_BLANK, discard)
+    if not (yield from reader.consume_any("\n")):
         return False
-    yield from reader.word(_BLANK, discard)
+    yield from reader.consume_while(_BLANK, discard)
     if (yield from reader.peek()) != "{":
         return False
-    calls.start(name)
-    return (yield from json_parser.parse_value(reader, calls.arguments))
+    emitter.start_call(name)
+    return (yield from json_parser.parse_value(reader, emitter.add_arguments))
 
 
-def _known_name(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[str]:
-    """Take the longest name of a tool that comes next."""
-    # Longer ones first: one name may be the beginning of another.
-    names = sorted(calls.tools, key=len, reverse=True)
-    return (yield from reader.starts(*names))
+def _known_name(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[str]:
+    """Consume and return the longest name of a tool that comes next; empty if none does."""
+    # Longer names first: one name may be the beginning of another.
+    names = sorted(emitter.tool_schemas, key=len, reverse=True)
+    return (yield from reader.consume_any(*names))
 
 
-FAMILY = ToolCallFormat(
+FORMAT = ToolCallFormat(
     name="glm4",
     parse=_parse,
     markers=(),
-    written_by=lambda template: "<|observation|>" in template,
-    written=lambda template: ToolCallDelimiters(before="NAME\n", after="", between="\n"),
+    is_used_by=lambda template: "<|observation|>" in template,
+    delimiters=lambda template: ToolCallDelimiters(
+        call_prefix="NAME\n", call_suffix="", separator="\n"
+    ),
     model_types=("glm", "glm4", "chatglm"),
-    only_known=True,
+    only_known_tools=True,
 )

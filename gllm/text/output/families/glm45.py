@@ -1,6 +1,6 @@
-"""GLM-4.5 and later: a name and tagged keys and values between `<tool_call>` and `</tool_call>`.
+"""Tool calls of GLM-4.5 and later: `<tool_call>NAME`, tagged keys and values, `</tool_call>`.
 
-Owns this format: `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>`, with and without line ends
+Arguments are `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>`, with and without line ends
 between tags. Source: the models' chat templates.
 """
 
@@ -12,58 +12,63 @@ from gllm.text.output.tagged_tool_call import TaggedArguments, tagged_arguments_
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+"""Markers around a call."""
 KEY, KEY_END = "<arg_key>", "</arg_key>"
+"""Tags around the name of an argument."""
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+"""Tags around the value of an argument."""
 _NAME = re.compile(r"[^<\s]+")
 _KEY = re.compile(r"[^<\n]+")
 
 
-def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
-    while marker := (yield from reader.until((OPEN, CLOSE), calls.content)):
+def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
+    while marker := (yield from reader.consume_until((OPEN, CLOSE), emitter.add_content)):
         if marker == OPEN:
-            yield from calls.attempt(_call(reader, calls), OPEN)
+            yield from emitter.try_call(_parse_call(reader, emitter), OPEN)
         else:
-            calls.closing(marker)
+            emitter.add_closing_marker(marker)
 
 
-def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
+def _parse_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
     name: list[str] = []
-    yield from reader.space()
-    yield from reader.word(_NAME, name.append)
-    yield from reader.space()
-    # A call begins with a tag behind a name, not with a word behind a marker.
-    tag = yield from reader.starts(KEY, CLOSE)
-    if not tag or not calls.start("".join(name)):
+    yield from reader.skip_space()
+    yield from reader.consume_while(_NAME, name.append)
+    yield from reader.skip_space()
+    # A call needs a tag after the name, not just a word after the marker.
+    tag = yield from reader.consume_any(KEY, CLOSE)
+    if not tag or not emitter.start_call("".join(name)):
         return False
-    arguments = TaggedArguments(calls, calls.tools.get("".join(name), {}))
+    arguments = TaggedArguments(emitter, emitter.tool_schemas.get("".join(name), {}))
     while tag == KEY:
         key: list[str] = []
-        yield from reader.word(_KEY, key.append)
-        if not (yield from reader.starts(KEY_END)):
+        yield from reader.consume_while(_KEY, key.append)
+        if not (yield from reader.consume_any(KEY_END)):
             return False
-        yield from reader.space()
-        if not (yield from reader.starts(VALUE)):
+        yield from reader.skip_space()
+        if not (yield from reader.consume_any(VALUE)):
             return False
         text = "".join(key).strip()
-        if not (yield from arguments.add(text, lambda sink: reader.until((VALUE_END,), sink))):
+        if not (
+            yield from arguments.parse(text, lambda sink: reader.consume_until((VALUE_END,), sink))
+        ):
             return False
-        yield from reader.space()
-        tag = yield from reader.starts(KEY, CLOSE)
+        yield from reader.skip_space()
+        tag = yield from reader.consume_any(KEY, CLOSE)
     if tag:
-        arguments.end()
+        arguments.finish()
     return bool(tag)
 
 
-FAMILY = ToolCallFormat(
+FORMAT = ToolCallFormat(
     name="glm45",
     parse=_parse,
     markers=(OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END),
-    written_by=lambda template: KEY in template,
-    written=lambda template: ToolCallDelimiters(
-        before=f"{OPEN}NAME\n",
-        after=CLOSE,
-        between="\n",
-        arguments=lambda grammar, schema: tagged_arguments_rule(
+    is_used_by=lambda template: KEY in template,
+    delimiters=lambda template: ToolCallDelimiters(
+        call_prefix=f"{OPEN}NAME\n",
+        call_suffix=CLOSE,
+        separator="\n",
+        arguments_rule=lambda grammar, schema: tagged_arguments_rule(
             grammar, schema, f"{KEY}KEY{KEY_END}\n{VALUE}", VALUE_END, "\n"
         ),
     ),

@@ -1,6 +1,7 @@
-"""Hermes, Qwen2.5, Qwen3: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`.
+"""Tool calls of Hermes, Qwen2.5 and Qwen3: JSON objects between `<tool_call>` tags.
 
-Owns this format. Source: the models' chat templates.
+A call is `<tool_call>{"name": .., "arguments": {..}}</tool_call>`.
+Source: the models' chat templates.
 """
 
 from gllm.text.output import json_tool_call
@@ -9,34 +10,35 @@ from gllm.text.output.reader import ParserCoroutine, TextReader
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+"""Markers around a call."""
 
 
-def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
-    while marker := (yield from reader.until((OPEN, CLOSE), calls.content)):
+def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
+    while marker := (yield from reader.consume_until((OPEN, CLOSE), emitter.add_content)):
         if marker == OPEN:
-            yield from calls.attempt(_call(reader, calls), OPEN)
+            yield from emitter.try_call(_parse_call(reader, emitter), OPEN)
         else:
-            calls.closing(marker)
+            emitter.add_closing_marker(marker)
 
 
-def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
-    yield from reader.space()
-    good = yield from json_tool_call.parse_json_call(reader, calls)
-    if good:
-        yield from reader.space()
-        yield from reader.starts(CLOSE)
-    return good
+def _parse_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
+    yield from reader.skip_space()
+    is_call = yield from json_tool_call.parse_json_call(reader, emitter)
+    if is_call:
+        yield from reader.skip_space()
+        yield from reader.consume_any(CLOSE)
+    return is_call
 
 
-FAMILY = ToolCallFormat(
+FORMAT = ToolCallFormat(
     name="hermes",
     parse=_parse,
     markers=(OPEN, CLOSE),
-    written_by=lambda template: OPEN in template and '"arguments"' in template,
-    written=lambda template: ToolCallDelimiters(
-        before=f'{OPEN}\n{{"name": "NAME", "arguments": ',
-        after=f"}}\n{CLOSE}",
-        between="\n",
+    is_used_by=lambda template: OPEN in template and '"arguments"' in template,
+    delimiters=lambda template: ToolCallDelimiters(
+        call_prefix=f'{OPEN}\n{{"name": "NAME", "arguments": ',
+        call_suffix=f"}}\n{CLOSE}",
+        separator="\n",
     ),
     model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
 )

@@ -1,8 +1,8 @@
-"""Llama 3: `{"name": .., "parameters": {..}}`, alone or behind `<|python_tag|>`; several with `;`.
+"""Tool calls of Llama 3: `{"name": .., "parameters": {..}}`, separated by `;`.
 
-Owns this format. Without the marker an object is a call only at the beginning of the answer, and in
-any case only of one of the request's tools: JSON may be the answer itself. Source: the models' chat
-templates.
+The objects stand alone or after `<|python_tag|>`. Without this marker an object is a call only at
+the beginning of the answer. In both cases it has to name one of the request's tools, because JSON
+may be the answer itself. Source: the models' chat templates.
 """
 
 from gllm.text.output import json_tool_call
@@ -11,41 +11,44 @@ from gllm.text.output.reader import ParserCoroutine, TextReader
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 TAG = "<|python_tag|>"
+"""Optional marker before calls."""
 
 
-def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
-    yield from _series(reader, calls, "")
-    while marker := (yield from reader.until((TAG,), calls.content)):
-        yield from _series(reader, calls, marker)
+def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
+    yield from _parse_series(reader, emitter, "")
+    while marker := (yield from reader.consume_until((TAG,), emitter.add_content)):
+        yield from _parse_series(reader, emitter, marker)
 
 
-def _series(reader: TextReader, calls: ToolCallEmitter, marker: str) -> ParserCoroutine[None]:
-    """Calls one behind the other, up to what is none."""
-    good = yield from calls.attempt(_call(reader, calls), marker)
-    while good:
-        separator = yield from reader.starts(";", ",")
-        good = yield from calls.attempt(_call(reader, calls), separator)
+def _parse_series(
+    reader: TextReader, emitter: ToolCallEmitter, marker: str
+) -> ParserCoroutine[None]:
+    """Parse consecutive calls, up to the first text that is no call."""
+    is_call = yield from emitter.try_call(_parse_call(reader, emitter), marker)
+    while is_call:
+        separator = yield from reader.consume_any(";", ",")
+        is_call = yield from emitter.try_call(_parse_call(reader, emitter), separator)
 
 
-def _call(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
-    yield from reader.space()
-    yield from reader.starts(TAG)
-    yield from reader.space()
+def _parse_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
+    yield from reader.skip_space()
+    yield from reader.consume_any(TAG)
+    yield from reader.skip_space()
     return (
         yield from json_tool_call.parse_json_call(
-            reader, calls, arguments=("parameters", "arguments")
+            reader, emitter, argument_keys=("parameters", "arguments")
         )
     )
 
 
-FAMILY = ToolCallFormat(
+FORMAT = ToolCallFormat(
     name="llama3",
     parse=_parse,
     markers=(TAG,),
-    written_by=lambda template: TAG in template or '"parameters": dictionary' in template,
-    # The templates take no more than one call of an answer.
-    written=lambda template: ToolCallDelimiters(
-        before='{"name": "NAME", "parameters": ', after="}", several=False
+    is_used_by=lambda template: TAG in template or '"parameters": dictionary' in template,
+    # The chat templates accept no more than one call per answer.
+    delimiters=lambda template: ToolCallDelimiters(
+        call_prefix='{"name": "NAME", "parameters": ', call_suffix="}", allows_parallel=False
     ),
-    only_known=True,
+    only_known_tools=True,
 )

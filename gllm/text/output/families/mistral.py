@@ -1,6 +1,8 @@
-"""Mistral: `[TOOL_CALLS][{"name": .., "arguments": {..}}, ..]` or `[TOOL_CALLS]NAME[ARGS]{..}`.
+"""Tool calls of Mistral: a list of JSON objects, or a name and a JSON object, after a marker.
 
-Owns both formats: what follows the marker tells which it is. Source: the models' chat templates.
+The formats are `[TOOL_CALLS][{"name": .., "arguments": {..}}, ..]` and, of newer models,
+`[TOOL_CALLS]NAME[ARGS]{..}`. The text after the marker decides which one it is. Source: the
+models' chat templates.
 """
 
 import re
@@ -11,61 +13,62 @@ from gllm.text.output.reader import ParserCoroutine, TextReader, discard
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat, new_short_call_id
 
 MARKER, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+"""Markers before calls, and before the id and the arguments of a call in the newer format."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
-def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
-    while marker := (yield from reader.until((MARKER,), calls.content)):
-        bracket = yield from reader.starts("[", " [")
-        call = _object if bracket else _single
-        good = yield from calls.attempt(call(reader, calls), marker + bracket)
-        while good and bracket:
-            yield from reader.space()
-            separator = yield from reader.starts(",", "]")
+def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
+    while marker := (yield from reader.consume_until((MARKER,), emitter.add_content)):
+        bracket = yield from reader.consume_any("[", " [")
+        parse_call = _parse_object if bracket else _parse_single
+        is_call = yield from emitter.try_call(parse_call(reader, emitter), marker + bracket)
+        while is_call and bracket:
+            yield from reader.skip_space()
+            separator = yield from reader.consume_any(",", "]")
             if separator != ",":
                 break
-            good = yield from calls.attempt(_object(reader, calls), separator)
+            is_call = yield from emitter.try_call(_parse_object(reader, emitter), separator)
 
 
-def _object(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
-    yield from reader.space()
-    return (yield from json_tool_call.parse_json_call(reader, calls))
+def _parse_object(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
+    yield from reader.skip_space()
+    return (yield from json_tool_call.parse_json_call(reader, emitter))
 
 
-def _single(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[bool]:
-    yield from reader.space()
+def _parse_single(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
+    yield from reader.skip_space()
     if (yield from reader.peek()) == "{":
-        return (yield from _object(reader, calls))
+        return (yield from _parse_object(reader, emitter))
     name: list[str] = []
-    yield from reader.word(_NAME, name.append)
-    if (yield from reader.starts(ID)):
-        yield from reader.word(_NAME, discard)
-    yield from reader.starts(ARGUMENTS)
-    yield from reader.space()
-    if (yield from reader.peek()) != "{" or not calls.start("".join(name)):
+    yield from reader.consume_while(_NAME, name.append)
+    if (yield from reader.consume_any(ID)):
+        yield from reader.consume_while(_NAME, discard)
+    yield from reader.consume_any(ARGUMENTS)
+    yield from reader.skip_space()
+    if (yield from reader.peek()) != "{" or not emitter.start_call("".join(name)):
         return False
-    return (yield from json_parser.parse_value(reader, calls.arguments))
+    return (yield from json_parser.parse_value(reader, emitter.add_arguments))
 
 
-def _written(template: str) -> ToolCallDelimiters:
-    """The newer format where the template shows it."""
+def _delimiters(template: str) -> ToolCallDelimiters:
+    """Return the delimiters of the newer format if the template contains it."""
     if ARGUMENTS in template:
-        return ToolCallDelimiters(before=f"{MARKER}NAME{ARGUMENTS}", after="")
+        return ToolCallDelimiters(call_prefix=f"{MARKER}NAME{ARGUMENTS}", call_suffix="")
     return ToolCallDelimiters(
-        before='{"name": "NAME", "arguments": ',
-        after="}",
-        opening=f"{MARKER}[",
-        between=", ",
-        closing="]",
+        call_prefix='{"name": "NAME", "arguments": ',
+        call_suffix="}",
+        block_prefix=f"{MARKER}[",
+        separator=", ",
+        block_suffix="]",
     )
 
 
-FAMILY = ToolCallFormat(
+FORMAT = ToolCallFormat(
     name="mistral",
     parse=_parse,
     markers=(MARKER, ID, ARGUMENTS),
-    written_by=lambda template: MARKER in template,
-    written=_written,
+    is_used_by=lambda template: MARKER in template,
+    delimiters=_delimiters,
     model_types=("mistral", "mixtral", "mistral3", "ministral"),
-    new_id=new_short_call_id,
+    create_call_id=new_short_call_id,
 )

@@ -1,7 +1,7 @@
-"""Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+"""Tool calls of Qwen3-Coder: functions and parameters as tags, one tag per line.
 
-Owns this format: every tag on a line of its own, a value between two line ends. Source: the models'
-chat templates.
+A call is `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` with
+line ends between all tags and values. Source: the models' chat templates.
 """
 
 import re
@@ -12,68 +12,73 @@ from gllm.text.output.tagged_tool_call import TaggedArguments, tagged_arguments_
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+"""Markers around a call."""
 FUNCTION, FUNCTION_END = "<function=", "</function>"
+"""Tags around the parameters; the first one continues with the tool's name and `>`."""
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+"""Tags around a value; the first one continues with the parameter's name and `>`."""
 _NAME = re.compile(r"[^<>\n]+")
 
 
-def _parse(reader: TextReader, calls: ToolCallEmitter) -> ParserCoroutine[None]:
-    # The model leaves the outer tag out at times.
+def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
+    # The model sometimes omits the outer tag.
     stops = (OPEN, FUNCTION, CLOSE)
-    while marker := (yield from reader.until(stops, calls.content)):
+    while marker := (yield from reader.consume_until(stops, emitter.add_content)):
         if marker != CLOSE:
-            yield from calls.attempt(_call(reader, calls, marker), marker)
+            yield from emitter.try_call(_parse_call(reader, emitter, marker), marker)
         else:
-            calls.closing(marker)
+            emitter.add_closing_marker(marker)
 
 
-def _call(reader: TextReader, calls: ToolCallEmitter, marker: str) -> ParserCoroutine[bool]:
+def _parse_call(reader: TextReader, emitter: ToolCallEmitter, marker: str) -> ParserCoroutine[bool]:
     if marker == OPEN:
-        yield from reader.space()
-        if not (yield from reader.starts(FUNCTION)):
+        yield from reader.skip_space()
+        if not (yield from reader.consume_any(FUNCTION)):
             return False
-    name = yield from _tag_name(reader)
-    if not calls.start(name):
+    name = yield from _parse_tag_name(reader)
+    if not emitter.start_call(name):
         return False
-    arguments = TaggedArguments(calls, calls.tools.get(name, {}))
+    arguments = TaggedArguments(emitter, emitter.tool_schemas.get(name, {}))
     while True:
-        yield from reader.space()
-        tag = yield from reader.starts(PARAMETER, FUNCTION_END)
+        yield from reader.skip_space()
+        tag = yield from reader.consume_any(PARAMETER, FUNCTION_END)
         if tag != PARAMETER:
             break
-        key = yield from _tag_name(reader)
-        if not key or not (yield from arguments.add(key, lambda sink: _value(reader, sink))):
+        key = yield from _parse_tag_name(reader)
+        if not key or not (
+            yield from arguments.parse(key, lambda sink: _parse_value(reader, sink))
+        ):
             return False
     if tag:
-        arguments.end()
-        yield from reader.space()
-        yield from reader.starts(CLOSE)
+        arguments.finish()
+        yield from reader.skip_space()
+        yield from reader.consume_any(CLOSE)
     return bool(tag)
 
 
-def _tag_name(reader: TextReader) -> ParserCoroutine[str]:
-    """Take the rest of a tag: the name in it, empty where it has none."""
+def _parse_tag_name(reader: TextReader) -> ParserCoroutine[str]:
+    """Consume the rest of a tag and return the name in it; empty if it has none."""
     pieces: list[str] = []
-    yield from reader.word(_NAME, pieces.append)
-    closed = yield from reader.starts(">")
+    yield from reader.consume_while(_NAME, pieces.append)
+    closed = yield from reader.consume_any(">")
     return "".join(pieces).strip() if closed else ""
 
 
-def _value(reader: TextReader, sink: TextSink) -> ParserCoroutine[str]:
-    yield from reader.starts("\n")
-    return (yield from reader.until(("\n" + PARAMETER_END, PARAMETER_END), sink))
+def _parse_value(reader: TextReader, sink: TextSink) -> ParserCoroutine[str]:
+    yield from reader.consume_any("\n")
+    return (yield from reader.consume_until(("\n" + PARAMETER_END, PARAMETER_END), sink))
 
 
-FAMILY = ToolCallFormat(
+FORMAT = ToolCallFormat(
     name="qwen3_coder",
     parse=_parse,
     markers=(OPEN, CLOSE),
-    written_by=lambda template: FUNCTION in template and PARAMETER in template,
-    written=lambda template: ToolCallDelimiters(
-        before=f"{OPEN}\n{FUNCTION}NAME>\n",
-        after=f"{FUNCTION_END}\n{CLOSE}",
-        between="\n",
-        arguments=lambda grammar, schema: tagged_arguments_rule(
+    is_used_by=lambda template: FUNCTION in template and PARAMETER in template,
+    delimiters=lambda template: ToolCallDelimiters(
+        call_prefix=f"{OPEN}\n{FUNCTION}NAME>\n",
+        call_suffix=f"{FUNCTION_END}\n{CLOSE}",
+        separator="\n",
+        arguments_rule=lambda grammar, schema: tagged_arguments_rule(
             grammar, schema, f"{PARAMETER}KEY>\n", f"\n{PARAMETER_END}", "\n"
         ),
     ),
