@@ -238,17 +238,19 @@ sys.meta_path.insert(0, Refuse())
 WITHOUT_MSGSPEC = """
 from benchmarks.gpu.stand_ins import provide_msgspec
 assert provide_msgspec()
-from gllm.messages.steps import Register
-from gllm.messages.sampling import Sampling
-from gllm.messages.requests import Submit
+from gllm.messages.steps import RegisterSequences
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.requests import SubmitRequest
 import benchmarks.gpu.engine, benchmarks.gpu.kernels
-assert Sampling().temperature == 1.0
-assert Sampling(0.0).logit_bias == {} and Sampling().logit_bias is not Sampling().logit_bias
-assert Register(3, 2, [5, 6], Sampling()).n == 1
-assert not Sampling().needs_prompt and Sampling(repetition_penalty=1.1).needs_prompt
+assert SequenceSamplingParams().temperature == 1.0
+assert SequenceSamplingParams(0.0).logit_bias == {}
+assert SequenceSamplingParams().logit_bias is not SequenceSamplingParams().logit_bias
+assert RegisterSequences(3, 2, [5, 6], SequenceSamplingParams()).n == 1
+assert not SequenceSamplingParams().needs_prompt
+assert SequenceSamplingParams(repetition_penalty=1.1).needs_prompt
 import msgspec
-assert msgspec.structs.replace(Register(3, 2), n=4) == Register(3, 2, n=4)
-assert Submit(1, [2], Sampling(), 3, []).cache_salt == ""
+assert msgspec.structs.replace(RegisterSequences(3, 2), n=4) == RegisterSequences(3, 2, n=4)
+assert SubmitRequest(1, [2], SequenceSamplingParams(), 3, []).cache_salt == ""
 """
 
 

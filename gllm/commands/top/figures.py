@@ -164,6 +164,7 @@ def quantile(counts: Mapping[float, float], q: float) -> float:
     for bound, count in counts.items():
         if count >= q * total and count > under:
             within = (q * total - under) / (count - under)
-            return lower if math.isinf(bound) else lower + (bound - lower) * within
+            # Rounding must not exceed the bound.
+            return lower if math.isinf(bound) else min(lower + (bound - lower) * within, bound)
         lower, under = bound if math.isfinite(bound) else lower, count
     return lower

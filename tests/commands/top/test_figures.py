@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gllm.commands.top.figures import ScrapeHistory, histogram, metrics_between, quantile
@@ -115,6 +115,7 @@ def test_quantiles_within_buckets() -> None:
     st.lists(st.floats(0.1, 10), min_size=1, max_size=8, unique=True),
     st.sampled_from([0.01, 0.5, 0.99]),
 )
+@example([1.0, 2.0], [1.9937764826132416, 0.2583279590354811], 0.5)
 def test_a_quantile_is_in_the_bucket_of_the_true_one(
     values: list[float], bounds: list[float], q: float
 ) -> None:
