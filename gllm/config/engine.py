@@ -13,7 +13,9 @@ from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, optio
 from gllm.scheduler.config import SchedulerConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATION_DEVICES = {"none": ("cpu", "cuda"), "int8": ("cpu",)}
+"""Devices that have kernels for each value of `quantization`."""
+QUANTIZATIONS = tuple(QUANTIZATION_DEVICES)
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")

@@ -7,7 +7,7 @@ length, and a KV cache that cannot hold one sequence.
 from dataclasses import dataclass
 from pathlib import Path
 
-from gllm.config.engine import EngineConfig
+from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
 from gllm.config.flags import output_file
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.hub import resolve
@@ -24,8 +24,6 @@ BACKEND_DEVICES = {
     "triton": ("cuda",),
 }
 """Devices that each attention backend computes on."""
-QUANTIZATION_DEVICES = {"none": ("cpu", "cuda"), "int8": ("cpu",)}
-"""Devices that have kernels for each quantization."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gllm.config.engine import QUANTIZATION_DEVICES
 from gllm.config.field_types import FieldError
 from gllm.kernels.native.builds import AMX, BFLOAT16, OFF, VARIABLE
 
@@ -126,11 +127,12 @@ def cache_dtype(
 
 def check_quantization(requested: str, device: str) -> None:
     """Raise FieldError for a `quantization` that a type of device cannot compute."""
-    if requested == "int8" and device == "cuda":
+    devices = QUANTIZATION_DEVICES[requested]
+    if device not in devices:
         raise FieldError(
             "quantization",
-            "--quantization int8 is computed on CPUs only, there are no GPU kernels for it: leave "
-            "it out, serve a checkpoint whose weights are 8-bit floats, or choose --device cpu",
+            f"--quantization {requested} has no kernels for device {device}: leave it out, serve a "
+            f"checkpoint whose weights are 8-bit floats, or choose --device {devices[0]}",
         )
 
 
