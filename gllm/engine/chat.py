@@ -46,7 +46,7 @@ def prepare_chat(
     check_request(token_ids, params, model, param="messages")
     structured, output_format = constrain_output(
         params.structured,
-        request.tool_use,
+        request.tool_options,
         prompt.output_format,
         prompt.template_source,
         tokenizer.token_to_id,

@@ -191,9 +191,9 @@ class LLM:
         check_options(params, 0, "", "")
         request = ChatRequest(
             messages=list(messages),
-            tool_use=replace(
+            tool_options=replace(
                 parse_tools(None if tools is None else list(tools), tool_choice),
-                is_single=not parallel_tool_calls,
+                is_single_call=not parallel_tool_calls,
             ),
             template_variables=chat_template_kwargs or {},
             reasoning_effort=reasoning_effort,

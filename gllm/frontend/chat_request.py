@@ -52,7 +52,7 @@ def chat_request(fields: ChatCompletionFields) -> ChatRequest:
     )
     return ChatRequest(
         messages=fields.messages,
-        tool_use=_tool_use(fields),
+        tool_options=_tool_options(fields),
         template_variables=variables,
         reasoning_effort=fields.reasoning_effort,
         add_generation_prompt=fields.add_generation_prompt is not False,
@@ -61,9 +61,9 @@ def chat_request(fields: ChatCompletionFields) -> ChatRequest:
     )
 
 
-def _tool_use(fields: ChatCompletionFields) -> ToolOptions:
+def _tool_options(fields: ChatCompletionFields) -> ToolOptions:
     """Return the tools and the choice among them. Raises FieldError."""
     if fields.functions or fields.function_call not in (None, "none", "auto"):
         return parse_functions(fields.functions, fields.function_call)
     use = parse_tools(fields.tools, fields.tool_choice)
-    return replace(use, is_single=fields.parallel_tool_calls is False)
+    return replace(use, is_single_call=fields.parallel_tool_calls is False)

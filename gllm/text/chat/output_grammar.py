@@ -25,7 +25,7 @@ _WITHIN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 def constrain_output(
     structured: StructuredOutput | None,
-    tool_use: ToolOptions,
+    tool_options: ToolOptions,
     output_format: OutputFormat,
     template_source: str,
     token_id: Callable[[str], int | None],
@@ -34,7 +34,7 @@ def constrain_output(
 
     Args:
         structured: The requested structure of the answer's content.
-        tool_use: The tools and the choice among them.
+        tool_options: The tools and the choice among them.
         output_format: The reasoning section and tool calls that the output may contain.
         template_source: Source of the chat template, which decides how calls are written.
         token_id: Returns the id of a vocabulary entry, None if there is none.
@@ -42,7 +42,7 @@ def constrain_output(
     Raises:
         FieldError: The requirements are invalid or contradict each other.
     """
-    is_call_required = tool_use.choice == "required"
+    is_call_required = tool_options.choice == "required"
     if is_call_required and structured is not None:
         if structured.grammar is not None:
             raise FieldError(
@@ -67,9 +67,9 @@ def constrain_output(
         answers.append(_content_rule(grammar, to_grammar_source(structured)))
     if output_format.tool_call_format is not None:
         delimiters = output_format.tool_call_format.delimiters(template_source)
-        allows_several = not (tool_use.named or tool_use.is_single)
+        allows_several = not (tool_options.required_tool or tool_options.is_single_call)
         answers.append(
-            tool_call_rule(grammar, delimiters, _enforced_schemas(tool_use), allows_several)
+            tool_call_rule(grammar, delimiters, _enforced_schemas(tool_options), allows_several)
         )
     text = output_grammar(
         grammar, answers, output_format.reasoning_tags, output_format.starts_in_reasoning
@@ -78,7 +78,7 @@ def constrain_output(
     return StructuredOutput(grammar=text, param=param), output_format
 
 
-def _enforced_schemas(tool_use: ToolOptions) -> dict[str, dict[str, Any]]:
+def _enforced_schemas(tool_options: ToolOptions) -> dict[str, dict[str, Any]]:
     """Return the schemas of arguments as the grammar enforces them, by name of the tool.
 
     Keywords that cannot be enforced are dropped, except for strict functions.
@@ -87,10 +87,10 @@ def _enforced_schemas(tool_use: ToolOptions) -> dict[str, dict[str, Any]]:
         FieldError: The schema of a strict function has a keyword that cannot be enforced.
     """
     enforced = {}
-    for name, schema in tool_use.schemas.items():
-        if tool_use.named and name != tool_use.named:
+    for name, schema in tool_options.schemas.items():
+        if tool_options.required_tool and name != tool_options.required_tool:
             continue
-        is_strict = name in tool_use.strict
+        is_strict = name in tool_options.strict_functions
         try:
             if is_strict:
                 check_schema(schema)

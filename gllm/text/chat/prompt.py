@@ -51,7 +51,7 @@ def render_chat(
             "messages",
             "this model has no chat template: use /v1/completions or LLM.generate with a text",
         )
-    use = request.tool_use
+    use = request.tool_options
     family = _tool_family(template, request, parsers.tool_call_parser)
     mark = "" if request.parse_special else new_mark()
     text = template.render(
@@ -64,7 +64,9 @@ def render_chat(
     tags = select_reasoning_tags(parsers.reasoning_parser, template.source)
     shown = text.replace(mark, "") if mark else text
     within = tags is not None and _starts_in_reasoning(tags, shown, request)
-    output_format = OutputFormat(tags, within, family, use.schemas, use.custom, use.is_restricted)
+    output_format = OutputFormat(
+        tags, within, family, use.schemas, use.custom_tools, use.only_listed_tools
+    )
     token_ids = tokenizer.encode_chat(text, mark, max_tokens)
     return ChatPrompt(token_ids, output_format, template.source)
 
@@ -94,7 +96,7 @@ def _tool_family(
     Raises:
         FieldError: The model has no tool support, or the requested tool choice needs a parser.
     """
-    if not request.tool_use.tools:
+    if not request.tool_options.tools:
         return None
     if not template.supports_tools:
         raise FieldError("tools", "the chat template of this model does not support tools")
@@ -105,7 +107,7 @@ def _tool_family(
             "the tool call format of this model is unknown: set the option --tool-call-parser "
             "(tool_call_parser)",
         )
-    if family is None and request.tool_use.choice == "required":
+    if family is None and request.tool_options.choice == "required":
         raise FieldError(
             "tool_choice",
             "tool_choice requires a tool call, but the option --tool-call-parser is none",

@@ -19,7 +19,7 @@ class ChatRequest:
 
     Attributes:
         messages: The conversation; `gllm.text.chat.messages` checks it.
-        tool_use: The tools and the choice among them.
+        tool_options: The tools and the choice among them.
         template_variables: Variables of the chat template; they override `reasoning_effort`.
         reasoning_effort: How much to reason, if the chat template has a variable for it.
         add_generation_prompt: End the prompt with the header of an assistant message.
@@ -31,7 +31,7 @@ class ChatRequest:
     """
 
     messages: Any
-    tool_use: ToolOptions = field(default_factory=ToolOptions)
+    tool_options: ToolOptions = field(default_factory=ToolOptions)
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool = True

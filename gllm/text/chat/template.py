@@ -1,7 +1,4 @@
-"""Chat messages to the text a model was trained on, by the Jinja template it ships.
-
-Owns the sandbox the template runs in and its limits. Knows nothing of tokens and of HTTP.
-"""
+"""Render chat messages into a prompt with a model's Jinja template, in a sandbox with limits."""
 
 import json
 import re
@@ -21,38 +18,44 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gllm.config.field_types import FieldError
 from gllm.text.chat.messages import ChatMessage, normalize_messages
 
-MAX_TEXT = 32 * 2**20
-"""Characters a rendered chat may have."""
+MAX_CHARACTERS = 32 * 2**20
+"""Size limit of a rendered chat, in characters."""
 MAX_SECONDS = 10.0
-"""Time a rendering may take."""
-_ASKS_FOR_NULL = re.compile(r"""\bcontent(['"]\])?\s+is\s+(not\s+)?none""")
-"""How a template tells a message without content from one with an empty text."""
+"""Time limit of one rendering."""
+_NULL_TEST = re.compile(r"""\bcontent(['"]\])?\s+is\s+(not\s+)?none""")
+"""Expression by which a template tells a null content from an empty text."""
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`: marks the assistant's part for training; here only its body counts."""
+    """Extension for `{% generation %}`, which marks text for training: only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares a plain set)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The body, in a scope of its own."""
+        """Return the body in a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
 
 
 class ChatTemplate:
-    """A compiled chat template. Raises ValueError where its source is no template.
+    """A compiled chat template.
 
-    with_tools: another source for chats with tools, where the model has one. model_type: the
-    model's kind, as its config.json says.
+    Args:
+        source: Source of the template.
+        special_tokens: Text of bos_token, eos_token and others, by name.
+        tool_source: Source of another template for chats with tools, if the model has one.
+        model_type: `model_type` of config.json.
+
+    Raises:
+        ValueError: The source is not a valid template.
     """
 
     def __init__(
         self,
         source: str,
         special_tokens: Mapping[str, str],
-        with_tools: str | None = None,
+        tool_source: str | None = None,
         model_type: str = "",
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -61,27 +64,27 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        tools_source = source if with_tools is None else with_tools
+        tools_source = source if tool_source is None else tool_source
         try:
             self._plain = environment.from_string(source)
             self._with_tools = environment.from_string(tools_source)
             self.variables = find_undeclared_variables(environment.parse(source))
-            """What the template looks up."""
+            """Names of the variables that the template uses."""
             tool_variables = find_undeclared_variables(environment.parse(tools_source))
         except TemplateError as error:
             raise ValueError(f"the model's chat template is broken: {error}") from error
         self.supports_tools = "tools" in tool_variables
-        """Whether there is a place for tools."""
-        self.source = source if with_tools is None else source + with_tools
-        """All of its source."""
+        """Whether the template renders tools."""
+        self.source = source if tool_source is None else source + tool_source
+        """Source of the template, with that of the template for tools."""
         self.model_type = model_type
         self._special_tokens = dict(special_tokens)
-        self._knows_developer = "developer" in source
-        self._knows_null = _ASKS_FOR_NULL.search(self.source) is not None
+        self._supports_developer_role = "developer" in source
+        self._supports_null_content = _NULL_TEST.search(self.source) is not None
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """The text of bos_token, eos_token and others, by name."""
+        """Text of bos_token, eos_token and others, by name."""
         return self._special_tokens
 
     def render(
@@ -92,20 +95,27 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] = (),
         continue_final: bool = False,
     ) -> str:
-        """The prompt of a chat; `options` become variables of the template.
+        """Return the prompt of a chat.
 
-        continue_final: end within the last message, which is the assistant's, for it to go on.
-        Raises FieldError naming `messages`, whatever the template raises, or
-        `continue_final_message`.
+        Args:
+            messages: The conversation, not yet validated.
+            add_generation_prompt: End with the header of an assistant message.
+            options: Variables of the template.
+            tools: The tools, in the form that templates expect.
+            continue_final: End inside the last message, which is the assistant's.
+
+        Raises:
+            FieldError: The messages are invalid, or the template raised an error; the error names
+                `messages` or `continue_final_message`.
         """
-        checked = self._checked(messages)
+        normalized = self._normalize(messages)
         mark = secrets.token_hex(16) if continue_final else ""
         if continue_final:
-            last = checked[-1]
+            last = normalized[-1]
             if last["role"] != "assistant" or "tool_calls" in last:
                 raise FieldError(
                     "continue_final_message",
-                    "continue_final_message needs a last message that is a text of the assistant",
+                    "continue_final_message requires a text of the assistant as the last message",
                 )
             last["content"] += mark
         text = self._rendered(
@@ -113,7 +123,7 @@ class ChatTemplate:
             {
                 **self._special_tokens,
                 **(options or {}),
-                "messages": checked,
+                "messages": normalized,
                 "tools": list(tools) or None,
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
@@ -121,9 +131,9 @@ class ChatTemplate:
         )
         if not continue_final:
             return text
-        text, found, _ = text.rpartition(mark)
-        if not found:
-            raise FieldError("messages", "the chat template does not show the last message")
+        text, separator, _ = text.rpartition(mark)
+        if not separator:
+            raise FieldError("messages", "the chat template does not render the last message")
         return text
 
     def _rendered(self, template: Template, variables: dict[str, Any]) -> str:
@@ -134,40 +144,47 @@ class ChatTemplate:
             for piece in template.generate(variables):
                 pieces.append(piece)
                 size += len(piece)
-                if size > MAX_TEXT or time.monotonic() > deadline:
-                    _raise_exception("the chat is too large to be rendered")
-        except Exception as error:  # a template's code may raise anything over odd messages
-            raise FieldError("messages", f"the chat template refused them: {error}") from error
+                if size > MAX_CHARACTERS or time.monotonic() > deadline:
+                    _raise_exception("the rendered chat is too large")
+        except Exception as error:  # a template may raise anything for unusual messages
+            raise FieldError(
+                "messages", f"the chat template rejects the messages: {error}"
+            ) from error
         return "".join(pieces)
 
-    def _checked(self, messages: object) -> list[ChatMessage]:
-        """The messages as this template expects them. Raises FieldError naming `messages`."""
-        checked = normalize_messages(messages)
-        for message in checked:
-            # The newer name of the system role; templates drop or misplace a role they do not know.
-            if message["role"] == "developer" and not self._knows_developer:
+    def _normalize(self, messages: object) -> list[ChatMessage]:
+        """Return the messages as this template expects them. Raises FieldError."""
+        normalized = normalize_messages(messages)
+        for message in normalized:
+            # The newer name of the system role; templates drop or misplace an unknown role.
+            if message["role"] == "developer" and not self._supports_developer_role:
                 message["role"] = "system"
-            # Templates that do not ask would fail over null, or write it as a word.
-            if message["content"] is None and not self._knows_null:
+            # Templates without a test for null would fail, or write it as a word.
+            if message["content"] is None and not self._supports_null_content:
                 message["content"] = ""
-        return checked
+        return normalized
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:
-    """The chat template of a model folder, or that of a file in its place; None where there is
-    none.
+    """Return the chat template of a model folder or of a file, None if there is none.
 
-    Raises ValueError where it is broken, OSError where the file cannot be read.
+    Args:
+        folder: The model folder.
+        file: A template to be used in place of the folder's own.
+
+    Raises:
+        ValueError: The template or a configuration file is invalid.
+        OSError: The file cannot be read.
     """
     config = _read_object(folder / "tokenizer_config.json")
-    given = None if file is None else {"default": file.read_text(encoding="utf-8")}
-    sources = given or _template_sources(folder, config)
+    replacement = None if file is None else {"default": file.read_text(encoding="utf-8")}
+    sources = replacement or _template_sources(folder, config)
     if "default" not in sources:
         return None
     model_type = _read_object(folder / "config.json").get("model_type")
-    typed = model_type if isinstance(model_type, str) else ""
+    model_type = model_type if isinstance(model_type, str) else ""
     tokens = _special_tokens(folder, config)
-    return ChatTemplate(sources["default"], tokens, sources.get("tool_use"), typed)
+    return ChatTemplate(sources["default"], tokens, sources.get("tool_use"), model_type)
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -190,8 +207,11 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the templates by name, from chat_template.jinja or else from JSON, and those of the
-    folder additional_chat_templates; most models have the default one only."""
+    """Return the template sources by name; most models have only `default`.
+
+    The default template is in chat_template.jinja or in JSON, others may be in the folder
+    additional_chat_templates.
+    """
     additional = {
         file.stem: file.read_text(encoding="utf-8")
         for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))
@@ -199,24 +219,24 @@ def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return additional | {"default": file.read_text(encoding="utf-8")}
-    found = _read_object(folder / "chat_template.json").get("chat_template")
-    found = found or config.get("chat_template")
-    if isinstance(found, list):
-        return {entry["name"]: entry["template"] for entry in found} | additional
-    return additional | ({"default": found} if isinstance(found, str) else {})
+    template = _read_object(folder / "chat_template.json").get("chat_template")
+    template = template or config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template} | additional
+    return additional | ({"default": template} if isinstance(template, str) else {})
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """A JSON object from a file, empty where there is no file. Raises ValueError."""
+    """Return the JSON object in a file, empty if there is no file. Raises ValueError."""
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return found
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} does not contain a JSON object")
+    return values
 
 
 def _to_json(
@@ -226,7 +246,7 @@ def _to_json(
     sort_keys: bool = False,
     ensure_ascii: bool = False,
 ) -> str:
-    """JSON as templates expect it: Jinja's own filter would escape characters of HTML."""
+    """Return JSON as templates expect it: Jinja's own filter escapes characters of HTML."""
     return json.dumps(
         value,
         indent=indent,
@@ -237,10 +257,10 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    """How a template refuses a chat."""
+    """Raise the error of a template that rejects a chat."""
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    """The local date, for templates that tell the model what day it is."""
-    return datetime.now().strftime(form)
+def _strftime_now(date_format: str) -> str:
+    """Return the local date, for templates that tell the model the date."""
+    return datetime.now().strftime(date_format)

@@ -169,7 +169,7 @@ def test_templates_are_fenced_in(source):
 
 
 def test_output_is_bounded(monkeypatch):
-    monkeypatch.setattr(template_module, "MAX_TEXT", 1000)
+    monkeypatch.setattr(template_module, "MAX_CHARACTERS", 1000)
     source = "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
     with pytest.raises(FieldError, match="too large"):
         ChatTemplate(source, {}).render(CHAT)

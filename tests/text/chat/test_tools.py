@@ -47,7 +47,7 @@ def test_what_models_are_trained_on():
     assert list(use.tools[0]) == ["type", "function"]
     assert list(use.tools[0]["function"]) == ["name", "description", "parameters"]
     assert use.tools[1] == tool("g")
-    assert (use.choice, use.named) == ("auto", "")
+    assert (use.choice, use.required_tool) == ("auto", "")
     assert use.schemas == {"f": SCHEMA, "g": {"type": "object", "properties": {}}}
 
 
@@ -66,7 +66,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 )
 def test_choices(choice, found):
     use = parse_tools(GOOD, choice)
-    assert (use.choice, use.named) == found
+    assert (use.choice, use.required_tool) == found
 
 
 def test_no_tools():
@@ -133,8 +133,8 @@ def test_allowed_tools_are_as_if_there_were_no_others():
     for mode in ("auto", "required"):
         use = parse_tools([*GOOD, custom("c")], allowed(mode, custom("c"), tool("f")))
         assert [one["function"]["name"] for one in use.tools] == ["f", "c"]
-        assert (use.choice, use.named, use.is_restricted) == (mode, "", True)
-    assert not parse_tools(GOOD, "auto").is_restricted
+        assert (use.choice, use.required_tool, use.only_listed_tools) == (mode, "", True)
+    assert not parse_tools(GOOD, "auto").only_listed_tools
 
 
 def test_a_custom_tool_is_a_function_of_one_string():
@@ -143,14 +143,14 @@ def test_a_custom_tool_is_a_function_of_one_string():
     assert made["type"] == "function"
     assert list(made["function"]) == ["name", "description", "parameters"]
     assert use.schemas["c"]["properties"] == {"input": {"type": "string", "pattern": "^(?:a|b)$"}}
-    assert use.named == "c"
-    assert use.custom == {"c"}
+    assert use.required_tool == "c"
+    assert use.custom_tools == {"c"}
     assert parse_tools([custom("c", format={"type": "text"})], None).schemas["c"]["required"]
 
 
 def test_strict_functions_are_known_by_name():
     use = parse_tools([tool("f", strict=True), tool("g", strict=False), tool("h")], None)
-    assert use.strict == {"f"}
+    assert use.strict_functions == {"f"}
 
 
 def test_the_older_functions():
@@ -162,7 +162,7 @@ def test_the_older_functions():
         ({"name": "g"}, ("required", "g")),
     ):
         use = parse_functions(functions, call)
-        assert (use.choice, use.named, use.is_single) == (*found, True)
+        assert (use.choice, use.required_tool, use.is_single_call) == (*found, True)
         assert use.schemas["f"] == SCHEMA
     for bad in ("required", 7, {}, {"name": 7}, {"name": "h"}):
         with pytest.raises(FieldError) as caught:
