@@ -223,7 +223,7 @@ async def test_openais_client_does_not_see_comments(server, monkeypatch):
 class BulkyTokenizer:
     """Every token is much text, so that sockets fill up."""
 
-    special_ids: frozenset[int] = frozenset()
+    special_token_ids: frozenset[int] = frozenset()
     is_byte_level = True
 
     def __init__(self, inner, tokens, size=500):
@@ -234,7 +234,7 @@ class BulkyTokenizer:
     def encode(self, text):
         return [7] * self._tokens
 
-    def token(self, token_id):
+    def id_to_token(self, token_id):
         return "x"
 
     def token_text(self, token_id):
