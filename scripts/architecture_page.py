@@ -4,6 +4,7 @@ from pathlib import Path
 
 from scripts.layers import layers_table
 from scripts.package_tree import package_tree
+from scripts.page_parts import replace_parts
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 PARTS = {"packages": package_tree, "layers": layers_table}
@@ -11,12 +12,8 @@ PARTS = {"packages": package_tree, "layers": layers_table}
 
 
 def with_current_parts(page: str) -> str:
-    """Return the page with current text between the markers of each part."""
-    for name, generate in PARTS.items():
-        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
-        before, rest = page.split(begin)
-        page = f"{before}{begin}\n{generate()}\n{end}{rest.split(end)[1]}"
-    return page
+    """Return the page with its generated parts up to date."""
+    return replace_parts(page, PARTS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Declare the shapes of answers: what /openapi.json says of each endpoint's 200.
+"""Schemas of answers and events of the endpoints for text generation and embeddings.
 
-The routes write plain JSON; tests validate every answer of theirs against these types. A field that
-is not always present is `Unset`.
+/openapi.json has them. The routes write plain JSON; tests validate every answer against its schema.
+Fields that are not always present default to `UNSET`.
 """
 
 from typing import Any, Literal
@@ -10,26 +10,28 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 Unset = UnsetType
+"""Type of a field that is absent."""
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+"""Reason why a choice ended."""
 
 
 class ResponseSchema(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON object with these fields and no others."""
+    """Base of answers: a JSON object with the declared fields and no others."""
 
 
 class PromptTokensDetails(ResponseSchema):
-    """Tokens read from the prefix cache."""
+    """Number of prompt tokens that were read from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(ResponseSchema):
-    """Tokens of reasoning."""
+    """Number of output tokens that are reasoning."""
 
     reasoning_tokens: int
 
 
-class Usage(ResponseSchema):
+class CompletionUsage(ResponseSchema):
     """Token counts of chat completions and completions."""
 
     prompt_tokens: int
@@ -40,7 +42,7 @@ class Usage(ResponseSchema):
 
 
 class TopLogprob(ResponseSchema):
-    """A token and its log-probability."""
+    """One of the most likely tokens at a position, with its log-probability."""
 
     token: str
     logprob: float
@@ -48,7 +50,7 @@ class TopLogprob(ResponseSchema):
 
 
 class TokenLogprob(ResponseSchema):
-    """A token of a message, its log-probability, and the likeliest tokens at its place."""
+    """An output token with its log-probability and the most likely tokens at its position."""
 
     token: str
     logprob: float
@@ -57,13 +59,13 @@ class TokenLogprob(ResponseSchema):
 
 
 class ChatLogprobs(ResponseSchema):
-    """Log-probabilities of a message."""
+    """Log-probabilities of the tokens of a chat message."""
 
     content: list[TokenLogprob]
 
 
 class PromptTokenLogprob(ResponseSchema):
-    """A token at a place of the prompt."""
+    """A token at a position of the prompt, with its log-probability and rank."""
 
     logprob: float
     rank: int
@@ -71,17 +73,18 @@ class PromptTokenLogprob(ResponseSchema):
 
 
 PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
+"""An entry per prompt token: likely tokens by id; None for the first token."""
 
 
 class FunctionCall(ResponseSchema):
-    """A function and its arguments, as JSON text; a stream sends the arguments in parts."""
+    """Function name and arguments (JSON text); a stream sends the arguments in parts."""
 
     arguments: str
     name: str | Unset = UNSET
 
 
-class ToolCall(ResponseSchema):
-    """A call of a tool."""
+class ChatToolCall(ResponseSchema):
+    """A tool call of the assistant, or a part of one in a stream."""
 
     function: FunctionCall
     id: str | Unset = UNSET
@@ -90,17 +93,17 @@ class ToolCall(ResponseSchema):
 
 
 class ChatMessage(ResponseSchema):
-    """The assistant's message; its content is null beside reasoning or calls alone."""
+    """The assistant's message; content is null if it only has reasoning or tool calls."""
 
     role: Literal["assistant"]
     content: str | None
     reasoning: str | Unset = UNSET
     reasoning_content: str | Unset = UNSET
-    tool_calls: list[ToolCall] | Unset = UNSET
+    tool_calls: list[ChatToolCall] | Unset = UNSET
 
 
 class ChatChoice(ResponseSchema):
-    """One answer of a chat completion."""
+    """A choice of a chat completion."""
 
     index: int
     message: ChatMessage
@@ -111,14 +114,14 @@ class ChatChoice(ResponseSchema):
 
 
 class ChatCompletionResponse(ResponseSchema):
-    """The answer of /v1/chat/completions."""
+    """Answer of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: CompletionUsage
     prompt_logprobs: PromptLogprobs | Unset = UNSET
 
 
@@ -129,11 +132,11 @@ class ChatMessageDelta(ResponseSchema):
     content: str | Unset = UNSET
     reasoning: str | Unset = UNSET
     reasoning_content: str | Unset = UNSET
-    tool_calls: list[ToolCall] | Unset = UNSET
+    tool_calls: list[ChatToolCall] | Unset = UNSET
 
 
 class ChatChunkChoice(ResponseSchema):
-    """An increment of one answer."""
+    """An increment of a choice of a chat completion."""
 
     index: int
     delta: ChatMessageDelta
@@ -144,18 +147,18 @@ class ChatChunkChoice(ResponseSchema):
 
 
 class ChatCompletionChunk(ResponseSchema):
-    """An event of a streamed chat completion."""
+    """Event of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | Unset = UNSET
+    usage: CompletionUsage | Unset = UNSET
 
 
 class CompletionLogprobsObject(ResponseSchema):
-    """Log-probabilities of a text: a list each, with an entry for each token."""
+    """Log-probabilities of a text: parallel lists with an entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -164,7 +167,7 @@ class CompletionLogprobsObject(ResponseSchema):
 
 
 class CompletionChoice(ResponseSchema):
-    """One text, or its increment."""
+    """A choice of a completion, or its increment in a stream."""
 
     index: int
     text: str
@@ -176,18 +179,18 @@ class CompletionChoice(ResponseSchema):
 
 
 class CompletionResponse(ResponseSchema):
-    """The answer of /v1/completions, and an event of its stream."""
+    """Answer of /v1/completions, and event of its stream."""
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | Unset = UNSET
+    usage: CompletionUsage | Unset = UNSET
 
 
 class ResponsesOutputItem(ResponseSchema):
-    """An item of a response: a message, reasoning, or a function call."""
+    """An output item: a message, reasoning or a function call."""
 
     id: str
     type: Literal["message", "reasoning", "function_call"]
@@ -201,7 +204,7 @@ class ResponsesOutputItem(ResponseSchema):
 
 
 class ResponsesUsage(ResponseSchema):
-    """Token counts of a response."""
+    """Token counts of /v1/responses."""
 
     input_tokens: int
     input_tokens_details: dict[str, int]
@@ -211,7 +214,7 @@ class ResponsesUsage(ResponseSchema):
 
 
 class ResponsesResponse(ResponseSchema):
-    """The answer of /v1/responses."""
+    """Answer of /v1/responses."""
 
     id: str
     object: Literal["response"]
@@ -242,14 +245,14 @@ class ResponsesResponse(ResponseSchema):
 
 
 class ResponsesEvent(msgspec.Struct):
-    """An event of a streamed response; the other fields depend on its type."""
+    """Event of a streamed response; other fields depend on its type."""
 
     type: str
     sequence_number: int
 
 
 class MessagesContentBlock(ResponseSchema):
-    """A block of a message: text, thinking, or the use of a tool."""
+    """A content block: text, thinking or tool use."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | Unset = UNSET
@@ -261,7 +264,7 @@ class MessagesContentBlock(ResponseSchema):
 
 
 class MessagesUsage(ResponseSchema):
-    """Token counts of a message."""
+    """Token counts of /v1/messages."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -271,7 +274,7 @@ class MessagesUsage(ResponseSchema):
 
 
 class MessagesResponse(ResponseSchema):
-    """The answer of /v1/messages."""
+    """Answer of /v1/messages."""
 
     id: str
     type: Literal["message"]
@@ -284,26 +287,26 @@ class MessagesResponse(ResponseSchema):
 
 
 class MessagesEvent(msgspec.Struct):
-    """An event of a streamed message; the other fields depend on its type."""
+    """Event of a streamed message; other fields depend on its type."""
 
     type: str
 
 
 class CountTokensResponse(ResponseSchema):
-    """The answer of /v1/messages/count_tokens."""
+    """Answer of /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
 class InputTokensResponse(ResponseSchema):
-    """The answer of /v1/responses/input_tokens."""
+    """Answer of /v1/responses/input_tokens."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
 class CompactionResponse(ResponseSchema):
-    """The answer of /v1/responses/compact: input items that stand for a conversation."""
+    """Answer of /v1/responses/compact: input items that replace a conversation."""
 
     id: str
     object: Literal["response.compaction"]
@@ -313,7 +316,7 @@ class CompactionResponse(ResponseSchema):
 
 
 class EmbeddingData(ResponseSchema):
-    """A vector: numbers, or their float32 bytes as base64."""
+    """An embedding: numbers, or base64 of float32 numbers."""
 
     object: Literal["embedding"]
     index: int
@@ -321,14 +324,14 @@ class EmbeddingData(ResponseSchema):
 
 
 class EmbeddingUsage(ResponseSchema):
-    """Token counts of texts."""
+    """Token counts of /v1/embeddings."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingsResponse(ResponseSchema):
-    """The answer of /v1/embeddings."""
+    """Answer of /v1/embeddings."""
 
     object: Literal["list"]
     data: list[EmbeddingData]

@@ -1,5 +1,4 @@
-"""Declare the shapes of answers about models, tokens and the server itself, as answer_schemas.py
-does for those of endpoints that generate."""
+"""Schemas of answers about models, tokens and the server, as in `response_schemas`."""
 
 from typing import Any, Literal
 
@@ -20,33 +19,33 @@ class ModelCard(ResponseSchema):
 
 
 class ModelListResponse(ResponseSchema):
-    """The answer of /v1/models."""
+    """Answer of /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class StatusResponse(ResponseSchema):
-    """A state in one word."""
+    """A status in one word."""
 
     status: str
 
 
 class ProfileResponse(ResponseSchema):
-    """A state, and where profiles are written."""
+    """Answer of /start_profile and /stop_profile: a status and the folder of profiles."""
 
     status: str
     folder: str
 
 
 class VersionResponse(ResponseSchema):
-    """The version of gllm."""
+    """Answer of /version."""
 
     version: str
 
 
 class TokenizeResponse(ResponseSchema):
-    """Token ids of a prompt."""
+    """Answer of /tokenize."""
 
     count: int
     max_model_len: int
@@ -55,13 +54,13 @@ class TokenizeResponse(ResponseSchema):
 
 
 class DetokenizeResponse(ResponseSchema):
-    """The text of token ids."""
+    """Answer of /detokenize."""
 
     prompt: str
 
 
 class ServerInfoResponse(ResponseSchema):
-    """The configuration of server and engine."""
+    """Answer of /server_info."""
 
     version: str
     model: dict[str, Any]
@@ -70,7 +69,7 @@ class ServerInfoResponse(ResponseSchema):
 
 
 class LoadResponse(ResponseSchema):
-    """Requests in the engine, and the share of KV blocks in use."""
+    """Answer of /load: numbers of requests, and share of KV cache blocks in use."""
 
     server_load: int
     running: int
@@ -79,13 +78,13 @@ class LoadResponse(ResponseSchema):
 
 
 class AbortResponse(ResponseSchema):
-    """Requests that were ended."""
+    """Answer of /abort: number of aborted requests."""
 
     aborted: int
 
 
 class TokenizerInfoResponse(ResponseSchema):
-    """The tokenizer's special tokens, chat template and sizes."""
+    """Answer of /tokenizer_info."""
 
     bos_token: str | None
     eos_token: str | None

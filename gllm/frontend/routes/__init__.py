@@ -1,1 +1,1 @@
-"""Endpoints, one file per API: completions, chat, responses, messages, embeddings, operations."""
+"""HTTP endpoints, one file per API; registry.py has their table."""

@@ -1,7 +1,4 @@
-"""What steers a running server: abort, prefix cache, profiles.
-
-Owns the endpoints. Knows nothing of how the engine does it.
-"""
+"""Endpoints that control a running server: abort, prefix cache, profiles."""
 
 from aiohttp import web
 
@@ -13,34 +10,36 @@ from gllm.frontend.fields.parsing import read_fields
 
 
 async def abort_requests(request: web.Request) -> web.Response:
-    """End requests; their answers get what there is, with finish_reason `abort`."""
+    """Abort requests; they return the output so far with finish_reason `abort`."""
     fields = await read_fields(request, AbortFields)
-    ended = request.app[CONTEXT].engine.abort(None if fields.abort_all else fields.request_id)
-    return web.json_response({"aborted": ended})
+    request_id = None if fields.abort_all else fields.request_id
+    num_aborted = request.app[CONTEXT].engine.abort(request_id)
+    return web.json_response({"aborted": num_aborted})
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Empty the prefix cache; running requests go on."""
+    """Clear the prefix cache; running requests continue."""
     await request.app[CONTEXT].engine.reset_prefix_cache()
     return web.json_response({"status": "ok"})
 
 
 async def start_profile(request: web.Request) -> web.Response:
-    """Begin to record what every stage computes; --profile-dir says where to."""
-    return await _profile(request, is_start=True)
+    """Start a profile of all stages, written to the folder of --profile-dir."""
+    return await _control_profile(request, is_start=True)
 
 
 async def stop_profile(request: web.Request) -> web.Response:
-    """End the profile and write a Chrome trace for every stage."""
-    return await _profile(request, is_start=False)
+    """Stop the profile and write a Chrome trace per stage."""
+    return await _control_profile(request, is_start=False)
 
 
-async def _profile(request: web.Request, is_start: bool) -> web.Response:
+async def _control_profile(request: web.Request, is_start: bool) -> web.Response:
+    """Start or stop a profile. Raises ApiError if profiles are off or the engine refuses."""
     context = request.app[CONTEXT]
     folder = context.config.profile_dir
     if folder is None:
-        why = "profiles are off: start the server with --profile-dir FOLDER"
-        raise ApiError(501, why, code="profile_off")
+        message = "Profiles are disabled: start the server with --profile-dir FOLDER."
+        raise ApiError(501, message, code="profile_off")
     try:
         if is_start:
             await context.engine.start_profile(folder)

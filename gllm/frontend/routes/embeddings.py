@@ -1,7 +1,4 @@
-"""POST /v1/embeddings.
-
-Owns the endpoint's shape, and that vectors have length 1. Knows nothing of how they are computed.
-"""
+"""POST /v1/embeddings."""
 
 import asyncio
 import base64
@@ -24,49 +21,55 @@ from gllm.frontend.json_encoding import encode_json_in_pieces
 
 
 async def create_embeddings(request: web.Request) -> web.Response:
-    """What the model knows at the last token of each text, as a vector of length 1."""
+    """Return the normalized hidden state of each text's last token as its embedding."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, EmbeddingFields)
     context.check_model(fields.model)
     engine = context.engine
-    most = min(MAX_PROMPTS, context.config.max_num_queued_requests)
-    texts = parse_prompts(fields.input, most, param="input")
+    max_prompts = min(MAX_PROMPTS, context.config.max_num_queued_requests)
+    texts = parse_prompts(fields.input, max_prompts, param="input")
     with context.admit(len(texts)):
-        prompts = await asyncio.to_thread(_ids, engine, texts)
-        vectors = await _all(engine, prompts, fields, request[REQUEST_ID])
-    body = await asyncio.to_thread(_body, vectors, prompts, fields, engine.model.name)
+        prompts = await asyncio.to_thread(_encode_prompts, engine, texts)
+        vectors = await _embed_prompts(engine, prompts, fields, request[REQUEST_ID])
+    body = await asyncio.to_thread(_embeddings_body, vectors, prompts, fields, engine.model.name)
     return web.Response(body=body, content_type="application/json")
 
 
-def _body(
+def _embeddings_body(
     vectors: list[list[float]], prompts: list[list[int]], fields: EmbeddingFields, model: str
 ) -> bytes:
-    """The answer. Raises FieldError."""
+    """Return the body of the answer. Raises FieldError."""
     data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
+        {"object": "embedding", "index": index, "embedding": _format_embedding(vector, fields)}
         for index, vector in enumerate(vectors)
     ]
-    tokens = sum(map(len, prompts))
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    num_tokens = sum(map(len, prompts))
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return encode_json_in_pieces({"object": "list", "data": data, "model": model, "usage": usage})
 
 
-def _ids(engine: EngineInterface, texts: list[str] | list[list[int]]) -> list[list[int]]:
-    """Checked prompts as token ids. Raises FieldError."""
+def _encode_prompts(engine: EngineInterface, texts: list[str] | list[list[int]]) -> list[list[int]]:
+    """Return the token ids of each text. Raises FieldError."""
     prompts, params = [], SamplingParams()
     for text in texts:
-        ids = text
-        if isinstance(ids, str):
-            ids = encode_prompt(ids, params, engine.model, engine.tokenizer, "input")
-        check_request(ids, params, engine.model, param="input")
-        prompts.append(ids)
+        token_ids = text
+        if isinstance(token_ids, str):
+            token_ids = encode_prompt(token_ids, params, engine.model, engine.tokenizer, "input")
+        check_request(token_ids, params, engine.model, param="input")
+        prompts.append(token_ids)
     return prompts
 
 
-async def _all(
+async def _embed_prompts(
     engine: EngineInterface, prompts: list[list[int]], fields: EmbeddingFields, request_id: str
 ) -> list[list[float]]:
-    """The vectors of all prompts; if one fails, or the client leaves, the others are aborted."""
+    """Return the hidden state of each prompt's last token.
+
+    If one prompt fails or the client disconnects, the others are aborted.
+
+    Raises:
+        ApiError: The engine failed to compute an embedding.
+    """
     embed = partial(
         engine.embed,
         priority=fields.priority or 0,
@@ -76,27 +79,30 @@ async def _all(
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(embed(prompt)) for prompt in prompts]
-    except ExceptionGroup as failed:
-        error = failed.exceptions[0]
+    except ExceptionGroup as errors:
+        error = errors.exceptions[0]
         if isinstance(error, EmbeddingError):
             raise ApiError(500, str(error), code="embedding_failed") from error
         raise error from None
     return [task.result() for task in tasks]
 
 
-def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
-    """Its first numbers, scaled to length 1. Raises FieldError."""
+def _normalize(vector: list[float], dimensions: int | None) -> list[float]:
+    """Return the leading components of a vector, scaled to length 1. Raises FieldError."""
     if dimensions is not None and dimensions > len(vector):
-        raise FieldError(
-            "dimensions", f"dimensions is {dimensions}, but this model has {len(vector)}"
+        message = (
+            f"dimensions is {dimensions}, but has to be at most {len(vector)}, the model's hidden "
+            "size"
         )
-    kept = vector[:dimensions]
-    length = math.hypot(*kept) or 1.0
-    return [number / length for number in kept]
+        raise FieldError("dimensions", message)
+    components = vector[:dimensions]
+    length = math.hypot(*components) or 1.0
+    return [component / length for component in components]
 
 
-def _written(vector: list[float], fields: EmbeddingFields) -> list[float] | str:
-    vector = _scaled(vector, fields.dimensions)
+def _format_embedding(vector: list[float], fields: EmbeddingFields) -> list[float] | str:
+    """Return an embedding as numbers, or as base64 of float32 numbers. Raises FieldError."""
+    vector = _normalize(vector, fields.dimensions)
     if fields.encoding_format == "base64":
         return base64.b64encode(array("f", vector).tobytes()).decode()
     return vector

@@ -1,7 +1,4 @@
-"""GET /health: does the server work? GET /ready: should it get requests?
-
-Owns the two answers. Knows nothing of what makes an engine healthy.
-"""
+"""GET /health and GET /ready, for probes."""
 
 from aiohttp import web
 
@@ -10,17 +7,17 @@ from gllm.frontend.context import CONTEXT
 
 
 async def get_health(request: web.Request) -> web.Response:
-    """200 while requests are served or drained; 503 while loading, dead or stuck."""
+    """Return 200 while the server works, also during shutdown; 503 while loading, dead or stuck."""
     context = request.app[CONTEXT]
     status = context.engine.status()
     if status.state != "draining":
         context.check_ready()
     if not status.is_healthy:
-        raise EngineUnavailableError("stuck", "work is pending, but no step finishes")
+        raise EngineUnavailableError("stuck", "requests are pending, but no step completes")
     return web.json_response({"status": "ok"})
 
 
 async def get_readiness(request: web.Request) -> web.Response:
-    """200 while new requests are taken."""
+    """Return 200 while the server accepts new requests, else 503."""
     request.app[CONTEXT].check_ready()
     return web.json_response({"status": "ready"})

@@ -1,7 +1,4 @@
-"""POST /v1/messages and POST /v1/messages/count_prompt_tokens.
-
-Owns that errors have what Anthropic's clients look for. Knows nothing of shapes otherwise.
-"""
+"""POST /v1/messages and POST /v1/messages/count_tokens (Anthropic's Messages API)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +19,9 @@ from gllm.frontend.messages_writer import MessagesWriter
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
-    """An answer to the messages, in the shape of Anthropic's Messages API."""
+    """Generate the assistant's next message, in the format of Anthropic's Messages API."""
     context = request.app[CONTEXT]
-    with _errors_of_its_own():
+    with _convert_errors():
         async with prepare_converted_chat(
             request, MessagesFields, convert_to_chat, FIELD_NAMES
         ) as (_, job):
@@ -33,8 +30,8 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 
 async def count_message_tokens(request: web.Request) -> web.StreamResponse:
-    """How many tokens the messages are."""
-    with _errors_of_its_own():
+    """Count the tokens of a prompt."""
+    with _convert_errors():
         num_tokens = await count_prompt_tokens(
             request, CountTokensFields, convert_to_chat, FIELD_NAMES
         )
@@ -42,16 +39,18 @@ async def count_message_tokens(request: web.Request) -> web.StreamResponse:
 
 
 @contextmanager
-def _errors_of_its_own() -> Iterator[None]:
-    """Errors have the `type` and, for a prompt that is too long, the words that this API's clients
-    look for."""
+def _convert_errors() -> Iterator[None]:
+    """Convert errors to the format of Anthropic's API.
+
+    Its clients expect `"type": "error"`, and recognize a prompt that is too long by its message.
+    """
     try:
         yield
     except ConnectionError:
-        raise  # the client is gone: nobody reads an answer
+        raise  # The client has disconnected.
     except Exception as error:
-        told = to_api_error(error)
-        if told.code == "context_length_exceeded":
-            told.message = f"prompt is too long: {told.message}"
-        told.besides = {"type": "error"}
-        raise told from error
+        api_error = to_api_error(error)
+        if api_error.code == "context_length_exceeded":
+            api_error.message = f"prompt is too long: {api_error.message}"
+        api_error.besides = {"type": "error"}
+        raise api_error from error

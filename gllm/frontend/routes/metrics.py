@@ -1,7 +1,4 @@
-"""GET /metrics.
-
-Owns nothing but the content type. Knows nothing of what is measured.
-"""
+"""GET /metrics."""
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -10,6 +7,6 @@ from gllm.frontend.context import CONTEXT
 
 
 async def get_metrics(request: web.Request) -> web.Response:
-    """All metrics in Prometheus's text format."""
+    """Return all metrics in Prometheus's text format."""
     text = request.app[CONTEXT].metrics.text()
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})

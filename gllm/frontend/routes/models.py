@@ -1,7 +1,4 @@
-"""GET /v1/models and /v1/models/{id}.
-
-Owns how a model is described. Knows nothing of files and weights.
-"""
+"""GET /v1/models and GET /v1/models/{model}."""
 
 from aiohttp import web
 
@@ -10,19 +7,19 @@ from gllm.frontend.context import CONTEXT
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The one model that is served."""
+    """Return a list that contains the served model."""
     model = request.app[CONTEXT].engine.model
-    return web.json_response({"object": "list", "data": [_described(model)]})
+    return web.json_response({"object": "list", "data": [_model_card(model)]})
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """A model by its name."""
+    """Return a model by name."""
     context = request.app[CONTEXT]
     context.check_model(request.match_info["model"])
-    return web.json_response(_described(context.engine.model))
+    return web.json_response(_model_card(context.engine.model))
 
 
-def _described(model: ModelInfo) -> dict[str, object]:
+def _model_card(model: ModelInfo) -> dict[str, object]:
     return {
         "id": model.name,
         "object": "model",

@@ -7,6 +7,7 @@ from gllm.frontend.openapi import openapi_document
 
 
 async def get_openapi_document(request: web.Request) -> web.Response:
-    """Return the OpenAPI document of this API."""
+    """Return this API as an OpenAPI document."""
+    # A GET endpoint has two routes.
     endpoints = list(dict.fromkeys(request.app[ENDPOINTS_BY_ROUTE].values()))
     return web.json_response(openapi_document(endpoints))

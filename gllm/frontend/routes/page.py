@@ -1,7 +1,4 @@
-"""GET / and /page/{path}: the chat page and its files.
-
-Owns their headers. Knows nothing of what the page does: it is one more client of the API.
-"""
+"""GET / and GET /page/{path}: the chat page and its files."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,7 +10,7 @@ from aiohttp import ETag, web
 from gllm.frontend.errors import ApiError
 
 FOLDER = Path(__file__).parents[1] / "page"
-TYPES = {
+CONTENT_TYPES = {
     ".html": "text/html",
     ".css": "text/css",
     ".js": "text/javascript",
@@ -21,7 +18,8 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".woff2": "font/woff2",
 }
-POLICY = (
+"""Media types by file suffix. Other files are not served."""
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'",
     "script-src 'self'",
     "style-src 'self'",
@@ -31,67 +29,73 @@ POLICY = (
     "base-uri 'none'",
     "form-action 'none'",
     "frame-ancestors 'none'",
-    # Browsers that know of it refuse to make markup of any text.
+    # Browsers with Trusted Types refuse to parse text as markup.
     "require-trusted-types-for 'script'",
     "trusted-types 'none'",
 )
+"""Restricts the page to its own files and this server, without inline scripts and styles."""
 HEADERS = {
-    # Kept by the browser, and asked for again each time, which costs a 304: a newer gllm is seen.
+    # Browsers revalidate cached files each time (304), so that an upgrade of gllm takes effect.
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "; ".join(POLICY),
+    "Content-Security-Policy": "; ".join(CONTENT_SECURITY_POLICY),
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 
 
 @dataclass(frozen=True)
-class File:
-    """A file as it is sent."""
+class PageFile:
+    """A file of the chat page, in memory."""
 
     body: bytes
-    kind: str
-    tag: str
+    content_type: str
+    etag: str
+    """Hash of the body."""
 
     @property
     def charset(self) -> str | None:
-        """The encoding of a text file; None for a font."""
-        return None if self.kind.startswith("font/") else "utf-8"
+        """Encoding of a text file; None for a font."""
+        return None if self.content_type.startswith("font/") else "utf-8"
 
 
 async def get_chat_page(request: web.Request) -> web.Response:
-    """The chat page."""
-    return _answer(request, "index.html")
+    """Return the chat page."""
+    return _send_file(request, "index.html")
 
 
 async def get_chat_page_file(request: web.Request) -> web.Response:
-    """A file of the chat page."""
-    return _answer(request, request.match_info["path"])
+    """Return a file of the chat page."""
+    return _send_file(request, request.match_info["path"])
 
 
-def _answer(request: web.Request, path: str) -> web.Response:
-    # A lookup, never a path of the file system: nothing outside the folder can be named.
-    if (found := _files().get(path)) is None:
-        raise ApiError(404, f"the chat page has no file {path!r}", code="http_404")
-    known = request.if_none_match or ()
-    same = any(tag.value in (found.tag, "*") for tag in known)
-    if same:
+def _send_file(request: web.Request, path: str) -> web.Response:
+    """Return the response with a file, or 304 if the client has it. Raises ApiError."""
+    # The path is looked up among the loaded files: files outside of the folder are unreachable.
+    page_file = _load_files().get(path)
+    if page_file is None:
+        raise ApiError(404, f"The chat page has no file {path!r}.", code="http_404")
+    client_tags = request.if_none_match or ()
+    if any(tag.value in (page_file.etag, "*") for tag in client_tags):
         response = web.Response(status=304, headers=HEADERS)
     else:
         response = web.Response(
-            body=found.body, content_type=found.kind, charset=found.charset, headers=HEADERS
+            body=page_file.body,
+            content_type=page_file.content_type,
+            charset=page_file.charset,
+            headers=HEADERS,
         )
-    response.etag = ETag(found.tag)
+    response.etag = ETag(page_file.etag)
     return response
 
 
 @cache
-def _files() -> dict[str, File]:
-    """Return the page's files by path relative to their folder, with slashes. Read once."""
-    found = {}
+def _load_files() -> dict[str, PageFile]:
+    """Return the page's files by path relative to their folder, with slashes. Loaded once."""
+    files = {}
     for path in sorted(FOLDER.rglob("*")):
-        if path.suffix in TYPES:
+        if path.suffix in CONTENT_TYPES:
             body = path.read_bytes()
             name = path.relative_to(FOLDER).as_posix()
-            tag = hashlib.sha256(body).hexdigest()[:16]
-            found[name] = File(body, TYPES[path.suffix], tag)
-    return found
+            etag = hashlib.sha256(body).hexdigest()[:16]
+            files[name] = PageFile(body, CONTENT_TYPES[path.suffix], etag)
+    return files

@@ -1,4 +1,4 @@
-"""POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact."""
+"""POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact (OpenAI)."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from gllm.frontend.responses_writer import ResponsesWriter
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """An answer to the input, in the shape of OpenAI's Responses API."""
+    """Generate an answer to the input, in the format of OpenAI's Responses API."""
     context = request.app[CONTEXT]
     async with prepare_converted_chat(request, ResponsesFields, convert_to_chat, FIELD_NAMES) as (
         fields,
@@ -32,7 +32,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 
 async def count_input_tokens(request: web.Request) -> web.Response:
-    """How many tokens the input is."""
+    """Count the tokens of an input."""
     num_tokens = await count_prompt_tokens(
         request, InputTokensFields, convert_prompt_to_chat, FIELD_NAMES
     )
@@ -40,7 +40,7 @@ async def count_input_tokens(request: web.Request) -> web.Response:
 
 
 async def compact_conversation(request: web.Request) -> web.StreamResponse:
-    """A shorter input that stands for the conversation: the user's messages and a summary."""
+    """Compact a conversation to the user's messages and a summary by the model."""
     context = request.app[CONTEXT]
     async with prepare_converted_chat(request, CompactFields, _summary_fields, FIELD_NAMES) as (
         _,
@@ -51,6 +51,6 @@ async def compact_conversation(request: web.Request) -> web.StreamResponse:
 
 
 def _summary_fields(fields: CompactFields) -> dict[str, Any]:
-    """Return the fields of chat completions that ask for a summary of the conversation."""
+    """Return the fields of the chat completion that summarizes the conversation."""
     messages = convert_input(fields.input, fields.instructions)
     return {"messages": [*messages, {"role": "user", "content": SUMMARY_PROMPT}]}

@@ -1,7 +1,4 @@
-"""GET /server_info and GET /load.
-
-Owns what is told, and that no secret is. Knows nothing of metrics.
-"""
+"""GET /server_info and GET /load."""
 
 import dataclasses
 from typing import Any
@@ -15,31 +12,34 @@ from gllm.frontend.context import CONTEXT
 
 
 async def get_server_info(request: web.Request) -> web.Response:
-    """The configuration of the server and of its engine."""
+    """Return the configuration of the server, its engine and its model, without secrets."""
     context = request.app[CONTEXT]
-    told = {
+    info = {
         "version": __version__,
         "model": msgspec.to_builtins(context.engine.model),
         "engine": context.engine.describe(),
-        "server": _told(context.config),
+        "server": _public_options(context.config),
     }
-    return web.json_response(told)
+    return web.json_response(info)
 
 
-def _told(config: ServerConfig) -> dict[str, Any]:
-    """A configuration without its secrets."""
-    open_ones = (one for one in dataclasses.fields(config) if not one.metadata.get("secret"))
-    return {one.name: getattr(config, one.name) for one in open_ones}
+def _public_options(config: ServerConfig) -> dict[str, Any]:
+    """Return the options of a configuration that are not secret."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if not field.metadata.get("secret")
+    }
 
 
 async def get_load(request: web.Request) -> web.Response:
-    """How busy the engine is, for whoever spreads requests over servers."""
+    """Return the load of the engine, for load balancers."""
     status = request.app[CONTEXT].engine.status()
     stats = status.stats
-    told = {
+    load = {
         "server_load": status.num_requests,
         "running": stats.running,
         "waiting": stats.waiting,
         "kv_usage": stats.kv_usage,
     }
-    return web.json_response(told)
+    return web.json_response(load)

@@ -17,69 +17,73 @@ from gllm.frontend.logprobs import token_text
 from gllm.text.chat.prompt import render_chat
 from gllm.text.tokenizer import Tokenizer
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Special tokens that GET /tokenizer_info returns."""
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """The token ids of a text or of a chat."""
+    """Return the token ids of a text or of a chat's prompt."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, TokenizeFields)
     context.check_model(fields.model)
     tokenizer = context.engine.tokenizer
-    length = context.engine.model.max_model_len
-    body = await asyncio.to_thread(_tokenized, tokenizer, fields, context.config, length)
+    max_model_len = context.engine.model.max_model_len
+    body = await asyncio.to_thread(_tokenize_body, tokenizer, fields, context.config, max_model_len)
     return web.Response(body=body, content_type="application/json")
 
 
-def _tokenized(
-    tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig, length: int
+def _tokenize_body(
+    tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig, max_model_len: int
 ) -> bytes:
-    """The answer to a request to tokenize."""
-    ids = _ids(tokenizer, fields, config)
-    texts = {}
+    """Return the body of an answer of /tokenize. Raises FieldError."""
+    token_ids = _encode(tokenizer, fields, config)
+    answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
     if fields.return_token_strs:
-        texts = {"token_strs": [token_text(tokenizer, token_id) for token_id in ids]}
-    return encode_json_in_pieces(
-        {"count": len(ids), "max_model_len": length, "tokens": ids, **texts}
-    )
+        answer["token_strs"] = [token_text(tokenizer, token_id) for token_id in token_ids]
+    return encode_json_in_pieces(answer)
 
 
-def _ids(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:
+def _encode(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:
+    """Return the token ids of the text or of the chat's prompt. Raises FieldError."""
     if fields.prompt is None:
-        return render_chat(
-            tokenizer, chat_request(fields.to_chat_completion()), config.output_parsers
-        ).token_ids
+        chat = chat_request(fields.to_chat_completion())
+        return render_chat(tokenizer, chat, config.output_parsers).token_ids
     check_size("prompt", fields.prompt.encode(), MAX_TOKENIZE_BYTES, "bytes in UTF-8")
     return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, DetokenizeFields)
     context.check_model(fields.model)
-    ids, size = fields.tokens, context.engine.model.vocab_size
-    if ids is None or (ids and not 0 <= min(ids) <= max(ids) < size):
-        raise FieldError("tokens", f"tokens has to be a list of token ids, 0..{size - 1} each")
-    text = await asyncio.to_thread(context.engine.tokenizer.decode, ids, False)
+    token_ids, vocab_size = fields.tokens, context.engine.model.vocab_size
+    if token_ids is None:
+        raise FieldError("tokens", "tokens is missing, but required")
+    smallest, largest = min(token_ids, default=0), max(token_ids, default=0)
+    if smallest < 0 or largest >= vocab_size:
+        invalid_id = smallest if smallest < 0 else largest
+        message = f"tokens contains {invalid_id}, but token ids have to be in [0, {vocab_size - 1}]"
+        raise FieldError("tokens", message)
+    text = await asyncio.to_thread(context.engine.tokenizer.decode, token_ids, False)
     body = msgspec.json.encode({"prompt": text})
     return web.Response(body=body, content_type="application/json")
 
 
 async def get_tokenizer_info(request: web.Request) -> web.Response:
-    """The tokenizer's special tokens, chat template and context length, as evaluations ask for."""
+    """Return the tokenizer's special tokens, chat template and context length."""
     context = request.app[CONTEXT]
     context.check_ready()
     model, tokenizer = context.engine.model, context.engine.tokenizer
     template = tokenizer.chat_template
-    known = {} if template is None else template.special_tokens
-    tokens = {name: known.get(name) for name in SPECIAL_TOKENS}
+    special_tokens = {} if template is None else template.special_tokens
+    tokens = {name: special_tokens.get(name) for name in SPECIAL_TOKEN_NAMES}
     if tokens["eos_token"] is None and model.eos_ids:
         tokens["eos_token"] = tokenizer.id_to_token(model.eos_ids[0])
-    described = {
+    info = {
         **tokens,
         "chat_template": None if template is None else template.source,
         "model_max_length": model.max_model_len,
         "vocab_size": tokenizer.vocab_size,
     }
-    return web.json_response(described)
+    return web.json_response(info)

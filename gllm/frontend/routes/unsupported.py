@@ -8,11 +8,11 @@ from aiohttp import web
 from gllm.frontend.endpoint import Endpoint, endpoint_of
 from gllm.frontend.errors import ApiError
 
-SCORES = "the served models generate text and have no scoring head"
-SLEEP = "weights stay in memory for as long as the server runs: stop the server to free it"
-LORA = "LoRA adapters are not loaded: merge the adapter into the model's weights and serve those"
-AUDIO = "the served models read and write text only"
-STORE = "nothing is stored on this server"
+SCORES = "the model generates text and has no scoring head"
+SLEEP = "the weights stay in memory while the server runs; stop the server to free the memory"
+LORA = "LoRA adapters are not supported; merge the adapter into the weights and serve the result"
+AUDIO = "the model reads and writes text only"
+STORE = "this server stores nothing"
 
 REASONS = {
     ("POST", "/score"): SCORES,
@@ -21,7 +21,7 @@ REASONS = {
     ("POST", "/v1/rerank"): SCORES,
     ("POST", "/v2/rerank"): SCORES,
     ("POST", "/classify"): SCORES,
-    ("POST", "/pooling"): "vectors of texts are at /v1/embeddings, other poolings are not computed",
+    ("POST", "/pooling"): "only /v1/embeddings, the pooling of the last token, is supported",
     ("POST", "/sleep"): SLEEP,
     ("POST", "/wake_up"): SLEEP,
     ("GET", "/is_sleeping"): SLEEP,
@@ -31,7 +31,7 @@ REASONS = {
     ("POST", "/v1/audio/transcriptions"): AUDIO,
     ("POST", "/v1/audio/translations"): AUDIO,
     ("POST", "/v1/images/generations"): AUDIO,
-    ("POST", "/v1/moderations"): "the served models do not classify texts",
+    ("POST", "/v1/moderations"): "the model does not classify texts",
     ("POST", "/v1/files"): STORE,
     ("GET", "/v1/files"): STORE,
     ("POST", "/v1/batches"): STORE,

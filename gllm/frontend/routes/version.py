@@ -1,7 +1,4 @@
-"""GET /version.
-
-Owns nothing. Knows nothing of the model.
-"""
+"""GET /version."""
 
 from aiohttp import web
 
@@ -9,5 +6,5 @@ from gllm import __version__
 
 
 async def get_version(request: web.Request) -> web.Response:
-    """Which gllm this is."""
+    """Return the version of gllm."""
     return web.json_response({"version": __version__})
