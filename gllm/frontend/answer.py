@@ -1,6 +1,7 @@
-"""From a checked request to its answer, streamed or whole.
+"""Answer a prepared request, streamed or whole.
 
-Owns the order of events. Knows nothing of the endpoints' own shapes: they give a `AnswerWriter`.
+An endpoint passes a writer, which builds the JSON of its API; this file runs the request and sends
+the writer's output.
 """
 
 import asyncio
@@ -22,168 +23,180 @@ from gllm.frontend.request_summary import SUMMARY, RequestSummary
 from gllm.frontend.sse import EventStream, ServerSentEvent
 
 JsonObject = dict[str, Any]
+"""An object of JSON, as Python values."""
 MAX_INLINE_LOGPROBS = 2048
-"""Log-probabilities written at once on the event loop; more are written in a thread."""
+"""Log-probabilities encoded at once on the event loop; more are encoded in a thread."""
 
 
 class WholeAnswerWriter(Protocol):
-    """How an endpoint writes a whole answer. The tally counts what was generated."""
+    """Builds an endpoint's answer to a request that does not stream."""
 
-    def whole(self, choices: list[CollectedChoice], tally: UsageCounter) -> JsonObject:
-        """The answer to a request that does not stream."""
+    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
+        """Return the body of the answer."""
 
 
 class AnswerWriter(WholeAnswerWriter, Protocol):
-    """How an endpoint writes one answer, streamed or whole."""
+    """Builds an endpoint's answer, as a stream of events or whole."""
 
-    def opening(self, tally: UsageCounter) -> list[ServerSentEvent]:
-        """What a stream begins with."""
+    def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the events before the first delta."""
 
-    def delta(self, delta: OutputDelta, tally: UsageCounter) -> list[ServerSentEvent]:
-        """What a delta adds to a stream."""
+    def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the events of a delta."""
 
-    def closing(self, tally: UsageCounter) -> list[ServerSentEvent]:
-        """What a stream that went well ends with."""
+    def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the events after the last delta of a successful request."""
 
-    def failed(self, error: ApiError) -> list[ServerSentEvent]:
-        """What a stream ends with instead."""
+    def error_events(self, error: ApiError) -> list[ServerSentEvent]:
+        """Return the last events of a request that failed."""
 
 
 async def send_answer(
-    request: web.Request, context: ServerContext, job: PreparedRequest, writer: AnswerWriter
+    http_request: web.Request,
+    context: ServerContext,
+    request: PreparedRequest,
+    writer: AnswerWriter,
 ) -> web.StreamResponse:
-    """RequestRun a job and answer with what it brings."""
-    if not job.fields.stream:
-        return await send_whole_answer(request, context, job, writer)
-    with _running(request, context, job) as (run, tally):
-        return await _stream(request, run, writer, tally)
+    """Run a request and send its answer, streamed if the client requested a stream."""
+    if not request.fields.stream:
+        return await send_whole_answer(http_request, context, request, writer)
+    with _run_request(http_request, context, request) as (run, usage):
+        return await _send_stream(http_request, run, writer, usage)
 
 
 async def send_whole_answer(
-    request: web.Request, context: ServerContext, job: PreparedRequest, writer: WholeAnswerWriter
+    http_request: web.Request,
+    context: ServerContext,
+    request: PreparedRequest,
+    writer: WholeAnswerWriter,
 ) -> web.Response:
-    """RequestRun a job and answer once all of it is there."""
-    with _running(request, context, job) as (run, tally):
+    """Run a request to its end and send the answer in one piece."""
+    with _run_request(http_request, context, request) as (run, usage):
         await run.start()
-        choices = await _collect(run, job, tally)
+        choices = await _collect_choices(run, request, usage)
         if num_logprobs(choices) > MAX_INLINE_LOGPROBS:
-            body = await asyncio.to_thread(_encode_whole, writer, choices, tally)
+            body = await asyncio.to_thread(_encode_answer, writer, choices, usage)
         else:
-            body = msgspec.json.encode(writer.whole(choices, tally))
+            body = msgspec.json.encode(writer.build_answer(choices, usage))
     return web.Response(body=body, content_type="application/json")
 
 
 @contextmanager
-def _running(
-    request: web.Request, context: ServerContext, job: PreparedRequest
+def _run_request(
+    http_request: web.Request, context: ServerContext, request: PreparedRequest
 ) -> Iterator[tuple[RequestRun, UsageCounter]]:
-    """RequestRun a job within the block; the request's record of it is kept."""
-    tally = UsageCounter(sum(map(len, job.prompts)), job.params.n, job.reasoning)
-    request_id = job.fields.request_id or request[REQUEST_ID]
-    run = RequestRun(context.engine, context.metrics, job, request_id, request[ARRIVAL])
+    """Yield the run of a request and its token counts; store the request's summary."""
+    usage = UsageCounter(
+        sum(map(len, request.prompts)), request.params.n, request.new_reasoning_counter
+    )
+    request_id = request.fields.request_id or http_request[REQUEST_ID]
+    run = RequestRun(context.engine, context.metrics, request, request_id, http_request[ARRIVAL])
     with closing(run):
-        request[SUMMARY] = RequestSummary(job.params, bool(job.fields.stream), tally, run.records)
-        yield run, tally
+        http_request[SUMMARY] = RequestSummary(
+            request.params, bool(request.fields.stream), usage, run.prompt_metrics
+        )
+        yield run, usage
 
 
 def num_logprobs(parts: Sequence[OutputDelta] | Sequence[CollectedChoice]) -> int:
-    """Count the log-probabilities that parts of an answer return."""
-    scored = [
+    """Return the number of log-probabilities in deltas or choices."""
+    return sum(
         len(entries) * (len(entries[0].top_ids) + 1)
         for part in parts
         for entries in (part.logprobs, part.prompt_logprobs)
         if entries
-    ]
-    return sum(scored)
+    )
 
 
-def _encode_whole(
-    writer: WholeAnswerWriter, choices: list[CollectedChoice], tally: UsageCounter
+def _encode_answer(
+    writer: WholeAnswerWriter, choices: list[CollectedChoice], usage: UsageCounter
 ) -> bytes:
-    return encode_json_in_pieces(writer.whole(choices, tally))
+    return encode_json_in_pieces(writer.build_answer(choices, usage))
 
 
-async def _collect(
-    run: RequestRun, job: PreparedRequest, tally: UsageCounter
+async def _collect_choices(
+    run: RequestRun, request: PreparedRequest, usage: UsageCounter
 ) -> list[CollectedChoice]:
-    """All choices, finished. Raises ApiError for one that failed."""
-    choices = [CollectedChoice(i) for i in range(job.choices)]
+    """Return all choices once they have finished. Raises ApiError if one failed."""
+    choices = [CollectedChoice(index) for index in range(request.num_choices)]
 
-    def push() -> bool:
-        for delta in run.take():
+    def collect() -> bool:
+        for delta in run.pop_deltas():
             if delta.finish_reason == "error":
-                raise _failure(delta)
-            tally.add(delta)
+                raise _generation_error(delta)
+            usage.add(delta)
             choices[delta.index].add(delta)
         return True
 
-    await run.pour(push)
+    await run.stream_to(collect)
     return choices
 
 
-async def _stream(
-    request: web.Request, run: RequestRun, writer: AnswerWriter, tally: UsageCounter
+async def _send_stream(
+    http_request: web.Request, run: RequestRun, writer: AnswerWriter, usage: UsageCounter
 ) -> web.StreamResponse:
-    """The choices as events. What fails before the first delta still gets its status code, unless
-    that was long in coming."""
-    stream = EventStream(request, request.app[CONTEXT].config.write_timeout)
-    with stream.watched():
+    """Send the choices as events.
+
+    An error before the headers are sent becomes a status code, a later one an event.
+    """
+    stream = EventStream(http_request, http_request.app[CONTEXT].config.write_timeout)
+    with stream.monitored():
         try:
             await run.start()
-            await _send_all(stream, run, writer, tally)
+            await _send_events(stream, run, writer, usage)
         except ConnectionError:
-            return stream.response  # the client is gone, and leaving aborts what runs
+            return stream.response  # the client has disconnected; closing the run aborts it
         except Exception as error:
             if not stream.is_open:
                 raise
-            stream.put(writer.failed(to_api_error(error)))
-        await stream.end()
+            stream.write_events(writer.error_events(to_api_error(error)))
+        await stream.finish()
     return stream.response
 
 
-async def _send_all(
-    stream: EventStream, run: RequestRun, writer: AnswerWriter, tally: UsageCounter
+async def _send_events(
+    stream: EventStream, run: RequestRun, writer: AnswerWriter, usage: UsageCounter
 ) -> None:
-    events = writer.opening(tally)
-    large: list[OutputDelta] = []
+    events = writer.start_events(usage)
+    large_deltas: list[OutputDelta] = []
 
-    def write(deltas: list[OutputDelta]) -> None:
+    def build_events(deltas: list[OutputDelta]) -> None:
         for delta in deltas:
-            failed = delta.finish_reason == "error"
-            shown = replace(delta, finish_reason=None) if failed else delta
-            tally.add(shown)
-            events.extend(writer.delta(shown, tally))
-            if failed:
-                raise _failure(delta)
+            has_failed = delta.finish_reason == "error"
+            shown = replace(delta, finish_reason=None) if has_failed else delta
+            usage.add(shown)
+            events.extend(writer.delta_events(shown, usage))
+            if has_failed:
+                raise _generation_error(delta)
 
-    def put() -> None:
-        stream.put(events)
+    def write_events() -> None:
+        stream.write_events(events)
         events.clear()
 
-    def push() -> bool:
-        deltas = run.take()
+    def send_output() -> bool:
+        deltas = run.pop_deltas()
         if num_logprobs(deltas) > MAX_INLINE_LOGPROBS:
-            large.extend(deltas)
+            large_deltas.extend(deltas)
             return False
         try:
-            write(deltas)
+            build_events(deltas)
         finally:
-            # What came before a choice failed is shown before its error.
-            put()
-        return stream.is_fluent
+            # Output before a failure is sent before the error.
+            write_events()
+        return stream.is_caught_up
 
-    while not run.ended:
-        await run.pour(push)
-        if large:
+    while not run.is_finished:
+        await run.stream_to(send_output)
+        if large_deltas:
             try:
-                await asyncio.to_thread(write, large)
+                await asyncio.to_thread(build_events, large_deltas)
             finally:
-                put()
-                large.clear()
+                write_events()
+                large_deltas.clear()
         await stream.flush()
-    stream.put(writer.closing(tally))
+    stream.write_events(writer.end_events(usage))
 
 
-def _failure(delta: OutputDelta) -> ApiError:
-    """Why a choice has failed."""
+def _generation_error(delta: OutputDelta) -> ApiError:
+    """Return the error of a choice that failed."""
     return ApiError(500, delta.error or "generation failed", code="generation_failed")

@@ -1,7 +1,7 @@
-"""Answers of OpenAI's chat completions and completions: choices, whole or as chunks.
+"""Write answers of OpenAI's completions and chat completions, whole or as chunks.
 
-Owns what both endpoints carry besides their choices. Knows nothing of a choice's own shape, which
-is the endpoint's.
+Both APIs have the same envelope around their choices. Each endpoint formats its own choices by a
+`ChoiceFormat`.
 """
 
 import time
@@ -20,99 +20,114 @@ from gllm.frontend.sse import DONE, ServerSentEvent
 
 
 class ChoiceFormat(Protocol):
-    """How an endpoint writes its choices."""
+    """Formats the choices of one endpoint as JSON."""
 
     prefix: str
-    """What ids begin with."""
-    whole_object: str
+    """Prefix of answer ids."""
+    answer_object: str
+    """Value of `object` in a whole answer."""
     chunk_object: str
+    """Value of `object` in a chunk of a stream."""
 
     @property
-    def is_text_alone(self) -> bool:
-        """Whether a delta that ends nothing is one choice with its text, whatever came before."""
+    def is_plain_text(self) -> bool:
+        """True if a delta that finishes nothing is always one choice with the delta's text."""
 
-    def opening(self, index: int) -> list[JsonObject]:
-        """Choices that open a stream, one chunk for each."""
+    def start_choices(self, index: int) -> list[JsonObject]:
+        """Return the choices that start a stream, one per chunk."""
 
-    def pieces(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
-        """A delta as choices, one chunk for each; `token_ids` tells whether to show those."""
+    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
+        """Return a delta as choices, one per chunk; include token ids if `token_ids` is True."""
 
-    def whole(self, choice: CollectedChoice) -> JsonObject:
-        """A finished choice."""
+    def whole_choice(self, choice: CollectedChoice) -> JsonObject:
+        """Return a finished choice."""
 
-    def besides(self, choices: list[CollectedChoice]) -> JsonObject:
-        """What an answer carries besides its finished choices."""
+    def extra_fields(self, choices: list[CollectedChoice]) -> JsonObject:
+        """Return the fields of an answer in addition to its choices and usage."""
 
 
-MARK = "\x00text\x00"
-"""Stands for a text while a frame is made."""
+TEXT_PLACEHOLDER = "\x00text\x00"
+"""Text of the delta from which a frame is built."""
 
 
 class ChoiceWriter:
-    """Writes choices of a shape."""
+    """AnswerWriter of completions and chat completions."""
 
-    def __init__(self, request: web.Request, job: PreparedRequest, shape: ChoiceFormat) -> None:
-        fields, options = job.fields, job.fields.stream_options
-        self._head = {
-            "id": f"{shape.prefix}{fields.request_id or request[REQUEST_ID]}",
+    def __init__(
+        self, http_request: web.Request, request: PreparedRequest, choice_format: ChoiceFormat
+    ) -> None:
+        fields, options = request.fields, request.fields.stream_options
+        self._envelope = {
+            "id": f"{choice_format.prefix}{fields.request_id or http_request[REQUEST_ID]}",
             "created": int(time.time()),
-            "model": request.app[CONTEXT].engine.model.name,
-            "object": shape.chunk_object if fields.stream else shape.whole_object,
+            "model": http_request.app[CONTEXT].engine.model.name,
+            "object": choice_format.chunk_object if fields.stream else choice_format.answer_object,
         }
-        self._shape = shape
+        self._format = choice_format
         self._encoder = msgspec.json.Encoder()
-        # What all chunks begin with, up to their choice.
-        self._begin = self._encoder.encode(self._head)[:-1] + b',"choices":['
-        self._choices = job.choices
+        self._chunk_prefix = self._encoder.encode(self._envelope)[:-1] + b',"choices":['
+        """Encoded chunk up to its choice, the same for all chunks."""
+        self._num_choices = request.num_choices
         self._token_ids = bool(fields.return_token_ids)
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
-        self._is_framed = shape.is_text_alone and not (self._token_ids or self._usage_always)
+        self._uses_frames = choice_format.is_plain_text and not (
+            self._token_ids or self._usage_always
+        )
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """What is before and behind the text of a choice's chunks, where that is always the same:
-        most of what a token costs would go into writing it again."""
+        """Encoded chunk of each choice, before and after its text. Reused for every delta with
+        text alone, because encoding the rest again would be most of a token's cost."""
 
-    def opening(self, tally: UsageCounter) -> list[ServerSentEvent]:
-        """As of Writer."""
-        pieces = (piece for i in range(self._choices) for piece in self._shape.opening(i))
-        return [self._chunk(piece, tally) for piece in pieces]
+    def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the chunks that start every choice."""
+        choices = (c for index in range(self._num_choices) for c in self._format.start_choices(index))
+        return [self._chunk(choice, usage) for choice in choices]
 
-    def delta(self, delta: OutputDelta, tally: UsageCounter) -> list[ServerSentEvent]:
-        """As of Writer."""
-        if self._is_framed and delta.text and delta.finish_reason is None:
-            before, after = self._frames.get(delta.index) or self._frame(delta.index, tally)
-            return [ServerSentEvent(b"%b%b%b" % (before, self._encoder.encode(delta.text), after))]
-        return [self._chunk(piece, tally) for piece in self._shape.pieces(delta, self._token_ids)]
+    def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the chunks of a delta."""
+        if self._uses_frames and delta.text and delta.finish_reason is None:
+            before, after = self._frames.get(delta.index) or self._build_frame(delta.index, usage)
+            text = self._encoder.encode(delta.text)
+            return [ServerSentEvent(b"%b%b%b" % (before, text, after))]
+        choices = self._format.delta_choices(delta, self._token_ids)
+        return [self._chunk(choice, usage) for choice in choices]
 
-    def closing(self, tally: UsageCounter) -> list[ServerSentEvent]:
-        """As of Writer."""
-        usage = {**self._head, "choices": [], "usage": tally.usage()}
-        return [ServerSentEvent(usage), DONE] if self._usage_at_end else [DONE]
+    def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the chunk with the token counts, if requested, and the end of the stream."""
+        if not self._usage_at_end:
+            return [DONE]
+        chunk = {**self._envelope, "choices": [], "usage": usage.to_openai()}
+        return [ServerSentEvent(chunk), DONE]
 
-    def failed(self, error: ApiError) -> list[ServerSentEvent]:
-        """As of Writer."""
+    def error_events(self, error: ApiError) -> list[ServerSentEvent]:
+        """Return the error and the end of the stream."""
         return [ServerSentEvent(error.body()), DONE]
 
-    def whole(self, choices: list[CollectedChoice], tally: UsageCounter) -> JsonObject:
-        """As of Writer."""
-        written = []
+    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
+        """Return the whole answer."""
+        formatted = []
         for choice in choices:
-            extra = {"token_ids": choice.token_ids} if self._token_ids else {}
-            written.append({**self._shape.whole(choice), **extra})
-        besides = self._shape.besides(choices)
-        return {**self._head, "choices": written, "usage": tally.usage(), **besides}
+            token_ids = {"token_ids": choice.token_ids} if self._token_ids else {}
+            formatted.append({**self._format.whole_choice(choice), **token_ids})
+        return {
+            **self._envelope,
+            "choices": formatted,
+            "usage": usage.to_openai(),
+            **self._format.extra_fields(choices),
+        }
 
-    def _frame(self, index: int, tally: UsageCounter) -> tuple[bytes, bytes]:
-        (piece,) = self._shape.pieces(OutputDelta(index, MARK, []), False)
-        before, after = self._written(piece, tally).split(self._encoder.encode(MARK))
+    def _build_frame(self, index: int, usage: UsageCounter) -> tuple[bytes, bytes]:
+        (choice,) = self._format.delta_choices(OutputDelta(index, TEXT_PLACEHOLDER, []), False)
+        placeholder = self._encoder.encode(TEXT_PLACEHOLDER)
+        before, after = self._encode_chunk(choice, usage).split(placeholder)
         self._frames[index] = before, after
         return before, after
 
-    def _chunk(self, choice: JsonObject, tally: UsageCounter) -> ServerSentEvent:
-        return ServerSentEvent(self._written(choice, tally))
+    def _chunk(self, choice: JsonObject, usage: UsageCounter) -> ServerSentEvent:
+        return ServerSentEvent(self._encode_chunk(choice, usage))
 
-    def _written(self, choice: JsonObject, tally: UsageCounter) -> bytes:
+    def _encode_chunk(self, choice: JsonObject, usage: UsageCounter) -> bytes:
         end = b"]}"
         if self._usage_always:
-            end = b'],"usage":' + self._encoder.encode(tally.usage()) + b"}"
-        return self._begin + self._encoder.encode(choice) + end
+            end = b'],"usage":' + self._encoder.encode(usage.to_openai()) + b"}"
+        return self._chunk_prefix + self._encoder.encode(choice) + end

@@ -1,7 +1,4 @@
-"""What deltas add up to: whole choices, and token counts.
-
-Owns what is told of a request's output as a whole. Knows nothing of JSON and of sockets.
-"""
+"""Accumulators of output deltas: whole choices and token counts. They write no JSON but `usage`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,51 +13,57 @@ from gllm.text.output.reasoning import ReasoningTokenCounter
 class UsageCounter:
     """Token counts of a request."""
 
-    prompt_tokens: int
-    n: int
-    new_counter: Callable[[], ReasoningTokenCounter] | None = None
-    """Makes what counts a choice's tokens of reasoning; None where they are not told."""
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    counters: dict[int, ReasoningTokenCounter] = field(default_factory=dict)
-    """By choice."""
+    num_prompt_tokens: int
+    choices_per_prompt: int
+    new_reasoning_counter: Callable[[], ReasoningTokenCounter] | None = None
+    """Factory of a choice's counter of reasoning tokens; None if they are not counted."""
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    reasoning_counters: dict[int, ReasoningTokenCounter] = field(default_factory=dict)
+    """Counters of reasoning tokens, by choice index."""
 
     def add(self, delta: OutputDelta) -> None:
-        """Count a delta. The choices of a prompt share it: the first one speaks for all."""
-        self.completion_tokens += len(delta.token_ids)
-        if delta.cached_tokens and delta.index % self.n == 0:
-            self.cached_tokens += delta.cached_tokens
-        if self.new_counter is not None:
-            if delta.index not in self.counters:
-                self.counters[delta.index] = self.new_counter()
-            self.counters[delta.index].add(delta.token_ids)
+        """Count the tokens of a delta.
+
+        Choices of one prompt share its cached tokens, so only the first choice counts them.
+        """
+        self.num_completion_tokens += len(delta.token_ids)
+        if delta.cached_tokens and delta.index % self.choices_per_prompt == 0:
+            self.num_cached_tokens += delta.cached_tokens
+        if self.new_reasoning_counter is not None:
+            if delta.index not in self.reasoning_counters:
+                self.reasoning_counters[delta.index] = self.new_reasoning_counter()
+            self.reasoning_counters[delta.index].add(delta.token_ids)
 
     @property
-    def reasoning_tokens(self) -> int | None:
-        """Tokens of reasoning among those of completions, None where that is not known."""
-        if self.new_counter is None:
+    def num_reasoning_tokens(self) -> int | None:
+        """Reasoning tokens among the completion tokens; None if they are not counted."""
+        if self.new_reasoning_counter is None:
             return None
-        return sum(counter.num_tokens for counter in self.counters.values())
+        return sum(counter.num_tokens for counter in self.reasoning_counters.values())
 
-    def usage(self) -> dict[str, Any]:
-        """The `usage` object."""
-        reasoning = self.reasoning_tokens
-        details = {"completion_tokens_details": {"reasoning_tokens": reasoning}}
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            **({} if reasoning is None else details),
+    def to_openai(self) -> dict[str, Any]:
+        """Return the `usage` object of OpenAI's completions and chat completions."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        reasoning = self.num_reasoning_tokens
+        if reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
 
 
 @dataclass
 class CollectedChoice:
-    """All of one choice."""
+    """The whole output of one choice, collected from its deltas."""
 
     index: int
     texts: list[str] = field(default_factory=list)
+    """Text of each delta."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -69,6 +72,7 @@ class CollectedChoice:
 
     @property
     def text(self) -> str:
+        """Text of the choice."""
         return "".join(self.texts)
 
     def add(self, delta: OutputDelta) -> None:
@@ -80,7 +84,13 @@ class CollectedChoice:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
 
-    def as_delta(self) -> OutputDelta:
-        """The choice as the only delta of its own."""
-        ending = (self.finish_reason, self.stop_reason)
-        return OutputDelta(self.index, self.text, self.token_ids, *ending, logprobs=self.logprobs)
+    def to_delta(self) -> OutputDelta:
+        """Return the choice as a single delta."""
+        return OutputDelta(
+            self.index,
+            self.text,
+            self.token_ids,
+            self.finish_reason,
+            self.stop_reason,
+            logprobs=self.logprobs,
+        )

@@ -1,7 +1,4 @@
-"""Messages of the assistant, whole and in increments, as chat completions write them.
-
-Owns this JSON. Knows nothing of chunks and choices.
-"""
+"""Write assistant messages of chat completions as JSON, whole and in increments."""
 
 from gllm.frontend.answer import JsonObject
 from gllm.text.output.events import (
@@ -16,60 +13,65 @@ from gllm.text.output.events import (
 
 
 def message_to_json(message: AssistantMessage, legacy: bool = False) -> JsonObject:
-    """Return a whole message. Content is null where there is something else instead.
+    """Return a whole message.
 
-    legacy: Show a call as `function_call`, of which a message has one.
+    `content` is null if the message has no text but reasoning or tool calls.
+
+    Args:
+        message: The parsed output of a choice.
+        legacy: Write the first call as `function_call`, for clients that sent `functions`.
     """
-    other = message.reasoning or message.tool_calls
-    written: JsonObject = {
-        "role": "assistant",
-        "content": message.content or (None if other else ""),
-    }
+    has_other_parts = bool(message.reasoning or message.tool_calls)
+    content = message.content or (None if has_other_parts else "")
+    fields: JsonObject = {"role": "assistant", "content": content}
     if message.reasoning:
-        written |= _reasoning(message.reasoning)
+        fields |= _reasoning_fields(message.reasoning)
     if message.tool_calls:
         calls = [call.to_dict() for call in message.tool_calls.values()]
         if legacy:
-            written["function_call"] = calls[0]["function"]
+            fields["function_call"] = calls[0]["function"]
         else:
-            written["tool_calls"] = calls
-    return written
+            fields["tool_calls"] = calls
+    return fields
 
 
 class MessageDeltaWriter:
-    """Writes the increments of one choice."""
+    """Writes the increments of one choice.
+
+    `legacy`: write the first call as `function_call`, for clients that sent `functions`.
+    """
 
     def __init__(self, legacy: bool) -> None:
         self._legacy = legacy
         self._custom: set[int] = set()
         """Indices of calls of custom tools."""
 
-    def delta_json(self, event: OutputEvent) -> JsonObject | None:
-        """Return an increment; None for an event that adds nothing."""
+    def event_to_json(self, event: OutputEvent) -> JsonObject | None:
+        """Return an event as an increment, or None if it adds nothing."""
         match event:
             case ContentDelta(text):
                 return {"content": text}
             case ReasoningDelta(text):
-                return _reasoning(text)
+                return _reasoning_fields(text)
             case ToolCallStart(index, call_id, name, is_custom):
                 if is_custom:
                     self._custom.add(index)
                 call = {"index": index, **ToolCall(call_id, name, is_custom=is_custom).to_dict()}
-                return self._calls(index, call)
+                return self._call_fields(index, call)
             case ToolCallArgumentsDelta(index, text):
                 if index in self._custom:
-                    return self._calls(index, {"index": index, "custom": {"input": text}})
-                return self._calls(index, {"index": index, "function": {"arguments": text}})
+                    return self._call_fields(index, {"index": index, "custom": {"input": text}})
+                return self._call_fields(index, {"index": index, "function": {"arguments": text}})
             case _:
                 return None
 
-    def _calls(self, index: int, call: JsonObject) -> JsonObject | None:
+    def _call_fields(self, index: int, call: JsonObject) -> JsonObject | None:
         if not self._legacy:
             return {"tool_calls": [call]}
-        # The older shape has room for one call.
+        # `function_call` can hold a single call.
         return {"function_call": call["function"]} if index == 0 else None
 
 
-def _reasoning(text: str) -> JsonObject:
-    """Under both names that clients look for."""
+def _reasoning_fields(text: str) -> JsonObject:
+    """Return reasoning under both names that clients read."""
     return {"reasoning": text, "reasoning_content": text}

@@ -1,7 +1,4 @@
-"""Answers of Anthropic's Messages API: content blocks, whole or as events.
-
-Owns the API's shapes. Knows nothing of requests.
-"""
+"""Write answers of Anthropic's Messages API: content blocks, whole or as events."""
 
 import json
 
@@ -19,112 +16,126 @@ DELTA_TYPES = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""How an increment of a block is written: its type, and the name of its text."""
+"""Type of a block's increments and the name of the field with their text, by block kind."""
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-"""What finish reasons are called; others have no name of this API's own."""
+"""The API's stop reasons by finish reason; other finish reasons are used unchanged."""
 
 
 class MessagesWriter:
-    """Writes one answer. `name` is in ids where the request does not name itself."""
+    """AnswerWriter of the Messages API.
 
-    def __init__(self, engine: EngineInterface, job: PreparedRequest, name: str) -> None:
+    Args:
+        engine: The engine, for the model's name.
+        request: The request to answer.
+        default_id: Id of the answer if the request has no `request_id`.
+    """
+
+    def __init__(self, engine: EngineInterface, request: PreparedRequest, default_id: str) -> None:
         self._head = {
-            "id": f"msg_{job.fields.request_id or name}",
+            "id": f"msg_{request.fields.request_id or default_id}",
             "type": "message",
             "role": "assistant",
             "model": engine.model.name,
         }
-        self._outputs = ChatOutputParser(job.output)
-        self._blocks = BlockSplitter(self)
-        self._begun = False
-        self._ending: JsonObject = {}
+        self._parser = ChatOutputParser(request.output_format)
+        self._splitter = BlockSplitter(self)
+        self._has_started = False
+        self._stop_fields: JsonObject = {}
+        """`stop_reason` and `stop_sequence` once the output has ended."""
 
-    def opening(self, tally: UsageCounter) -> list[ServerSentEvent]:
-        """As of Writer. The beginning tells what was cached, which the first delta brings."""
+    def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return no events: `message_start` has the cached tokens, known at the first delta."""
         return []
 
-    def delta(self, delta: OutputDelta, tally: UsageCounter) -> list[ServerSentEvent]:
-        """As of Writer."""
+    def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the events of a delta, the first one with `message_start`."""
         events: list[ServerSentEvent] = []
-        if not self._begun:
-            self._begun = True
-            ending = {"stop_reason": None, "stop_sequence": None}
+        if not self._has_started:
+            self._has_started = True
             message: JsonObject = {
                 **self._head,
                 "content": [],
-                **ending,
-                "usage": messages_usage(tally),
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": messages_usage(usage),
             }
             events += [_event("message_start", message=message), _event("ping")]
-        said, reason = self._outputs.push(delta.index, delta.text, delta.finish_reason)
-        events += self._blocks.add(said)
+        output_events, reason = self._parser.push(delta.index, delta.text, delta.finish_reason)
+        events += self._splitter.push(output_events)
         if reason is not None:
-            events += self._blocks.finish(reason)
-            self._ending = _ending(reason, delta.stop_reason)
+            events += self._splitter.finish(reason)
+            self._stop_fields = _stop_fields(reason, delta.stop_reason)
         return events
 
-    def closing(self, tally: UsageCounter) -> list[ServerSentEvent]:
-        """As of Writer."""
-        ended = _event("message_delta", delta=self._ending, usage=messages_usage(tally))
-        return [ended, _event("message_stop")]
+    def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the stop reason, the token counts and the end of the stream."""
+        end = _event("message_delta", delta=self._stop_fields, usage=messages_usage(usage))
+        return [end, _event("message_stop")]
 
-    def failed(self, error: ApiError) -> list[ServerSentEvent]:
-        """As of Writer."""
+    def error_events(self, error: ApiError) -> list[ServerSentEvent]:
+        """Return the error as an event."""
         return [_event("error", **error.body())]
 
-    def whole(self, choices: list[CollectedChoice], tally: UsageCounter) -> JsonObject:
-        """As of Writer."""
+    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
+        """Return the whole message."""
         (choice,) = choices
-        self.delta(choice.as_delta(), tally)
-        content = [_written(block) for block in self._blocks.all]
-        return {**self._head, "content": content, **self._ending, "usage": messages_usage(tally)}
+        self.delta_events(choice.to_delta(), usage)
+        content = [_block_to_json(block) for block in self._splitter.blocks]
+        return {
+            **self._head,
+            "content": content,
+            **self._stop_fields,
+            "usage": messages_usage(usage),
+        }
 
-    def opened(self, block: OutputBlock) -> list[ServerSentEvent]:
-        """As of Pen."""
-        return [_event("content_block_start", index=block.index, content_block=_written(block))]
+    def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
+        """Return the event that starts a content block."""
+        content_block = _block_to_json(block)
+        return [_event("content_block_start", index=block.index, content_block=content_block)]
 
-    def grown(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
-        """As of Pen."""
-        kind, name = DELTA_TYPES[block.kind]
-        delta = {"type": kind, name: text}
+    def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
+        """Return the event of a content block's increment."""
+        delta_type, field = DELTA_TYPES[block.kind]
+        delta = {"type": delta_type, field: text}
         return [_event("content_block_delta", index=block.index, delta=delta)]
 
-    def closed(self, block: OutputBlock) -> list[ServerSentEvent]:
-        """As of Pen."""
+    def end_block(self, block: OutputBlock) -> list[ServerSentEvent]:
+        """Return the event that ends a content block."""
         return [_event("content_block_stop", index=block.index)]
 
 
-def messages_usage(tally: UsageCounter) -> JsonObject:
-    """Token counts: those of the prompt that were cached are not among the input's."""
-    thought = tally.reasoning_tokens
-    details = {"output_tokens_details": {"thinking_tokens": thought}}
-    return {
-        "input_tokens": tally.prompt_tokens - tally.cached_tokens,
-        "cache_read_input_tokens": tally.cached_tokens,
+def messages_usage(usage: UsageCounter) -> JsonObject:
+    """Return the API's `usage`, in which input tokens do not include cached tokens."""
+    counts: JsonObject = {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_read_input_tokens": usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,
-        "output_tokens": tally.completion_tokens,
-        **({} if thought is None else details),
+        "output_tokens": usage.num_completion_tokens,
     }
+    reasoning = usage.num_reasoning_tokens
+    if reasoning is not None:
+        counts["output_tokens_details"] = {"thinking_tokens": reasoning}
+    return counts
 
 
-def _event(kind: str, **data: object) -> ServerSentEvent:
-    return ServerSentEvent({"type": kind, **data}, kind)
+def _event(event_type: str, **data: object) -> ServerSentEvent:
+    return ServerSentEvent({"type": event_type, **data}, event_type)
 
 
-def _written(block: OutputBlock) -> JsonObject:
-    """A block as far as it got."""
+def _block_to_json(block: OutputBlock) -> JsonObject:
+    """Return a content block with the text that has arrived."""
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case _:
-            called = {"id": block.call_id, "name": block.name, "input": _object(block.text)}
-            return {"type": "tool_use", **called}
+            call = {"id": block.call_id, "name": block.name, "input": _parse_object(block.text)}
+            return {"type": "tool_use", **call}
 
 
-def _object(text: str) -> JsonObject:
-    """A JSON object; empty for one that was cut off."""
+def _parse_object(text: str) -> JsonObject:
+    """Return a JSON object; an empty one if the text was cut off."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -132,8 +143,8 @@ def _object(text: str) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-def _ending(reason: str, stop: int | str | None) -> JsonObject:
-    """Why an answer ended."""
-    sequence = stop if isinstance(stop, str) and reason == "stop" else None
-    told = STOP_REASONS.get(reason, reason) if sequence is None else "stop_sequence"
-    return {"stop_reason": told, "stop_sequence": sequence}
+def _stop_fields(finish_reason: str, stop: int | str | None) -> JsonObject:
+    """Return `stop_reason` and `stop_sequence` of an output that has ended."""
+    if isinstance(stop, str) and finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": STOP_REASONS.get(finish_reason, finish_reason), "stop_sequence": None}

@@ -1,6 +1,7 @@
-"""An answer as blocks in a row, as newer APIs show it: reasoning, text, tool calls.
+"""Split an answer into consecutive blocks of reasoning, text and tool calls.
 
-Owns where a block ends and the next one begins. Knows nothing of how blocks are written.
+The Responses API and the Messages API stream their answers as blocks. Each API writes its own JSON
+by a `BlockWriter`.
 """
 
 from collections.abc import Sequence
@@ -11,109 +12,121 @@ from gllm.frontend.sse import ServerSentEvent
 from gllm.text.output import events as output
 
 BlockKind = Literal["reasoning", "text", "call", "custom"]
-"""`custom`: a call of a custom tool, whose text is its input."""
+"""`custom`: a call of a custom tool, whose text is the tool's input."""
 BlockStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 @dataclass
 class OutputBlock:
-    """One block, as far as it got."""
+    """One block and the text that has arrived."""
 
     kind: BlockKind
     index: int
+    """Position among the answer's blocks."""
     call_id: str = ""
     name: str = ""
-    pieces: list[str] = field(default_factory=list)
+    """Name of the called tool; empty for other blocks."""
+    texts: list[str] = field(default_factory=list)
+    """Increments of the text."""
     status: BlockStatus = "in_progress"
-    """Incomplete: cut off, or a call that turned out to be none."""
+    """`incomplete`: cut off, or a tool call whose text is no valid call."""
 
     @property
     def is_call(self) -> bool:
-        """Whether it is a call of a tool."""
+        """True for a call of a tool."""
         return self.kind in ("call", "custom")
 
     @property
     def text(self) -> str:
-        """What it says; of a call: its arguments, the text of a JSON object."""
-        return "".join(self.pieces)
+        """Text of the block; for a function call its arguments, the text of a JSON object."""
+        return "".join(self.texts)
 
 
 class BlockWriter(Protocol):
-    """How an API writes blocks to a stream."""
+    """Writes blocks as the events of one API."""
 
-    def opened(self, block: OutputBlock) -> list[ServerSentEvent]:
-        """A block without text begins."""
+    def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
+        """Return the events that start a block, which has no text yet."""
 
-    def grown(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
-        """More of a block's text, which is in the block already."""
+    def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
+        """Return the events of more text, which the block already contains."""
 
-    def closed(self, block: OutputBlock) -> list[ServerSentEvent]:
-        """A block has ended."""
+    def end_block(self, block: OutputBlock) -> list[ServerSentEvent]:
+        """Return the events that end a block."""
 
 
 class BlockSplitter:
-    """BlockSplitter on their way through a pen."""
+    """Splits the output events of a choice into blocks and writes them."""
 
-    def __init__(self, pen: BlockWriter) -> None:
-        self.all: list[OutputBlock] = []
-        self._pen = pen
+    def __init__(self, writer: BlockWriter) -> None:
+        self.blocks: list[OutputBlock] = []
+        """All blocks of the answer; only the last one can be in progress."""
+        self._writer = writer
 
-    def add(self, events: Sequence[output.OutputEvent]) -> list[ServerSentEvent]:
-        """What the output's events add to a stream.
+    def push(self, events: Sequence[output.OutputEvent]) -> list[ServerSentEvent]:
+        """Return the stream events of output events.
 
-        A call that turns out to be none is left out where all of it is among the events; it cannot
-        be taken back later.
+        A call that starts and aborts within `events` is left out. A call that has been streamed
+        cannot be withdrawn; it ends as incomplete.
         """
         written: list[ServerSentEvent] = []
-        for event in _without_broken_calls(events):
+        for event in _drop_aborted_calls(events):
             match event:
                 case output.ContentDelta(text):
-                    written += self._text("text", text)
+                    written += self._push_text("text", text)
                 case output.ReasoningDelta(text):
-                    written += self._text("reasoning", text)
+                    written += self._push_text("reasoning", text)
                 case output.ToolCallStart(_, call_id, name, is_custom):
                     kind: BlockKind = "custom" if is_custom else "call"
-                    written += self._begin(OutputBlock(kind, len(self.all), call_id, name))
+                    written += self._start(OutputBlock(kind, len(self.blocks), call_id, name))
                 case output.ToolCallArgumentsDelta(_, text):
-                    written += self._grow(text)
+                    written += self._extend(text)
                 case output.ToolCallAborted(_):
-                    written += self.end("incomplete")
+                    written += self.end_block("incomplete")
         return written
 
-    def finish(self, reason: str) -> list[ServerSentEvent]:
-        """The end of the output. A call that did not break is whole, whatever ended the output."""
-        cut = reason in ("length", "abort") and bool(self.all) and not self.all[-1].is_call
-        return self.end("incomplete" if cut else "completed")
+    def finish(self, finish_reason: str) -> list[ServerSentEvent]:
+        """Return the events that end the output.
 
-    def end(self, status: BlockStatus = "completed") -> list[ServerSentEvent]:
-        """The end of what is open."""
-        if not self.all or self.all[-1].status != "in_progress":
+        The parser aborts an incomplete call itself, so a call in progress is complete here
+        whatever the finish reason.
+        """
+        is_cut_off = (
+            finish_reason in ("length", "abort")
+            and bool(self.blocks)
+            and not self.blocks[-1].is_call
+        )
+        return self.end_block("incomplete" if is_cut_off else "completed")
+
+    def end_block(self, status: BlockStatus = "completed") -> list[ServerSentEvent]:
+        """End the block in progress, if there is one, and return its last events."""
+        if not self.blocks or self.blocks[-1].status != "in_progress":
             return []
-        self.all[-1].status = status
-        return self._pen.closed(self.all[-1])
+        self.blocks[-1].status = status
+        return self._writer.end_block(self.blocks[-1])
 
-    def _text(self, kind: BlockKind, text: str) -> list[ServerSentEvent]:
-        last = self.all[-1] if self.all else None
+    def _push_text(self, kind: BlockKind, text: str) -> list[ServerSentEvent]:
+        last = self.blocks[-1] if self.blocks else None
         if last is not None and last.kind == kind and last.status == "in_progress":
-            return self._grow(text)
-        return self._begin(OutputBlock(kind, len(self.all))) + self._grow(text)
+            return self._extend(text)
+        return self._start(OutputBlock(kind, len(self.blocks))) + self._extend(text)
 
-    def _begin(self, block: OutputBlock) -> list[ServerSentEvent]:
-        written = self.end()
-        self.all.append(block)
-        return written + self._pen.opened(block)
+    def _start(self, block: OutputBlock) -> list[ServerSentEvent]:
+        written = self.end_block()
+        self.blocks.append(block)
+        return written + self._writer.start_block(block)
 
-    def _grow(self, text: str) -> list[ServerSentEvent]:
-        block = self.all[-1]
-        block.pieces.append(text)
-        return self._pen.grown(block, text)
+    def _extend(self, text: str) -> list[ServerSentEvent]:
+        block = self.blocks[-1]
+        block.texts.append(text)
+        return self._writer.extend_block(block, text)
 
 
-def _without_broken_calls(events: Sequence[output.OutputEvent]) -> Sequence[output.OutputEvent]:
-    """The events without those of calls that begin and break among them."""
+def _drop_aborted_calls(events: Sequence[output.OutputEvent]) -> Sequence[output.OutputEvent]:
+    """Return the events without those of calls that both start and abort among them."""
     if len(events) < 2:
         return events
-    begun = {event.index for event in events if isinstance(event, output.ToolCallStart)}
-    broken = {event.index for event in events if isinstance(event, output.ToolCallAborted)}
-    gone = begun & broken
-    return [event for event in events if getattr(event, "index", None) not in gone]
+    started = {event.index for event in events if isinstance(event, output.ToolCallStart)}
+    aborted = {event.index for event in events if isinstance(event, output.ToolCallAborted)}
+    dropped = started & aborted
+    return [event for event in events if getattr(event, "index", None) not in dropped]

@@ -1,7 +1,4 @@
-"""A job in the engine: its requests, and the deltas they bring as one stream.
-
-Owns when deltas are taken. Knows nothing of JSON and of sockets.
-"""
+"""Run the engine requests of one HTTP request and merge their deltas."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -19,119 +16,128 @@ from gllm.text.output.reasoning import ReasoningTokenCounter
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request ready to run."""
+    """An HTTP request that is checked, tokenized and ready for the engine."""
 
     fields: BaseCompletionFields
     prompts: list[list[int]]
+    """Token ids of each prompt."""
     params: SamplingParams
-    generates: bool = True
-    """If not, what is drawn is not shown: the prompt is all that matters."""
-    output: OutputFormat = PLAIN_TEXT
-    """What the choices may hold besides text."""
-    reasoning: Callable[[], ReasoningTokenCounter] | None = None
-    """Makes what counts a choice's tokens of reasoning, where they can be told apart."""
+    returns_output: bool = True
+    """False if the client requested no output: the sampled token is discarded, and the answer has
+    the prompt's echo and log-probabilities alone."""
+    output_format: OutputFormat = PLAIN_TEXT
+    """Reasoning and tool calls that the text of the choices may contain."""
+    new_reasoning_counter: Callable[[], ReasoningTokenCounter] | None = None
+    """Factory of a choice's counter of reasoning tokens; None if they are not counted."""
 
     @property
-    def choices(self) -> int:
+    def num_choices(self) -> int:
+        """Choices of all prompts together."""
         return len(self.prompts) * self.params.n
 
 
 class RequestRun:
-    """The requests of one job, a request for each prompt; the choices of prompt i are i * n ..
-    i * n + n - 1. Has to be closed."""
+    """The running engine requests of one HTTP request, one per prompt. Has to be closed.
+
+    The choices of prompt i have the indices i * n to i * n + n - 1.
+    """
 
     def __init__(
         self,
         engine: EngineInterface,
         metrics: Metrics,
-        job: PreparedRequest,
+        request: PreparedRequest,
         request_id: str,
         arrival: float,
     ) -> None:
         self._engine = engine
-        self._job = job
+        self._request = request
         self._request_id = request_id
-        n = job.params.n
-        self.records = [RequestMetrics(metrics, arrival, len(ids), n) for ids in job.prompts]
-        self._requests: Sequence[RequestHandle] = []
-        self._left = job.choices
-        self._push: Callable[[], bool] = bool
-        self._stop: asyncio.Future[None] | None = None
-        """Ends `pour`, where that runs."""
-        self._has_news = False
+        n = request.params.n
+        self.prompt_metrics = [
+            RequestMetrics(metrics, arrival, len(ids), n) for ids in request.prompts
+        ]
+        """Metrics of each prompt."""
+        self._handles: Sequence[RequestHandle] = []
+        self._num_running = request.num_choices
+        self._on_output: Callable[[], bool] = bool
+        self._stopped: asyncio.Future[None] | None = None
+        """Result of the running `stream_to`; None if none runs."""
+        self._has_output = False
 
     @property
-    def ended(self) -> bool:
-        """Whether all choices have been taken to their end."""
-        return not self._left
+    def is_finished(self) -> bool:
+        """True if the last delta of every choice has been returned by `pop_deltas`."""
+        return not self._num_running
 
     async def start(self) -> None:
-        """Hand the requests to the engine. Raises what `submit` does."""
-        fields = self._job.fields
-        self._requests = await self._engine.submit(
-            self._job.prompts,
-            self._job.params,
+        """Submit the requests to the engine. Raises the errors of `EngineInterface.submit`."""
+        fields = self._request.fields
+        self._handles = await self._engine.submit(
+            self._request.prompts,
+            self._request.params,
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt or "",
             request_id=self._request_id,
         )
-        for request in self._requests:
-            request.listen(self._news)
+        for handle in self._handles:
+            handle.set_listener(self._notify)
 
-    async def pour(self, push: Callable[[], bool]) -> None:
-        """Call `push` whenever there is something to take, within the step of the engine that
-        brings it, until it says False, raises, or has taken everything.
+    async def stream_to(self, on_output: Callable[[], bool]) -> None:
+        """Call `on_output` whenever output is pending, until it returns False or raises.
 
-        No task of this process runs for a token so. What comes before the next call waits, and
-        is coalesced.
+        It is called while the engine handles the step that produced the output, so that no task
+        has to wake per token. It reads the output with `pop_deltas`. Also returns once all choices
+        have finished. Output that arrives before the next call of `stream_to` is kept, and merged
+        per choice.
         """
-        self._push, self._stop = push, asyncio.get_running_loop().create_future()
-        if self._has_news:
-            self._news()
+        self._on_output, self._stopped = on_output, asyncio.get_running_loop().create_future()
+        if self._has_output:
+            self._notify()
         try:
-            await self._stop
+            await self._stopped
         finally:
-            self._stop = None
+            self._stopped = None
 
-    def take(self) -> list[OutputDelta]:
-        """What came since the last call. Raises what the engine does."""
-        self._has_news = False
+    def pop_deltas(self) -> list[OutputDelta]:
+        """Return the deltas since the last call. Raises the errors of the engine."""
+        self._has_output = False
         deltas: list[OutputDelta] = []
-        for i, request in enumerate(self._requests):
-            for delta in request.take():
-                self.records[i].delta(delta)
+        for prompt, handle in enumerate(self._handles):
+            for delta in handle.pop_deltas():
+                self.prompt_metrics[prompt].on_delta(delta)
                 if delta.finish_reason is not None:
-                    self._left -= 1
-                deltas.append(self._shown(delta, i))
+                    self._num_running -= 1
+                deltas.append(self._to_answer(delta, prompt))
         return deltas
 
     def close(self) -> None:
-        """Abort what still runs."""
-        for request in self._requests:
-            request.close()
-        for record in self.records:
-            record.close()
+        """Abort the choices that still run."""
+        for handle in self._handles:
+            handle.close()
+        for metrics in self.prompt_metrics:
+            metrics.close()
 
-    def _shown(self, delta: OutputDelta, prompt: int) -> OutputDelta:
-        """A prompt's delta as one of the job."""
+    def _to_answer(self, delta: OutputDelta, prompt: int) -> OutputDelta:
+        """Return a prompt's delta with the answer's choice index, and without hidden output."""
         if prompt:
-            delta = replace(delta, index=prompt * self._job.params.n + delta.index)
-        if self._job.generates:
+            delta = replace(delta, index=prompt * self._request.params.n + delta.index)
+        if self._request.returns_output:
             return delta
         reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         return replace(
             delta, text="", token_ids=[], logprobs=[], finish_reason=reason, stop_reason=None
         )
 
-    def _news(self) -> None:
-        self._has_news = True
-        stop = self._stop
-        if stop is None or stop.done():
+    def _notify(self) -> None:
+        self._has_output = True
+        stopped = self._stopped
+        if stopped is None or stopped.done():
             return
         try:
-            goes_on = self._push()
-        except Exception as error:  # told to whoever pours
-            stop.set_exception(error)
+            should_continue = self._on_output()
+        except Exception as error:  # raised by stream_to
+            stopped.set_exception(error)
         else:
-            if not goes_on or self.ended:
-                stop.set_result(None)
+            if not should_continue or self.is_finished:
+                stopped.set_result(None)

@@ -1,7 +1,4 @@
-"""What a request that generated came to.
-
-Owns the figures that log lines and traces tell. Knows nothing of either, and nothing of texts.
-"""
+"""Summary of a generating request, read by the access log and by traces."""
 
 from dataclasses import dataclass, field
 
@@ -14,29 +11,33 @@ from gllm.frontend.metrics import RequestMetrics
 
 @dataclass
 class RequestSummary:
-    """Filled while the request runs; complete when its handler has ended."""
+    """Parameters, token counts and latencies of one request.
+
+    Updated while the request runs; complete when its handler has returned.
+    """
 
     params: SamplingParams
-    streams: bool
-    tally: UsageCounter
-    records: list[RequestMetrics] = field(default_factory=list)
-    """One for each prompt."""
+    is_streaming: bool
+    usage: UsageCounter
+    prompt_metrics: list[RequestMetrics] = field(default_factory=list)
+    """Metrics of each prompt, in the order of the prompts."""
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of the choices, in their order; of those that have one."""
-        return [reason for record in self.records for reason in record.reasons if reason]
+        """Finish reasons of the choices that have finished, in the order of the choices."""
+        return [reason for m in self.prompt_metrics for reason in m.finish_reasons if reason]
 
     @property
-    def ttft(self) -> float | None:
-        """Seconds from arrival to the first token; None without one."""
-        return min((r.ttft for r in self.records if r.ttft is not None), default=None)
+    def ttft_seconds(self) -> float | None:
+        """Time from arrival to the first token; None if there is no token."""
+        return min((m.ttft for m in self.prompt_metrics if m.ttft is not None), default=None)
 
     @property
     def queue_seconds(self) -> float | None:
-        """From arrival to the first micro-batch; None before the first token."""
-        known = (r.queue_seconds for r in self.records if r.queue_seconds is not None)
-        return min(known, default=None)
+        """Time from arrival to the first micro-batch; None before the first token."""
+        times = (m.queue_seconds for m in self.prompt_metrics if m.queue_seconds is not None)
+        return min(times, default=None)
 
 
-SUMMARY = web.RequestKey("outcome", RequestSummary)
+SUMMARY = web.RequestKey("summary", RequestSummary)
+"""Key of a request's summary; absent if the request does not generate."""

@@ -1,7 +1,4 @@
-"""Answers of OpenAI's Responses API: items, whole or as numbered events.
-
-Owns the API's shapes. Knows nothing of requests but what an answer repeats of them.
-"""
+"""Write answers of OpenAI's Responses API: output items, whole or as numbered events."""
 
 import time
 from collections import defaultdict
@@ -19,144 +16,158 @@ from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.output.events import ContentDelta
 
 ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
-"""What ids of items begin with."""
+"""Prefix of item ids, by block kind."""
 TEXT_TYPES = {
     "text": "output_text",
     "reasoning": "reasoning_text",
     "call": "function_call_arguments",
     "custom": "custom_tool_call_input",
 }
-"""What the text of a block is called."""
+"""The API's name of a block's text, by block kind."""
 INCOMPLETE_REASONS = {"length": "max_output_tokens", "abort": "abort"}
-"""Why answers are incomplete, by finish reason."""
+"""Reason of an incomplete answer, by finish reason."""
 
 
 class ResponsesWriter:
-    """Writes one answer. `name` is in ids where the request does not name itself."""
+    """AnswerWriter of the Responses API.
+
+    Args:
+        engine: The engine, for the model's name and tokenizer.
+        request: The request to answer, converted to a chat completion.
+        fields: The request's own fields, which the answer repeats.
+        default_id: Id of the answer if the request has no `request_id`.
+    """
 
     def __init__(
-        self, engine: EngineInterface, job: PreparedRequest, asked: ResponsesFields, name: str
+        self,
+        engine: EngineInterface,
+        request: PreparedRequest,
+        fields: ResponsesFields,
+        default_id: str,
     ) -> None:
-        self._id = asked.request_id or name
+        self._id = fields.request_id or default_id
         self._model = engine.model.name
         self._tokenizer = engine.tokenizer
         self._created = int(time.time())
-        self._params = job.params
-        self._asked = asked
-        self._number = 0
-        self._outputs = ChatOutputParser(job.output)
-        self._blocks = BlockSplitter(self)
-        self._cut: str | None = None
-        """Why the answer is incomplete, where it is."""
-        self._pending: list[JsonObject] = []
-        """Log-probabilities of tokens since the last text, whose place is the next one."""
+        self._params = request.params
+        self._fields = fields
+        self._sequence_number = 0
+        self._parser = ChatOutputParser(request.output_format)
+        self._splitter = BlockSplitter(self)
+        self._incomplete_reason: str | None = None
+        self._pending_logprobs: list[JsonObject] = []
+        """Log-probabilities of tokens whose text has not been written yet."""
         self._logprobs: dict[int, list[JsonObject]] = defaultdict(list)
-        """Of the text so far, by block."""
+        """Log-probabilities of the written text, by block index."""
 
-    def opening(self, tally: UsageCounter) -> list[ServerSentEvent]:
-        """As of Writer."""
-        begun = self._response("in_progress", None)
+    def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the events that announce the response."""
+        response = self._response("in_progress", None)
         return [
-            self._event("response.created", response=begun),
-            self._event("response.in_progress", response=begun),
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
         ]
 
-    def delta(self, delta: OutputDelta, tally: UsageCounter) -> list[ServerSentEvent]:
-        """As of Writer."""
-        self._pending += self._logprobs_of(delta)
-        said, reason = self._outputs.push(delta.index, delta.text, delta.finish_reason)
-        events = self._blocks.add(said)
+    def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the events of a delta."""
+        self._pending_logprobs += self._delta_logprobs(delta)
+        output_events, reason = self._parser.push(delta.index, delta.text, delta.finish_reason)
+        events = self._splitter.push(output_events)
         if reason is not None:
-            self._cut = INCOMPLETE_REASONS.get(reason)
-            if not self._blocks.all:
-                events += self._blocks.add([ContentDelta("")])
-            events += self._blocks.finish(reason)
+            self._incomplete_reason = INCOMPLETE_REASONS.get(reason)
+            if not self._splitter.blocks:
+                events += self._splitter.push([ContentDelta("")])
+            events += self._splitter.finish(reason)
         return events
 
-    def closing(self, tally: UsageCounter) -> list[ServerSentEvent]:
-        """As of Writer."""
-        response = self._response(self._end_status, tally)
-        return [self._event(f"response.{self._end_status}", response=response)]
+    def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the event with the whole response."""
+        response = self._response(self._final_status, usage)
+        return [self._event(f"response.{self._final_status}", response=response)]
 
-    def failed(self, error: ApiError) -> list[ServerSentEvent]:
-        """As of Writer."""
-        events = self._blocks.end("incomplete")
+    def error_events(self, error: ApiError) -> list[ServerSentEvent]:
+        """Return the end of the open item and the failed response."""
+        events = self._splitter.end_block("incomplete")
         response = {**self._response("failed", None), **error.body()}
         return [*events, self._event("response.failed", response=response)]
 
-    def whole(self, choices: list[CollectedChoice], tally: UsageCounter) -> JsonObject:
-        """As of Writer."""
+    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
+        """Return the whole response."""
         (choice,) = choices
-        self.delta(choice.as_delta(), tally)
-        return self._response(self._end_status, tally)
+        self.delta_events(choice.to_delta(), usage)
+        return self._response(self._final_status, usage)
 
-    def opened(self, block: OutputBlock) -> list[ServerSentEvent]:
-        """As of Pen."""
-        where = {"output_index": block.index, "item": self._item(block)}
-        events = [self._event("response.output_item.added", **where)]
+    def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
+        """Return the events that start an output item."""
+        item = self._item(block)
+        events = [self._event("response.output_item.added", output_index=block.index, item=item)]
         if not block.is_call:
-            part = self._part(block)
-            events.append(self._within(block, "response.content_part.added", part=part))
+            part = self._content_part(block)
+            events.append(self._item_event(block, "response.content_part.added", part=part))
         return events
 
-    def grown(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
-        """As of Pen."""
-        told: JsonObject = {}
+    def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
+        """Return the event of an item's increment, with its log-probabilities."""
+        logprobs: JsonObject = {}
         if block.kind == "text":
-            told["logprobs"], self._pending = self._pending, []
-            self._logprobs[block.index] += told["logprobs"]
-        return [self._within(block, f"response.{TEXT_TYPES[block.kind]}.delta", delta=text, **told)]
+            logprobs["logprobs"], self._pending_logprobs = self._pending_logprobs, []
+            self._logprobs[block.index] += logprobs["logprobs"]
+        event_type = f"response.{TEXT_TYPES[block.kind]}.delta"
+        return [self._item_event(block, event_type, delta=text, **logprobs)]
 
-    def closed(self, block: OutputBlock) -> list[ServerSentEvent]:
-        """As of Pen."""
+    def end_block(self, block: OutputBlock) -> list[ServerSentEvent]:
+        """Return the events that end an output item."""
         done = f"response.{TEXT_TYPES[block.kind]}.done"
         events = []
-        if block.kind == "text" and self._pending:
-            events += self.grown(block, "")  # tokens that no text has come of
+        if block.kind == "text" and self._pending_logprobs:
+            events += self.extend_block(block, "")  # log-probabilities of tokens without text
         if block.kind == "call":
-            events += [self._within(block, done, name=block.name, arguments=block.text)]
+            events += [self._item_event(block, done, name=block.name, arguments=block.text)]
         elif block.kind == "custom":
-            events += [self._within(block, done, input=block.text)]
+            events += [self._item_event(block, done, input=block.text)]
         else:
-            part = self._part(block)
-            told = {name: value for name, value in part.items() if name in ("text", "logprobs")}
+            part = self._content_part(block)
+            content = {name: value for name, value in part.items() if name in ("text", "logprobs")}
             events += [
-                self._within(block, done, **told),
-                self._within(block, "response.content_part.done", part=part),
+                self._item_event(block, done, **content),
+                self._item_event(block, "response.content_part.done", part=part),
             ]
-        where = {"output_index": block.index, "item": self._item(block)}
-        return [*events, self._event("response.output_item.done", **where)]
+        item = self._item(block)
+        return [
+            *events,
+            self._event("response.output_item.done", output_index=block.index, item=item),
+        ]
 
     @property
-    def _end_status(self) -> str:
-        """Of an answer that went well."""
-        return "incomplete" if self._cut else "completed"
+    def _final_status(self) -> str:
+        """Status of a response without an error."""
+        return "incomplete" if self._incomplete_reason else "completed"
 
-    def _logprobs_of(self, delta: OutputDelta) -> list[JsonObject]:
+    def _delta_logprobs(self, delta: OutputDelta) -> list[JsonObject]:
         if self._params.logprobs is None:
             return []
-        told = chat_logprobs(self._tokenizer, delta.logprobs, self._params.logprobs)
-        content: list[JsonObject] = told["content"]
+        logprobs = chat_logprobs(self._tokenizer, delta.logprobs, self._params.logprobs)
+        content: list[JsonObject] = logprobs["content"]
         return content
 
-    def _event(self, kind: str, **data: object) -> ServerSentEvent:
-        """The next event."""
-        event = ServerSentEvent({"type": kind, "sequence_number": self._number, **data}, kind)
-        self._number += 1
-        return event
+    def _event(self, event_type: str, **data: object) -> ServerSentEvent:
+        """Return an event with the next sequence number."""
+        data = {"type": event_type, "sequence_number": self._sequence_number, **data}
+        self._sequence_number += 1
+        return ServerSentEvent(data, event_type)
 
-    def _within(self, block: OutputBlock, kind: str, **data: object) -> ServerSentEvent:
-        """An event within an item."""
-        where = {"item_id": self._item_id(block), "output_index": block.index}
+    def _item_event(self, block: OutputBlock, event_type: str, **data: object) -> ServerSentEvent:
+        """Return an event of an output item."""
+        position = {"item_id": self._item_id(block), "output_index": block.index}
         if not block.is_call:
-            where["content_index"] = 0
-        return self._event(kind, **where, **data)
+            position["content_index"] = 0
+        return self._event(event_type, **position, **data)
 
     def _item_id(self, block: OutputBlock) -> str:
         return f"{ID_PREFIXES[block.kind]}_{self._id}_{block.index}"
 
     def _item(self, block: OutputBlock) -> JsonObject:
-        """A block as an item of the output; its content only when that has ended."""
+        """Return a block as an output item, with its content once the block has ended."""
         head = {"id": self._item_id(block), "status": block.status}
         if block.kind == "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
@@ -164,21 +175,21 @@ class ResponsesWriter:
         if block.kind == "custom":
             call = {"call_id": block.call_id, "name": block.name, "input": block.text}
             return {**head, "type": "custom_tool_call", **call}
-        content = [] if block.status == "in_progress" else [self._part(block)]
+        content = [] if block.status == "in_progress" else [self._content_part(block)]
         if block.kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": content}
         return {**head, "type": "message", "role": "assistant", "content": content}
 
-    def _part(self, block: OutputBlock) -> JsonObject:
-        """The content of a block that is no call."""
+    def _content_part(self, block: OutputBlock) -> JsonObject:
+        """Return the content of a text or reasoning block."""
         part: JsonObject = {"type": TEXT_TYPES[block.kind], "text": block.text}
         if block.kind == "reasoning":
             return part
         return {**part, "annotations": [], "logprobs": list(self._logprobs[block.index])}
 
-    def _response(self, status: str, tally: UsageCounter | None) -> JsonObject:
-        """The whole object; with token counts if there is a tally."""
-        asked = self._asked
+    def _response(self, status: str, usage: UsageCounter | None) -> JsonObject:
+        """Return the response object, with token counts if `usage` is given."""
+        fields, reason = self._fields, self._incomplete_reason
         return {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -186,22 +197,22 @@ class ResponsesWriter:
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
-            "incomplete_details": self._cut and {"reason": self._cut},
+            "incomplete_details": reason and {"reason": reason},
             "model": self._model,
-            "output": [self._item(block) for block in self._blocks.all],
-            "usage": None if tally is None else responses_usage(tally),
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
+            "output": [self._item(block) for block in self._splitter.blocks],
+            "usage": None if usage is None else responses_usage(usage),
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
-            "top_logprobs": asked.top_logprobs or 0,
-            "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
-            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
-            "tools": asked.tools or [],
-            "tool_choice": asked.tool_choice or "auto",
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "truncation": asked.truncation or "disabled",
-            "metadata": asked.metadata or {},
+            "top_logprobs": fields.top_logprobs or 0,
+            "text": {"format": (fields.text and fields.text.format) or {"type": "text"}},
+            "reasoning": {"effort": fields.reasoning and fields.reasoning.effort, "summary": None},
+            "tools": fields.tools or [],
+            "tool_choice": fields.tool_choice or "auto",
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "truncation": fields.truncation or "disabled",
+            "metadata": fields.metadata or {},
             "previous_response_id": None,
             "background": False,
             "store": False,
@@ -209,12 +220,15 @@ class ResponsesWriter:
         }
 
 
-def responses_usage(tally: UsageCounter) -> JsonObject:
-    """Token counts. What is written to the prefix cache is not counted apart."""
+def responses_usage(usage: UsageCounter) -> JsonObject:
+    """Return the API's `usage`. Writes to the prefix cache are not counted separately."""
     return {
-        "input_tokens": tally.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": tally.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": tally.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": tally.reasoning_tokens or 0},
-        "total_tokens": tally.prompt_tokens + tally.completion_tokens,
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage.num_completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens or 0},
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
     }

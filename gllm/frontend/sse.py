@@ -1,7 +1,4 @@
-"""Server-sent events over one response.
-
-Owns the event format. Knows nothing of what the events say.
-"""
+"""Server-sent events of one answer: their format, keep-alive comments and slow clients."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -16,119 +13,121 @@ from gllm.frontend.connection import abort_unread_answer
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # proxies of the nginx kind would hold events back
+    "X-Accel-Buffering": "no",  # nginx and similar proxies would buffer events
 }
+"""Headers of an answer that is a stream of events."""
 
 KEEP_ALIVE_SECONDS = 7.0
-"""A stream that has had nothing to say for so long, at most twice, says that it lives."""
+"""Interval at which a stream is checked; one that was silent for an interval gets a comment."""
 MAX_WRITE_BYTES = 65536
+"""Bytes of one write to the socket."""
 
 
 class ServerSentEvent(NamedTuple):
-    """One event: its data, and a name where its kind has one."""
+    """One event of a stream."""
 
     data: dict[str, Any] | bytes
-    """JSON values, or what is written as it is."""
+    """JSON values, or the encoded data."""
     name: str = ""
+    """Type of the event; empty for an API whose events have no types."""
 
 
 DONE = ServerSentEvent(b"[DONE]")
-"""How OpenAI's older endpoints end a stream."""
+"""Last event of OpenAI's completions and chat completions."""
 
 
 class EventStream:
-    """A stream of events, written at once while the client keeps up.
+    """Answer of server-sent events, written at once while the client reads.
 
-    While it is watched, silence is filled with comments, and a client that takes nothing for
-    `patience` seconds loses its connection. What is written to one that is gone raises
+    Within `monitored()`, silence is filled with comments, and a client that reads nothing for
+    `write_timeout_seconds` loses its connection. Writing to a closed connection raises
     ConnectionError.
     """
 
-    def __init__(self, request: web.Request, patience: float) -> None:
+    def __init__(self, request: web.Request, write_timeout_seconds: float) -> None:
         self.response = web.StreamResponse(headers=STREAM_HEADERS)
         self._request = request
         self._protocol = request.protocol
         self._is_chunked = request.version >= HttpVersion11
-        self._patience = patience
+        self._write_timeout_seconds = write_timeout_seconds
         self._encoder = msgspec.json.Encoder()
         self._unsent: list[bytes] = []
-        self._pieces = 0
-        """That were written: what tells that something goes on."""
+        self._num_writes = 0
+        """Writes so far, by which the monitor recognizes progress."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the headers were sent: what fails from now on has to be told by an event."""
+        """True once the headers are sent, so that an error has to be sent as an event."""
         return self.response.prepared
 
-    async def open(self) -> None:
-        """Send the headers, if they were not."""
+    async def send_headers(self) -> None:
+        """Send the headers if they have not been sent."""
         await self.response.prepare(self._request)
 
-    def put(self, events: Iterable[ServerSentEvent]) -> None:
-        """Events, in as few writes as there may be. What cannot be sent at once, the headers not
-        being sent or the client being slow, is kept for `flush`."""
-        data = b"".join([self._written(event) for event in events])
+    def write_events(self, events: Iterable[ServerSentEvent]) -> None:
+        """Write events in as few writes as possible.
+
+        Events are kept for `flush` while the headers are not sent or the client reads slowly.
+        """
+        data = b"".join([self._encode(event) for event in events])
         if not data:
             return
-        if len(data) <= MAX_WRITE_BYTES and self.is_fluent and self.is_open:
+        if len(data) <= MAX_WRITE_BYTES and self.is_caught_up and self.is_open:
             self._write(data)
         else:
             self._unsent.append(data)
 
     @property
-    def is_fluent(self) -> bool:
-        """Whether all was sent and the client took it."""
+    def is_caught_up(self) -> bool:
+        """True if nothing is kept and the socket accepts more data."""
         return not (self._unsent or self._protocol.writing_paused)
 
     async def flush(self) -> None:
-        """Send what was kept and wait until the client has taken it."""
-        await self.open()
+        """Send the kept events and wait until the client has read them."""
+        await self.send_headers()
         data = b"".join(self._unsent)
-        # Piece by piece: a client that takes one is slow, but reads.
+        # In pieces, so that the monitor sees the progress of a slow client.
         for begin in range(0, len(data), MAX_WRITE_BYTES):
             await self._request.writer.drain()
             self._write(data[begin : begin + MAX_WRITE_BYTES])
         self._unsent.clear()
         await self._request.writer.drain()
 
-    async def end(self) -> None:
-        """The end of the stream."""
+    async def finish(self) -> None:
+        """Send the kept events and end the answer."""
         await self.flush()
         await self.response.write_eof()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Look after the stream as long as the context lasts.
-
-        A task beside the writer, so that writing costs nothing more.
-        """
-        watch = asyncio.create_task(self._watch())
+    def monitored(self) -> Iterator[None]:
+        """Monitor the stream within the block, in a separate task so that writes cost no more."""
+        monitor = asyncio.create_task(self._monitor())
         try:
             yield
         finally:
-            watch.cancel()
+            monitor.cancel()
 
-    async def _watch(self) -> None:
-        seen = stuck = 0
-        period = min(KEEP_ALIVE_SECONDS, self._patience)
-        while stuck * period < self._patience:
+    async def _monitor(self) -> None:
+        num_seen_writes = num_stuck_periods = 0
+        period = min(KEEP_ALIVE_SECONDS, self._write_timeout_seconds)
+        while num_stuck_periods * period < self._write_timeout_seconds:
             await asyncio.sleep(period)
-            if self._pieces != seen:
-                seen, stuck = self._pieces, 0
-            elif not self.is_fluent:
-                stuck += 1
+            if self._num_writes != num_seen_writes:
+                num_seen_writes, num_stuck_periods = self._num_writes, 0
+            elif not self.is_caught_up:
+                num_stuck_periods += 1
             else:
-                stuck = 0
-                await self._comment()
+                num_stuck_periods = 0
+                await self._send_comment()
         abort_unread_answer(self._request)
 
-    async def _comment(self) -> None:
-        """What clients do not see, but proxies do, which cut silent connections."""
+    async def _send_comment(self) -> None:
+        """Send a comment: clients ignore it, and proxies do not close the idle connection."""
         with suppress(ConnectionError):
-            await self.open()
+            await self.send_headers()
             self._write(b": keep-alive\n\n")
 
-    def _written(self, event: ServerSentEvent) -> bytes:
+    def _encode(self, event: ServerSentEvent) -> bytes:
         data, name = event
         text = data if isinstance(data, bytes) else self._encoder.encode(data)
         if name:
@@ -136,9 +135,9 @@ class EventStream:
         return b"data: %b\n\n" % text
 
     def _write(self, data: bytes) -> None:
-        """Past aiohttp's own writing, which has to be waited for."""
+        """Write to the transport: aiohttp's own `write` is a coroutine, which costs more."""
         transport = self._protocol.transport
         if transport is None or transport.is_closing():
-            raise ConnectionError("the client is gone")
+            raise ConnectionError("the client has disconnected")
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-        self._pieces += 1
+        self._num_writes += 1
