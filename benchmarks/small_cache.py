@@ -43,7 +43,7 @@ def simulate_case(case: Case) -> list[str]:
     figures = summarize(run)
     served = run.requests.values()
     # The last token of an output is never an input.
-    needed = sum(one.prompt_tokens + one.line.tokens - 1 for one in served)
+    needed = sum(one.prompt_tokens + one.line.num_tokens - 1 for one in served)
     computed = sum(step.work.tokens for step in run.steps)
     longest_wait = max(max(one.line.itl, default=0.0) for one in served)
     return [

@@ -132,6 +132,6 @@ def check(load: list[PlannedRequest], outcomes: list[RequestResult]) -> None:
         raise PeerError(" / ".join(failures))
     for planned, outcome in zip(load, outcomes, strict=True):
         asked = (planned.prompt_tokens, planned.output_tokens)
-        served = (outcome.prompt_tokens, outcome.timeline.tokens)
+        served = (outcome.prompt_tokens, outcome.timeline.num_tokens)
         if asked != served:
             raise PeerError(f"it served {served} prompt and output tokens where {asked} were asked")

@@ -162,9 +162,9 @@ class Engine:
             [prompt], params, priority=priority, cache_salt=cache_salt, request_id=request_id
         )
         try:
-            while not request.ended:
+            while not request.is_finished:
                 await request.wait()
-                for delta in request.take():
+                for delta in request.pop_deltas():
                     yield delta
         finally:
             request.close()

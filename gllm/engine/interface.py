@@ -115,7 +115,7 @@ class RequestHandle(Protocol):
     Deltas that the caller has not read yet are merged into one delta per choice.
     """
 
-    def listen(self, news: Callable[[], None]) -> None:
+    def set_listener(self, listener: Callable[[], None]) -> None:
         """Set the function that is called when output arrives and none was pending.
 
         It is called at once if output is pending, and must not raise. All output of a step is
@@ -123,7 +123,7 @@ class RequestHandle(Protocol):
         costs more than the token.
         """
 
-    def take(self) -> list[OutputDelta]:
+    def pop_deltas(self) -> list[OutputDelta]:
         """Return the deltas since the last call."""
 
     def close(self) -> None:

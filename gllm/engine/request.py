@@ -42,19 +42,19 @@ class RequestState:
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     @property
-    def ended(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all choices have ended."""
         return not self._texts
 
-    def listen(self, news: Callable[[], None]) -> None:
+    def set_listener(self, listener: Callable[[], None]) -> None:
         """As of RequestHandle."""
-        self._stream.listen(news)
+        self._stream.listen(listener)
 
     async def wait(self) -> None:
         """Until something has come, for who does not listen."""
         await self._stream.wait()
 
-    def take(self) -> list[OutputDelta]:
+    def pop_deltas(self) -> list[OutputDelta]:
         """As of RequestHandle."""
         deltas = []
         for choice, piece in self._stream.take().items():

@@ -40,8 +40,8 @@ async def prepare_chat_request(
         fields,
         [chat.token_ids],
         chat.params,
-        output=chat.output_format,
-        reasoning=reasoning_counter(tokenizer, chat.output_format),
+        output_format=chat.output_format,
+        new_reasoning_counter=reasoning_counter(tokenizer, chat.output_format),
     )
 
 

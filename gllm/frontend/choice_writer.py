@@ -80,7 +80,9 @@ class ChoiceWriter:
 
     def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the chunks that start every choice."""
-        choices = (c for index in range(self._num_choices) for c in self._format.start_choices(index))
+        choices = (
+            c for index in range(self._num_choices) for c in self._format.start_choices(index)
+        )
         return [self._chunk(choice, usage) for choice in choices]
 
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:

@@ -28,12 +28,12 @@ class CompactionWriter:
         assert isinstance(job.fields, ChatCompletionFields), (
             "the conversation was converted to a chat"
         )
-        self._outputs = ChatOutputParser(job.output)
+        self._outputs = ChatOutputParser(job.output_format)
         conversation = job.fields.messages[:-1]
         self._users = [one["content"] for one in conversation if one["role"] == "user"]
         self._name = name
 
-    def whole(self, choices: list[CollectedChoice], tally: UsageCounter) -> JsonObject:
+    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
         """Return the compacted conversation as input items."""
         message, _ = self._outputs.parse(choices[0].text, choices[0].finish_reason)
         item = {
@@ -46,7 +46,7 @@ class CompactionWriter:
             "object": "response.compaction",
             "created_at": int(time.time()),
             "output": [*(self._user(i, text) for i, text in enumerate(self._users)), item],
-            "usage": responses_usage(tally),
+            "usage": responses_usage(usage),
         }
 
     def _user(self, index: int, text: str) -> JsonObject:

@@ -161,7 +161,7 @@ class ConnectionRunner(web.AppRunner):
         )
         self._config = config
 
-    def limit_shutdown(self, seconds: float) -> None:
+    def set_shutdown_timeout(self, seconds: float) -> None:
         """How long `cleanup` waits for answers that are being written."""
         self._shutdown_timeout = seconds
 

@@ -25,7 +25,7 @@ class ServerContext:
     engine: EngineInterface
     config: ServerConfig
     metrics: Metrics
-    admitted: int = field(default=0)
+    num_admitted: int = field(default=0)
     """Requests inside, those among them that the engine has not seen yet."""
 
     def check_ready(self) -> None:
@@ -48,14 +48,14 @@ class ServerContext:
     def admit(self, requests: int = 1) -> Iterator[None]:
         """Hold places for requests. Raises EngineUnavailableError where there are none."""
         self.check_ready()
-        inside = max(self.admitted, self.engine.status().num_requests)
+        inside = max(self.num_admitted, self.engine.status().num_requests)
         if inside + requests > self.config.max_num_queued_requests:
             raise EngineUnavailableError("full", f"{inside} requests are queued: try again later")
-        self.admitted += requests
+        self.num_admitted += requests
         try:
             yield
         finally:
-            self.admitted -= requests
+            self.num_admitted -= requests
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for a model that is not served here."""

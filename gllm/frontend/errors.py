@@ -53,7 +53,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers: dict[str, str] = {}
-        self.besides: dict[str, Any] = {}
+        self.extra_fields: dict[str, Any] = {}
         """What an endpoint's own clients look for in the body, beside `error`."""
 
     def body(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class ApiError(Exception):
         param = None if self.param is None else _encodable(self.param)
         message = _encodable(self.message)
         told = {"message": message, "type": kind, "param": param, "code": self.code}
-        return {**self.besides, "error": told}
+        return {**self.extra_fields, "error": told}
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -144,12 +144,12 @@ class TokenCounters(Collector):
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self.tokens = 0
+        self.num_tokens = 0
         self._gaps = [0] * (len(FAST_BUCKETS) + 1)
         """Inter-token latencies up to each bound of FAST_BUCKETS, and beyond."""
         self._gap_seconds = 0.0
 
-    def gap(self, seconds: float) -> None:
+    def observe_gap(self, seconds: float) -> None:
         """A token came so long after the one before."""
         self._gaps[bisect_left(FAST_BUCKETS, seconds)] += 1
         self._gap_seconds += seconds
@@ -159,7 +159,7 @@ class TokenCounters(Collector):
         counter = CounterMetricFamily(
             PREFIX + "generation_tokens", "Tokens generated", labels=LABELS
         )
-        counter.add_metric([self._model], self.tokens)
+        counter.add_metric([self._model], self.num_tokens)
         yield counter
         name, text = PREFIX + "inter_token_latency_seconds", "Time between tokens"
         histogram = HistogramMetricFamily(name, text, labels=LABELS)
@@ -220,15 +220,15 @@ class Metrics:
             "request_decode_time_seconds", "First token to the last", SLOW_BUCKETS
         )
 
-    def ended(self, reason: str) -> None:
+    def count_finished(self, reason: str) -> None:
         """Count the end of a choice."""
         self._success.labels(self._model, reason).inc()
 
-    def dropped_spans(self, reason: str, spans: int) -> None:
+    def count_dropped_spans(self, reason: str, spans: int) -> None:
         """Count spans that go nowhere; `reason` is one of SPAN_DROP_REASONS. From any thread."""
         self._dropped.labels(self._model, reason).inc(spans)
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         """Everything in Prometheus's text format."""
         return generate_latest(self.registry)
 
@@ -241,18 +241,18 @@ class RequestMetrics:
         self._lines = [RequestTimeline(arrival) for _ in range(choices)]
         self.queue_seconds: float | None = None
         """From arrival to the first micro-batch; None before the first token."""
-        self.reasons = [""] * choices
+        self.finish_reasons = [""] * choices
         """Why each choice ended; empty for one that has not."""
         metrics.prompt_tokens.inc(prompt_tokens)
 
-    def delta(self, delta: OutputDelta) -> None:
+    def on_delta(self, delta: OutputDelta) -> None:
         """Output has come."""
         if count := len(delta.token_ids):
             line, output, now = self._lines[delta.index], self._metrics.output, time.monotonic()
-            output.tokens += count
+            output.num_tokens += count
             if line.times:
-                output.gap(now - line.times[-1])
-            line.mark(now, count)
+                output.observe_gap(now - line.times[-1])
+            line.record_output(now, count)
             if self.queue_seconds is None:
                 self._answer(delta)
         if delta.finish_reason is not None:
@@ -274,13 +274,13 @@ class RequestMetrics:
 
     def close(self) -> None:
         """Nothing more comes: choices that have not ended were aborted."""
-        for index, reason in enumerate(self.reasons):
+        for index, reason in enumerate(self.finish_reasons):
             if not reason:
                 self._end(index, "abort")
 
     def _end(self, index: int, reason: str) -> None:
-        self.reasons[index] = reason
-        self._metrics.ended(reason)
+        self.finish_reasons[index] = reason
+        self._metrics.count_finished(reason)
         line = self._lines[index]
         if line.e2el is None or line.ttft is None:
             return

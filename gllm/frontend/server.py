@@ -92,7 +92,7 @@ class Server:
             deadline = time.monotonic() + self._config.shutdown_timeout
             await self._engine.drain(self._config.shutdown_timeout)
             # Answers that clients are slow to read get what is left of the time.
-            runner.limit_shutdown(max(MIN_CLOSE_SECONDS, deadline - time.monotonic()))
+            runner.set_shutdown_timeout(max(MIN_CLOSE_SECONDS, deadline - time.monotonic()))
         status = self._engine.status()
         if status.state == "dead":
             log.error("the engine is down: %s", status.cause_of_death)

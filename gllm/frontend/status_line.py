@@ -84,7 +84,7 @@ class StatusLine:
         return _Counters(
             time=loop.time(),
             prompt_tokens=stats.prefill_tokens,
-            output_tokens=self._metrics.output.tokens,
+            output_tokens=self._metrics.output.num_tokens,
             queries=stats.prefix_queries,
             hits=stats.prefix_hits,
         )

@@ -1,19 +1,15 @@
-"""OpenTelemetry: a span for each request that generates.
+"""OpenTelemetry traces: one span per request that generates.
 
-Owns what a span says and how spans reach a collector: by a queue that may be full, from a thread of
-its own. Knows nothing of prompts and outputs: no span has any. Imported only where traces are asked
-for, since its packages are optional.
-
-Attributes are those of OpenTelemetry's semantic conventions for generative AI and HTTP servers;
-latencies, for which they have no names, are called as in vLLM's spans (gen_ai.latency.*).
+Spans contain no prompts and no outputs. This module is imported only if traces are enabled, because
+its packages are optional. Attributes follow OpenTelemetry's semantic conventions for generative AI
+and HTTP servers; latencies, which the conventions do not name, are named as in vLLM's spans
+(gen_ai.latency.*).
 """
 
 import asyncio
-import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -24,8 +20,8 @@ from opentelemetry.sdk.resources import (
     OTELResourceDetector,
     Resource,
 )
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -33,51 +29,56 @@ from gllm import __version__
 from gllm.frontend.context import REQUEST_ID
 from gllm.frontend.request_summary import SUMMARY, RequestSummary
 
-log = logging.getLogger(__name__)
+MAX_QUEUED_SPANS = 4096
+"""Spans that wait for the collector; further ones are dropped and counted."""
+SHUTDOWN_SECONDS = 5.0
+"""Time for the queued spans to reach the collector when the server stops."""
 
-QUEUED = 4096
-"""Spans that wait for the collector, at most; more are dropped, and counted."""
-BATCH = 512
-LINGER_SECONDS = 1.0
-"""For how long a span waits for others to travel with."""
-CLOSE_SECONDS = 5.0
-"""What the last spans get to reach the collector."""
-
-Value = str | bool | int | float | list[str]
+AttributeValue = str | bool | int | float | list[str]
+OnDrop = Callable[[str, int], None]
+"""Called with a reason, `queue_full` or `export_failed`, and a number of spans; from any thread."""
 
 
-class Tracer:
-    """Spans of one server. `dropped` hears of those that go nowhere: why, and how many.
+class RequestTracer:
+    """Records the spans of one server and sends them to a collector.
 
-    Raises ValueError for an endpoint that is no URL.
+    Args:
+        endpoint: URL of the collector's traces endpoint.
+        model: Name of the served model.
+        on_drop: Counts the spans that do not reach the collector.
+
+    Raises:
+        ValueError: The endpoint is not a URL, or contains a password.
     """
 
-    def __init__(self, endpoint: str, model: str, dropped: Callable[[str, int], None]) -> None:
-        _check(endpoint)
+    def __init__(self, endpoint: str, model: str, on_drop: OnDrop) -> None:
+        _check_endpoint(endpoint)
         self._model = model
-        named = OTELResourceDetector().detect().attributes.get(SERVICE_NAME, "gllm")
-        resource = Resource.create({SERVICE_NAME: named, SERVICE_VERSION: __version__})
+        service_name = OTELResourceDetector().detect().attributes.get(SERVICE_NAME, "gllm")
+        resource = Resource.create({SERVICE_NAME: service_name, SERVICE_VERSION: __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(SpanQueue(OTLPSpanExporter(endpoint), dropped))
+        exporter = OTLPSpanExporter(endpoint)
+        self._provider.add_span_processor(
+            CountingSpanProcessor(exporter, on_drop, MAX_QUEUED_SPANS)
+        )
         self._tracer = self._provider.get_tracer("gllm", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def request(
+    def record_request(
         self, request: web.Request, operation: str, path: str, status: int, seconds: float
     ) -> None:
-        """A request has ended, after so many seconds."""
-        end = time.time_ns()
-        outcome = request.get(SUMMARY)
-        name = operation if outcome is None else f"{operation} {self._model}"
+        """Record the span of a request that ends now and took `seconds`."""
+        end_ns = time.time_ns()
+        summary = request.get(SUMMARY)
         span = self._tracer.start_span(
-            name,
+            operation if summary is None else f"{operation} {self._model}",
             self._propagator.extract(request.headers),
             SpanKind.SERVER,
-            start_time=end - round(seconds * 1e9),
+            start_time=end_ns - round(seconds * 1e9),
         )
         if span.is_recording():
-            reasons = [] if outcome is None else outcome.finish_reasons
-            attributes: dict[str, Value | None] = {
+            finish_reasons = [] if summary is None else summary.finish_reasons
+            attributes: dict[str, AttributeValue | None] = {
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "gllm",
                 "gen_ai.latency.e2e": seconds,
@@ -86,23 +87,27 @@ class Tracer:
                 "http.response.status_code": status,
                 "gllm.request_id": request[REQUEST_ID],
             }
-            if outcome is not None:
-                attributes |= self._outcome(outcome, reasons)
-            if status >= 400 or "error" in reasons:
+            if summary is not None:
+                attributes |= self._generation_attributes(summary, finish_reasons)
+            if status >= 400 or "error" in finish_reasons:
                 attributes["error.type"] = str(status) if status >= 400 else "generation_failed"
-            if status >= 500 or "error" in reasons:
+            if status >= 500 or "error" in finish_reasons:
                 span.set_status(StatusCode.ERROR)
-            known = {key: value for key, value in attributes.items() if value is not None}
-            span.set_attributes(known)
-        span.end(end)
+            span.set_attributes({k: value for k, value in attributes.items() if value is not None})
+        span.end(end_ns)
 
     async def close(self) -> None:
-        """Send what waits, for a few seconds at most."""
-        await asyncio.to_thread(self._provider.shutdown)
+        """Send the queued spans, for SHUTDOWN_SECONDS at most."""
+        # The SDK may wait longer for a collector that does not answer; a daemon thread may be left.
+        thread = threading.Thread(target=self._provider.shutdown, daemon=True)
+        thread.start()
+        await asyncio.to_thread(thread.join, SHUTDOWN_SECONDS)
 
-    def _outcome(self, outcome: RequestSummary, reasons: list[str]) -> dict[str, Value | None]:
-        """What was asked for, and what came of it."""
-        params, tally = outcome.params, outcome.tally
+    def _generation_attributes(
+        self, summary: RequestSummary, finish_reasons: list[str]
+    ) -> dict[str, AttributeValue | None]:
+        """Return the attributes of sampling parameters, token counts and latencies."""
+        params, usage, ttft = summary.params, summary.usage, summary.ttft_seconds
         return {
             "gen_ai.request.model": self._model,
             "gen_ai.request.max_tokens": params.max_tokens,
@@ -113,83 +118,91 @@ class Tracer:
             "gen_ai.request.presence_penalty": params.presence_penalty,
             "gen_ai.request.seed": params.seed,
             "gen_ai.request.choice.count": params.n,
-            "gen_ai.request.stream": outcome.streams,
+            "gen_ai.request.stream": summary.is_streaming,
             "gen_ai.response.model": self._model,
-            "gen_ai.response.finish_reasons": reasons,
-            "gen_ai.response.time_to_first_chunk": outcome.ttft if outcome.streams else None,
-            "gen_ai.usage.input_tokens": tally.prompt_tokens,
-            "gen_ai.usage.output_tokens": tally.completion_tokens,
-            "gen_ai.usage.cache_read.input_tokens": tally.cached_tokens,
-            "gen_ai.latency.time_to_first_token": outcome.ttft,
-            "gen_ai.latency.time_in_queue": outcome.queue_seconds,
+            "gen_ai.response.finish_reasons": finish_reasons,
+            "gen_ai.response.time_to_first_chunk": ttft if summary.is_streaming else None,
+            "gen_ai.usage.input_tokens": usage.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.num_completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.num_cached_tokens,
+            "gen_ai.latency.time_to_first_token": ttft,
+            "gen_ai.latency.time_in_queue": summary.queue_seconds,
         }
 
 
-class SpanQueue(SpanProcessor):
-    """Spans on their way to an exporter. `on_end` never waits for it: where the queue is full the
-    span is dropped and counted. (The SDK's own batch processor does not count, and wakes every few
-    seconds though there is nothing to send.)"""
+class CountingSpanProcessor(BatchSpanProcessor):
+    """BatchSpanProcessor that counts the spans it drops.
 
-    def __init__(self, exporter: SpanExporter, dropped: Callable[[str, int], None]) -> None:
-        self._exporter = exporter
-        self._dropped = dropped
-        self._spans: deque[ReadableSpan] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
-        self._thread.start()
+    The SDK counts them only for its own metrics. A span that finds the queue full is dropped here,
+    before the SDK would drop the oldest one.
+    """
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        on_drop: OnDrop,
+        max_queue_size: int,
+        schedule_delay_millis: float | None = None,
+        max_export_batch_size: int | None = None,
+    ) -> None:
+        self._on_drop = on_drop
+        self._free_places = threading.BoundedSemaphore(max_queue_size)
+        super().__init__(
+            _CountingExporter(exporter, self._on_export, on_drop),
+            max_queue_size,
+            schedule_delay_millis,
+            max_export_batch_size,
+        )
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queue a span that is to be sent."""
+        """Queue a sampled span, or drop and count it if the queue is full."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
-        with self._changed:
-            fits = len(self._spans) < QUEUED and not self._closing
-            if fits:
-                self._spans.append(span)
-                if len(self._spans) in (1, BATCH):
-                    self._changed.notify()
-        if not fits:
-            self._dropped("queue_full", 1)
+        if self._free_places.acquire(blocking=False):
+            super().on_end(span)
+        else:
+            self._on_drop("queue_full", 1)
+
+    def _on_export(self, num_spans: int) -> None:
+        self._free_places.release(num_spans)
+
+
+class _CountingExporter(SpanExporter):
+    """Exporter that reports the size of each batch, and the spans of batches that failed."""
+
+    def __init__(
+        self, exporter: SpanExporter, on_export: Callable[[int], None], on_drop: OnDrop
+    ) -> None:
+        self._exporter = exporter
+        self._on_export = on_export
+        self._on_drop = on_drop
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export a batch."""
+        self._on_export(len(spans))
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:
+            if result is not SpanExportResult.SUCCESS:
+                self._on_drop("export_failed", len(spans))
+        return result
 
     def shutdown(self) -> None:
-        """Send what is queued, and end; what takes too long is dropped."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join(CLOSE_SECONDS)
+        """Stop the exporter."""
         self._exporter.shutdown()
 
-    def _run(self) -> None:
-        while spans := self._take():
-            try:
-                sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
-            except Exception:
-                log.exception("spans could not be sent")
-                sent = False
-            if not sent:
-                self._dropped("export_failed", len(spans))
 
-    def _take(self) -> list[ReadableSpan]:
-        """The next spans, a moment after the first of them; none once all is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._spans or self._closing)
-            self._changed.wait_for(
-                lambda: len(self._spans) >= BATCH or self._closing, LINGER_SECONDS
-            )
-            return [self._spans.popleft() for _ in range(min(BATCH, len(self._spans)))]
-
-
-def _check(endpoint: str) -> None:
-    """Raises ValueError for what is no URL, or one with a password in it."""
+def _check_endpoint(endpoint: str) -> None:
+    """Raise ValueError if the endpoint is not a URL, or contains a password."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
-            f"otlp_traces_endpoint is {endpoint!r}, but has to be the whole URL, "
-            "as http://localhost:4318/v1/traces"
+            f"otlp_traces_endpoint is {endpoint!r}, but has to be a whole URL, such as "
+            "http://localhost:4318/v1/traces"
         )
     if parts.username is not None or parts.password is not None:
         raise ValueError(
-            "otlp_traces_endpoint has a user in its URL, where logs and processes would tell it: "
-            "put credentials into $OTEL_EXPORTER_OTLP_TRACES_HEADERS"
+            "otlp_traces_endpoint contains a user name or password, which would show in logs and "
+            "process lists: set $OTEL_EXPORTER_OTLP_TRACES_HEADERS instead"
         )

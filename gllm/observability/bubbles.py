@@ -34,13 +34,13 @@ class Interval(NamedTuple):
     """Stages that computed."""
     idle: tuple[int, ...]
     """The others."""
-    wanted: int
+    parallelism: int
     """Stages that the work at hand could keep busy, whatever the plans were."""
 
     @property
     def bubble_share(self) -> float:
         """Of an idle stage's time, 0..1."""
-        missing = max(0, self.wanted - len(self.busy))
+        missing = max(0, self.parallelism - len(self.busy))
         return missing / len(self.idle) if self.idle else 0.0
 
 
@@ -52,18 +52,18 @@ class IntervalSweep:
         self._running = [0] * stages
         self._wanted = 0
 
-    def until(self, time: float) -> Interval | None:
-        """The spell from the last one's end to `time`; None where that is over already."""
+    def advance(self, time: float) -> Interval | None:
+        """The interval from the last one's end to `time`; None where that is over already."""
         if time <= self._now:
             return None
         busy = tuple(stage for stage, steps in enumerate(self._running) if steps)
         idle = tuple(stage for stage, steps in enumerate(self._running) if not steps)
-        spell = Interval(self._now, time, busy, idle, self._wanted)
+        interval = Interval(self._now, time, busy, idle, self._wanted)
         self._now = time
-        return spell
+        return interval
 
-    def take(self, change: ActivityChange) -> None:
-        """Things stand otherwise behind the last spell."""
+    def apply(self, change: ActivityChange) -> None:
+        """Things stand otherwise behind the last interval."""
         if change.stage is None:
             self._wanted = change.value
         else:
@@ -88,13 +88,13 @@ class BubbleMeter:
         """To come; a heap by time and who came first."""
         self._wanted = 0
 
-    def want(self, time: float, stages: int) -> None:
+    def record_parallelism(self, time: float, stages: int) -> None:
         """From `time` on the work at hand could keep so many stages busy."""
         if stages != self._wanted:
             self._wanted = stages
             self._push(ActivityChange(time, None, stages))
 
-    def hear(self, stage: int, steps: Iterable[StepTime], until: float) -> None:
+    def record_steps(self, stage: int, steps: Iterable[StepTime], until: float) -> None:
         """A stage tells of `steps`, and with them of all that it began before `until`."""
         for _, start, end in steps:
             self._push(ActivityChange(start, stage, 1))
@@ -109,14 +109,14 @@ class BubbleMeter:
         while self._changes and self._changes[0][0] <= until:
             time, _, change = heapq.heappop(self._changes)
             self._count(time)
-            self._sweep.take(change)
+            self._sweep.apply(change)
         self._count(until)
 
     def _count(self, time: float) -> None:
-        spell = self._sweep.until(time)
-        if spell is None or not spell.wanted:
+        interval = self._sweep.advance(time)
+        if interval is None or not interval.parallelism:
             return
-        seconds = spell.end - spell.begin
+        seconds = interval.end - interval.begin
         self.work_seconds += seconds
-        for stage in spell.idle:
-            self.seconds[stage] += seconds * spell.bubble_share
+        for stage in interval.idle:
+            self.seconds[stage] += seconds * interval.bubble_share

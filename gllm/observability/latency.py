@@ -16,13 +16,13 @@ class RequestTimeline:
     arrival: float
     times: list[float] = field(default_factory=list)
     """One for each arrival of output, which may be several tokens at once."""
-    tokens: int = 0
+    num_tokens: int = 0
 
-    def mark(self, now: float, tokens: int = 1) -> None:
+    def record_output(self, now: float, tokens: int = 1) -> None:
         """Output has come: `tokens` of it."""
         if tokens:
             self.times.append(now)
-            self.tokens += tokens
+            self.num_tokens += tokens
 
     @property
     def ttft(self) -> float | None:
@@ -40,9 +40,9 @@ class RequestTimeline:
 
         None with fewer than two tokens, or none that was seen: some have no text.
         """
-        if self.tokens < 2 or not self.times:
+        if self.num_tokens < 2 or not self.times:
             return None
-        return (self.times[-1] - self.times[0]) / (self.tokens - 1)
+        return (self.times[-1] - self.times[0]) / (self.num_tokens - 1)
 
     @property
     def itl(self) -> list[float]:

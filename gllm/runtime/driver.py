@@ -158,7 +158,7 @@ class Driver:
         """Hear how long a stage took."""
         self.scheduler.observe(message.stage, message.steps)
         meter = self._meter
-        meter.hear(message.stage, message.steps, message.until)
+        meter.record_steps(message.stage, message.steps, message.until)
         self._frontend.send(BubbleReport(meter.seconds, meter.work_seconds))
 
     def turn(self) -> None:
@@ -197,7 +197,7 @@ class Driver:
         """The next plan; what work is left beside it is noted."""
         now = time.monotonic()
         plan = self.scheduler.schedule(now)
-        self._meter.want(now, self.scheduler.parallelism())
+        self._meter.record_parallelism(now, self.scheduler.parallelism())
         return plan
 
     def _register(self, message: SubmitRequest) -> None:

@@ -49,12 +49,12 @@ def summarize(
     """A run's figures; seconds, tokens, shares in 0..1. SLO limits in seconds."""
     lines = [served.line for served in run.requests.values()]
     span = (run.end - run.begin) or float("nan")
-    prompt = sum(served.prompt_tokens for served in run.requests.values() if served.line.tokens)
-    output = sum(line.tokens for line in lines)
+    prompt = sum(served.prompt_tokens for served in run.requests.values() if served.line.num_tokens)
+    output = sum(line.num_tokens for line in lines)
     uses = run.stage_uses()
     figures: dict[str, Any] = {
         "requests": len(lines),
-        "finished": sum(s.line.tokens == s.max_tokens for s in run.requests.values()),
+        "finished": sum(s.line.num_tokens == s.max_tokens for s in run.requests.values()),
         "seconds": span,
         "requests_per_second": len(lines) / span,
         "output_tokens_per_second": output / span,

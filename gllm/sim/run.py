@@ -125,10 +125,10 @@ class Run:
         begin, end = max(begin, self.begin), min(end, self.end)
         sweep = IntervalSweep(len(self.start.layers), begin)
         for change in sorted(self._changes(), key=attrgetter("time")):
-            spell = sweep.until(min(change.time, end))
+            spell = sweep.advance(min(change.time, end))
             if spell is not None:
                 yield spell
-            sweep.take(change)
+            sweep.apply(change)
 
     def _changes(self) -> Iterator[ActivityChange]:
         """Of the work at hand, then of stages, each in its order."""
@@ -253,6 +253,6 @@ class _Reader:
             return
         served = self.run.requests[sampled.seq]
         if not sampled.error:
-            served.line.mark(now)
+            served.line.record_output(now)
         if sampled.error or sampled.token in stop_ids:
             del self._stop_ids[sampled.seq]

@@ -29,8 +29,8 @@ GETS = {one.path for one in ENDPOINTS if one.method == "GET"}
 def families() -> dict[str, set[str]]:
     """Metrics of a server, and what their samples are called."""
     metrics = Metrics(FakeEngine(Tokenizer(some.byte_level())))
-    metrics.ended("stop")
-    found = text_string_to_metric_families(metrics.text().decode())
+    metrics.count_finished("stop")
+    found = text_string_to_metric_families(metrics.render().decode())
     # When a counter was made is no metric of ours.
     mine = (family for family in found if not family.name.endswith("_created"))
     return {family.name: {sample.name for sample in family.samples} for family in mine}

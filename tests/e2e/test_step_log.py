@@ -48,7 +48,7 @@ async def test_everything_is_written(
     run = run_of(events)
     assert run.start.scheduler.stages == stages
     assert [served.prompt_tokens for served in run.requests.values()] == [20, 21, 22, 23, 24]
-    assert [served.line.tokens for served in run.requests.values()] == [6, 7, 8, 9, 10]
+    assert [served.line.num_tokens for served in run.requests.values()] == [6, 7, 8, 9, 10]
     before = [0.0] * stages
     for step in run.steps:
         reached = step.planned

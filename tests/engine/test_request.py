@@ -51,11 +51,11 @@ async def test_each_prompt_is_a_request(engine):
     assert [message.prompt for message in engine.sent] == [[5], [6, 7]]
     word, other = ids(engine, "cat")[0], ids(engine, "dog")[0]
     bring(engine, (0, word), (1, other), ends=[FinishedSequence(1, "length")])
-    (delta,) = one.take()
+    (delta,) = one.pop_deltas()
     assert (delta.token_ids, delta.cached_tokens, delta.finish_reason) == ([word], 2, None)
-    (delta,) = two.take()
+    (delta,) = two.pop_deltas()
     assert (delta.token_ids, delta.finish_reason) == ([other], "length")
-    assert (one.ended, two.ended, engine.status().num_requests) == (False, True, 2)
+    assert (one.is_finished, two.is_finished, engine.status().num_requests) == (False, True, 2)
     one.close()
     two.close()
     assert engine.sent[-1] == AbortSequences([0])
@@ -73,7 +73,7 @@ async def test_a_stop_string_ends_its_choice_where_it_is_heard(engine):
     params = SamplingParams(stop=("dog",), n=2)
     (request,) = await engine.submit([[5]], params)
     seen = []
-    request.listen(lambda: seen.extend(request.take()))
+    request.set_listener(lambda: seen.extend(request.pop_deltas()))
     for token in ids(engine, "a dog"):
         bring(engine, (0, token))
     assert "".join(delta.text for delta in seen) == "a "
@@ -105,7 +105,7 @@ async def test_abort_reaches_requests_whose_grammar_is_being_compiled(engine, mo
     requests = await task
     taken = []
     for request in requests:
-        request.listen(lambda request=request: taken.append(request.take()))
+        request.set_listener(lambda request=request: taken.append(request.pop_deltas()))
     assert [[delta.finish_reason for delta in deltas] for deltas in taken] == [["abort"]] * 2
     sent = [type(message) for message in engine.sent]
     assert sent == [SubmitRequest, SubmitRequest, AbortSequences, AbortSequences]
@@ -121,7 +121,7 @@ async def test_abort_reaches_a_request_whose_grammar_has_just_been_compiled(engi
 
     monkeypatch.setattr(engine._grammars, "compile_structured_output", at_once)
     (request,) = await engine.submit([[5]], CHOICE, request_id="mine")
-    assert [delta.finish_reason for delta in request.take()] == ["abort"]
+    assert [delta.finish_reason for delta in request.pop_deltas()] == ["abort"]
     request.close()
 
 

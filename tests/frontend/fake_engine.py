@@ -64,10 +64,10 @@ class FakeRequest:
         engine.num_requests += 1
         self._task = asyncio.create_task(self._run())
 
-    def listen(self, news: Callable[[], None]) -> None:
-        self._news = news
+    def set_listener(self, listener: Callable[[], None]) -> None:
+        self._news = listener
 
-    def take(self) -> list[OutputDelta]:
+    def pop_deltas(self) -> list[OutputDelta]:
         if self._error is not None:
             raise self._error
         taken, self._deltas = self._deltas, {}

@@ -207,27 +207,27 @@ def noted(events: list[ServerSentEvent]) -> list[str]:
 class Notes:
     """A pen that notes what it is to write."""
 
-    def opened(self, block):
+    def start_block(self, block):
         return [ServerSentEvent({"is": f"open {block.kind} {block.index}"})]
 
-    def grown(self, block, text):
+    def extend_block(self, block, text):
         return [ServerSentEvent({"is": text})]
 
-    def closed(self, block):
+    def end_block(self, block):
         return [ServerSentEvent({"is": f"{block.status} {block.index}"})]
 
 
 def test_a_call_that_breaks_later_ends_as_it_is():
     blocks = BlockSplitter(Notes())
-    begun = blocks.add(
+    begun = blocks.push(
         [ReasoningDelta("a"), ToolCallStart(0, "c", "f"), ToolCallArgumentsDelta(0, "{")]
     )
-    broken = blocks.add([ToolCallAborted(0), ContentDelta("b"), ContentDelta("c")])
-    assert noted(begun + broken + blocks.end()) == [
+    broken = blocks.push([ToolCallAborted(0), ContentDelta("b"), ContentDelta("c")])
+    assert noted(begun + broken + blocks.end_block()) == [
         *("open reasoning 0", "a", "completed 0", "open call 1", "{", "incomplete 1"),
         *("open text 2", "b", "c", "completed 2"),
     ]
-    assert blocks.end() == []
+    assert blocks.end_block() == []
 
 
 def test_a_call_that_breaks_at_once_is_never_shown():
@@ -238,7 +238,7 @@ def test_a_call_that_breaks_at_once_is_never_shown():
         ToolCallAborted(0),
     ]
     good: list[Any] = [ToolCallStart(1, "d", "g"), ToolCallArgumentsDelta(1, "{}")]
-    events = blocks.add([ContentDelta("a"), *call, ContentDelta("b"), *good]) + blocks.finish(
+    events = blocks.push([ContentDelta("a"), *call, ContentDelta("b"), *good]) + blocks.finish(
         "length"
     )
     assert noted(events) == [
@@ -248,5 +248,5 @@ def test_a_call_that_breaks_at_once_is_never_shown():
 
 def test_a_text_at_the_limit_is_incomplete():
     blocks = BlockSplitter(Notes())
-    events = blocks.add([ContentDelta("a")]) + blocks.finish("length")
+    events = blocks.push([ContentDelta("a")]) + blocks.finish("length")
     assert noted(events) == ["open text 0", "a", "incomplete 0"]

@@ -120,7 +120,7 @@ def test_every_key_is_compared(monkeypatch):
         return given == known
 
     monkeypatch.setattr("gllm.frontend.middleware.keys.hmac.compare_digest", same)
-    assert [keys.find(key) for key in "abcd"] == [0, 1, 2, None]
+    assert [keys.index_of(key) for key in "abcd"] == [0, 1, 2, None]
     assert len(compared) == 4 * 3
     assert {len(known) for known in compared} == {32}
 
@@ -130,7 +130,7 @@ def test_keys_of_a_file(tmp_path):
     file.write_text(f"# ours\n\n  {KEY}  \n# {OTHER}\nb\n")
     keys = read_api_keys(ServerConfig(api_key=("c",), api_key_file=str(file)))
     assert len(keys) == 3
-    found = [keys.find(key) is not None for key in (KEY, "b", "c", OTHER, "", "# ours")]
+    found = [keys.index_of(key) is not None for key in (KEY, "b", "c", OTHER, "", "# ours")]
     assert found == [True, True, True, False, False, False]
 
 

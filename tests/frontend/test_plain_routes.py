@@ -96,8 +96,8 @@ async def test_two_servers_share_no_metrics(server, engine):
     from gllm.frontend.metrics import Metrics
 
     await server.chat()
-    assert b"gllm:prompt_tokens_total" in Metrics(engine).text()
-    assert b'gllm:prompt_tokens_total{model_name="fake/model"} 0.0' in Metrics(engine).text()
+    assert b"gllm:prompt_tokens_total" in Metrics(engine).render()
+    assert b'gllm:prompt_tokens_total{model_name="fake/model"} 0.0' in Metrics(engine).render()
 
 
 @pytest.mark.parametrize(

@@ -18,30 +18,30 @@ class Clock:
 def test_a_bucket_fills_within_a_minute():
     clock = Clock()
     buckets = TokenBuckets(6, clock)
-    levels = [buckets.take("a") for _ in range(7)]
+    levels = [buckets.consume("a") for _ in range(7)]
     assert [level.is_granted for level in levels] == [True] * 6 + [False]
-    assert [level.remaining for level in levels] == [5, 4, 3, 2, 1, 0, 0]
-    assert levels[-1].wait == pytest.approx(10)
-    assert levels[-1].reset == pytest.approx(60)
+    assert [level.num_remaining for level in levels] == [5, 4, 3, 2, 1, 0, 0]
+    assert levels[-1].wait_seconds == pytest.approx(10)
+    assert levels[-1].reset_seconds == pytest.approx(60)
     clock.now += 9.9
-    assert not buckets.take("a").is_granted
+    assert not buckets.consume("a").is_granted
     clock.now += 0.2
-    assert buckets.take("a").is_granted
-    assert not buckets.take("a").is_granted
-    assert buckets.take("b").remaining == 5
+    assert buckets.consume("a").is_granted
+    assert not buckets.consume("a").is_granted
+    assert buckets.consume("b").num_remaining == 5
     clock.now += 3600
-    assert buckets.take("a").remaining == 5
+    assert buckets.consume("a").num_remaining == 5
 
 
 def test_the_table_is_bounded(monkeypatch):
     monkeypatch.setattr(rate_limit, "MAX_CLIENTS", 3)
     buckets = TokenBuckets(1, Clock())
-    assert all(buckets.take(name).is_granted for name in "abc")
-    assert not buckets.take("a").is_granted
-    assert buckets.take("d").is_granted
+    assert all(buckets.consume(name).is_granted for name in "abc")
+    assert not buckets.consume("a").is_granted
+    assert buckets.consume("d").is_granted
     assert len(buckets) == 3
-    assert not buckets.take("a").is_granted, "who asked lately is remembered"
-    assert buckets.take("b").is_granted, "who asked first is not"
+    assert not buckets.consume("a").is_granted, "who asked lately is remembered"
+    assert buckets.consume("b").is_granted, "who asked first is not"
 
 
 @pytest.fixture

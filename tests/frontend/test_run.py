@@ -22,10 +22,10 @@ class ByHand:
         self.closed = 0
         self._deltas = []
 
-    def listen(self, news):
-        self._news = news
+    def set_listener(self, listener):
+        self._listener = listener
 
-    def take(self):
+    def pop_deltas(self):
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -36,7 +36,7 @@ class ByHand:
         was_empty = not self._deltas
         self._deltas += deltas
         if was_empty:
-            self._news()
+            self._listener()
 
 
 class Engine:
@@ -65,7 +65,7 @@ def run_of(hand, prompts=1, n=1, **job):
 
 async def pouring(run, push):
     """The task that pours, begun."""
-    task = asyncio.create_task(run.pour(push))
+    task = asyncio.create_task(run.stream_to(push))
     await asyncio.sleep(0)
     assert not task.done()
     return task
@@ -86,12 +86,12 @@ async def test_deltas_are_taken_within_the_call_that_brings_them(hand):
         await run.start()
         (request,) = hand.requests
         seen: list[str] = []
-        task = await pouring(run, lambda: extend(seen, (d.text for d in run.take())))
+        task = await pouring(run, lambda: extend(seen, (d.text for d in run.pop_deltas())))
         request.bring(token("a"))
         assert seen == ["a"], "before any task has had a turn"
         request.bring(token("b"), token("c", reason="stop"))
         assert seen == ["a", "b", "c"]
-        assert run.ended
+        assert run.is_finished
         await task
     assert request.closed == 1
 
@@ -102,18 +102,18 @@ async def test_what_comes_while_nobody_takes_is_kept(hand):
         (request,) = hand.requests
         request.bring(token("a"))
         seen: list[str] = []
-        await run.pour(lambda: not extend(seen, (d.text for d in run.take())))
+        await run.stream_to(lambda: not extend(seen, (d.text for d in run.pop_deltas())))
         assert seen == ["a"], "once, for it says False"
         request.bring(token("b"))
         request.bring(token("c"))
         assert seen == ["a"]
-        await run.pour(lambda: not extend(seen, (d.text for d in run.take())))
+        await run.stream_to(lambda: not extend(seen, (d.text for d in run.pop_deltas())))
         assert seen == ["a", "b", "c"]
         task = await pouring(run, bool)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         request.bring(token("d"))
-        assert [d.text for d in run.take()] == ["d"]
+        assert [d.text for d in run.pop_deltas()] == ["d"]
 
 
 async def test_choices_of_several_prompts_are_counted_through(hand):
@@ -121,7 +121,9 @@ async def test_choices_of_several_prompts_are_counted_through(hand):
         await run.start()
         assert [request.prompt for request in hand.requests] == [[5, 0], [5, 1], [5, 2]]
         seen: list[tuple[int, str]] = []
-        task = await pouring(run, lambda: extend(seen, ((d.index, d.text) for d in run.take())))
+        task = await pouring(
+            run, lambda: extend(seen, ((d.index, d.text) for d in run.pop_deltas()))
+        )
         hand.requests[2].bring(token("a", 1, "stop"))
         hand.requests[0].bring(token("b", 0, "stop"), token("c", 1, "length"))
         hand.requests[1].bring(token("d", 0, "stop"), token("e", 1, "stop"))
@@ -130,7 +132,7 @@ async def test_choices_of_several_prompts_are_counted_through(hand):
         hand.requests[2].bring(token("f", 0, "stop"))
         await task
         assert seen[-1] == (4, "f")
-        assert [record.reasons for record in run.records] == [
+        assert [record.finish_reasons for record in run.prompt_metrics] == [
             ["stop", "length"],
             ["stop", "stop"],
             ["stop", "stop"],
@@ -149,10 +151,10 @@ async def test_what_goes_wrong_while_taking_is_raised_by_who_pours(hand):
 
 
 async def test_of_a_job_that_generates_nothing_only_the_end_is_shown(hand):
-    with run_of(hand, generates=False) as run:
+    with run_of(hand, returns_output=False) as run:
         await run.start()
         task = await pouring(run, lambda: False)
         hand.requests[0].bring(OutputDelta(0, "x", [7], "stop", "x"))
         await task
-        assert run.take() == [OutputDelta(0, "", [], "length")]
-        assert run.ended
+        assert run.pop_deltas() == [OutputDelta(0, "", [], "length")]
+        assert run.is_finished

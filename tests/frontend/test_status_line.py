@@ -59,7 +59,7 @@ def test_a_line_every_ten_seconds_of_activity(engine: FakeEngine, told: Any) -> 
     line.on_request(loop)
     loop.turn(3)
     line.on_request(loop)
-    metrics.output.tokens = 425
+    metrics.output.num_tokens = 425
     engine.stats = SchedulerStats(
         3, 1, 0.25, 2, prefill_tokens=1200, prefix_queries=800, prefix_hits=200
     )
@@ -70,7 +70,7 @@ def test_a_line_every_ten_seconds_of_activity(engine: FakeEngine, told: Any) -> 
         "requests: 3 running, 1 waiting; tokens/s: 120.0 prompt, 42.5 generated; "
         "KV cache: 25.0 % used, prefix cache hit rate: 25.0 %"
     ]
-    metrics.output.tokens += 10
+    metrics.output.num_tokens += 10
     loop.turn(10)
     assert "tokens/s: 0.0 prompt, 1.0 generated" in told.messages[1]
     assert "hit rate: 0.0 %" in told.messages[1]

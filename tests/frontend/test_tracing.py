@@ -177,25 +177,23 @@ class Stuck(SpanExporter):
         return SpanExportResult.FAILURE
 
 
-def test_a_full_queue_drops_and_counts(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "QUEUED", 3)
-    monkeypatch.setattr(tracing, "LINGER_SECONDS", 0)
+def test_a_full_queue_drops_and_counts(engine: FakeEngine) -> None:
     metrics, exporter = Metrics(engine), Stuck()
-    queue = tracing.SpanQueue(exporter, metrics.dropped_spans)
+    processor = tracing.CountingSpanProcessor(exporter, metrics.count_dropped_spans, 3, 1, 3)
     provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(queue)
+    provider.add_span_processor(processor)
     tracer = provider.get_tracer("test")
     tracer.start_span("first").end()
     assert exporter.busy.wait(60)
     for _ in range(5):
         tracer.start_span("next").end()
     full = b'gllm:trace_spans_dropped_total{model_name="fake/model",reason="queue_full"} 2.0'
-    assert full in metrics.text()
+    assert full in metrics.render()
     exporter.go_on.set()
     provider.shutdown()
     assert exporter.sent == 4
     failed = b'gllm:trace_spans_dropped_total{model_name="fake/model",reason="export_failed"} 4.0'
-    assert failed in metrics.text()
+    assert failed in metrics.render()
 
 
 @pytest.mark.parametrize("url", ["localhost:4318", "file:///etc/hosts", "http://me:pw@host/v1"])

@@ -13,12 +13,12 @@ from gllm.sim.workload import make_jobs
 
 def test_a_stage_without_a_step_while_there_is_work_for_both() -> None:
     meter = BubbleMeter(2, begin=100.0)
-    meter.want(110.0, 1)
-    meter.want(112.0, 2)
-    meter.want(117.0, 0)
-    meter.hear(0, [StepTime(0, 110.0, 113.0), StepTime(1, 114.0, 116.0)], until=120.0)
+    meter.record_parallelism(110.0, 1)
+    meter.record_parallelism(112.0, 2)
+    meter.record_parallelism(117.0, 0)
+    meter.record_steps(0, [StepTime(0, 110.0, 113.0), StepTime(1, 114.0, 116.0)], until=120.0)
     assert meter.seconds == [0.0, 0.0], "stage 1 has not told what it did"
-    meter.hear(1, [StepTime(0, 113.0, 114.0), StepTime(1, 116.0, 117.0)], until=120.0)
+    meter.record_steps(1, [StepTime(0, 113.0, 114.0), StepTime(1, 116.0, 117.0)], until=120.0)
     # 110-112: work for one, stage 0 does it. Then stage 0 is idle 113-114 and 116-117, 1 until 116
     # but for 113-114. After 117 there is nothing to do.
     assert meter.work_seconds == 7.0
@@ -27,20 +27,20 @@ def test_a_stage_without_a_step_while_there_is_work_for_both() -> None:
 
 def test_what_is_missing_is_shared_by_the_idle_stages() -> None:
     meter = BubbleMeter(4, begin=0.0)
-    meter.want(0.0, 3)
+    meter.record_parallelism(0.0, 3)
     for stage in range(4):
-        meter.hear(stage, [StepTime(0, 0.0, 6.0)] if stage == 2 else [], until=6.0)
+        meter.record_steps(stage, [StepTime(0, 0.0, 6.0)] if stage == 2 else [], until=6.0)
     assert meter.seconds == pytest.approx([4.0, 4.0, 0.0, 4.0])
 
 
 def test_time_counts_up_to_where_all_stages_have_told() -> None:
     meter = BubbleMeter(2, begin=0.0)
-    meter.want(0.0, 2)
-    meter.hear(0, [], until=5.0)
-    meter.hear(1, [], until=3.0)
+    meter.record_parallelism(0.0, 2)
+    meter.record_steps(0, [], until=5.0)
+    meter.record_steps(1, [], until=3.0)
     assert (meter.work_seconds, meter.seconds) == (3.0, [3.0, 3.0])
     # A step that began before what was told as the last moment counts from there.
-    meter.hear(1, [StepTime(0, 2.9, 4.0)], until=5.0)
+    meter.record_steps(1, [StepTime(0, 2.9, 4.0)], until=5.0)
     assert (meter.work_seconds, meter.seconds) == (5.0, [5.0, 4.0])
 
 
@@ -50,12 +50,12 @@ def live(events: list[StepLogEvent], run: Run) -> BubbleMeter:
     for event in events:
         match event:
             case ScheduleEvent():
-                meter.want(event.time, event.parallelism)
+                meter.record_parallelism(event.time, event.parallelism)
             case StageTimesEvent():
                 latest = max(time.end for time in event.steps)
-                meter.hear(event.stage, event.steps, latest)
+                meter.record_steps(event.stage, event.steps, latest)
     for stage in range(len(run.start.layers)):
-        meter.hear(stage, [], run.end)
+        meter.record_steps(stage, [], run.end)
     return meter
 
 

@@ -8,10 +8,10 @@ from gllm.observability.latency import RequestTimeline, percentile
 def test_latencies_of_a_timeline() -> None:
     line = RequestTimeline(10.0)
     assert (line.ttft, line.e2el, line.tpot) == (None, None, None)
-    line.mark(12.0)
+    line.record_output(12.0)
     assert (line.ttft, line.e2el, line.tpot) == (2.0, 2.0, None)
-    line.mark(13.0)
-    line.mark(15.0, 2)
+    line.record_output(13.0)
+    line.record_output(15.0, 2)
     assert line.e2el == 5.0
     assert line.tpot == pytest.approx(1.0)
 

@@ -86,9 +86,9 @@ async def test_failed_steps_leave_nothing_behind(stages: int) -> None:
         reason = ""
         for _ in range(left):
             await request.wait()
-            for delta in request.take():
+            for delta in request.pop_deltas():
                 reason = delta.finish_reason or reason
-            if request.ended:
+            if request.is_finished:
                 break
         request.close()
         return reason

@@ -35,7 +35,7 @@ def test_a_table_a_document_plots_and_a_log(
     for name in ("latencies", "tokens", "gantt"):
         assert (tmp_path / "out" / f"{name}.svg").read_text().lstrip().startswith("<?xml")
     run = run_of(read_step_log(log))
-    assert sum(served.line.tokens for served in run.requests.values()) > 20
+    assert sum(served.line.num_tokens for served in run.requests.values()) > 20
     assert len(run.steps) == document["metrics"]["steps"]
 
 

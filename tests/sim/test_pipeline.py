@@ -128,7 +128,7 @@ def check_requests(played: Played, jobs: list[Job], aborts: list[tuple[float, in
     assert {end.reason for end in played.ends} <= {"length"}
     for seq, job in enumerate(jobs):
         emitted = played.tokens.count(seq)
-        assert told[seq].line.tokens == emitted
+        assert told[seq].line.num_tokens == emitted
         assert (seq in ended) == (emitted == job.output)
         assert emitted == job.output or (seq in aborted and emitted < job.output)
 

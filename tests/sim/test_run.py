@@ -93,7 +93,7 @@ def run() -> Run:
 
 def test_timelines_of_requests(run: Run) -> None:
     first, second = run.requests[0].line, run.requests[1].line
-    assert (first.arrival, first.times, first.tokens) == (10, [15, 21, 25], 3)
+    assert (first.arrival, first.times, first.num_tokens) == (10, [15, 21, 25], 3)
     assert (first.ttft, first.tpot, first.itl, first.e2el) == (5, 5, [6, 4], 15)
     assert (second.ttft, second.tpot, second.itl, second.e2el) == (10, 4, [4], 14)
     assert [served.prompt_tokens for served in run.requests.values()] == [4, 6]
@@ -127,7 +127,9 @@ def test_spells_are_without_gaps_and_cut_to_what_is_asked(run: Run) -> None:
     spells = list(run.spells())
     assert (spells[0].begin, spells[-1].end) == (10, 25)
     assert [spell.end for spell in spells[:-1]] == [spell.begin for spell in spells[1:]]
-    assert [(s.begin, s.end, s.busy, s.wanted, s.bubble_share) for s in run.spells(12.5, 14.5)] == [
+    assert [
+        (s.begin, s.end, s.busy, s.parallelism, s.bubble_share) for s in run.spells(12.5, 14.5)
+    ] == [
         (12.5, 13, (0,), 2, 1),
         (13, 14, (1,), 2, 1),
         (14, 14.5, (), 2, 1),
@@ -196,7 +198,7 @@ def test_preempted_sequences_prefill_again() -> None:
         commit(6.0, 5, 0, epoch=2),
     ])  # fmt: skip
     assert run.requests[0].preempted == 2
-    assert run.requests[0].line.tokens == 5
+    assert run.requests[0].line.num_tokens == 5
     assert summarize(run)["preemptions"] == 2
     tokens = [(step.prefill_tokens, step.decode_tokens) for step in run.steps]
     assert tokens == [(3, 0), (0, 1), (4, 0), (1, 0), (0, 1), (7, 0)]

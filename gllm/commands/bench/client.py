@@ -108,12 +108,12 @@ async def _read_stream(response: aiohttp.ClientResponse, result: RequestResult) 
                 result.fail("error in the stream", error_message(chunk.error))
                 return
             for choice in chunk.choices:
-                result.timeline.mark(now, choice.num_tokens)
+                result.timeline.record_output(now, choice.num_tokens)
                 result.text_parts.append(choice.output_text)
                 has_ended = has_ended or choice.finish_reason is not None
             if chunk.usage is not None:
                 result.prompt_tokens = chunk.usage.prompt_tokens
-                result.timeline.tokens = chunk.usage.completion_tokens
+                result.timeline.num_tokens = chunk.usage.completion_tokens
     if not has_ended:
         result.fail("cut off", "the stream ended without [DONE] or a finish reason")
 

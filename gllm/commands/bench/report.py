@@ -42,7 +42,7 @@ def summarize(
     """
     done = [outcome for outcome in outcomes if not outcome.failure]
     lines = [outcome.timeline for outcome in done]
-    prompt, output = sum(o.prompt_tokens for o in done), sum(line.tokens for line in lines)
+    prompt, output = sum(o.prompt_tokens for o in done), sum(line.num_tokens for line in lines)
     span = seconds or float("nan")
     figures: dict[str, Any] = {
         "duration": seconds,
@@ -86,7 +86,7 @@ def tokens_by_second(lines: Sequence[RequestTimeline]) -> dict[int, float]:
     counts: defaultdict[int, float] = defaultdict(float)
     for line in lines:
         for time in line.times:
-            counts[int(time - begin)] += line.tokens / len(line.times)
+            counts[int(time - begin)] += line.num_tokens / len(line.times)
     return dict(counts)
 
 
@@ -168,7 +168,7 @@ def details(outcomes: Sequence[RequestResult]) -> dict[str, list[Any]]:
     begin = min((outcome.timeline.arrival for outcome in outcomes), default=0.0)
     return {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],
-        "output_lens": [outcome.timeline.tokens for outcome in outcomes],
+        "output_lens": [outcome.timeline.num_tokens for outcome in outcomes],
         "start_times": [outcome.timeline.arrival - begin for outcome in outcomes],
         "ttfts": [outcome.timeline.ttft or 0.0 for outcome in outcomes],
         "itls": [outcome.timeline.itl for outcome in outcomes],

@@ -26,9 +26,9 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def find(self, given: str) -> int | None:
+    def index_of(self, key: str) -> int | None:
         """The number of a key. Takes as long whichever it is, and if it is none."""
-        digest, found = _digest(given), None
+        digest, found = _digest(key), None
         for i, known in enumerate(self._digests):
             if hmac.compare_digest(digest, known):
                 found = i
@@ -83,7 +83,7 @@ def _check(request: web.Request, keys: ApiKeys) -> int:
     given = [request.headers["X-Api-Key"]] if "X-Api-Key" in request.headers else []
     given += [token.strip()] if scheme.lower() == "bearer" else []
     for one in given:
-        if (found := keys.find(one)) is not None:
+        if (found := keys.index_of(one)) is not None:
             return found
     if given:
         error = ApiError(401, "This API key is not valid here.", code="invalid_api_key")

@@ -19,7 +19,7 @@ from gllm.frontend.request_summary import SUMMARY
 from gllm.frontend.status_line import StatusLine
 
 if TYPE_CHECKING:
-    from gllm.frontend.tracing import Tracer
+    from gllm.frontend.tracing import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ CLIENT_DISCONNECTED_STATUS = 499
 """Stands for a status where the client left before there was one."""
 
 STATUS_LINE = web.AppKey("status_line", StatusLine)
-TRACER: web.AppKey["Tracer"] = web.AppKey("tracer")
+TRACER: web.AppKey["RequestTracer"] = web.AppKey("tracer")
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
@@ -40,14 +40,16 @@ def install(app: web.Application, config: ServerConfig) -> None:
     if not config.otlp_traces_endpoint:
         return
     try:
-        from gllm.frontend.tracing import Tracer
+        from gllm.frontend.tracing import RequestTracer
     except ImportError as error:
         raise ValueError(
             f"otlp_traces_endpoint needs packages that are not there ({error}): "
             "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
         ) from error
     model = context.engine.model.name
-    app[TRACER] = Tracer(config.otlp_traces_endpoint, model, context.metrics.dropped_spans)
+    app[TRACER] = RequestTracer(
+        config.otlp_traces_endpoint, model, context.metrics.count_dropped_spans
+    )
 
 
 async def _end(app: web.Application) -> None:
@@ -74,18 +76,18 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
         if is_logged and log.isEnabledFor(logging.DEBUG):
             _log(request, path, status, seconds)
         if operation is not None and TRACER in request.app:
-            request.app[TRACER].request(request, operation, path, status, seconds)
+            request.app[TRACER].record_request(request, operation, path, status, seconds)
 
 
 def _log(request: web.Request, path: str, status: int, seconds: float) -> None:
     """One line; the path is the endpoint's, for the client's own may say anything."""
-    tally = request[SUMMARY].tally if SUMMARY in request else None
+    usage = request[SUMMARY].usage if SUMMARY in request else None
     told = {
         "method": request.method,
         "path": path or "(no endpoint)",
         "status": status,
-        "prompt_tokens": tally.prompt_tokens if tally else 0,
-        "output_tokens": tally.completion_tokens if tally else 0,
+        "prompt_tokens": usage.num_prompt_tokens if usage else 0,
+        "output_tokens": usage.num_completion_tokens if usage else 0,
         "seconds": round(seconds, 6),
     }
     log.debug("%s %s: %d, %d + %d tokens, %.3f s", *told.values(), extra={"fields": told})

@@ -26,11 +26,11 @@ class BucketLevel(NamedTuple):
     """A client's bucket after a request."""
 
     is_granted: bool
-    remaining: int
+    num_remaining: int
     """Requests that would be granted now."""
-    wait: float
+    wait_seconds: float
     """Seconds until the next one is."""
-    reset: float
+    reset_seconds: float
     """Seconds until the bucket is full."""
 
 
@@ -49,7 +49,7 @@ class TokenBuckets:
     def __len__(self) -> int:
         return len(self._table)
 
-    def take(self, client: str) -> BucketLevel:
+    def consume(self, client: str) -> BucketLevel:
         """Ask for one request."""
         now, rate = self._clock(), self._size / 60
         tokens, then = self._table.pop(client, (float(self._size), now))
@@ -74,16 +74,16 @@ def install(app: web.Application, config: ServerConfig) -> None:
         endpoint = endpoint_of(request)
         if endpoint is None or not endpoint.is_rate_limited:
             return await handler(request)
-        level = buckets.take(request.get(CLIENT_ID) or rate_limit_key(request.remote))
+        level = buckets.consume(request.get(CLIENT_ID) or rate_limit_key(request.remote))
         request[RATE_LIMIT_HEADERS] = {
             "x-ratelimit-limit-requests": str(most),
-            "x-ratelimit-remaining-requests": str(level.remaining),
-            "x-ratelimit-reset-requests": f"{level.reset:.3f}s",
+            "x-ratelimit-remaining-requests": str(level.num_remaining),
+            "x-ratelimit-reset-requests": f"{level.reset_seconds:.3f}s",
         }
         if not level.is_granted:
-            why = f"More than {most} requests a minute: try again in {level.wait:.1f} s."
+            why = f"More than {most} requests a minute: try again in {level.wait_seconds:.1f} s."
             error = ApiError(429, why, code="rate_limit_exceeded")
-            error.headers["Retry-After"] = str(math.ceil(level.wait))
+            error.headers["Retry-After"] = str(math.ceil(level.wait_seconds))
             raise error
         return await handler(request)
 

@@ -35,12 +35,12 @@ class ChatChoiceFormat:
     """Choices as messages and their increments."""
 
     prefix = "chatcmpl-"
-    whole_object = "chat.completion"
+    answer_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, tokenizer: Tokenizer, job: PreparedRequest) -> None:
         self._tokenizer = tokenizer
-        self._outputs = ChatOutputParser(job.output)
+        self._outputs = ChatOutputParser(job.output_format)
         self._legacy = isinstance(job.fields, ChatCompletionFields) and bool(job.fields.functions)
         self._writers: dict[int, MessageDeltaWriter] = {}
         self._top = job.params.logprobs
@@ -50,15 +50,15 @@ class ChatChoiceFormat:
         for no log-probabilities."""
 
     @property
-    def is_text_alone(self) -> bool:
+    def is_plain_text(self) -> bool:
         """As of Shape."""
         return self._outputs.is_plain_text and self._top is None
 
-    def opening(self, index: int) -> list[JsonObject]:
+    def start_choices(self, index: int) -> list[JsonObject]:
         """The role comes first, with an empty text."""
         return [_piece(index, {"role": "assistant", "content": ""}, None)]
 
-    def pieces(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
+    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
         """What is said, then the end, each by itself; what is of tokens goes with the first."""
         ids = {"token_ids": delta.token_ids} if token_ids else {}
         logprobs = self._logprobs(delta)
@@ -66,7 +66,7 @@ class ChatChoiceFormat:
         writer = self._writers.get(delta.index)
         if writer is None:
             writer = self._writers[delta.index] = MessageDeltaWriter(self._legacy)
-        told = [made for made in map(writer.delta_json, events) if made is not None]
+        told = [made for made in map(writer.event_to_json, events) if made is not None]
         if not told and reason is None and (ids.get("token_ids") or logprobs):
             told = [{"content": ""}]
         pieces = []
@@ -78,7 +78,7 @@ class ChatChoiceFormat:
             pieces.append({**_piece(delta.index, {}, logprobs), **end, **ids})
         return pieces
 
-    def whole(self, choice: CollectedChoice) -> JsonObject:
+    def whole_choice(self, choice: CollectedChoice) -> JsonObject:
         """A message."""
         message, reason = self._outputs.parse(choice.text, choice.finish_reason)
         return {
@@ -89,7 +89,7 @@ class ChatChoiceFormat:
             "stop_reason": choice.stop_reason,
         }
 
-    def besides(self, choices: list[CollectedChoice]) -> JsonObject:
+    def extra_fields(self, choices: list[CollectedChoice]) -> JsonObject:
         """The prompt's log-probabilities."""
         if self._prompt_top is None:
             return {}

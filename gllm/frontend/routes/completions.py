@@ -121,7 +121,7 @@ class CompletionChoiceFormat:
     """Choices as text and its increments, behind the prompt where it is echoed."""
 
     prefix = "cmpl-"
-    whole_object = "text_completion"
+    answer_object = "text_completion"
     chunk_object = "text_completion"
 
     def __init__(
@@ -140,15 +140,15 @@ class CompletionChoiceFormat:
         self._echoed: set[int] = set()
 
     @property
-    def is_text_alone(self) -> bool:
+    def is_plain_text(self) -> bool:
         """As of Shape."""
         return not self._fields.echo and self._fields.logprobs is None
 
-    def opening(self, index: int) -> list[JsonObject]:
+    def start_choices(self, index: int) -> list[JsonObject]:
         """Nothing comes before the text."""
         return []
 
-    def pieces(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
+    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
         """The echo with a choice's first delta; text and end together."""
         pieces = []
         if self._fields.echo and delta.index not in self._echoed:
@@ -164,7 +164,7 @@ class CompletionChoiceFormat:
             pieces.append({**_choice(delta.index, delta.text, logprobs, *ending), **ids})
         return pieces
 
-    def whole(self, choice: CollectedChoice) -> JsonObject:
+    def whole_choice(self, choice: CollectedChoice) -> JsonObject:
         """A text."""
         text, logprobs = choice.text, None
         if self._fields.echo:
@@ -181,7 +181,7 @@ class CompletionChoiceFormat:
         told = prompt_logprobs(self._tokenizer, choice.prompt_logprobs, top)
         return {**made, "prompt_logprobs": told}
 
-    def besides(self, choices: list[CollectedChoice]) -> JsonObject:
+    def extra_fields(self, choices: list[CollectedChoice]) -> JsonObject:
         """Nothing."""
         return {}
 

@@ -52,5 +52,5 @@ def _convert_errors() -> Iterator[None]:
         api_error = to_api_error(error)
         if api_error.code == "context_length_exceeded":
             api_error.message = f"prompt is too long: {api_error.message}"
-        api_error.besides = {"type": "error"}
+        api_error.extra_fields = {"type": "error"}
         raise api_error from error

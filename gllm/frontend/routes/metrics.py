@@ -8,5 +8,5 @@ from gllm.frontend.context import CONTEXT
 
 async def get_metrics(request: web.Request) -> web.Response:
     """Return all metrics in Prometheus's text format."""
-    text = request.app[CONTEXT].metrics.text()
+    text = request.app[CONTEXT].metrics.render()
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -27,7 +27,7 @@ async def test_every_chunk_with_tokens_has_its_time() -> None:
     writes = [piece("a"), piece("b"), piece("c", "length"), usage(3, 3), DONE]
     outcome = await ask(FakeServer(writes, pause=0.01))
     line = outcome.timeline
-    assert (outcome.failure, outcome.prompt_tokens, line.tokens) == ("", 3, 3)
+    assert (outcome.failure, outcome.prompt_tokens, line.num_tokens) == ("", 3, 3)
     assert "".join(outcome.text_parts) == "abc"
     assert line.arrival < line.times[0] < line.times[1] < line.times[2] <= outcome.end
     assert line.tpot == pytest.approx((line.times[2] - line.times[0]) / 2)
@@ -38,16 +38,16 @@ async def test_every_chunk_with_tokens_has_its_time() -> None:
 async def test_coalesced_tokens_are_counted_by_the_server() -> None:
     writes = [piece("a"), piece("bcdef"), piece("gh", "length"), usage(3, 8), DONE]
     outcome = await ask(FakeServer(writes, pause=0.01))
-    assert (outcome.timeline.tokens, len(outcome.timeline.times)) == (8, 3)
+    assert (outcome.timeline.num_tokens, len(outcome.timeline.times)) == (8, 3)
     span = outcome.timeline.times[2] - outcome.timeline.times[0]
     assert outcome.timeline.tpot == pytest.approx(span / 7)
 
 
 async def test_without_a_count_chunks_or_ids_are_counted() -> None:
     writes = [piece("a"), piece("bc"), piece("", "stop"), DONE]
-    assert (await ask(FakeServer(writes))).timeline.tokens == 2
+    assert (await ask(FakeServer(writes))).timeline.num_tokens == 2
     writes = [piece("a", token_ids=[1]), piece("", token_ids=[2, 3]), piece("b", "stop"), DONE]
-    assert (await ask(FakeServer(writes))).timeline.tokens == 4
+    assert (await ask(FakeServer(writes))).timeline.num_tokens == 4
 
 
 async def test_chat_chunks_and_continuous_counts() -> None:
@@ -64,7 +64,7 @@ async def test_chat_chunks_and_continuous_counts() -> None:
     ]
     outcome = await ask(FakeServer(writes), ServeConfig(endpoint="/v1/chat/completions"))
     # The role alone is no output; a finish reason ends the stream as [DONE] does.
-    assert (outcome.failure, outcome.timeline.tokens, len(outcome.timeline.times)) == ("", 6, 3)
+    assert (outcome.failure, outcome.timeline.num_tokens, len(outcome.timeline.times)) == ("", 6, 3)
     assert "".join(outcome.text_parts) == "hma"
 
 

@@ -28,8 +28,8 @@ def test_a_real_server_s_metrics_are_read() -> None:
     metrics = Metrics(engine)
     before = parse_metrics(metrics.text().decode(), 10.0)
     record = RequestMetrics(metrics, arrival=-math.inf, prompt_tokens=7, choices=1)
-    record.delta(OutputDelta(0, "a", [1, 2]))
-    record.delta(OutputDelta(0, "b", [3, 4]))
+    record.on_delta(OutputDelta(0, "a", [1, 2]))
+    record.on_delta(OutputDelta(0, "b", [3, 4]))
     record.close()
     engine.stats = SchedulerStats(
         5, 2, 0.5, 3, 20, 1, 400, 100, prefill_tokens=300, decode_tokens=20
