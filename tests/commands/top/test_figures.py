@@ -26,7 +26,7 @@ def scrape(time: float, output: float = 0.0, **more: float) -> MetricsScrape:
 def test_a_real_server_s_metrics_are_read() -> None:
     engine = FakeEngine(Tokenizer(some.byte_level()))
     metrics = Metrics(engine)
-    before = parse_metrics(metrics.text().decode(), 10.0)
+    before = parse_metrics(metrics.render().decode(), 10.0)
     record = RequestMetrics(metrics, arrival=-math.inf, prompt_tokens=7, choices=1)
     record.on_delta(OutputDelta(0, "a", [1, 2]))
     record.on_delta(OutputDelta(0, "b", [3, 4]))
@@ -36,7 +36,7 @@ def test_a_real_server_s_metrics_are_read() -> None:
     )
     engine.stage_loads = {0: StageUtilization(0, 20, 4.0), 1: StageUtilization(1, 20, 2.5)}
     engine.bubbles = BubbleReport([0.7, 1.6], 6.0)
-    found = metrics_between(before, parse_metrics(metrics.text().decode(), 12.0))
+    found = metrics_between(before, parse_metrics(metrics.render().decode(), 12.0))
     assert (found.model, found.running, found.waiting) == ("fake/model", 5, 2)
     assert (found.in_flight, found.preemptions, found.kv_usage) == (3, 1, 0.5)
     assert (found.prompt_rate, found.output_rate) == (150, 2)
