@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from gllm.kernels.native.builds import VARIABLE, select
+from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
 
 LIMITS: dict[str, dict[str, str]] = {
     "amx_bf16": {},
@@ -47,7 +47,7 @@ TEST_RUNS = (
 
 def run_tests(build: str, pytest_runs: list[tuple[str, ...]]) -> bool:
     """Run pytest with the limits of a kernel build. Return True if everything passed."""
-    variables = {VARIABLE: build, **LIMITS[build]}
+    variables = {BUILD_VARIABLE: build, **LIMITS[build]}
     print(f"== {build}: {' '.join(f'{name}={value}' for name, value in variables.items())}")
     begin = time.monotonic()
     codes = [
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     has_passed = True
     for build in names or list(LIMITS):
         try:
-            select({VARIABLE: build})
+            select_build({BUILD_VARIABLE: build})
         except ValueError as error:
             print(f"== {build}: not run. {error}")
             continue

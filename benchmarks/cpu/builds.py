@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from benchmarks.cpu.limits import measured
 from benchmarks.cpu.page import ForeignCpu, origin, write_results
 from benchmarks.cpu.workplace import ROOT
-from gllm.kernels.native.builds import FLAVORS, VARIABLE, compiled, processor_features
+from gllm.kernels.native.builds import (
+    BUILD_VARIABLE,
+    BUILDS,
+    find_compiled_builds,
+    processor_features,
+)
 from gllm.runtime.device import cores, set_threads
 from gllm.sim.report import show, text_table
 
@@ -103,7 +108,7 @@ def measured_by(build: str, threads: int, seconds: float) -> list[Cell]:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cpu.builds", *arguments],
         cwd=ROOT,
-        env={**os.environ, **LIMITS[build], VARIABLE: build},
+        env={**os.environ, **LIMITS[build], BUILD_VARIABLE: build},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -140,13 +145,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--seconds", type=float, default=0.6, help="for each product")
     parser.add_argument("--output", type=Path, default=PAGE)
-    parser.add_argument("--build", choices=FLAVORS, help="measure one, print JSON")
+    parser.add_argument("--build", choices=BUILDS, help="measure one, print JSON")
     options = parser.parse_args()
     if options.build:
         print(json.dumps(measure(options.build, options.threads, options.seconds)))
         return
     features, foreign = processor_features(), ForeignCpu()
-    builds = [name for name in compiled() if features >= FLAVORS[name]]
+    builds = [name for name in find_compiled_builds() if features >= BUILDS[name]]
     limits = measured(options.threads)
     cells = [
         cell for build in builds for cell in measured_by(build, options.threads, options.seconds)

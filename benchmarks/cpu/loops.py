@@ -152,11 +152,11 @@ class _Loop:
         return phases | {"build inputs": self._prepare_seconds}
 
     def _step(self, batch: Any, hidden: Any) -> None:
-        from gllm.kernels.sampling import likeliest
+        from gllm.kernels.sampling import argmax_rows
 
         output = self._executor.compute(batch, hidden)
         if self._executor.is_last and len(output):
-            likeliest(output).tolist()
+            argmax_rows(output).tolist()
 
 
 class _LocalTransfer:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gllm.kernels.native.library import Library
+from gllm.kernels.native.library import KernelLibrary
 
 
 class Operations:
@@ -20,19 +20,19 @@ class Operations:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._mode = _Mode(self)
-        self._call, self._run = Library.__call__, Library.run
+        self._call, self._run = KernelLibrary.__call__, KernelLibrary.run
 
     def __enter__(self) -> Self:
         call, run = self._call, self._run
 
-        def timed_call(library: Library, arguments: ctypes.Structure) -> None:
+        def timed_call(library: KernelLibrary, arguments: ctypes.Structure) -> None:
             self.time(lambda: call(library, arguments))
 
-        def timed_run(library: Library, calls: ctypes.Array[Any], count: int) -> None:
+        def timed_run(library: KernelLibrary, calls: ctypes.Array[Any], count: int) -> None:
             self.time(lambda: run(library, calls, count))
 
-        Library.__call__ = timed_call  # type: ignore[method-assign, assignment]
-        Library.run = timed_run  # type: ignore[method-assign, assignment]
+        KernelLibrary.__call__ = timed_call  # type: ignore[method-assign, assignment]
+        KernelLibrary.run = timed_run  # type: ignore[method-assign, assignment]
         self._mode.__enter__()
         return self
 
@@ -43,8 +43,8 @@ class Operations:
         trace: TracebackType | None,
     ) -> None:
         self._mode.__exit__(kind, error, trace)
-        Library.__call__ = self._call  # type: ignore[method-assign]
-        Library.run = self._run  # type: ignore[method-assign]
+        KernelLibrary.__call__ = self._call  # type: ignore[method-assign]
+        KernelLibrary.run = self._run  # type: ignore[method-assign]
 
     def time(self, work: Callable[[], Any]) -> Any:
         """Do it and count its time."""

@@ -16,14 +16,14 @@ from benchmarks.gpu import attention
 from benchmarks.gpu.operations import TOLERANCES, Operation, Rival, measure, relative_error
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.rows import Measured, Named
-from gllm.kernels.activation import gate
+from gllm.kernels.activation import act_and_mul
 from gllm.kernels.experts import StackedExperts, run_stacked
 from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.linear_fp8 import linear_fp8
 from gllm.kernels.qkv import rotate_and_store
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
-from gllm.kernels.rotary import inverse_frequencies, rotary_angles
+from gllm.kernels.rotary import compute_inverse_frequencies, compute_rotary_angles
 from gllm.kernels.sampling import sample
 from gllm.kernels.sampling_plan import plan_sampling
 from gllm.runtime.cuda.staging import mapped
@@ -148,9 +148,9 @@ def rotation(place: Place, sizes: Sizes, tokens: int) -> Operation:
     """From fused projections to rotated queries, and keys and values in the cache."""
     _, heads, kv_heads, dim = sizes.heads
     how = QKVLayout(heads, kv_heads)
-    frequencies, factor = inverse_frequencies("default", dim, 1e6, {})
+    frequencies, factor = compute_inverse_frequencies("default", dim, 1e6, {})
     positions = torch.arange(tokens, device=place.device)
-    angles = rotary_angles(positions, frequencies.to(place.device), factor)
+    angles = compute_rotary_angles(positions, frequencies.to(place.device), factor)
     blocks = -(-tokens // attention.BLOCK_SIZE) + 1
     slots = torch.randperm((blocks - 1) * attention.BLOCK_SIZE)[:tokens].to(place.device)
 
@@ -193,7 +193,7 @@ def gating(place: Place, sizes: Sizes, tokens: int) -> Operation:
 
     def error(x: Tensor) -> float:
         first, second = x.to(torch.float64).chunk(2, dim=-1)
-        return relative_error(gate("silu", x), functional.silu(first) * second)
+        return relative_error(act_and_mul("silu", x), functional.silu(first) * second)
 
     def by_torch(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
@@ -201,7 +201,7 @@ def gating(place: Place, sizes: Sizes, tokens: int) -> Operation:
 
     return Operation(
         make=make,
-        run=partial(gate, "silu"),
+        run=partial(act_and_mul, "silu"),
         error=error,
         tolerance=TOLERANCES[place.dtype],
         num_bytes=2 * 3 * tokens * sizes.inner,

@@ -47,7 +47,7 @@ class Place:
         if is_dry:
             from gllm.kernels.native import library
 
-            library.library = lambda: None  # type: ignore[assignment]
+            library.load_library = lambda: None  # type: ignore[assignment]
             torch.set_num_threads(1)
         elif not torch.cuda.is_available():
             raise RuntimeError("PyTorch finds no GPU here; --dry-run needs none")

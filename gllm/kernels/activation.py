@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.native.library import ACTIVATIONS as COMPILED
-from gllm.kernels.native.library import DTYPES, GateArguments, native, pointer
+from gllm.kernels.native.library import DTYPES, GateArguments, data_pointer, library_for
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -26,12 +26,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Source of both GELUs: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), section 2."""
 
 
-def activate(kind: str, x: Tensor) -> Tensor:
+def apply_activation(kind: str, x: Tensor) -> Tensor:
     """The activation of x, of its shape."""
     return ACTIVATIONS[kind](x)
 
 
-def gate(kind: str, gate_up: Tensor) -> Tensor:
+def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:
     """act(gate) * up for gate_up [tokens, 2 * n], gate in the first half; the result [tokens, n].
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), equations 5 and 6.
@@ -39,13 +39,13 @@ def gate(kind: str, gate_up: Tensor) -> Tensor:
     if gate_up.is_cuda:
         from gllm.kernels.triton import activation as gpu
 
-        return gpu.gate(kind, gate_up)
-    library = native(gate_up, "gate")
+        return gpu.act_and_mul(kind, gate_up)
+    library = library_for(gate_up, "gate")
     if library is not None and kind in COMPILED and gate_up.is_contiguous():
         tokens, size = len(gate_up), gate_up.shape[1] // 2
         output = library.empty((tokens, size), gate_up.dtype)
         flags = (COMPILED[kind], DTYPES[gate_up.dtype], torch.get_num_threads())
-        library(GateArguments(pointer(gate_up), pointer(output), tokens, size, *flags))
+        library(GateArguments(data_pointer(gate_up), data_pointer(output), tokens, size, *flags))
         return output
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[kind](gate).mul_(up)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def alibi_slopes(heads: int) -> Tensor:
+def compute_alibi_slopes(heads: int) -> Tensor:
     """Return the slope of each head, [heads] float32: the penalty per token of distance."""
     lower = 2 ** math.floor(math.log2(heads))
     slopes = _geometric(lower)

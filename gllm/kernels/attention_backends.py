@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from gllm.kernels.native.library import native
+from gllm.kernels.native.library import library_for
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -137,5 +137,5 @@ def default_backend(dtype: torch.dtype, device: torch.device) -> str:
     """Return the backend for queries and a cache of one dtype if none was configured."""
     if device.type != "cpu":
         return "triton"
-    library = native(torch.empty(0, dtype=dtype), "attention")
+    library = library_for(torch.empty(0, dtype=dtype), "attention")
     return "torch" if library is None else "native"

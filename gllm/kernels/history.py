@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Histories:
+class TokenHistories:
     """Where the tokens are that some rows of logits come behind. Tensors are [histories]."""
 
     rows: Tensor
@@ -28,18 +28,20 @@ class Histories:
     block_size: int
 
     @property
-    def widest(self) -> int:
+    def max_tokens(self) -> int:
         """As many tokens as the longest may have."""
         return self.block_table.shape[1] * self.block_size
 
 
-def tokens_at(table: Tensor, histories: Histories, owners: Tensor, positions: Tensor) -> Tensor:
+def gather_tokens(
+    table: Tensor, histories: TokenHistories, owners: Tensor, positions: Tensor
+) -> Tensor:
     """Tokens [n, width] int64 at positions [n, width] int64 of histories owners [n] int64.
 
     table: [slots] int64. What is behind a history's end is arbitrary, as is what is before its
     beginning.
     """
-    width = histories.widest
+    width = histories.max_tokens
     inside = positions.clamp(0, width - 1)
     size = histories.block_size
     blocks = histories.block_table.index_select(0, owners).gather(1, inside // size)

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.native.library import DTYPES, Int8Arguments, QuantizeArguments, native, pointer
+from gllm.kernels.native.library import (
+    DTYPES,
+    Int8Arguments,
+    QuantizeArguments,
+    data_pointer,
+    library_for,
+)
 from gllm.kernels.weight_format import WeightFormat
 
 MAX_CODE = 127
@@ -86,7 +92,7 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
     rows, size = x.shape
     codes = x.new_empty(rows, -(-size // GROUP_INPUTS) * GROUP_INPUTS, dtype=torch.uint8)
     scales = x.new_empty(rows, dtype=torch.float32)
-    library = native(x, "linear_int8")
+    library = library_for(x, "linear_int8")
     if library is not None:
         pointers = (x.data_ptr(), codes.data_ptr(), scales.data_ptr())
         flags = (DTYPES[x.dtype], torch.get_num_threads())
@@ -146,7 +152,7 @@ def linear_int8(
         out: receives the result if given: contiguous, of x's dtype or float32.
     """
     x = x.contiguous()
-    library, shape = native(x, "linear_int8"), (len(x), matrix.outputs)
+    library, shape = library_for(x, "linear_int8"), (len(x), matrix.outputs)
     if library is None:
         result = x.new_empty(shape) if out is None else out
         return _multiply_reference(quantize_rows(x), matrix, bias, result)
@@ -157,7 +163,7 @@ def linear_int8(
             matrix.codes.data_ptr(),
             matrix.scales.data_ptr(),
             matrix.offsets.data_ptr(),
-            pointer(bias),
+            data_pointer(bias),
             result.data_ptr(),
             *x.shape,
             matrix.outputs,

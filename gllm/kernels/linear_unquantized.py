@@ -18,8 +18,8 @@ from gllm.kernels.native.library import (
     LinearArguments,
     PackArguments,
     UnpackArguments,
-    native,
-    pointer,
+    data_pointer,
+    library_for,
 )
 from gllm.kernels.weight_format import UNQUANTIZED, WeightFormat, stack_tensors
 
@@ -132,7 +132,7 @@ def _pack_gated(gate: Tensor, up: Tensor) -> UnquantizedMatrix | None:
 def _allocate_panels(like: Tensor, outputs: int) -> Tensor | None:
     """Return unwritten panels for a number of outputs; None if no compiled kernel reads them."""
     # Two neighbouring bfloat16 are multiplied at once.
-    if native(like, "linear") is None or like.shape[1] % 2:
+    if library_for(like, "linear") is None or like.shape[1] % 2:
         return None
     rows = -(-outputs // PANEL_OUTPUTS) * PANEL_OUTPUTS
     return torch.empty(rows, like.shape[1], dtype=like.dtype)
@@ -140,12 +140,12 @@ def _allocate_panels(like: Tensor, outputs: int) -> Tensor | None:
 
 def _pack(weight: Tensor, panels: Tensor, step: int = 1) -> None:
     """Write a weight into every panel, or into every second one with step 2."""
-    library = native(weight, "linear")
+    library = library_for(weight, "linear")
     assert library is not None, "panels exist only with compiled kernels"
     outputs, inputs = weight.shape
     weight = weight.contiguous()
     flags = (step, DTYPES[weight.dtype], torch.get_num_threads())
-    library(PackArguments(pointer(panels), pointer(weight), inputs, outputs, *flags))
+    library(PackArguments(data_pointer(panels), data_pointer(weight), inputs, outputs, *flags))
 
 
 def _multiply_packed(
@@ -164,7 +164,7 @@ def _multiply_packed(
         out: receives the result if given.
         activation: a value of ACTIVATIONS if the matrix is gated, 0 otherwise.
     """
-    library = native(x, "linear")
+    library = library_for(x, "linear")
     assert library is not None, "packed by compiled kernels"
     assert matrix.is_gated == bool(activation), "an activation requires gated panels"
     if x.stride(1) != 1:
@@ -173,10 +173,10 @@ def _multiply_packed(
         out = library.empty((len(x), matrix.outputs), x.dtype)
     library(
         LinearArguments(
-            pointer(out),
-            pointer(x),
-            pointer(matrix.weight),
-            pointer(bias),
+            data_pointer(out),
+            data_pointer(x),
+            data_pointer(matrix.weight),
+            data_pointer(bias),
             len(x),
             x.shape[1],
             matrix.outputs,
@@ -192,16 +192,16 @@ def _multiply_packed(
 
 def _unpack_rows(matrix: UnquantizedMatrix, ids: Tensor) -> Tensor:
     """Return rows of a packed weight, [n, inputs]."""
-    library, inputs = native(matrix.weight, "linear"), matrix.weight.shape[1]
+    library, inputs = library_for(matrix.weight, "linear"), matrix.weight.shape[1]
     assert library is not None, "packed by compiled kernels"
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < matrix.outputs:
         raise IndexError(f"a row index is outside the weight's {matrix.outputs} rows")
     rows = torch.empty(len(ids), inputs, dtype=matrix.weight.dtype)
     library(
         UnpackArguments(
-            pointer(rows),
-            pointer(matrix.weight),
-            pointer(ids),
+            data_pointer(rows),
+            data_pointer(matrix.weight),
+            data_pointer(ids),
             len(ids),
             inputs,
             DTYPES[rows.dtype],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class LogprobTensors:
     """One token in each row, and the likeliest of that row."""
 
     tokens: Tensor
@@ -26,12 +26,12 @@ class Scores:
     """[rows, top] float32"""
 
 
-def log_probabilities(logits: Tensor) -> Tensor:
+def compute_logprobs(logits: Tensor) -> Tensor:
     """Log-softmax [rows, vocabulary] float32 of logits alike."""
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
-def score(logprobs: Tensor, tokens: Tensor, top: int) -> Scores:
+def gather_logprobs(logprobs: Tensor, tokens: Tensor, top: int) -> LogprobTensors:
     """The scores of tokens [rows] int64 under logprobs [rows, vocabulary] float32.
 
     top: how many of the likeliest tokens come along, the whole vocabulary at most.
@@ -39,15 +39,15 @@ def score(logprobs: Tensor, tokens: Tensor, top: int) -> Scores:
     chosen = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     likeliest = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
-    return Scores(tokens, chosen[:, 0], ranks, likeliest.indices, likeliest.values)
+    return LogprobTensors(tokens, chosen[:, 0], ranks, likeliest.indices, likeliest.values)
 
 
-def packed_width(top: int) -> int:
+def packed_logprobs_width(top: int) -> int:
     """Numbers of a packed row that tells so many of the likeliest tokens."""
     return 3 + 2 * top
 
 
-def packed(scores: Scores) -> Tensor:
+def pack_logprobs(scores: LogprobTensors) -> Tensor:
     """Scores as one table [rows, packed_width(top)] float64, to be copied at a stroke; its numbers
     are exact."""
     columns = [scores.tokens, scores.logprobs, scores.ranks]
@@ -55,10 +55,10 @@ def packed(scores: Scores) -> Tensor:
     return torch.cat([table.double() for table in tables], dim=1)
 
 
-def unpacked(table: Tensor) -> Scores:
+def unpack_logprobs(table: Tensor) -> LogprobTensors:
     """Scores from a table as `packed` makes it."""
     tokens, logprobs, ranks = table[:, :3].unbind(dim=1)
     top_ids, top_logprobs = table[:, 3:].chunk(2, dim=1)
-    return Scores(
+    return LogprobTensors(
         tokens.long(), logprobs.float(), ranks.long(), top_ids.long(), top_logprobs.float()
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gllm.kernels.history import Histories, tokens_at
+from gllm.kernels.history import TokenHistories, gather_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class SeenTokens:
     """float64: occurrences in the output; 0 for a token of the prompt alone."""
 
 
-def penalize(
+def apply_penalties(
     logits: Tensor, seen: SeenTokens, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> None:
     """Lower the logits [rows, vocabulary] float32 of seen tokens, in place.
@@ -42,8 +42,8 @@ def penalize(
     logits[rows, seen.ids] = _penalized(before, seen.counts, *settings)
 
 
-def penalize_histories(
-    logits: Tensor, table: Tensor, histories: Histories, settings: Tensor
+def apply_history_penalties(
+    logits: Tensor, table: Tensor, histories: TokenHistories, settings: Tensor
 ) -> None:
     """The same for rows of logits [rows, vocabulary] float32 that have histories in a table [slots]
     int64; nobody waits for the device.
@@ -53,11 +53,11 @@ def penalize_histories(
     if logits.is_cuda:
         from gllm.kernels.triton import penalties
 
-        return penalties.penalize_histories(logits, table, histories, settings)
+        return penalties.apply_history_penalties(logits, table, histories, settings)
     count, size = len(histories.rows), logits.shape[1]
-    positions = torch.arange(histories.widest, device=logits.device).expand(count, -1)
+    positions = torch.arange(histories.max_tokens, device=logits.device).expand(count, -1)
     owners = torch.arange(count, device=logits.device)
-    ids = tokens_at(table, histories, owners, positions)
+    ids = gather_tokens(table, histories, owners, positions)
     inside = (positions < histories.lengths[:, None]) & (ids >= 0) & (ids < size)
     # One column more, for what is no token.
     ids = torch.where(inside, ids, size)

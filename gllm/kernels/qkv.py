@@ -4,16 +4,16 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention import store_kv
-from gllm.kernels.native.library import DTYPES, RotaryArguments, native, pointer
+from gllm.kernels.native.library import DTYPES, RotaryArguments, data_pointer, library_for
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rms_norm import rms_norm
-from gllm.kernels.rotary import Angles, apply_rotary
+from gllm.kernels.rotary import RotaryAngles, apply_rotary
 
 
 def rotate_and_store(
     fused: Tensor,
     layout: QKVLayout,
-    angles: Angles | None,
+    angles: RotaryAngles | None,
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
@@ -34,7 +34,7 @@ def rotate_and_store(
         from gllm.kernels.triton import qkv as gpu
 
         return gpu.rotate_and_store(fused, layout, angles, cache, slots)
-    library = native(fused, "rotate")
+    library = library_for(fused, "rotate")
     if library is not None and fused.is_contiguous() and cache[0].dtype == fused.dtype:
         library(_arguments(fused, layout, angles, cache, slots))
         return fused[:, : layout.num_heads]
@@ -56,7 +56,7 @@ def rotate_and_store(
 def _arguments(
     fused: Tensor,
     layout: QKVLayout,
-    angles: Angles | None,
+    angles: RotaryAngles | None,
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> RotaryArguments:
@@ -64,7 +64,7 @@ def _arguments(
     norm = layout.query_norm
     return RotaryArguments(
         *(
-            pointer(tensor)
+            data_pointer(tensor)
             for tensor in (fused, cosine, sine, norm, layout.key_norm, *cache, slots)
         ),
         *(len(fused), layout.num_heads, layout.num_kv_heads, fused.shape[2]),

@@ -26,15 +26,15 @@ def _xor_shifted(x: Tensor, bits: int) -> Tensor:
     return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))
 
 
-def split_mix(state: Tensor) -> Tensor:
+def splitmix64(state: Tensor) -> Tensor:
     """The SplitMix64 output for each state of an int64 tensor (two's complement, wrapping)."""
     mixed = _xor_shifted(state + GAMMA, 30) * MULTIPLIER_1
     mixed = _xor_shifted(mixed, 27) * MULTIPLIER_2
     return _xor_shifted(mixed, 31)
 
 
-def uniform(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:
+def random_uniform(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:
     """Numbers in [0, 1), float64 with 53 random bits, for counters of one shape, all int64."""
-    mixed = split_mix(split_mix(split_mix(seed) ^ choice) ^ index)
+    mixed = splitmix64(splitmix64(splitmix64(seed) ^ choice) ^ index)
     top_bits = (mixed >> 11) & ((1 << 53) - 1)
     return top_bits.to(torch.float64) * 2.0**-53

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.native.library import DTYPES, Library, NormArguments, native, pointer
+from gllm.kernels.native.library import (
+    DTYPES,
+    KernelLibrary,
+    NormArguments,
+    data_pointer,
+    library_for,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from gllm.kernels.triton import rms_norm as gpu
 
         return gpu.rms_norm(x, weight, eps)
-    library = native(x, "norm")
+    library = library_for(x, "norm")
     if library is not None and x.is_contiguous():
         return _native(library, x, None, weight, eps)
     return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
@@ -32,19 +38,19 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> T
         from gllm.kernels.triton import rms_norm as gpu
 
         return gpu.add_rms_norm(hidden, delta, weight, eps)
-    library = native(hidden, "norm")
+    library = library_for(hidden, "norm")
     if library is not None and hidden.is_contiguous() and delta.is_contiguous():
         return _native(library, hidden, delta, weight, eps)
     return rms_norm(hidden.add_(delta), weight, eps)
 
 
 def _native(
-    library: Library, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    library: KernelLibrary, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> Tensor:
     output = library.empty(hidden.shape, hidden.dtype)
     size = len(weight)
     arguments = NormArguments(
-        *(pointer(hidden), pointer(delta), pointer(weight), pointer(output)),
+        *(data_pointer(hidden), data_pointer(delta), data_pointer(weight), data_pointer(output)),
         *(hidden.numel() // size, size, eps),
         *(weight.dtype == torch.float32, DTYPES[hidden.dtype], torch.get_num_threads()),
     )

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 Parameters = Mapping[str, Any]
-Angles = tuple[Tensor, Tensor]
+RotaryAngles = tuple[Tensor, Tensor]
 """cos and sin, each [tokens, 1, dim / 2] float32."""
 
 
-def inverse_frequencies(
+def compute_inverse_frequencies(
     kind: str, dim: int, theta: float, parameters: Parameters
 ) -> tuple[Tensor, float]:
     """Radians per position of each pair, [dim / 2] float32, and the factor on cos and sin."""
@@ -108,13 +108,13 @@ SCALINGS: dict[str, Callable[[Tensor, float, Parameters], tuple[Tensor, float]]]
 }
 
 
-def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> Angles:
+def compute_rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> RotaryAngles:
     """cos and sin, each [tokens, 1, dim / 2] float32, for positions [tokens] int64."""
     angles = positions.to(torch.float32)[:, None, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
-def apply_rotary(x: Tensor, angles: Angles, interleaved: bool = False) -> Tensor:
+def apply_rotary(x: Tensor, angles: RotaryAngles, interleaved: bool = False) -> Tensor:
     """x [tokens, heads, head_dim], its first `dim` elements rotated by the angles of its tokens.
 
     Same shape and dtype.

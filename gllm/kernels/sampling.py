@@ -17,11 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.sampling_plan import NUCLEUS, WHOLE, RandomRows, SamplingPlan
+from gllm.kernels.sampling_plan import (
+    TOP_P_NUCLEUS,
+    WHOLE_VOCABULARY,
+    RandomSamplingGroup,
+    SamplingPlan,
+)
 
 TOP_P_CANDIDATES = 1024
 """Sorted first for a row with top-p alone; they nearly always hold its whole nucleus."""
-SPAN = 512
+SPAN_TOKENS = 512
 """Tokens summed at once on the way to the cumulative distribution of a whole vocabulary."""
 
 
@@ -32,16 +37,16 @@ def sample(logits: Tensor, plan: SamplingPlan) -> Tensor:
 
         return sampling.sample(logits, plan)
     if not plan.random:
-        return likeliest(logits)
+        return argmax_rows(logits)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(plan.greedy):
-        tokens[plan.greedy] = likeliest(logits[plan.greedy])
+        tokens[plan.greedy] = argmax_rows(logits[plan.greedy])
     for group in plan.random:
-        tokens[group.rows] = _draw(logits[group.rows], group)
+        tokens[group.rows] = _sample_group(logits[group.rows], group)
     return tokens
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def argmax_rows(logits: Tensor) -> Tensor:
     """Index [rows] of the largest of logits [rows, vocabulary], the first where several are."""
     if logits.is_cpu:
         # numpy compares whole vectors of floats where torch goes one by one: 14 times the speed.
@@ -49,7 +54,7 @@ def likeliest(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def all_finite(logits: Tensor) -> list[bool]:
+def list_finite_rows(logits: Tensor) -> list[bool]:
     """Whether all logits of each row of [rows, vocabulary], on the CPU, are finite.
 
     On one thread: a second thread that forks would have OpenMP count more threads than cores and
@@ -60,27 +65,27 @@ def all_finite(logits: Tensor) -> list[bool]:
     return finite.tolist()
 
 
-def finite_rows(logits: Tensor) -> Tensor:
+def find_finite_rows(logits: Tensor) -> Tensor:
     """As `all_finite` on any device, [rows] bool; nobody waits for it."""
     # Both in one pass: logits are the largest tensor of a decode step.
     least, largest = logits.aminmax(dim=-1)
     return torch.isfinite(least) & torch.isfinite(largest)
 
 
-def _draw(logits: Tensor, group: RandomRows) -> Tensor:
+def _sample_group(logits: Tensor, group: RandomSamplingGroup) -> Tensor:
     """Tokens [rows] for logits [rows, vocabulary], which are overwritten."""
     # Relative to the maximum before the division: a tiny temperature cannot overflow.
     logits -= logits.amax(dim=-1, keepdim=True)
-    if group.candidates != WHOLE:
+    if group.candidates != WHOLE_VOCABULARY:
         # One more than can be kept, to see whether the last that is kept has an equal.
-        count = TOP_P_CANDIDATES if group.candidates == NUCLEUS else group.candidates
-        return _draw_kept(logits, group, count + 1)
+        count = TOP_P_CANDIDATES if group.candidates == TOP_P_NUCLEUS else group.candidates
+        return _sample_filtered(logits, group, count + 1)
     weights = logits.div_(group.temperature[:, None]).exp_()
     weights.masked_fill_(weights < group.min_p[:, None], 0)
     return _invert_whole(weights, group.number)
 
 
-def _draw_kept(logits: Tensor, group: RandomRows, count: int) -> Tensor:
+def _sample_filtered(logits: Tensor, group: RandomSamplingGroup, count: int) -> Tensor:
     """Tokens [rows] for logits [rows, vocabulary] relative to their maxima, among what top-k and
     top-p keep; the `count` likeliest tokens are looked at first."""
     temperature = group.temperature[:, None]
@@ -90,7 +95,7 @@ def _draw_kept(logits: Tensor, group: RandomRows, count: int) -> Tensor:
     else:
         likeliest, ids = logits.topk(count, dim=-1)
     weights = (likeliest / temperature).exp_()
-    if group.candidates == NUCLEUS:
+    if group.candidates == TOP_P_NUCLEUS:
         total = _cumulative_spans(_spans((logits / temperature).exp_()))[:, -1:]
     else:
         ranks = torch.arange(weights.shape[1], device=weights.device)
@@ -103,21 +108,21 @@ def _draw_kept(logits: Tensor, group: RandomRows, count: int) -> Tensor:
     weights.masked_fill_(weights < group.min_p[:, None], 0)
     if is_all:
         # Back to their places: cheaper than to sort them again.
-        return _invert(torch.zeros_like(logits).scatter_(1, ids, weights), group.number)
+        return _invert_cumulative(torch.zeros_like(logits).scatter_(1, ids, weights), group.number)
     width = max(int(kept.max()), 1)
     ids, order = ids[:, :width].sort(dim=-1)
-    column = _invert(weights.gather(1, order), group.number)
+    column = _invert_cumulative(weights.gather(1, order), group.number)
     tokens = ids.gather(1, column[:, None])[:, 0]
     # Equal to the first that is dropped, or the last that was looked at: others may be equal.
     last = likeliest.gather(1, (kept - 1).clamp_min(0))
     unsure = (last == likeliest.gather(1, kept.clamp_max(count - 1)))[:, 0]
     if bool(unsure.any()):
-        rest = group.pick(unsure)
-        tokens[unsure] = _draw_kept(logits[unsure], rest, logits.shape[1])
+        rest = group.select(unsure)
+        tokens[unsure] = _sample_filtered(logits[unsure], rest, logits.shape[1])
     return tokens
 
 
-def _invert(weights: Tensor, number: Tensor) -> Tensor:
+def _invert_cumulative(weights: Tensor, number: Tensor) -> Tensor:
     """Indices [rows] at which the cumulative share of weights [rows, n] passes number [rows]."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     return _passed(cumulative, number[:, None] * cumulative[:, -1:])
@@ -142,12 +147,14 @@ def _invert_whole(weights: Tensor, number: Tensor) -> Tensor:
     before = functional.pad(sums[:, :-1], (1, 0)).gather(1, span)
     inside = spans.take_along_dim(span[:, :, None], dim=1)[:, 0]
     token = _passed(inside.cumsum(dim=-1, dtype=torch.float64), target - before)
-    return span[:, 0] * SPAN + token
+    return span[:, 0] * SPAN_TOKENS + token
 
 
 def _spans(weights: Tensor) -> Tensor:
     """weights [rows, vocabulary] as [rows, spans, SPAN], padded with zeros."""
-    return functional.pad(weights, (0, -weights.shape[1] % SPAN)).unflatten(1, (-1, SPAN))
+    return functional.pad(weights, (0, -weights.shape[1] % SPAN_TOKENS)).unflatten(
+        1, (-1, SPAN_TOKENS)
+    )
 
 
 def _cumulative_spans(spans: Tensor) -> Tensor:

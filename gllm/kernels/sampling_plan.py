@@ -10,20 +10,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gllm.kernels.random_numbers import uniform
+from gllm.kernels.random_numbers import random_uniform
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
-WHOLE, NUCLEUS = 0, -1
+WHOLE_VOCABULARY, TOP_P_NUCLEUS = 0, -1
 """Drawn from the whole vocabulary, with no need to sort; from the nucleus of top-p."""
-SMALLEST = np.finfo(np.float32).tiny
+MIN_NORMAL_FLOAT32 = np.finfo(np.float32).tiny
 """The smallest normal float32. Smaller temperatures and top-p values are raised to it: they keep
 the same tokens, and arithmetic that flushes denormals does not turn them into 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class RandomRows:
+class RandomSamplingGroup:
     """Rows that are drawn in one way. Tensors are [rows], int64 or float32."""
 
     rows: Tensor
@@ -38,11 +38,11 @@ class RandomRows:
     number: Tensor
     """float64 in [0, 1): what decides."""
 
-    def pick(self, chosen: Tensor) -> "RandomRows":
+    def select(self, chosen: Tensor) -> "RandomSamplingGroup":
         """Those where `chosen` [rows] bool holds."""
         columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.number)
         kept = (column[chosen] for column in columns)
-        return RandomRows(self.rows[chosen], self.candidates, *kept)
+        return RandomSamplingGroup(self.rows[chosen], self.candidates, *kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class SamplingPlan:
 
     greedy: Tensor
     """[greedy rows] int64."""
-    random: list[RandomRows]
+    random: list[RandomSamplingGroup]
     settings: Tensor
     """[3, rows] float32, for a GPU: temperature, top-p (infinite means off), min-p."""
     counters: Tensor
     """[4, rows] int64, for a GPU: top-k (0 means off), seed, choice, index."""
-    filters: bool
+    has_filters: bool
     """Whether a row has top-k or top-p."""
 
     def for_gpu(self) -> "SamplingPlan":
@@ -79,24 +79,28 @@ def plan_sampling(
     keeps the best token. seed, choice (of its request) and index (of the token in the output) are
     the counters of the random number.
     """
-    top_p = np.maximum(top_p, SMALLEST)
-    temperature = np.where(temperature > 0, np.maximum(temperature, SMALLEST), temperature)
+    top_p = np.maximum(top_p, MIN_NORMAL_FLOAT32)
+    temperature = np.where(
+        temperature > 0, np.maximum(temperature, MIN_NORMAL_FLOAT32), temperature
+    )
     # Powers of two, so that few groups arise, and so that a row's group is its own affair.
     by_k = 2 ** np.ceil(np.log2(np.maximum(top_k, 1))).astype(np.int64)
-    candidates = np.where(top_k > 0, by_k, np.where(top_p < 1, NUCLEUS, WHOLE))
+    candidates = np.where(top_k > 0, by_k, np.where(top_p < 1, TOP_P_NUCLEUS, WHOLE_VOCABULARY))
     limit = np.where(top_p < 1, top_p, np.float32(np.inf))
     is_random = temperature > 0
     groups = []
     for count in np.unique(candidates[is_random]).tolist():
         rows = np.flatnonzero(is_random & (candidates == count))
-        group = RandomRows(
+        group = RandomSamplingGroup(
             rows=torch.from_numpy(rows),
             candidates=count,
             temperature=torch.from_numpy(temperature[rows]),
             top_k=torch.from_numpy(top_k[rows]),
             top_p=torch.from_numpy(limit[rows]),
             min_p=torch.from_numpy(min_p[rows]),
-            number=uniform(*(torch.from_numpy(word[rows]) for word in (seed, choice, index))),
+            number=random_uniform(
+                *(torch.from_numpy(word[rows]) for word in (seed, choice, index))
+            ),
         )
         groups.append(group)
     return SamplingPlan(
@@ -104,5 +108,5 @@ def plan_sampling(
         groups,
         torch.from_numpy(np.stack((temperature, limit, min_p)).astype(np.float32, copy=False)),
         torch.from_numpy(np.stack((top_k, seed, choice, index))),
-        any(group.candidates != WHOLE for group in groups),
+        any(group.candidates != WHOLE_VOCABULARY for group in groups),
     )

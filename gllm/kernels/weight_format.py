@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gllm.kernels.activation import gate
+from gllm.kernels.activation import act_and_mul
 
 UNQUANTIZED = "none"
 """The format of plain tensors."""
@@ -120,7 +120,7 @@ class WeightFormat(ABC, Generic[M]):
             bias: b and c, [2 * outputs].
             activation: a name of `gllm.kernels.activation`.
         """
-        return gate(activation, self.multiply(x, matrix, bias, None))
+        return act_and_mul(activation, self.multiply(x, matrix, bias, None))
 
     def lookup(self, matrix: M, ids: Tensor) -> Tensor:
         """Return rows of the weight by index: ids [n] int64 to [n, inputs]."""

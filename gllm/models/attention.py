@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gllm.kernels.alibi import alibi_slopes
+from gllm.kernels.alibi import compute_alibi_slopes
 from gllm.kernels.attention import paged_attention, store
 from gllm.kernels.attention_backends import HeadShape
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.qkv import rotate_and_store
 from gllm.kernels.qkv_layout import QKVLayout
-from gllm.kernels.rotary import Angles, apply_rotary
+from gllm.kernels.rotary import RotaryAngles, apply_rotary
 from gllm.models import spec
 from gllm.models.loader import Weights
 from gllm.models.parts import Linear, Norm, norm_of, parts_of
@@ -32,7 +32,7 @@ class Step:
 
     plans: Mapping[int | None, AttentionPlan]
     """By window."""
-    angles: Mapping[spec.Rope, Angles]
+    angles: Mapping[spec.Rope, RotaryAngles]
 
 
 class Attention:
@@ -57,7 +57,7 @@ class Attention:
                 self.how = QKVLayout(heads, kv_heads, interleaved, *scales, query_norm.eps)
             else:
                 self.norms = query_norm, key_norm
-        slopes = None if described.alibi is None else alibi_slopes(heads) * described.alibi
+        slopes = None if described.alibi is None else compute_alibi_slopes(heads) * described.alibi
         self.scores = AttentionScaling(described.scale, described.softcap, slopes)
 
     def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
@@ -115,7 +115,7 @@ class LatentAttention:
         values = attended.transpose(0, 1) @ self.value_up.transpose(1, 2)
         return self.out(values.transpose(0, 1).flatten(1))
 
-    def _queries(self, x: Tensor, angles: Angles) -> Tensor:
+    def _queries(self, x: Tensor, angles: RotaryAngles) -> Tensor:
         """[tokens, heads, rank + rope]: against latents, then against rotated keys."""
         described = self.spec
         if self.query_down is not None:

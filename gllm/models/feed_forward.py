@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gllm.kernels.activation import activate
+from gllm.kernels.activation import apply_activation
 from gllm.kernels.experts import (
     Routing,
     StackedExperts,
@@ -43,7 +43,7 @@ class MLP:
         """x [tokens, hidden]; the result is alike."""
         if isinstance(self.up, GatedMatrix):
             return self.down(gated_linear(x, self.up))
-        return self.down(activate(self.activation, self.up(x)))
+        return self.down(apply_activation(self.activation, self.up(x)))
 
 
 def gated(described: spec.MLP, weights: Weights, hidden: int) -> GatedMatrix:

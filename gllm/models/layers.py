@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan, PagedBatch
-from gllm.kernels.native.library import native
-from gllm.kernels.native.program import NotRecorded, Program, recording
-from gllm.kernels.rotary import Angles
+from gllm.kernels.native.library import library_for
+from gllm.kernels.native.program import NotRecordableError, RecordedProgram, record_kernels
+from gllm.kernels.rotary import RotaryAngles
 from gllm.models import spec
 from gllm.models.attention import LayerCache, Step
 from gllm.models.layer import Layer
@@ -33,7 +33,7 @@ class Layers:
         self._windows = {layer.attention.window for layer in described}
         self._hidden = hidden
         self._delta: Tensor | None = None
-        self._program: Program | None = None
+        self._program: RecordedProgram | None = None
         self._can_record = True
 
     @property
@@ -67,24 +67,24 @@ class Layers:
 
     def _recorded(
         self, tokens: int, dtype: torch.dtype, kv: Sequence[LayerCache]
-    ) -> Program | None:
+    ) -> RecordedProgram | None:
         """A program for steps of up to so many tokens; None where layers compute anything but
         compiled kernels."""
         self._stream = torch.empty(tokens, self._hidden, dtype=dtype)
-        library = native(self._stream, "norm")
+        library = library_for(self._stream, "norm")
         if library is None:
             return None
         memory = torch.empty(ROOM * self._stream.nbytes, dtype=torch.uint8)
         step = self._any_step(tokens)
         self._delta = None
         try:
-            with recording(library, tokens, memory) as recorded:
+            with record_kernels(library, tokens, memory) as recorded:
                 for layer, cache in zip(self.each, kv, strict=True):
                     recorded.reuse()
                     self._delta = layer(self._stream, self._delta, step, cache)
-        except NotRecorded:
+        except NotRecordableError:
             return None
-        return Program(recorded, step.angles)
+        return RecordedProgram(recorded, step.angles)
 
     def _any_step(self, tokens: int) -> Step:
         """Inputs of a step with so many tokens; nobody looks into them."""
@@ -92,7 +92,7 @@ class Layers:
         rows = PagedBatch(ones[:, None], np.arange(tokens + 1), ones, tokens, 1, 1)
         slots = torch.empty(tokens, dtype=torch.int64)
         plans = {window: AttentionPlan(rows, slots, window, "native") for window in self._windows}
-        angles: dict[spec.Rope, Angles] = {}
+        angles: dict[spec.Rope, RotaryAngles] = {}
         for rope in self._ropes:
             cosine, sine = torch.empty(2, tokens, 1, rope.dim // 2)
             angles[rope] = cosine, sine

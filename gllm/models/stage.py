@@ -15,7 +15,7 @@ from torch.nn import functional
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.linear import has_lookup, linear, lookup_rows, prepare
 from gllm.kernels.linear_unquantized import unpacked
-from gllm.kernels.rotary import Angles, inverse_frequencies, rotary_angles
+from gllm.kernels.rotary import RotaryAngles, compute_inverse_frequencies, compute_rotary_angles
 from gllm.kernels.weight_format import Matrix
 from gllm.models import spec
 from gllm.models.attention import LayerCache, Step
@@ -111,7 +111,7 @@ class ModelStage:
         """
         described = [model.layers[index] for index in layers]
         self.frequencies = {
-            rope: inverse_frequencies(
+            rope: compute_inverse_frequencies(
                 rope.kind, rope.dim, rope.theta, {**rope.parameters, "longest": longest}
             )
             for rope in {layer.attention.rope for layer in described}
@@ -154,8 +154,8 @@ class ModelStage:
         assert self.head is not None, "only the last stage has the LM head"
         return self.head(hidden)
 
-    def _angles(self, positions: Tensor) -> dict[spec.Rope, Angles]:
+    def _angles(self, positions: Tensor) -> dict[spec.Rope, RotaryAngles]:
         return {
-            rope: rotary_angles(positions, *frequencies)
+            rope: compute_rotary_angles(positions, *frequencies)
             for rope, frequencies in self.frequencies.items()
         }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gllm.config.engine import QUANTIZATION_DEVICES
 from gllm.config.field_types import FieldError
-from gllm.kernels.native.builds import AMX, BFLOAT16, OFF, VARIABLE
+from gllm.kernels.native.builds import AMX, BFLOAT16, BUILD_VARIABLE, OFF
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +162,7 @@ def gpus(requested: str) -> int:
 def native_bfloat16(proc: Path = PROC) -> bool:
     """Whether the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX), and no build of compiled
     kernels is named that does without."""
-    if os.environ.get(VARIABLE, BFLOAT16) not in (AMX, BFLOAT16, OFF):
+    if os.environ.get(BUILD_VARIABLE, BFLOAT16) not in (AMX, BFLOAT16, OFF):
         return False
     try:
         text = (proc / "cpuinfo").read_text()

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from gllm.config.engine import EngineConfig
-from gllm.kernels.native.builds import select
+from gllm.kernels.native.builds import select_build
 from gllm.observability.logs import LogConfig
 from gllm.runtime.spec import WorkerSpec
 from gllm.transport.edge import Edge, create_edge
@@ -95,7 +95,7 @@ class Workers(PipelineWorkers):
 
     def __init__(self, stages: int) -> None:
         """Raises ValueError where GLLM_CPU_KERNELS names a build that cannot be used."""
-        select()
+        select_build()
         super().__init__(stages)
         self.processes: list[subprocess.Popen[bytes]] = []
         self._watched: dict[int, int] = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gllm.kernels.logprobs import Scores, log_probabilities, score
+from gllm.kernels.logprobs import LogprobTensors, compute_logprobs, gather_logprobs
 from gllm.messages.sampling import TokenLogprobs
 from gllm.runtime.sampling_state import SamplingState
 from gllm.scheduler.plan import ScheduledRow
@@ -31,7 +31,7 @@ class PromptRows:
     position: int
     """Of the first of them in the prompt."""
     tokens: list[int]
-    scores: list[Scores] = field(default_factory=list)
+    scores: list[LogprobTensors] = field(default_factory=list)
     """Of SCORED_ROWS tokens each."""
 
     @property
@@ -49,7 +49,7 @@ class PromptRows:
         targets = torch.tensor(self.tokens, dtype=torch.int64)
         rows = hidden[self.begin : self.begin + len(targets)]
         for part, tokens in zip(rows.split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True):
-            self.scores.append(score(log_probabilities(head(part)), tokens, self.top))
+            self.scores.append(gather_logprobs(compute_logprobs(head(part)), tokens, self.top))
 
     def record(self) -> None:
         """Put the scores where the sequence keeps them; a position computed again replaces."""
@@ -67,7 +67,7 @@ def prompt_rows(state: SamplingState, row: ScheduledRow, begin: int) -> list[Pro
     return [PromptRows(state, begin, row.start + 1, tokens)]
 
 
-def entries_of(scores: Scores) -> list[TokenLogprobs]:
+def entries_of(scores: LogprobTensors) -> list[TokenLogprobs]:
     """Scores as told, row by row."""
     columns = (scores.tokens, scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
     rows = zip(*(column.tolist() for column in columns), strict=True)

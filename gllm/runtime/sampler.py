@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gllm.config.limits import MAX_LOGPROBS
 from gllm.grammar.guide import GrammarGuide, GrammarGuideError
-from gllm.kernels.logprobs import log_probabilities, score
-from gllm.kernels.masking import keep_masked, mask_of, words_of
-from gllm.kernels.sampling import all_finite, sample
+from gllm.kernels.logprobs import compute_logprobs, gather_logprobs
+from gllm.kernels.masking import apply_token_bitmask, build_token_bitmask, num_bitmask_words
+from gllm.kernels.sampling import list_finite_rows, sample
 from gllm.kernels.sampling_plan import SamplingPlan, plan_sampling
 from gllm.messages.sampling import SampleDetails, TokenLogprobs
 from gllm.runtime.logprobs import NOT_FINITE, entries_of
@@ -156,7 +156,7 @@ def give_up(states: Iterable[SamplingState], error: str) -> None:
 
 def _faults(logits: Tensor, rows: SampledRows) -> list[str]:
     """Why each row cannot be drawn, as far as its logits and its prompt's tell."""
-    errors = ["" if finite else NOT_FINITE for finite in all_finite(logits)]
+    errors = ["" if finite else NOT_FINITE for finite in list_finite_rows(logits)]
     for row in rows.told:
         errors[row] = errors[row] or rows.states[row].fault
     return errors
@@ -165,11 +165,11 @@ def _faults(logits: Tensor, rows: SampledRows) -> list[str]:
 def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> SampleOutput:
     """As `draw`, for rows with these errors; logits are finite."""
     errors = list(errors)
-    raw = log_probabilities(logits[rows.told]) if rows.told else None
+    raw = compute_logprobs(logits[rows.told]) if rows.told else None
     settled: set[int] = set()
     if rows.guided:
         masks, settled = follow_grammars(rows, logits.shape[1])
-        keep_masked(logits, torch.tensor(rows.guided), masks)
+        apply_token_bitmask(logits, torch.tensor(rows.guided), masks)
     edited = [row for row in rows.edited if not errors[row] and row not in settled]
     edit_logits(logits, rows.states, rows.indices, edited)
     for row in _changed(rows):
@@ -180,7 +180,7 @@ def _draw_all(logits: Tensor, rows: SampledRows, errors: list[str]) -> SampleOut
     tokens = sample(logits, rows.plan)
     told: list[SampleDetails] = []
     if raw is not None:
-        scores = score(raw, tokens[rows.told], wanted_top(rows))
+        scores = gather_logprobs(raw, tokens[rows.told], wanted_top(rows))
         told = tell(entries_of(scores), rows, errors)
     kept = [0 if error else token for token, error in zip(tokens.tolist(), errors, strict=True)]
     return SampleOutput(kept, errors, told)
@@ -195,13 +195,13 @@ def follow_grammars(rows: SampledRows, vocabulary: int) -> tuple[Tensor, set[int
         try:
             allowed = _guide(rows, row).allowed_tokens(rows.indices[row])
         except GrammarGuideError:
-            allowed = b"\0" * 4 * words_of(vocabulary)
+            allowed = b"\0" * 4 * num_bitmask_words(vocabulary)
         if isinstance(allowed, int):
             settled.add(row)
-            masks.append(mask_of(torch.tensor([allowed]), vocabulary))
+            masks.append(build_token_bitmask(torch.tensor([allowed]), vocabulary))
         else:
             words = torch.frombuffer(bytearray(allowed), dtype=torch.int32)
-            masks.append(words[: words_of(vocabulary)])
+            masks.append(words[: num_bitmask_words(vocabulary)])
     return torch.stack(masks), settled
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gllm.grammar.guide import GrammarGuide
-from gllm.kernels.masking import add_bias, ban, keep_only
-from gllm.kernels.penalties import SeenTokens, penalize
+from gllm.kernels.masking import add_token_bias, allow_only_tokens, ban_tokens
+from gllm.kernels.penalties import SeenTokens, apply_penalties
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.grammars import Grammars
@@ -106,17 +106,17 @@ class LogitEdits:
     def apply(self, logits: Tensor, output: list[int]) -> None:
         """Change logits [vocabulary] float32 in place for the token after `output`."""
         if len(self.allowed):
-            keep_only(logits, self.allowed)
-        ban(logits, self.banned)
+            allow_only_tokens(logits, self.allowed)
+        ban_tokens(logits, self.banned)
         if output:
             phrases = self._by_last.get(output[-1], ())
             completing = [p[-1] for p in phrases if tuple(output[1 - len(p) :]) == p[:-1]]
-            ban(logits, _ids(completing))
+            ban_tokens(logits, _ids(completing))
         if len(self.bias):
-            add_bias(logits, self.bias_ids, self.bias)
+            add_token_bias(logits, self.bias_ids, self.bias)
         if self.is_early(len(output)):
             # Ids of EOS come from the model's files and may lie outside of its vocabulary.
-            ban(logits, self.ending[self.ending < len(logits)])
+            ban_tokens(logits, self.ending[self.ending < len(logits)])
 
 
 class SamplingState:
@@ -213,7 +213,7 @@ def _penalize(logits: Tensor, states: list[SamplingState], rows: list[int]) -> N
     columns[0, rows] = columns.new_tensor([spec.repetition_penalty for spec in specs])
     columns[1, rows] = columns.new_tensor([spec.frequency_penalty for spec in specs])
     columns[2, rows] = columns.new_tensor([spec.presence_penalty for spec in specs])
-    penalize(logits, seen, *columns)
+    apply_penalties(logits, seen, *columns)
 
 
 def _ids(tokens: Sequence[int] | dict[int, float]) -> Tensor:

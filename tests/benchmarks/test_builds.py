@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from benchmarks.cpu import builds
-from gllm.kernels.native.builds import FLAVORS
+from gllm.kernels.native.builds import BUILDS
 
 
 def test_every_build_has_limits() -> None:
-    assert set(builds.LIMITS) == set(FLAVORS)
+    assert set(builds.LIMITS) == set(BUILDS)
 
 
 def test_cells_become_lines_of_builds_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:

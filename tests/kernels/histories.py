@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gllm.kernels.history import Histories
+from gllm.kernels.history import TokenHistories
 
 POISON = 10**12
 """No token, and no index either."""
@@ -11,7 +11,7 @@ POISON = 10**12
 
 def laid_out(
     rows: list[int], prompts: list[list[int]], outputs: list[list[int]], block_size: int, seed: int
-) -> tuple[Tensor, Histories]:
+) -> tuple[Tensor, TokenHistories]:
     """The table [slots] int64 and the histories of prompts and outputs, for these rows of logits.
 
     Block ids behind a history's end lead out of the table.
@@ -28,7 +28,7 @@ def laid_out(
             block = free.pop()
             row[index] = block
             table[block * block_size :][: len(part)] = torch.tensor(part)
-    histories = Histories(
+    histories = TokenHistories(
         torch.tensor(rows),
         torch.tensor([len(text) for text in texts]),
         torch.tensor([len(prompt) for prompt in prompts]),

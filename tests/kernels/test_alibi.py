@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gllm.kernels.alibi import alibi_slopes
+from gllm.kernels.alibi import compute_alibi_slopes
 
 PUBLISHED: dict[int, list[float]] = {
     1: [2**-8],
@@ -20,13 +20,13 @@ PUBLISHED: dict[int, list[float]] = {
 
 @pytest.mark.parametrize("heads", PUBLISHED)
 def test_published_slopes(heads: int) -> None:
-    torch.testing.assert_close(alibi_slopes(heads), torch.tensor(PUBLISHED[heads]))
+    torch.testing.assert_close(compute_alibi_slopes(heads), torch.tensor(PUBLISHED[heads]))
 
 
 @pytest.mark.parametrize("heads", [16, 32, 40, 64, 71, 112])
 def test_slopes_of_other_numbers(heads: int) -> None:
     """One factor from head to head; what is beyond a power of two lies halfway between."""
-    slopes = [math.log2(slope) for slope in alibi_slopes(heads).tolist()]
+    slopes = [math.log2(slope) for slope in compute_alibi_slopes(heads).tolist()]
     assert len(slopes) == heads
     lower = 1 << heads.bit_length() - 1
     step = 8 / lower
@@ -41,4 +41,4 @@ def test_as_transformers_has_them(heads: int) -> None:
 
     mask = torch.ones(1, 2, dtype=torch.int64)
     biases = build_alibi_tensor(mask, heads, torch.float32)
-    torch.testing.assert_close(alibi_slopes(heads), biases[:, 0, 1])
+    torch.testing.assert_close(compute_alibi_slopes(heads), biases[:, 0, 1])

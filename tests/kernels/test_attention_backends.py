@@ -17,8 +17,8 @@ from gllm.kernels.attention_backends import (
     choose_backend,
 )
 from gllm.kernels.native import attention
-from gllm.kernels.native.builds import OFF, Selection
-from gllm.kernels.native.library import Library
+from gllm.kernels.native.builds import OFF, BuildSelection
+from gllm.kernels.native.library import KernelLibrary
 from tests.kernels import fake_flash_attention
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -29,7 +29,7 @@ ON_CPU = AttentionRequirements(
 ON_GPU = AttentionRequirements("cuda", (9, 0), BF16, BF16, 256, frozenset({HeadShape(128, 128)}))
 
 
-class _Everything(Library):
+class _Everything(KernelLibrary):
     """A build that is not there."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def test_each_is_a_module_with_the_operation(name: str) -> None:
 
 
 def test_a_cpu_takes_compiled_kernels_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "library", lambda: _Everything())
+    monkeypatch.setattr(attention, "load_library", lambda: _Everything())
     assert choose_backend("auto", ON_CPU).name == choose_backend("native", ON_CPU).name == "native"
     for misfit, reason in (
         (replace(ON_CPU, cache_dtype=FP8), "KV cache of the dtype of the queries"),
@@ -73,9 +73,9 @@ def test_a_cpu_takes_compiled_kernels_where_they_fit(monkeypatch: pytest.MonkeyP
     assert choose_backend("torch", ON_CPU).name == "torch"
     half = replace(ON_CPU, dtype=torch.float16, cache_dtype=torch.float16)
     assert choose_backend("auto", half).name == "native"
-    none = Selection(OFF, None, "none was compiled; install a compiler", False)
-    monkeypatch.setattr(attention, "library", lambda: None)
-    monkeypatch.setattr(attention, "select", lambda: none)
+    none = BuildSelection(OFF, None, "none was compiled; install a compiler", False)
+    monkeypatch.setattr(attention, "load_library", lambda: None)
+    monkeypatch.setattr(attention, "select_build", lambda: none)
     assert choose_backend("auto", ON_CPU).name == "torch"
     with pytest.raises(ValueError, match="none was compiled; install"):
         choose_backend("native", ON_CPU)

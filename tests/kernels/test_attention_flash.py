@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.kernels.alibi import alibi_slopes
+from gllm.kernels.alibi import compute_alibi_slopes
 from gllm.kernels.attention import paged_attention
 from gllm.kernels.attention_plan import PagedBatch, build_device_tables, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
@@ -89,7 +89,7 @@ def test_matches_the_reference(
     window: int | None,
     dtype: torch.dtype,
 ) -> None:
-    slopes = alibi_slopes(HEADS) if kind == "alibi" else None
+    slopes = compute_alibi_slopes(HEADS) if kind == "alibi" else None
     scores = AttentionScaling(0.4, 2.0 if kind == "softcap" else None, slopes)
     if decodes or chunks:
         check(decodes + chunks, scores, window, dtype=dtype)

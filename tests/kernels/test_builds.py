@@ -17,19 +17,19 @@ from gllm.kernels.native import measure as measurement
 from gllm.kernels.native.builds import (
     AMX,
     BFLOAT16,
-    FLAVORS,
+    BUILD_VARIABLE,
+    BUILDS,
     OFF,
     TILES_PERMITTED,
-    VARIABLE,
-    Selection,
+    BuildSelection,
     processor_features,
-    select,
+    select_build,
 )
-from gllm.kernels.native.library import LinearArguments, MeasuredLibrary, native
-from gllm.kernels.native.measure import measure
+from gllm.kernels.native.library import LinearArguments, MeasuredKernelLibrary, library_for
+from gllm.kernels.native.measure import measure_slowdowns
 
-EVERY = frozenset().union(*FLAVORS.values())
-ONLY_AVX2 = FLAVORS["avx2"]
+EVERY = frozenset().union(*BUILDS.values())
+ONLY_AVX2 = BUILDS["avx2"]
 
 
 def folder_of(path: Path, *names: str) -> Path:
@@ -43,7 +43,7 @@ def folder_of(path: Path, *names: str) -> Path:
     [
         (EVERY, "amx_bf16"),
         (EVERY - {TILES_PERMITTED}, "avx512_bf16"),
-        (FLAVORS["avx512"] | ONLY_AVX2, "avx512"),
+        (BUILDS["avx512"] | ONLY_AVX2, "avx512"),
         (ONLY_AVX2, "avx2"),
         (frozenset({"sse2"}), "portable"),
     ],
@@ -51,30 +51,31 @@ def folder_of(path: Path, *names: str) -> Path:
 def test_the_best_build_that_the_processor_runs(
     tmp_path: Path, features: frozenset[str], wanted: str
 ) -> None:
-    build = select({}, features, folder_of(tmp_path, *FLAVORS))
+    build = select_build({}, features, folder_of(tmp_path, *BUILDS))
     assert (build.name, build.path) == (wanted, tmp_path / f"_{wanted}.so")
     assert not build.is_named
 
 
-@pytest.mark.parametrize("name", FLAVORS)
+@pytest.mark.parametrize("name", BUILDS)
 def test_the_variable_names_a_build(tmp_path: Path, name: str) -> None:
-    build = select({VARIABLE: name}, EVERY, folder_of(tmp_path, *FLAVORS))
+    build = select_build({BUILD_VARIABLE: name}, EVERY, folder_of(tmp_path, *BUILDS))
     assert (build.name, build.path) == (name, tmp_path / f"_{name}.so")
     assert build.is_named
 
 
 def test_off_is_torch_alone(tmp_path: Path) -> None:
-    build = select({VARIABLE: OFF}, EVERY, folder_of(tmp_path, *FLAVORS))
+    build = select_build({BUILD_VARIABLE: OFF}, EVERY, folder_of(tmp_path, *BUILDS))
     assert (build.name, build.path) == (OFF, None)
 
 
 def test_the_reason_tells_that_amx_is_not_permitted(tmp_path: Path) -> None:
-    libraries = folder_of(tmp_path, *FLAVORS)
+    libraries = folder_of(tmp_path, *BUILDS)
     assert (
-        f"not {AMX}: Linux does not let" in select({}, EVERY - {TILES_PERMITTED}, libraries).reason
+        f"not {AMX}: Linux does not permit"
+        in select_build({}, EVERY - {TILES_PERMITTED}, libraries).reason
     )
     for features in (EVERY, EVERY - {"amx_tile", TILES_PERMITTED}):
-        assert AMX not in select({}, features, libraries).reason
+        assert AMX not in select_build({}, features, libraries).reason
 
 
 @pytest.mark.parametrize("is_permitted", [True, False])
@@ -90,34 +91,34 @@ def test_permission_is_requested_where_the_processor_has_amx(
 
 
 def test_without_builds_the_reason_is_told(tmp_path: Path) -> None:
-    assert "none was compiled" in select({}, EVERY, tmp_path).reason
-    build = select({}, frozenset(), folder_of(tmp_path, "avx2"))
+    assert "none was compiled" in select_build({}, EVERY, tmp_path).reason
+    build = select_build({}, frozenset(), folder_of(tmp_path, "avx2"))
     assert build.path is None
-    assert "runs none of those compiled (avx2)" in build.reason
+    assert "supports none of those compiled (avx2)" in build.reason
 
 
 @pytest.mark.parametrize(
     ("name", "features", "compiled", "reason"),
     [
-        ("sse9", EVERY, FLAVORS, r"'sse9', but has to be one of amx_bf16, .*portable, off"),
-        ("AVX2", EVERY, FLAVORS, r"'AVX2', but has to be one of"),
+        ("sse9", EVERY, BUILDS, r"'sse9', but has to be one of amx_bf16, .*portable, off"),
+        ("AVX2", EVERY, BUILDS, r"'AVX2', but has to be one of"),
         (
             "avx512",
             ONLY_AVX2,
-            FLAVORS,
+            BUILDS,
             r"lacks avx512bw, .*: choose one of avx2, portable, off",
         ),
         (
             AMX,
-            FLAVORS[BFLOAT16],
-            FLAVORS,
+            BUILDS[BFLOAT16],
+            BUILDS,
             r"lacks amx_bf16, amx_tile: choose one of avx512_bf16",
         ),
         (
             AMX,
             EVERY - {TILES_PERMITTED},
-            FLAVORS,
-            r"Linux does not let .* choose one of avx512_bf16",
+            BUILDS,
+            r"Linux does not permit .* choose one of avx512_bf16",
         ),
         (
             "avx2",
@@ -128,28 +129,36 @@ def test_without_builds_the_reason_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_a_build_that_cannot_be_used_is_refused(
-    tmp_path: Path, name: str, features: frozenset[str], compiled: tuple[str, ...], reason: str
+    tmp_path: Path,
+    name: str,
+    features: frozenset[str],
+    compiled: tuple[str, ...],
+    reason: str,
 ) -> None:
-    with pytest.raises(ValueError, match=f"{VARIABLE} is .*{reason}"):
-        select({VARIABLE: name}, features, folder_of(tmp_path, *compiled))
+    with pytest.raises(ValueError, match=f"{BUILD_VARIABLE} is .*{reason}"):
+        select_build({BUILD_VARIABLE: name}, features, folder_of(tmp_path, *compiled))
 
 
 @pytest.mark.parametrize(
     ("build", "level", "text"),
     [
-        (Selection("avx2", Path("x"), "the best", False), "INFO", "build avx2 (the best)"),
-        (Selection(OFF, None, "none was compiled", False), "WARNING", "none, torch computes (none"),
-        (Selection(OFF, None, "it is off", True), "INFO", "none, torch computes (it is off)"),
+        (BuildSelection("avx2", Path("x"), "the best", False), "INFO", "build avx2 (the best)"),
+        (
+            BuildSelection(OFF, None, "none was compiled", False),
+            "WARNING",
+            "none, torch computes (none",
+        ),
+        (BuildSelection(OFF, None, "it is off", True), "INFO", "none, torch computes (it is off)"),
     ],
 )
 def test_the_log_tells_the_build(
-    build: Selection,
+    build: BuildSelection,
     level: str,
     text: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(library, "select", lambda: build)
+    monkeypatch.setattr(library, "select_build", lambda: build)
     with caplog.at_level(logging.INFO):
         library.log_kernels()
     (record,) = caplog.records
@@ -157,7 +166,7 @@ def test_the_log_tells_the_build(
     assert text in record.getMessage()
 
 
-class SlowLinear(MeasuredLibrary):
+class SlowLinear(MeasuredKernelLibrary):
     """A build whose products take twenty times as long."""
 
     def __call__(self, arguments: object) -> None:
@@ -166,10 +175,10 @@ class SlowLinear(MeasuredLibrary):
 
 
 @pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> Selection:
+def build(monkeypatch: pytest.MonkeyPatch) -> BuildSelection:
     """The best build of this machine."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    found = select()
+    monkeypatch.delenv(BUILD_VARIABLE, raising=False)
+    found = select_build()
     if found.path is None:
         pytest.skip(found.reason)
     return found
@@ -178,30 +187,30 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Selection:
 def test_no_build_is_many_times_slower_than_torch(way: str) -> None:
     """Torch may use instructions that a build does without: some times as long is what that costs.
     Sums that do not fit into registers cost 20 to 40 times as long."""
-    kernels = library.library()
+    kernels = library.load_library()
     if kernels is None:
         pytest.skip("torch itself")
-    ratios = measure(kernels, torch.float32)
+    ratios = measure_slowdowns(kernels, torch.float32)
     assert max(ratios.values()) < 8, ratios
 
 
 def test_decodes_and_prefill_chunks_count_alike(
-    build: Selection, monkeypatch: pytest.MonkeyPatch
+    build: BuildSelection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A build that needs half the time for decodes is kept although a chunk takes twice as long."""
     assert build.path is not None
     ratios = iter([0.5, 2.0, 0.5, 8.0, 1.0, 1.0, 3.0])
     monkeypatch.setattr(measurement, "_ratio", lambda *arguments: next(ratios))
-    measured = measure(MeasuredLibrary(build.path, build.name), torch.float32)
+    measured = measure_slowdowns(MeasuredKernelLibrary(build.path, build.name), torch.float32)
     assert measured == {"linear": 1.0, "attention": 2.0, "norm": 1.0, "gate": 1.0, "rotate": 3.0}
 
 
-def use(kernels: MeasuredLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "library", lambda: kernels)
+def use(kernels: MeasuredKernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load_library", lambda: kernels)
 
 
 def test_torch_computes_what_a_build_computes_slower(
-    build: Selection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    build: BuildSelection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert build.path is not None
     kernels = SlowLinear(build.path, build.name)
@@ -213,41 +222,44 @@ def test_torch_computes_what_a_build_computes_slower(
     assert not matrix.is_packed
     assert torch.get_num_threads() == threads
     torch.testing.assert_close(linear(x, matrix, None), functional.linear(x, weight))
-    assert native(x, "linear") is None
+    assert library_for(x, "linear") is None
     # 8-bit products are in no way slower than the reference, which is all that torch has.
-    assert native(x, "linear_int8") is kernels
+    assert library_for(x, "linear_int8") is kernels
     (record,) = caplog.records
     assert "torch computes linear" in record.getMessage()
 
 
 def test_what_is_fast_enough_is_computed_by_the_build(
-    build: Selection, monkeypatch: pytest.MonkeyPatch
+    build: BuildSelection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert build.path is not None
-    kernels = MeasuredLibrary(build.path, build.name)
+    kernels = MeasuredKernelLibrary(build.path, build.name)
     monkeypatch.setattr(
-        "gllm.kernels.native.measure.measure", lambda library, dtype: {"linear": 1.2, "norm": 1.3}
+        "gllm.kernels.native.measure.measure_slowdowns",
+        lambda library, dtype: {"linear": 1.2, "norm": 1.3},
     )
     use(kernels, monkeypatch)
-    assert native(torch.empty(1), "linear") is kernels
-    assert native(torch.empty(1), "norm") is None
+    assert library_for(torch.empty(1), "linear") is kernels
+    assert library_for(torch.empty(1), "norm") is None
 
 
 def test_stages_share_what_one_of_them_measured(
-    build: Selection, monkeypatch: pytest.MonkeyPatch
+    build: BuildSelection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert build.path is not None
     ratios = iter([{"linear": 9.0}, {"linear": 0.5}, {"linear": 0.1}])
-    monkeypatch.setattr("gllm.kernels.native.measure.measure", lambda library, dtype: next(ratios))
+    monkeypatch.setattr(
+        "gllm.kernels.native.measure.measure_slowdowns", lambda library, dtype: next(ratios)
+    )
     file = os.memfd_create("ratios")
     try:
-        first, second = (MeasuredLibrary(build.path, build.name) for _ in range(2))
+        first, second = (MeasuredKernelLibrary(build.path, build.name) for _ in range(2))
         for each in (first, second):
             each.share(file)
-        assert not first.serves("linear", torch.float32)
-        assert not second.serves("linear", torch.float32)
-        assert second.serves("linear", torch.bfloat16)
-        assert first.serves("linear", torch.bfloat16)
+        assert not first.is_preferred("linear", torch.float32)
+        assert not second.is_preferred("linear", torch.float32)
+        assert second.is_preferred("linear", torch.bfloat16)
+        assert first.is_preferred("linear", torch.bfloat16)
         written = json.loads(os.pread(file, 1000, 0))
     finally:
         os.close(file)
@@ -255,12 +267,12 @@ def test_stages_share_what_one_of_them_measured(
 
 
 def test_auto_leaves_attention_to_torch_where_that_is_faster(
-    build: Selection, monkeypatch: pytest.MonkeyPatch
+    build: BuildSelection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert build.path is not None
-    kernels = MeasuredLibrary(build.path, build.name)
+    kernels = MeasuredKernelLibrary(build.path, build.name)
     monkeypatch.setattr(kernels, "_ratios", {torch.float32: {"attention": 5.0}})
-    monkeypatch.setattr("gllm.kernels.native.attention.library", lambda: kernels)
+    monkeypatch.setattr("gllm.kernels.native.attention.load_library", lambda: kernels)
     wanted = AttentionRequirements(
         "cpu", (0, 0), torch.float32, torch.float32, 16, frozenset({HeadShape(64, 64)})
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gllm.kernels.activation import gate
+from gllm.kernels.activation import act_and_mul
 from gllm.kernels.experts import (
     Routing,
     StackedExperts,
@@ -136,7 +136,7 @@ def test_experts_match_a_token_at_a_time(seed: int, tokens: int, activation: str
     wanted = torch.zeros_like(x)
     for token in range(tokens):
         for expert, weight in zip(experts[token].tolist(), weights[token].tolist(), strict=True):
-            inner = gate(activation, (up[expert] @ x[token])[None])[0]
+            inner = act_and_mul(activation, (up[expert] @ x[token])[None])[0]
             wanted[token] += weight * (down[expert] @ inner)
     actual = run(x, experts, weights, up, down, activation)
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)

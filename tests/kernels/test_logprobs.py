@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.kernels.logprobs import log_probabilities, packed, score, unpacked
+from gllm.kernels.logprobs import compute_logprobs, gather_logprobs, pack_logprobs, unpack_logprobs
 
 
 @settings(max_examples=200, deadline=None)
@@ -20,7 +20,7 @@ def test_scores_follow_the_definition(rows, vocabulary, top, scale, seed) -> Non
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocabulary, generator=generator) * scale
     tokens = torch.randint(vocabulary, (rows,), generator=generator)
-    scores = score(log_probabilities(logits), tokens, top)
+    scores = gather_logprobs(compute_logprobs(logits), tokens, top)
     relative = logits.double() - logits.double().amax(-1, keepdim=True)
     exact = relative - relative.exp().sum(-1, keepdim=True).log()
     count = min(top, vocabulary)
@@ -37,7 +37,7 @@ def test_scores_follow_the_definition(rows, vocabulary, top, scale, seed) -> Non
 
 def own(scores, logits, row) -> torch.Tensor:
     """The log-probabilities of the row's top ids."""
-    return log_probabilities(logits)[row, scores.top_ids[row]].double()
+    return compute_logprobs(logits)[row, scores.top_ids[row]].double()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -48,10 +48,10 @@ def test_a_row_is_scored_the_same_in_any_batch(threads: int) -> None:
     try:
         logits = torch.randn(7, 70_000, generator=torch.Generator().manual_seed(0)) * 3
         tokens = torch.arange(7) * 999
-        together = score(log_probabilities(logits), tokens, 20)
+        together = gather_logprobs(compute_logprobs(logits), tokens, 20)
         for row in range(7):
             part = slice(row, row + 1)
-            alone = score(log_probabilities(logits[part]), tokens[part], 20)
+            alone = gather_logprobs(compute_logprobs(logits[part]), tokens[part], 20)
             assert torch.equal(alone.logprobs, together.logprobs[part])
             assert torch.equal(alone.ranks, together.ranks[part])
             assert torch.equal(alone.top_ids, together.top_ids[part])
@@ -63,10 +63,10 @@ def test_a_row_is_scored_the_same_in_any_batch(threads: int) -> None:
 @pytest.mark.parametrize("top", [0, 5])
 def test_scores_survive_their_way_in_one_table(top) -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)) * 50
-    scores = score(log_probabilities(logits), torch.tensor([7, 39, 0]), top)
-    table = packed(scores)
+    scores = gather_logprobs(compute_logprobs(logits), torch.tensor([7, 39, 0]), top)
+    table = pack_logprobs(scores)
     assert table.shape == (3, 3 + 2 * top)
-    again = unpacked(table)
+    again = unpack_logprobs(table)
     for name in ("tokens", "logprobs", "ranks", "top_ids", "top_logprobs"):
         wanted, got = getattr(scores, name), getattr(again, name)
         assert torch.equal(wanted, got)

@@ -6,8 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.kernels.masking import add_at, ban_phrases, keep_masked, keep_only, mask_of
-from gllm.kernels.phrases import Phrases
+from gllm.kernels.bad_words import BadWords
+from gllm.kernels.masking import (
+    add_to_logits,
+    allow_only_tokens,
+    apply_bad_words,
+    apply_token_bitmask,
+    build_token_bitmask,
+)
 from tests.kernels.histories import laid_out
 
 SIZES = st.sampled_from([1, 31, 32, 33, 64, 100])
@@ -23,16 +29,19 @@ def test_a_mask_keeps_what_a_list_keeps(size: int, data: st.DataObject) -> None:
     logits = torch.randn(4, size)
     expected = logits.clone()
     for row, kept in zip(rows.tolist(), allowed, strict=True):
-        keep_only(expected[row], kept)
-    masks = [mask_of(torch.cat((kept, torch.tensor([size, size + 70]))), size) for kept in allowed]
-    keep_masked(logits, rows, torch.stack(masks))
+        allow_only_tokens(expected[row], kept)
+    masks = [
+        build_token_bitmask(torch.cat((kept, torch.tensor([size, size + 70]))), size)
+        for kept in allowed
+    ]
+    apply_token_bitmask(logits, rows, torch.stack(masks))
     assert torch.equal(logits, expected)
 
 
 def test_places_get_their_values() -> None:
     logits = torch.arange(6.0).view(2, 3)
     places = torch.tensor([1, 1, 5, 3])
-    add_at(logits, places, torch.tensor([2.5, -math.inf, -1.5, -math.inf]))
+    add_to_logits(logits, places, torch.tensor([2.5, -math.inf, -1.5, -math.inf]))
     assert logits.tolist() == [[0, -math.inf, 2], [-math.inf, 4, 3.5]]
 
 
@@ -40,14 +49,14 @@ tokens = st.lists(st.integers(0, 2), max_size=7)
 words = st.lists(st.integers(0, 2), min_size=2, max_size=5)
 
 
-def phrases_of(owners: list[int], given: list[list[int]], width: int) -> Phrases:
+def phrases_of(owners: list[int], given: list[list[int]], width: int) -> BadWords:
     """Words as phrases for these histories; what is ahead of a phrase is poison."""
     before = torch.full((len(given), width), -(10**12))
     for row, word in zip(before, given, strict=True):
         row[width - len(word) + 1 :] = torch.tensor(word[:-1])
     lengths = [len(word) - 1 for word in given]
     last = torch.tensor([word[-1] for word in given])
-    return Phrases(torch.tensor(owners), torch.tensor(lengths), before, last)
+    return BadWords(torch.tensor(owners), torch.tensor(lengths), before, last)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -66,5 +75,5 @@ def test_a_phrase_forbids_its_end_behind_its_beginning(
         if output[max(len(output) - len(word) + 1, 0) :] == word[:-1]:
             expected[[2, 0][owner], word[-1]] = -math.inf
     owners, alone = [owner for owner, _ in given_words], [word for _, word in given_words]
-    ban_phrases(logits, table, histories, phrases_of(owners, alone, 5))
+    apply_bad_words(logits, table, histories, phrases_of(owners, alone, 5))
     assert torch.equal(logits, expected)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.activation import gate
+from gllm.kernels.activation import act_and_mul
 from gllm.kernels.linear import linear, prepare
-from gllm.kernels.native.builds import compiled
+from gllm.kernels.native.builds import find_compiled_builds
 from gllm.kernels.native.library import DTYPES
 from gllm.kernels.qkv import rotate_and_store
 from gllm.kernels.qkv_layout import QKVLayout
@@ -36,7 +36,7 @@ def random(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
 def test_this_machine_has_builds() -> None:
     """Where there is a compiler there is at least one; CI has one."""
     if platform.machine() == "x86_64":
-        assert "portable" in compiled()
+        assert "portable" in find_compiled_builds()
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,7 +69,7 @@ def test_gates(way: str, dtype: torch.dtype, kind: str, rows: int, size: int, se
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
         "relu": torch.relu,
     }
-    close(gate(kind, both), formulas[kind](first) * second)
+    close(act_and_mul(kind, both), formulas[kind](first) * second)
 
 
 @settings(max_examples=80, deadline=None)
@@ -125,7 +125,7 @@ def test_from_projections_to_the_cache(
 def test_numbers_that_are_none_stay_so(way: str, dtype: torch.dtype) -> None:
     bad = torch.full((1, 32), torch.nan, dtype=dtype)
     assert rms_norm(bad, torch.ones(32, dtype=dtype), 1e-5).isnan().all()
-    assert gate("silu", bad).isnan().all()
+    assert act_and_mul("silu", bad).isnan().all()
 
 
 def test_every_float16_is_read_as_it_is(way: str) -> None:

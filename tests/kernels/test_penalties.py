@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.kernels.masking import add_bias, ban, keep_only
-from gllm.kernels.penalties import SeenTokens, penalize, penalize_histories
+from gllm.kernels.masking import add_token_bias, allow_only_tokens, ban_tokens
+from gllm.kernels.penalties import SeenTokens, apply_history_penalties, apply_penalties
 from tests.kernels.histories import laid_out
 
 VOCABULARY = 9
@@ -49,7 +49,7 @@ def test_penalties_follow_the_definition(rows) -> None:
     prompts, outputs, repetition, frequency, presence, values = columns
     logits = torch.tensor(values)
     numbers = (torch.tensor(c, dtype=torch.float64) for c in (repetition, frequency, presence))
-    penalize(logits, entries(prompts, outputs), *numbers)
+    apply_penalties(logits, entries(prompts, outputs), *numbers)
     for i, (prompt, output, *penalties, before) in enumerate(rows):
         for token in range(VOCABULARY):
             count = output.count(token)
@@ -64,7 +64,7 @@ def test_extreme_penalties_keep_finite_logits_finite(repetition: float) -> None:
     logits = torch.tensor([[0.0, -0.0, 3.0, -3.0, LARGEST, -LARGEST, -math.inf]])
     seen = entries([list(range(7))], [[]])
     off = torch.zeros(1, dtype=torch.float64)
-    penalize(logits, seen, torch.tensor([repetition], dtype=torch.float64), off, off)
+    apply_penalties(logits, seen, torch.tensor([repetition], dtype=torch.float64), off, off)
     assert logits[0, :6].isfinite().all()
     assert logits[0, 6] == -math.inf
 
@@ -80,20 +80,20 @@ def test_histories_are_penalized_as_entries_are(rows, block_size, seed) -> None:
     logits[0, ::3] = -math.inf
     expected = logits.clone()
     settings = torch.tensor([repetition, frequency, presence], dtype=torch.float64)
-    penalize(expected, entries(prompts, outputs), *settings)
+    apply_penalties(expected, entries(prompts, outputs), *settings)
     order = list(range(len(rows)))[::-1]
     prompts, outputs = ([column[row] for row in order] for column in (prompts, outputs))
     table, histories = laid_out(order, prompts, outputs, block_size, seed)
-    penalize_histories(logits, table, histories, settings[:, order])
+    apply_history_penalties(logits, table, histories, settings[:, order])
     assert torch.equal(logits, expected)
 
 
 def test_bans_allowed_tokens_and_biases() -> None:
     logits = torch.arange(6.0)
-    keep_only(logits, torch.tensor([1, 4, 5]))
+    allow_only_tokens(logits, torch.tensor([1, 4, 5]))
     assert logits.tolist() == [-math.inf, 1, -math.inf, -math.inf, 4, 5]
-    ban(logits, torch.tensor([5, 5, 0]))
-    add_bias(logits, torch.tensor([4, 5, 0]), torch.tensor([-2.5, 9.0, 9.0]))
+    ban_tokens(logits, torch.tensor([5, 5, 0]))
+    add_token_bias(logits, torch.tensor([4, 5, 0]), torch.tensor([-2.5, 9.0, 9.0]))
     assert logits.tolist() == [-math.inf, 1, -math.inf, -math.inf, 1.5, -math.inf]
-    ban(logits, torch.tensor([], dtype=torch.int64))
+    ban_tokens(logits, torch.tensor([], dtype=torch.int64))
     assert logits[1] == 1

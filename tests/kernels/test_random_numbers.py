@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.kernels.random_numbers import split_mix, uniform
+from gllm.kernels.random_numbers import random_uniform, splitmix64
 
 MASK = 2**64 - 1
 
@@ -20,13 +20,13 @@ def unsigned(state: int) -> int:
 
 def test_known_outputs() -> None:
     """The generator's published first outputs for seeds 0 and 1234567."""
-    outputs = split_mix(torch.tensor([0, 1234567])).numpy().astype(np.uint64).tolist()
+    outputs = splitmix64(torch.tensor([0, 1234567])).numpy().astype(np.uint64).tolist()
     assert outputs == [0xE220A8397B1DCDAF, 6457827717110365317]
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40))
 def test_matches_unsigned_arithmetic(states: list[int]) -> None:
-    outputs = split_mix(torch.tensor(states)).numpy().astype(np.uint64).tolist()
+    outputs = splitmix64(torch.tensor(states)).numpy().astype(np.uint64).tolist()
     assert outputs == [unsigned(state & MASK) for state in states]
 
 
@@ -34,7 +34,7 @@ def test_uniform_is_uniform_over_each_counter() -> None:
     steps = torch.arange(20_000)
     fixed = torch.full_like(steps, 3)
     for counters in ((steps, fixed, fixed), (fixed, steps, fixed), (fixed, fixed, steps)):
-        numbers = uniform(*counters)
+        numbers = random_uniform(*counters)
         assert 0 <= numbers.min() < numbers.max() < 1
         counts = torch.histc(numbers, bins=100, min=0, max=1)
         assert (counts - 200).abs().max() < 5 * 200**0.5

@@ -8,7 +8,12 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gllm.kernels.rotary import SCALINGS, apply_rotary, inverse_frequencies, rotary_angles
+from gllm.kernels.rotary import (
+    SCALINGS,
+    apply_rotary,
+    compute_inverse_frequencies,
+    compute_rotary_angles,
+)
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALINGS_UNDER_TEST: list[tuple[str, dict[str, Any]]] = [
@@ -34,16 +39,16 @@ def test_scalings_match_transformers(kind: str, parameters: dict[str, Any]) -> N
         rope_parameters={"rope_type": kind, "rope_theta": theta, **parameters},
     )
     wanted, wanted_factor = ROPE_INIT_FUNCTIONS[kind](config)
-    frequencies, factor = inverse_frequencies(kind, 128, theta, parameters)
+    frequencies, factor = compute_inverse_frequencies(kind, 128, theta, parameters)
     torch.testing.assert_close(frequencies, wanted, rtol=2e-6, atol=0)
     assert factor == pytest.approx(wanted_factor)
 
 
 def test_rotation_is_a_complex_product() -> None:
     x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0))
-    frequencies, factor = inverse_frequencies("default", 8, 10.0, {})
+    frequencies, factor = compute_inverse_frequencies("default", 8, 10.0, {})
     positions = torch.tensor([0, 1, 7, 100, 5])
-    actual = apply_rotary(x, rotary_angles(positions, frequencies, factor))
+    actual = apply_rotary(x, compute_rotary_angles(positions, frequencies, factor))
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(
         torch.ones(5, 1, 4), positions[:, None, None] * frequencies
     )
@@ -71,14 +76,14 @@ def test_longrope_matches_transformers(longest: int, given_factor: dict[str, flo
     )
     wanted, wanted_factor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=longest)
     parameters = LONG | given_factor | {"longest": longest}
-    frequencies, factor = inverse_frequencies("longrope", 128, 1e4, parameters)
+    frequencies, factor = compute_inverse_frequencies("longrope", 128, 1e4, parameters)
     torch.testing.assert_close(frequencies, wanted, rtol=2e-6, atol=0)
     assert factor == pytest.approx(wanted_factor)
 
 
 def test_a_short_text_is_rotated_as_the_longest_is() -> None:
-    short, _ = inverse_frequencies("longrope", 128, 1e4, LONG | {"longest": 4096})
-    stretched, _ = inverse_frequencies("longrope", 128, 1e4, LONG | {"longest": 4097})
+    short, _ = compute_inverse_frequencies("longrope", 128, 1e4, LONG | {"longest": 4096})
+    stretched, _ = compute_inverse_frequencies("longrope", 128, 1e4, LONG | {"longest": 4097})
     ratio = torch.tensor(LONG["long_factor"]) / torch.tensor(LONG["short_factor"])
     torch.testing.assert_close(short / stretched, ratio)
 
@@ -91,10 +96,10 @@ def test_every_kind_is_held_against_transformers() -> None:
 def test_neighbours_are_pairs_where_it_is_interleaved() -> None:
     """Each pair is a complex number, turned by position times frequency."""
     x = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0))
-    frequencies, factor = inverse_frequencies("default", 6, 100.0, {})
+    frequencies, factor = compute_inverse_frequencies("default", 6, 100.0, {})
     positions = [0, 3, 50, 7]
     actual = apply_rotary(
-        x, rotary_angles(torch.tensor(positions), frequencies, factor), interleaved=True
+        x, compute_rotary_angles(torch.tensor(positions), frequencies, factor), interleaved=True
     )
     for token, position in enumerate(positions):
         for pair in range(3):
@@ -112,8 +117,8 @@ def test_what_is_beyond_the_rotated_part_passes_through(
     interleaved: bool, dtype: torch.dtype
 ) -> None:
     x = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    frequencies, factor = inverse_frequencies("default", 6, 10.0, {})
-    angles = rotary_angles(torch.arange(5), frequencies, factor)
+    frequencies, factor = compute_inverse_frequencies("default", 6, 10.0, {})
+    angles = compute_rotary_angles(torch.arange(5), frequencies, factor)
     actual = apply_rotary(x, angles, interleaved)
     assert actual.dtype == dtype
     assert torch.equal(actual[..., 6:], x[..., 6:])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gllm.kernels import sampling
-from gllm.kernels.random_numbers import uniform
+from gllm.kernels.random_numbers import random_uniform
 from gllm.kernels.sampling import sample
 from gllm.kernels.sampling_plan import SamplingPlan, plan_sampling
 
@@ -166,7 +166,7 @@ def test_a_draw_is_that_of_the_definition(row: dict[str, Any], step: float) -> N
     wanted = []
     for seed, one in enumerate(logits):
         counters = (torch.tensor([value]) for value in (seed, 0, 0))
-        wanted.append(by_definition(one, uniform(*counters).item(), **row))
+        wanted.append(by_definition(one, random_uniform(*counters).item(), **row))
     assert drawn(logits, rows) == wanted
 
 
@@ -185,24 +185,24 @@ def test_extreme_numbers_pick_tokens_with_weight(number: float, size: int) -> No
     weights = torch.rand(50, size, generator=generator) * (torch.rand(50, size) < 0.3)
     weights[:, size // 2] = 0.5
     numbers = torch.full((50,), number, dtype=torch.float64)
-    for invert in (sampling._invert, sampling._invert_whole):
+    for invert in (sampling._invert_cumulative, sampling._invert_whole):
         tokens = invert(weights.clone(), numbers)
         assert bool((weights.gather(1, tokens[:, None]) > 0).all())
 
 
 def test_the_likeliest_is_the_first_of_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -2.0], [0.0, 0.0, 0.0, 0.0], [-5.0, -9.0, -5.5, -4.0]])
-    assert sampling.likeliest(logits).tolist() == [1, 0, 3]
+    assert sampling.argmax_rows(logits).tolist() == [1, 0, 3]
     torch.manual_seed(0)
     random = torch.randn(9, 1000)
-    assert torch.equal(sampling.likeliest(random), random.argmax(dim=-1))
+    assert torch.equal(sampling.argmax_rows(random), random.argmax(dim=-1))
 
 
 def test_rows_with_anything_that_is_not_finite() -> None:
     logits = torch.zeros(5, 700)
     for row, bad in enumerate((math.nan, math.inf, -math.inf)):
         logits[row, 300 + row] = bad
-    assert sampling.all_finite(logits) == [False, False, False, True, True]
+    assert sampling.list_finite_rows(logits) == [False, False, False, True, True]
 
 
 TINY: list[dict[str, Any]] = [

@@ -2,7 +2,7 @@
 
 import torch
 
-from gllm.kernels.activation import gate as gated
+from gllm.kernels.activation import act_and_mul as gated
 from gllm.kernels.rms_norm import rms_norm
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedBatch, plan_attention
-from gllm.kernels.native.library import library
+from gllm.kernels.native.library import load_library
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage, StageInputs
@@ -64,7 +64,7 @@ class Model:
         return torch.cat(states)
 
 
-@pytest.mark.skipif(library() is None, reason="without compiled kernels sums are a BLAS's")
+@pytest.mark.skipif(load_library() is None, reason="without compiled kernels sums are a BLAS's")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_do_not_depend_on_neighbours_and_chunks(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.kernels.rotary import inverse_frequencies
+from gllm.kernels.rotary import compute_inverse_frequencies
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.spec import Model
@@ -61,7 +61,9 @@ def check_computable(model: Model) -> None:
         rope = layer.rope
         if rope is not None and rope.dim <= 4096:
             parameters = {**rope.parameters, "longest": 8192}
-            frequencies, factor = inverse_frequencies(rope.kind, rope.dim, rope.theta, parameters)
+            frequencies, factor = compute_inverse_frequencies(
+                rope.kind, rope.dim, rope.theta, parameters
+            )
             assert bool(torch.isfinite(frequencies).all())
             assert math.isfinite(factor)
     assert 0 < model.context_length < 2**31

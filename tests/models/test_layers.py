@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedBatch, plan_attention
-from gllm.kernels.native.library import library
+from gllm.kernels.native.library import load_library
 from gllm.models import layers
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
@@ -67,7 +67,7 @@ class Served:
             return self.stage.forward(inputs, None, self.cache.layers).clone()
 
 
-@pytest.mark.skipif(library() is None, reason="nothing is compiled")
+@pytest.mark.skipif(load_library() is None, reason="nothing is compiled")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", RECORDED)
 def test_a_program_computes_the_same(
@@ -78,7 +78,7 @@ def test_a_program_computes_the_same(
     results = [recorded.step(step) for step in range(4)]
     assert recorded.stage.layers.is_program
     called = Served(folder, dtype)
-    monkeypatch.setattr(layers, "native", lambda tensor, operation: None)
+    monkeypatch.setattr(layers, "library_for", lambda tensor, operation: None)
     for step, result in enumerate(results):
         assert torch.equal(called.step(step), result)
     for one, other in zip(recorded.cache.layers, called.cache.layers, strict=True):

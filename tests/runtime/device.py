@@ -64,7 +64,7 @@ def as_on_a_device() -> Iterator[None]:
     """Operations as they are where tensors are not the CPU's: by torch, and those that would wait
     as one kernel."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "library", lambda: None)
+        patch.setattr(library, "load_library", lambda: None)
         patch.setattr(
             drawing,
             "sample",

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gllm.kernels import sampling
-from gllm.kernels.logprobs import Scores
+from gllm.kernels.logprobs import LogprobTensors
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.cuda import drawing, edits
@@ -247,7 +247,7 @@ def test_all_steps_can_be_put_into_streams_before_the_first_has_begun(folder: Pa
 
 
 def with_item(logits: torch.Tensor) -> torch.Tensor:
-    finite = sampling.finite_rows(logits)
+    finite = sampling.find_finite_rows(logits)
     assert finite.all()
     return finite
 
@@ -257,7 +257,7 @@ def by_condition(logits: torch.Tensor, places: torch.Tensor, values: torch.Tenso
     logits.view(-1).index_add_(0, chosen, values[values != 0])
 
 
-def in_full(scores: Scores) -> torch.Tensor:
+def in_full(scores: LogprobTensors) -> torch.Tensor:
     return torch.tensor(scores.logprobs.tolist())
 
 
@@ -273,12 +273,12 @@ def where_it_is(logits: torch.Tensor, table: torch.Tensor, *rest: object) -> Non
 @pytest.mark.parametrize(
     ("module", "name", "waiting"),
     [
-        (drawing, "finite_rows", with_item),
-        (drawing, "packed", in_full),
+        (drawing, "find_finite_rows", with_item),
+        (drawing, "pack_logprobs", in_full),
         (drawing, "sample", sampling.sample),
-        (edits, "add_at", by_condition),
-        (edits, "keep_masked", with_a_list),
-        (edits, "penalize_histories", where_it_is),
+        (edits, "add_to_logits", by_condition),
+        (edits, "apply_token_bitmask", with_a_list),
+        (edits, "apply_history_penalties", where_it_is),
     ],
 )
 def test_an_operation_that_waits_is_found(

@@ -9,7 +9,7 @@ import torch
 
 from gllm.config.field_types import FieldError
 from gllm.kernels import attention_torch
-from gllm.kernels.native.library import library
+from gllm.kernels.native.library import load_library
 from gllm.runtime.device import cache_dtype
 from tests.runtime.pipeline import Pipeline
 from tests.tiny_models import save
@@ -94,7 +94,7 @@ def test_the_log_tells_the_choice_once_and_why(
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in told] == ["WARNING"] * 3
     assert told[0][1].startswith("attention by torch (as requested); KV cache in torch.float32, ")
-    if library() is not None:
+    if load_library() is not None:
         assert "(not native: needs a KV cache of the dtype of the queries" in told[1][1]
         caplog.clear()
         Pipeline(folder)

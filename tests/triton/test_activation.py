@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.kernels.activation import ACTIVATIONS
-from gllm.kernels.triton.activation import KINDS, gate
+from gllm.kernels.triton.activation import KINDS, act_and_mul
 from gllm.kernels.triton.tiles import choose
 
 # What is beyond float32 is infinite, as meant; NumPy would have it said.
@@ -22,7 +22,7 @@ STEP = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 def test_every_activation_has_a_kernel() -> None:
     assert {*KINDS} == {*ACTIVATIONS}
     with pytest.raises(ValueError, match="no kernel for the activation 'swish'"):
-        gate("swish", torch.ones(1, 2))
+        act_and_mul("swish", torch.ones(1, 2))
 
 
 @settings(max_examples=40, deadline=None)
@@ -37,7 +37,7 @@ def test_gates(dtype: torch.dtype, kind: str, tokens: int, size: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
     both = (4 * torch.randn(tokens, 2 * size, generator=generator)).to(dtype)
     first, second = both.to(torch.float64).chunk(2, dim=-1)
-    actual = gate(kind, both)
+    actual = act_and_mul(kind, both)
     assert actual.dtype == dtype
     wanted = ACTIVATIONS[kind](first) * second
     step = STEP[dtype]
@@ -47,7 +47,7 @@ def test_gates(dtype: torch.dtype, kind: str, tokens: int, size: int, seed: int)
 @pytest.mark.parametrize("kind", KINDS)
 def test_far_numbers_saturate(kind: str) -> None:
     gates = torch.tensor([[-1e4, -50.0, 0.0, 50.0, 1e4, torch.nan]])
-    actual = gate(kind, torch.cat((gates, torch.ones(1, 6)), dim=1))
+    actual = act_and_mul(kind, torch.cat((gates, torch.ones(1, 6)), dim=1))
     wanted = torch.tensor([[0.0, 0.0, 0.0, 50.0, 1e4, torch.nan]])
     torch.testing.assert_close(actual, wanted, equal_nan=True, rtol=1e-6, atol=1e-6)
 
@@ -55,4 +55,4 @@ def test_far_numbers_saturate(kind: str) -> None:
 def test_rows_may_be_apart() -> None:
     wide = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     for both in (wide[::2, :20], wide[:, 5:25], wide.t()[:20]):
-        assert torch.equal(gate("silu", both), gate("silu", both.contiguous()))
+        assert torch.equal(act_and_mul("silu", both), act_and_mul("silu", both.contiguous()))

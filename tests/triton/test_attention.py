@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from gllm.kernels import attention as reference
-from gllm.kernels.alibi import alibi_slopes
+from gllm.kernels.alibi import compute_alibi_slopes
 from gllm.kernels.attention_plan import (
     AttentionPlan,
     PagedBatch,
@@ -44,7 +44,7 @@ Rows = list[tuple[int, int]]
 def plain_reference() -> Iterator[None]:
     """The reference by torch, also where kernels for CPUs are compiled."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "library", lambda: None)
+        patch.setattr(library, "load_library", lambda: None)
         yield
 
 
@@ -170,7 +170,7 @@ class Case:
 
 
 def scores_of(kind: str, heads: int) -> AttentionScaling:
-    slopes = alibi_slopes(heads) if kind == "alibi" else None
+    slopes = compute_alibi_slopes(heads) if kind == "alibi" else None
     return AttentionScaling(0.25, 2.0 if kind == "softcap" else None, slopes)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from gllm.kernels import masking as reference
-from gllm.kernels.masking import mask_of
+from gllm.kernels.masking import build_token_bitmask
 from gllm.kernels.triton import masking
 from tests.kernels.histories import laid_out
 from tests.kernels.test_masking import phrases_of, tokens, words
@@ -27,11 +27,11 @@ def test_masks_keep_what_their_bits_say(size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(4, size + 2, generator=generator)
     drawn = torch.rand(2, size, generator=generator) < 0.5
-    masks = torch.stack([mask_of(row.nonzero()[:, 0], size) for row in drawn])
+    masks = torch.stack([build_token_bitmask(row.nonzero()[:, 0], size) for row in drawn])
     rows = torch.randperm(4, generator=generator)[:2]
     expected = logits.clone()
-    reference.keep_masked(expected[:, :size], rows, masks)
-    masking.keep_masked(logits[:, :size], rows, masks)
+    reference.apply_token_bitmask(expected[:, :size], rows, masks)
+    masking.apply_token_bitmask(logits[:, :size], rows, masks)
     assert torch.equal(logits, expected)
 
 
@@ -45,6 +45,6 @@ def test_phrases(texts: list[tuple[list[int], list[int]]], data: st.DataObject) 
     phrases = phrases_of(owners, alone, 5)
     logits = torch.randn(3, 3)
     expected = logits.clone()
-    reference.ban_phrases(expected, table, histories, phrases)
-    masking.ban_phrases(logits, table, histories, phrases)
+    reference.apply_bad_words(expected, table, histories, phrases)
+    masking.apply_bad_words(logits, table, histories, phrases)
     assert torch.equal(logits, expected)

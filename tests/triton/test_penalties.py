@@ -40,8 +40,8 @@ def test_any_histories(rows: list[tuple], block_size: int, seed: int) -> None:
     expected = wide.clone()
     given_settings = torch.tensor(columns, dtype=torch.float64)
     logits = expected[:, :VOCABULARY]
-    reference.penalize_histories(logits, table, histories, given_settings)
-    penalties.penalize_histories(wide[:, :VOCABULARY], table, histories, given_settings)
+    reference.apply_history_penalties(logits, table, histories, given_settings)
+    penalties.apply_history_penalties(wide[:, :VOCABULARY], table, histories, given_settings)
     assert torch.equal(wide, expected)
 
 
@@ -51,7 +51,7 @@ def test_extreme_penalties_keep_finite_logits_finite(repetition: float) -> None:
     logits = torch.tensor([[0.0, -0.0, 3.0, -3.0, LARGEST, -LARGEST, -math.inf]])
     table, histories = laid_out([0], [list(range(7))], [[]], 4, 0)
     settings = torch.tensor([[repetition], [0.0], [0.0]], dtype=torch.float64)
-    penalties.penalize_histories(logits, table, histories, settings)
+    penalties.apply_history_penalties(logits, table, histories, settings)
     assert logits[0, :6].isfinite().all()
     assert logits[0, 6] == -math.inf
 
@@ -61,5 +61,5 @@ def test_what_is_no_token_of_the_vocabulary_is_left_out() -> None:
     logits = torch.zeros(2, 3)
     table, histories = laid_out([0], [[9]], [[1, 9, 1]], 2, 0)
     settings = torch.tensor([[1.5], [0.5], [0.25]], dtype=torch.float64)
-    penalties.penalize_histories(logits, table, histories, settings)
+    penalties.apply_history_penalties(logits, table, histories, settings)
     assert logits.tolist() == [[0, -1.25, 0], [0, 0, 0]]

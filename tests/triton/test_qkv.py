@@ -13,7 +13,7 @@ from torch import Tensor
 from gllm.kernels.native import library
 from gllm.kernels.qkv import rotate_and_store as operation
 from gllm.kernels.qkv_layout import QKVLayout
-from gllm.kernels.rotary import Angles
+from gllm.kernels.rotary import RotaryAngles
 from gllm.kernels.triton.qkv import rotate_and_store
 
 TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
@@ -25,7 +25,7 @@ FP8 = torch.float8_e4m3fn
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is torch's, not the compiled one."""
-    monkeypatch.setattr(library, "library", lambda: None)
+    monkeypatch.setattr(library, "load_library", lambda: None)
 
 
 Cache = tuple[Tensor, Tensor]
@@ -35,7 +35,7 @@ def random(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def turned(seed: int, tokens: int, dim: int) -> Angles | None:
+def turned(seed: int, tokens: int, dim: int) -> RotaryAngles | None:
     turns = 3 * random(seed, torch.float32, tokens, 1, dim // 2)
     return (turns.cos(), turns.sin()) if dim else None
 

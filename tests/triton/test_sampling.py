@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.kernels.random_numbers import uniform
+from gllm.kernels.random_numbers import random_uniform
 from gllm.kernels.sampling import sample as reference
 from gllm.kernels.triton.sampling import sample
 from tests.kernels.test_sampling import TINY, plan_of
@@ -76,7 +76,7 @@ def test_equals_are_kept_by_their_ids(row: dict[str, Any]) -> None:
     tokens = check(torch.full((3, size), 4.5), rows)
     kept = row.get("top_k", size)
     kept = math.ceil(kept * torch.tensor(row.get("top_p", 1.0)).item())
-    numbers = uniform(torch.arange(3), torch.zeros(3).long(), torch.zeros(3).long())
+    numbers = random_uniform(torch.arange(3), torch.zeros(3).long(), torch.zeros(3).long())
     assert tokens == (numbers * kept).long().tolist()
 
 

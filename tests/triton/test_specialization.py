@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from gllm.kernels.history import Histories
-from gllm.kernels.phrases import Phrases
+from gllm.kernels.bad_words import BadWords
+from gllm.kernels.history import TokenHistories
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.triton import experts, linear_fp8, masking, penalties, qkv, rms_norm
-from gllm.kernels.triton.activation import gate
+from gllm.kernels.triton.activation import act_and_mul
 from gllm.kernels.triton.sampling import sample
 from tests.kernels.test_sampling import plan_of
 from tests.triton.variants import recorded_variants
@@ -21,15 +21,15 @@ def _ints(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.int64)
 
 
-def _histories(rows: int) -> Histories:
+def _histories(rows: int) -> TokenHistories:
     """Of one block each; a different number of blocks to a row than there are rows."""
     tables = torch.zeros(rows, 2 * rows + 1, dtype=torch.int32)
-    return Histories(_ints(rows), _ints(rows), _ints(rows), tables, 16)
+    return TokenHistories(_ints(rows), _ints(rows), _ints(rows), tables, 16)
 
 
 def _ban(rows: int) -> None:
-    phrases = Phrases(_ints(rows), _ints(rows), _ints(rows, rows), _ints(rows))
-    masking.ban_phrases(torch.zeros(rows, 96), _ints(64), _histories(rows), phrases)
+    phrases = BadWords(_ints(rows), _ints(rows), _ints(rows, rows), _ints(rows))
+    masking.apply_bad_words(torch.zeros(rows, 96), _ints(64), _histories(rows), phrases)
 
 
 def _rotate(rows: int) -> None:
@@ -44,17 +44,17 @@ def _mix(rows: int) -> None:
 
 def _penalize(rows: int) -> None:
     settings = torch.ones(3, rows, dtype=torch.float64)
-    penalties.penalize_histories(torch.zeros(rows, 96), _ints(64), _histories(rows), settings)
+    penalties.apply_history_penalties(torch.zeros(rows, 96), _ints(64), _histories(rows), settings)
 
 
 OPERATIONS: dict[str, Callable[[int], object]] = {
     "rms_norm": lambda rows: rms_norm.rms_norm(torch.zeros(rows, 96), torch.ones(96), 1e-6),
-    "gate": lambda rows: gate("silu", torch.zeros(rows, 96)),
+    "gate": lambda rows: act_and_mul("silu", torch.zeros(rows, 96)),
     "quantize": lambda rows: linear_fp8.quantize(torch.zeros(rows, 256)),
     "qkv": _rotate,
     "experts": _mix,
     "sample": lambda rows: sample(torch.zeros(rows, 96), plan_of([{"top_k": 3}] * rows)),
-    "masks": lambda rows: masking.keep_masked(
+    "masks": lambda rows: masking.apply_token_bitmask(
         torch.zeros(rows, 96), _ints(rows), torch.zeros(rows, 3, dtype=torch.int32)
     ),
     "phrases": _ban,

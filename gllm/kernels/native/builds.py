@@ -1,7 +1,7 @@
-"""Builds of the compiled kernels for CPUs: those that were compiled and that this processor runs.
+"""Selection of a build of the compiled CPU kernels: by GLLM_CPU_KERNELS, else the best usable one.
 
-Owns the selection, by GLLM_CPU_KERNELS or the best build. Imports no torch: the parent of the
-workers checks the variable before it starts them.
+A build is usable if it was compiled and the processor supports its instruction set. This module
+does not import torch: the parent process checks the variable before it starts the workers.
 """
 
 import ctypes
@@ -13,18 +13,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-VARIABLE = "GLLM_CPU_KERNELS"
+BUILD_VARIABLE = "GLLM_CPU_KERNELS"
 """Environment variable that names a build, or OFF."""
 OFF = "off"
 BFLOAT16 = "avx512_bf16"
-"""The build that multiplies bfloat16 in vectors."""
+"""The build with AVX-512 dot products of bfloat16."""
 AMX = "amx_bf16"
-"""The build that multiplies bfloat16 in tiles."""
+"""The build with AMX tile products of bfloat16."""
 TILES_PERMITTED = "amx_permitted"
-"""Not a feature of the processor: Linux lets this process use AMX's tile registers."""
+"""Pseudo feature: Linux permits this process to use the AMX tile registers."""
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"})
-FLAVORS: Mapping[str, frozenset[str]] = MappingProxyType(
+BUILDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         AMX: _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", TILES_PERMITTED},
         BFLOAT16: _AVX512 | {"avx512_bf16", "avx512_vnni"},
@@ -33,117 +33,120 @@ FLAVORS: Mapping[str, frozenset[str]] = MappingProxyType(
         "portable": frozenset(),
     }
 )
-"""Builds and the processor features that each needs, best first. As in setup.py."""
+"""Builds and the processor features that each one needs, best first. As in setup.py."""
 
-_NO_TILES = "Linux does not let this process use AMX (arch_prctl ARCH_REQ_XCOMP_PERM)"
+_NO_TILES = "Linux does not permit this process to use AMX (arch_prctl ARCH_REQ_XCOMP_PERM)"
 HOW_TO_COMPILE = "install a C++ compiler and install gllm again"
 
 
-class Selection(NamedTuple):
-    """The build that this process uses."""
+class BuildSelection(NamedTuple):
+    """Result of the selection: the build that this process uses."""
 
     name: str
-    """Of FLAVORS, or OFF."""
+    """Key of BUILDS, or OFF."""
     path: Path | None
-    """None for OFF."""
+    """The shared library; None for OFF."""
     reason: str
     is_named: bool
-    """GLLM_CPU_KERNELS names it."""
+    """True if GLLM_CPU_KERNELS names the build."""
 
 
-def select(
+def select_build(
     environment: Mapping[str, str] | None = None,
     features: Set[str] | None = None,
     folder: Path | None = None,
-) -> Selection:
-    """Select the build that GLLM_CPU_KERNELS names, or the best one where it is unset.
+) -> BuildSelection:
+    """Select the build that GLLM_CPU_KERNELS names, or the best usable one if it is unset.
 
-    features: of the processor, default this one's; folder: of the libraries. Raises ValueError
-    that names the variable and its usable values for a name that is none and for a build that was
-    not compiled or that the processor does not run.
+    Args:
+        environment: Environment variables, by default those of the process.
+        features: Processor features, by default those of this processor.
+        folder: Folder of the libraries, by default that of this module.
+
+    Raises:
+        ValueError: The name is unknown, or the build was not compiled or is not supported by the
+            processor. The message names the variable and its usable values.
     """
     features = processor_features() if features is None else features
-    name = (os.environ if environment is None else environment).get(VARIABLE, "")
-    libraries = compiled(folder)
-    usable = {each: path for each, path in libraries.items() if features >= FLAVORS[each]}
+    name = (os.environ if environment is None else environment).get(BUILD_VARIABLE, "")
+    libraries = find_compiled_builds(folder)
+    usable = {each: path for each, path in libraries.items() if features >= BUILDS[each]}
     if not name:
         if usable:
             best, path = next(iter(usable.items()))
-            reason = "the best that this processor runs" + _without_tiles(libraries, features)
-            return Selection(best, path, reason, False)
-        return Selection(OFF, None, _reason_for_none(libraries), False)
+            reason = "the best that this processor supports" + _without_tiles(libraries, features)
+            return BuildSelection(best, path, reason, False)
+        return BuildSelection(OFF, None, _reason_for_none(libraries), False)
     if name == OFF:
-        return Selection(OFF, None, f"{VARIABLE} is {OFF}", True)
+        return BuildSelection(OFF, None, f"{BUILD_VARIABLE} is {OFF}", True)
     if name not in usable:
-        raise ValueError(_refusal(name, list(usable), name in libraries, features))
-    return Selection(name, usable[name], f"{VARIABLE} names it", True)
+        raise ValueError(_unusable_message(name, list(usable), name in libraries, features))
+    return BuildSelection(name, usable[name], f"{BUILD_VARIABLE} names it", True)
 
 
-def compiled(folder: Path | None = None) -> dict[str, Path]:
-    """Libraries that were compiled, best first."""
-    found = {}
-    for flavor in FLAVORS:
+def find_compiled_builds(folder: Path | None = None) -> dict[str, Path]:
+    """Return the compiled libraries by build name, best first."""
+    libraries = {}
+    for flavor in BUILDS:
         paths = sorted((folder or Path(__file__).parent).glob(f"_{flavor}.*"))
         if paths:
-            found[flavor] = paths[0]
-    return found
+            libraries[flavor] = paths[0]
+    return libraries
 
 
 def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """Return the instruction sets as Linux names them, and TILES_PERMITTED; empty where it does not
-    tell.
+    """Return the processor flags of Linux, and TILES_PERMITTED if granted; empty if unknown.
 
-    Requests the permission for AMX's tile registers, for this process and all of its threads.
+    Requests the permission to use the AMX tile registers for all threads of this process.
     """
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return set()
-    found = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    if "amx_tile" in found and _permit_tiles():
-        found.add(TILES_PERMITTED)
-    return found
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    if "amx_tile" in flags and _permit_tiles():
+        flags.add(TILES_PERMITTED)
+    return flags
 
 
 @cache
 def _permit_tiles() -> bool:
-    """Request Linux's permission to use tile registers. Return True if it is granted.
+    """Request permission from Linux to use tile registers; return True if it is granted.
 
-    Linux saves their 8 KB with a thread only where a process has asked for it. Source: Linux,
-    Documentation/arch/x86/xstate.rst.
+    Linux saves these 8 KB of registers per thread only for processes that requested them. Source:
+    Linux, Documentation/arch/x86/xstate.rst.
     """
     system_call, request_permission, tile_data = 158, 0x1023, 18
     if platform.machine() != "x86_64":
         return False
-    result = ctypes.CDLL(None, use_errno=True).syscall(
-        *(ctypes.c_long(number) for number in (system_call, request_permission, tile_data))
-    )
+    numbers = [ctypes.c_long(number) for number in (system_call, request_permission, tile_data)]
+    result = ctypes.CDLL(None, use_errno=True).syscall(*numbers)
     return bool(result == 0)
 
 
 def _without_tiles(libraries: Mapping[str, Path], features: Set[str]) -> str:
-    """Return what a reason adds where only the permission for tile registers is missing."""
-    if AMX in libraries and FLAVORS[AMX] - features == {TILES_PERMITTED}:
+    """Return a note for the reason if AMX only lacks the permission for tile registers."""
+    if AMX in libraries and BUILDS[AMX] - features == {TILES_PERMITTED}:
         return f"; not {AMX}: {_NO_TILES}"
     return ""
 
 
-def _refusal(name: str, usable: list[str], is_compiled: bool, features: Set[str]) -> str:
+def _unusable_message(name: str, usable: list[str], is_compiled: bool, features: Set[str]) -> str:
     choices = ", ".join([*usable, OFF])
-    if name not in FLAVORS:
-        names = ", ".join([*FLAVORS, OFF])
+    if name not in BUILDS:
+        names = ", ".join([*BUILDS, OFF])
         return (
-            f"{VARIABLE} is {name!r}, but has to be one of {names}, of which this machine has "
-            f"{choices}; unset it for the best one"
+            f"{BUILD_VARIABLE} is {name!r}, but has to be one of {names}, of which this machine "
+            f"has {choices}; unset it for the best one"
         )
-    missing = sorted(FLAVORS[name] - features)
+    missing = sorted(BUILDS[name] - features)
     if missing:
         lacked = ", ".join(feature for feature in missing if feature != TILES_PERMITTED)
         reason = f"this processor lacks {lacked}" if lacked else _NO_TILES
-        return f"{VARIABLE} is {name}, but {reason}: choose one of {choices}, or unset it"
+        return f"{BUILD_VARIABLE} is {name}, but {reason}: choose one of {choices}, or unset it"
     assert not is_compiled
     return (
-        f"{VARIABLE} is {name}, but that build was not compiled: choose one of {choices}, "
+        f"{BUILD_VARIABLE} is {name}, but that build was not compiled: choose one of {choices}, "
         f"or {HOW_TO_COMPILE}"
     )
 
@@ -151,4 +154,6 @@ def _refusal(name: str, usable: list[str], is_compiled: bool, features: Set[str]
 def _reason_for_none(libraries: Mapping[str, Path]) -> str:
     if not libraries:
         return f"none was compiled; {HOW_TO_COMPILE}"
-    return f"this processor runs none of those compiled ({', '.join(libraries)}); {HOW_TO_COMPILE}"
+    return (
+        f"this processor supports none of those compiled ({', '.join(libraries)}); {HOW_TO_COMPILE}"
+    )

@@ -1,11 +1,8 @@
-"""The kernels that are compiled, for CPUs, as a library that Python calls.
+"""Python interface to the compiled CPU kernels: loading, argument structures, choice per operation.
 
-Owns loading, the arguments as C sees them, and which operations the library computes rather than
-torch. Knows nothing of what is computed; the operations' own files (gllm/kernels) decide when to
-call, and go without where nothing was compiled.
-
-The library is called on raw pointers and does not link against torch. It shares torch's pool of
-threads, for torch has loaded the same OpenMP library before.
+The modules of the operations (gllm/kernels) call `library_for` and use torch if it returns None.
+The library receives raw pointers and does not link against torch. It uses the same OpenMP thread
+pool as torch, because torch has already loaded that OpenMP library.
 """
 
 import ctypes
@@ -25,28 +22,28 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gllm.kernels.native.builds import VARIABLE, select
+from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
 
 log = logging.getLogger(__name__)
 
 Operation = Literal["linear", "linear_int8", "attention", "norm", "gate", "rotate"]
-SLOWER = 1.25
-"""Times as long as torch from which on torch computes an operation, by the geometric mean of
-decodes and a prefill chunk: a short measurement is not exact, and compiled kernels sum in an order
-that does not depend on the batch."""
+MAX_SLOWDOWN = 1.25
+"""Largest ratio of a kernel's time to torch's at which the kernel is used: the geometric mean of
+decodes and a prefill chunk. Above 1, because a short measurement is not exact and compiled kernels
+sum in an order that does not depend on the batch."""
 DTYPES = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
-"""Types that kernels compute on, as simd.h numbers them."""
+"""Supported dtypes and their numbers in `enum Dtype` of simd.h."""
 
 Pointer, Long, Int, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 def _fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
-    """Fields of a structure from groups of names of one type."""
+    """Return the fields of a structure from (space-separated names, type) groups."""
     return [(name, kind) for names, kind in groups for name in names.split()]
 
 
 class AttentionArguments(ctypes.Structure):
-    """As in attention.cpp."""
+    """Mirror of `AttentionArguments` in attention.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("output query keys values block_table query_start context_len slopes", Pointer),
@@ -58,7 +55,7 @@ class AttentionArguments(ctypes.Structure):
 
 
 class NormArguments(ctypes.Structure):
-    """As in elementwise.cpp."""
+    """Mirror of `NormArguments` in elementwise.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("hidden delta weight output", Pointer),
@@ -69,7 +66,7 @@ class NormArguments(ctypes.Structure):
 
 
 class RotaryArguments(ctypes.Structure):
-    """As in elementwise.cpp."""
+    """Mirror of `RotaryArguments` in elementwise.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("qkv cosine sine query_norm key_norm keys values slots", Pointer),
@@ -80,7 +77,7 @@ class RotaryArguments(ctypes.Structure):
 
 
 class GateArguments(ctypes.Structure):
-    """As in elementwise.cpp."""
+    """Mirror of `GateArguments` in elementwise.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("gate_up output", Pointer), ("rows size", Long), ("activation dtype threads", Int)
@@ -88,7 +85,7 @@ class GateArguments(ctypes.Structure):
 
 
 class LinearArguments(ctypes.Structure):
-    """As in linear.cpp."""
+    """Mirror of `LinearArguments` in linear.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("output input weight bias", Pointer),
@@ -98,7 +95,7 @@ class LinearArguments(ctypes.Structure):
 
 
 class PackArguments(ctypes.Structure):
-    """As in linear.cpp."""
+    """Mirror of `PackArguments` in pack.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("packed weight", Pointer), ("inputs outputs", Long), ("step dtype threads", Int)
@@ -106,7 +103,7 @@ class PackArguments(ctypes.Structure):
 
 
 class UnpackArguments(ctypes.Structure):
-    """As in linear.cpp."""
+    """Mirror of `UnpackArguments` in pack.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("output packed chosen", Pointer), ("rows inputs", Long), ("dtype threads", Int)
@@ -114,13 +111,13 @@ class UnpackArguments(ctypes.Structure):
 
 
 class QuantizeArguments(ctypes.Structure):
-    """As in int8.cpp."""
+    """Mirror of `QuantizeArguments` in int8.cpp, which documents the fields."""
 
     _fields_ = _fields(("x codes scales", Pointer), ("rows size", Long), ("dtype threads", Int))
 
 
 class Int8Arguments(ctypes.Structure):
-    """As in int8.cpp."""
+    """Mirror of `Int8Arguments` in int8.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("x weights scales offsets bias output", Pointer),
@@ -130,7 +127,7 @@ class Int8Arguments(ctypes.Structure):
 
 
 ACTIVATIONS = MappingProxyType({"silu": 1, "gelu_tanh": 2})
-"""Those that are compiled, as in activation.h."""
+"""Compiled activations and their numbers in `enum Activation` of activation.h."""
 
 FUNCTIONS = {
     "gllm_attention": AttentionArguments,
@@ -143,10 +140,11 @@ FUNCTIONS = {
     "gllm_quantize_rows": QuantizeArguments,
     "gllm_linear_int8": Int8Arguments,
 }
+"""C functions of a build and the structure that each one takes."""
 
 
-class Library:
-    """One build. Calling it runs the function that takes the arguments."""
+class KernelLibrary:
+    """One loaded build. Calling it with an argument structure runs the matching kernel."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -160,31 +158,31 @@ class Library:
         self._run = run
 
     def run(self, calls: ctypes.Array[Any], count: int) -> None:
-        """Run recorded calls (program.py), without Python's lock meanwhile."""
+        """Run recorded calls (program.py) without holding the GIL."""
         self._run(calls, count)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a result."""
+        """Allocate the output of a kernel."""
         return torch.empty(shape, dtype=dtype)
 
-    def serves(self, operation: Operation, dtype: torch.dtype) -> bool:
-        """Return whether it computes the operation on a type of DTYPES."""
+    def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
+        """Return True if this library should compute the operation for a dtype of DTYPES."""
         return True
 
     def function(self, arguments: ctypes.Structure) -> Any:
-        """The one that takes the arguments."""
+        """Return the C function for an argument structure."""
         return self._functions[type(arguments)]
 
     def __call__(self, arguments: ctypes.Structure) -> None:
-        """Without Python's lock meanwhile."""
+        """Run the kernel for an argument structure without holding the GIL."""
         self.function(arguments)(arguments)
 
 
-class MeasuredLibrary(Library):
-    """The best build: it computes what it does not compute slower than torch on this machine.
+class MeasuredKernelLibrary(KernelLibrary):
+    """Build that computes only the operations in which it is not slower than torch.
 
-    An operation is measured once for each type (measure.py), by the first process of a pipeline
-    that needs it: its stages share a file, so that all of them compute alike.
+    The operations are measured once per dtype (measure.py), by the first process of a pipeline that
+    needs them. The stages share the results in a file, so that all stages use the same kernels.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -195,19 +193,19 @@ class MeasuredLibrary(Library):
         self._file: int | None = None
 
     def share(self, descriptor: int) -> None:
-        """Read and write measurements in a file that the pipeline's processes share."""
+        """Read and write measurements in a file shared by the processes of the pipeline."""
         self._file = descriptor
 
-    def serves(self, operation: Operation, dtype: torch.dtype) -> bool:
+    def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
         ratios = self._ratios.get(dtype)
         if ratios is None:
             with self._lock:
                 ratios = self._ratios.get(dtype) or self._measured(dtype)
                 self._ratios[dtype] = ratios
-        return ratios.get(operation, 0.0) <= SLOWER
+        return ratios.get(operation, 0.0) <= MAX_SLOWDOWN
 
     def _measured(self, dtype: torch.dtype) -> Mapping[Operation, float]:
-        """By this process, unless another has measured already."""
+        """Return the ratios of another process, or measure them."""
         if self._file is None:
             return self._measure(dtype)
         fcntl.lockf(self._file, fcntl.LOCK_EX)
@@ -223,63 +221,72 @@ class MeasuredLibrary(Library):
         return ratios
 
     def _measure(self, dtype: torch.dtype) -> Mapping[Operation, float]:
-        # When it is needed: it runs the operations, which are made of this module.
+        # Imported late: measure.py runs the operations, which import this module.
         module = importlib.import_module("gllm.kernels.native.measure")
-        ratios: Mapping[Operation, float] = module.measure(self, dtype)
-        slow = [f"{name} ({ratio:.1f} x)" for name, ratio in ratios.items() if ratio > SLOWER]
+        ratios: Mapping[Operation, float] = module.measure_slowdowns(self, dtype)
+        slow = [f"{name} ({ratio:.1f} x)" for name, ratio in ratios.items() if ratio > MAX_SLOWDOWN]
         if slow:
             log.warning(
-                "torch computes %s in %s: the kernels' build %s takes longer here; "
-                "%s=%s uses it nevertheless",
-                *(", ".join(slow), dtype, self._name, VARIABLE, self._name),
+                "torch computes %s in %s: the kernel build %s is slower on this machine; "
+                "%s=%s uses it anyway",
+                ", ".join(slow),
+                dtype,
+                self._name,
+                BUILD_VARIABLE,
+                self._name,
             )
         return ratios
 
 
 @cache
-def library() -> Library | None:
-    """The selected build; None where there is none.
+def load_library() -> KernelLibrary | None:
+    """Load the selected build once per process; None if there is none.
 
-    One that GLLM_CPU_KERNELS names computes all operations, and is not measured. Raises ValueError
-    for a name that cannot be (builds.py).
+    A build named by GLLM_CPU_KERNELS computes all operations and is not measured.
+
+    Raises:
+        ValueError: GLLM_CPU_KERNELS names an unusable build (builds.py).
     """
-    build = select()
+    build = select_build()
     if build.path is None:
         return None
-    return Library(build.path) if build.is_named else MeasuredLibrary(build.path, build.name)
-
-
-def log_kernels() -> None:
-    """Say which build is used, or that there is none and why."""
-    build = select()
-    is_missing = build.path is None and not build.is_named
-    name = "none, torch computes" if build.path is None else f"build {build.name}"
-    log.log(
-        logging.WARNING if is_missing else logging.INFO,
-        "compiled kernels: %s (%s)",
-        *(name, build.reason),
+    return (
+        KernelLibrary(build.path)
+        if build.is_named
+        else MeasuredKernelLibrary(build.path, build.name)
     )
 
 
+def log_kernels() -> None:
+    """Log the build that is used, or why there is none."""
+    build = select_build()
+    is_missing = build.path is None and not build.is_named
+    name = "none, torch computes" if build.path is None else f"build {build.name}"
+    level = logging.WARNING if is_missing else logging.INFO
+    log.log(level, "compiled kernels: %s (%s)", name, build.reason)
+
+
 def share_measurements(descriptor: int | None) -> None:
-    """Share measurements with the pipeline's other processes, by a file that all have opened."""
-    found = library()
-    if isinstance(found, MeasuredLibrary) and descriptor is not None:
-        found.share(descriptor)
+    """Share measurements with the other processes of the pipeline through an open file."""
+    library = load_library()
+    if isinstance(library, MeasuredKernelLibrary) and descriptor is not None:
+        library.share(descriptor)
 
 
-def native(tensor: Tensor, operation: Operation) -> Library | None:
-    """The library, where it computes this operation on tensors like this one."""
+def library_for(tensor: Tensor, operation: Operation) -> KernelLibrary | None:
+    """Return the library if it should compute the operation on such tensors, else None."""
     if not tensor.is_cpu or tensor.dtype not in DTYPES:
         return None
-    found = override.get() or library()
-    return found if found is not None and found.serves(operation, tensor.dtype) else None
+    library = library_override.get() or load_library()
+    if library is None or not library.is_preferred(operation, tensor.dtype):
+        return None
+    return library
 
 
-override: ContextVar[Library | None] = ContextVar("override", default=None)
-"""Takes the place of the library: notes calls while a program is recorded (program.py)."""
+library_override: ContextVar[KernelLibrary | None] = ContextVar("override", default=None)
+"""Replaces the library in a context, for example by a KernelRecorder (program.py)."""
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Where a tensor begins."""
+def data_pointer(tensor: Tensor | None) -> int | None:
+    """Return the address of the first element, or None for no tensor."""
     return None if tensor is None else tensor.data_ptr()

@@ -1,10 +1,9 @@
-"""A short measurement of compiled kernels against torch, operation by operation.
+"""Short benchmark of each compiled kernel against torch; library.py uses the ratios.
 
-Owns what is computed for it and the clock. Knows nothing of what its ratios decide (library.py).
 Linear layers and attention are measured for decodes and for a prefill chunk, because a build may be
 faster for one and slower for the other. 8-bit products are not measured: torch has none, and the
-reference multiplies in float64. All numbers are constants, so that no generator of random numbers
-is touched.
+reference multiplies in float64. All inputs are constants, so that the state of random number
+generators does not change.
 """
 
 import time
@@ -18,34 +17,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gllm.kernels.native.library import SLOWER, Library, Operation, override
+from gllm.kernels.native.library import MAX_SLOWDOWN, KernelLibrary, Operation, library_override
 
 ROUNDS = 3
-"""Least runs by either; the shortest counts."""
+"""Minimum number of runs per implementation; the shortest one counts."""
 SECONDS = 0.03
-"""Time of the thread after which a build that seems slower is believed to be so."""
+"""CPU time of the thread after which a build that measures slower is accepted as slower."""
 TOKENS = 64
-"""Rows of each operation: a prefill chunk, or a large batch of decodes."""
+"""Rows per operation: a prefill chunk, or a large batch of decodes."""
 SIZE = 512
-"""Inputs and outputs of products: large enough that calls from Python hardly count."""
+"""Inputs and outputs of products: large enough to make the call overhead of Python negligible."""
 DECODES = 4
 """Rows of a small batch of decodes."""
 DECODE_INPUTS, DECODE_OUTPUTS = 1024, 2048
-"""Of products for decodes: the weight does not fit into the second cache in 16 bits."""
+"""Sizes of the product for decodes: the 16-bit weight does not fit into the L2 cache."""
 DECODE_CONTEXT = 512
-"""Keys that a decode's attention reads: several blocks of the kernel."""
+"""Context length of the decodes: several key blocks of the kernel."""
 
-Job = Callable[[], object]
-Work = Callable[[torch.dtype], Job]
+Run = Callable[[], object]
+Workload = Callable[[torch.dtype], Run]
 
 
-class _Forced(Library):
-    """A library that computes every operation, or none."""
+class _AlwaysOrNever(KernelLibrary):
+    """Library that computes every operation, or none if `library` is None."""
 
-    def __init__(self, library: Library | None) -> None:
+    def __init__(self, library: KernelLibrary | None) -> None:
         self._library = library
 
-    def serves(self, operation: Operation, dtype: torch.dtype) -> bool:
+    def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
         return self._library is not None
 
     def __call__(self, arguments: object) -> None:
@@ -53,70 +52,72 @@ class _Forced(Library):
         self._library(arguments)  # type: ignore[arg-type]
 
 
-def measure(library: Library, dtype: torch.dtype) -> dict[Operation, float]:
-    """Return how many times as long as torch the library takes for each operation, on one thread
-    and in this thread's own time: what others do meanwhile does not count.
+def measure_slowdowns(library: KernelLibrary, dtype: torch.dtype) -> dict[Operation, float]:
+    """Return the ratio of the library's time to torch's for each operation.
 
-    Where decodes and prefill chunks are measured it is the geometric mean of both ratios: a build
-    that needs half the time for one may need twice the time for the other.
+    Measures one thread by its CPU time, so that other processes do not count. For operations
+    measured for decodes and for a prefill chunk, returns the geometric mean of both ratios.
     """
-    native, by_torch = _Forced(library), _Forced(None)
+    compiled, by_torch = _AlwaysOrNever(library), _AlwaysOrNever(None)
     threads = torch.get_num_threads()
-    # With several threads a busy machine is measured: they wait for each other.
+    # Several threads would wait for each other on a busy machine.
     torch.set_num_threads(1)
     try:
         return {
-            name: prod(_ratio(native, by_torch, work, dtype) for work in works) ** (1 / len(works))
-            for name, works in WORKS.items()
+            name: prod(_ratio(compiled, by_torch, workload, dtype) for workload in workloads)
+            ** (1 / len(workloads))
+            for name, workloads in WORKLOADS.items()
         }
     finally:
         torch.set_num_threads(threads)
 
 
-def _ratio(native: Library, by_torch: Library, work: Work, dtype: torch.dtype) -> float:
-    jobs = []
-    for way in (native, by_torch):
-        with _computing_by(way):
-            job = work(dtype)
-            job()
-        jobs.append((way, job))
+def _ratio(
+    compiled: KernelLibrary, by_torch: KernelLibrary, workload: Workload, dtype: torch.dtype
+) -> float:
+    runs = []
+    for library in (compiled, by_torch):
+        with _using_library(library):
+            run = workload(dtype)
+            run()
+        runs.append((library, run))
     best = [inf, inf]
-    turns, end = 0, time.thread_time() + SECONDS
-    while turns < ROUNDS or (best[0] > SLOWER * best[1] and time.thread_time() < end):
-        turns += 1
-        for i, (way, job) in enumerate(jobs):
-            with _computing_by(way):
+    rounds, deadline = 0, time.thread_time() + SECONDS
+    while rounds < ROUNDS or (best[0] > MAX_SLOWDOWN * best[1] and time.thread_time() < deadline):
+        rounds += 1
+        for i, (library, run) in enumerate(runs):
+            with _using_library(library):
                 begin = time.thread_time()
-                job()
+                run()
                 best[i] = min(best[i], time.thread_time() - begin)
     return best[0] / best[1]
 
 
 @contextmanager
-def _computing_by(library: Library) -> Iterator[None]:
-    token = override.set(library)
+def _using_library(library: KernelLibrary) -> Iterator[None]:
+    token = library_override.set(library)
     try:
         yield
     finally:
-        override.reset(token)
+        library_override.reset(token)
 
 
-def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+def _constant(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, 0.5, dtype=dtype)
 
 
-def _linear(dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> Job:
+def _linear(dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> Run:
     from gllm.kernels.linear import linear, prepare
 
     x, matrix = (
-        _numbers(tokens, inputs, dtype=dtype),
-        prepare(_numbers(outputs, inputs, dtype=dtype)),
+        _constant(tokens, inputs, dtype=dtype),
+        prepare(_constant(outputs, inputs, dtype=dtype)),
     )
     return lambda: linear(x, matrix, None)
 
 
-def _attention(dtype: torch.dtype, sequences: int, tokens: int, context: int) -> Job:
-    """tokens and context: of each sequence."""
+def _attention(dtype: torch.dtype, sequences: int, tokens: int, context: int) -> Run:
+    """Prepare attention of `sequences` sequences with `tokens` queries and `context` keys each."""
     from gllm.kernels.attention import paged_attention
     from gllm.kernels.attention_plan import PagedBatch, plan_attention
     from gllm.kernels.attention_scaling import AttentionScaling
@@ -128,40 +129,40 @@ def _attention(dtype: torch.dtype, sequences: int, tokens: int, context: int) ->
     contexts = np.full(sequences, context, dtype=np.int64)
     rows = PagedBatch(table, start, contexts, 0, block, blocks)
     plan = plan_attention(rows, dtype)
-    query = _numbers(sequences * tokens, heads, dim, dtype=dtype)
-    cache = _numbers(blocks + 1, block, kv_heads, dim, dtype=dtype)
+    query = _constant(sequences * tokens, heads, dim, dtype=dtype)
+    cache = _constant(blocks + 1, block, kv_heads, dim, dtype=dtype)
     scaling = AttentionScaling(dim**-0.5)
     return lambda: paged_attention(query, cache, cache, plan, scaling)
 
 
-def _norm(dtype: torch.dtype) -> Job:
+def _norm(dtype: torch.dtype) -> Run:
     from gllm.kernels.rms_norm import add_rms_norm
 
-    hidden, weight = _numbers(TOKENS, SIZE, dtype=dtype), _numbers(SIZE, dtype=dtype)
+    hidden, weight = _constant(TOKENS, SIZE, dtype=dtype), _constant(SIZE, dtype=dtype)
     delta = torch.zeros_like(hidden)
     return lambda: add_rms_norm(hidden, delta, weight, 1e-5)
 
 
-def _gate(dtype: torch.dtype) -> Job:
-    from gllm.kernels.activation import gate
+def _gate(dtype: torch.dtype) -> Run:
+    from gllm.kernels.activation import act_and_mul
 
-    both = _numbers(TOKENS, 2 * SIZE, dtype=dtype)
-    return lambda: gate("silu", both)
+    both = _constant(TOKENS, 2 * SIZE, dtype=dtype)
+    return lambda: act_and_mul("silu", both)
 
 
-def _rotate(dtype: torch.dtype) -> Job:
+def _rotate(dtype: torch.dtype) -> Run:
     from gllm.kernels.qkv import rotate_and_store
     from gllm.kernels.qkv_layout import QKVLayout
 
     heads, kv_heads, dim = 4, 2, 64
-    fused = _numbers(TOKENS, heads + 2 * kv_heads, dim, dtype=dtype)
-    cache = _numbers(TOKENS, 1, kv_heads, dim, dtype=dtype)
-    angles = _numbers(TOKENS, 1, dim // 2, dtype=torch.float32)
+    fused = _constant(TOKENS, heads + 2 * kv_heads, dim, dtype=dtype)
+    cache = _constant(TOKENS, 1, kv_heads, dim, dtype=dtype)
+    angles = _constant(TOKENS, 1, dim // 2, dtype=torch.float32)
     slots, layout = torch.arange(TOKENS), QKVLayout(heads, kv_heads)
     return lambda: rotate_and_store(fused, layout, (angles, angles), (cache, cache), slots)
 
 
-WORKS: MappingProxyType[Operation, tuple[Work, ...]] = MappingProxyType(
+WORKLOADS: MappingProxyType[Operation, tuple[Workload, ...]] = MappingProxyType(
     {
         "linear": (
             partial(_linear, tokens=DECODES, inputs=DECODE_INPUTS, outputs=DECODE_OUTPUTS),
@@ -176,4 +177,4 @@ WORKS: MappingProxyType[Operation, tuple[Work, ...]] = MappingProxyType(
         "rotate": (_rotate,),
     }
 )
-"""What is computed for each operation: decodes first where both are measured."""
+"""Workloads per operation; decodes first where both are measured."""

@@ -1,11 +1,11 @@
-"""A stage's calls of compiled kernels, recorded once and run at a stroke from then on.
+"""Recording and replay of the compiled-kernel calls of a stage, comparable to a CUDA graph.
 
-Owns the recording, the buffers between calls, and what changes from step to step: the number of
-tokens, their angles, where they are in the cache. Knows nothing of models. A step of a few tokens
-spends much of its time between kernels otherwise, and takes Python's lock before each of them.
+A recorded program runs all kernels of a step in one call from Python, without the GIL. Otherwise a
+step of few tokens spends much of its time between kernels. `RecordedProgram.run` updates what
+changes from step to step: the number of tokens, their rotary angles and their cache slots.
 
-Recording computes nothing: kernels are noted instead of run, and whatever else would compute ends
-it (`NotRecorded`). Models that need more than compiled kernels go without a program.
+Recording computes nothing: kernel calls are stored instead of run, and any other computation raises
+`NotRecordableError`. Models that need other operations run without a program.
 """
 
 import ctypes
@@ -21,26 +21,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.native.library import (
     AttentionArguments,
-    Library,
+    KernelLibrary,
     Operation,
     RotaryArguments,
-    override,
-    pointer,
+    data_pointer,
+    library_override,
 )
-from gllm.kernels.rotary import Angles
+from gllm.kernels.rotary import RotaryAngles
 
 ALIGNED = 64
-"""Bytes: where buffers begin."""
+"""Alignment of buffers in bytes."""
 
 
-class NotRecorded(Exception):
-    """Something computes that is not a compiled kernel."""
+class NotRecordableError(Exception):
+    """The recorded code computes something that is not a compiled kernel."""
 
 
 class _OnlyViews(TorchDispatchMode):
+    """Dispatch mode in which torch operations may only create views."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else torch imports its compiler here: a second of start-up, 100 MB.
+        # Otherwise torch imports its compiler here: a second of start-up time and 100 MB.
         return False
 
     def __torch_dispatch__(
@@ -48,11 +50,11 @@ class _OnlyViews(TorchDispatchMode):
     ) -> Any:
         schema = func._schema
         if schema.is_mutable or any(result.alias_info is None for result in schema.returns):
-            raise NotRecorded(str(func))
+            raise NotRecordableError(str(func))
         result = func(*args, **(kwargs or {}))
         views = result if isinstance(result, list | tuple) else [result]
         if any(_memory_of(view) != _memory_of(args[0]) for view in views):
-            raise NotRecorded(f"{func} makes a copy")
+            raise NotRecordableError(f"{func} makes a copy")
         return result
 
 
@@ -60,11 +62,11 @@ def _memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class Recorder(Library):
-    """A library that notes its calls. Buffers are for `tokens` rows each."""
+class KernelRecorder(KernelLibrary):
+    """Library that stores its calls instead of running them. Buffers have `tokens` rows."""
 
-    def __init__(self, library: Library, tokens: int, memory: Tensor) -> None:
-        """memory [bytes] uint8: where buffers are."""
+    def __init__(self, library: KernelLibrary, tokens: int, memory: Tensor) -> None:
+        """Record calls of `library` with buffers in memory [bytes] uint8."""
         self.calls: list[ctypes.Structure] = []
         self.tokens = tokens
         self.library = library
@@ -74,46 +76,53 @@ class Recorder(Library):
     def __call__(self, arguments: ctypes.Structure) -> None:
         self.calls.append(arguments)
 
-    def serves(self, operation: Operation, dtype: torch.dtype) -> bool:
-        return self.library.serves(operation, dtype)
+    def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
+        return self.library.is_preferred(operation, dtype)
 
     def address(self, arguments: ctypes.Structure) -> int | None:
-        """Of the function that takes the arguments."""
+        """Return the address of the C function for an argument structure."""
         return ctypes.cast(self.library.function(arguments), ctypes.c_void_p).value
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A buffer behind those given out since `reuse`. Raises NotRecorded where none is left."""
+        """Allocate a buffer after those allocated since `reuse`.
+
+        Raises:
+            NotRecordableError: The memory is used up, or the buffer is not one row per token.
+        """
         if shape[0] != self.tokens:
-            raise NotRecorded(f"a buffer of shape {tuple(shape)}")
+            raise NotRecordableError(f"a buffer of shape {tuple(shape)}")
         begin, size = self._used, math.prod(shape) * dtype.itemsize
         self._used += -(-size // ALIGNED) * ALIGNED
         if self._used > len(self._memory):
-            raise NotRecorded("too small a memory")
+            raise NotRecordableError("the buffer memory is too small")
         return self._memory[begin : begin + size].view(dtype).view(tuple(shape))
 
     def reuse(self) -> None:
-        """Give out the same memory again. What was made last is still there when the first buffer
-        after this is written, if that one is not larger than all before the last."""
+        """Allocate from the start of the memory again.
+
+        The last buffer stays intact while the next one is written, if the next one is not larger
+        than all buffers before the last.
+        """
         self._used = 0
 
 
 @contextmanager
-def recording(library: Library, tokens: int, memory: Tensor) -> Iterator[Recorder]:
-    """Calls of this thread are noted within. Raises NotRecorded."""
-    made = Recorder(library, tokens, memory)
-    token = override.set(made)
+def record_kernels(library: KernelLibrary, tokens: int, memory: Tensor) -> Iterator[KernelRecorder]:
+    """Record the kernel calls of this thread. Raises NotRecordableError."""
+    recorder = KernelRecorder(library, tokens, memory)
+    token = library_override.set(recorder)
     try:
         with _OnlyViews():
-            yield made
+            yield recorder
     finally:
-        override.reset(token)
+        library_override.reset(token)
 
 
-class Program:
-    """The calls, to be run for any step of at most `tokens` tokens."""
+class RecordedProgram:
+    """Recorded kernel calls that run for any step of at most `tokens` tokens."""
 
-    def __init__(self, recorded: Recorder, angles: Mapping[Any, Angles]) -> None:
-        """angles: those that were recorded."""
+    def __init__(self, recorded: KernelRecorder, angles: Mapping[Any, RotaryAngles]) -> None:
+        """Build the call table; angles: those used during the recording."""
         self.tokens = recorded.tokens
         calls = recorded.calls
         table = []
@@ -123,44 +132,46 @@ class Program:
         self._count = len(calls)
         self._library = recorded.library
         self._attentions = [call for call in calls if isinstance(call, AttentionArguments)]
-        ropes = {pointer(cosine): rope for rope, (cosine, _) in angles.items()}
+        ropes = {data_pointer(cosine): rope for rope, (cosine, _) in angles.items()}
         self._rotations = [
             (call, ropes.get(call.cosine)) for call in calls if isinstance(call, RotaryArguments)
         ]
-        # Rows of a call for each token; attention counts sequences.
-        self._by_rows = [
+        # Rows of a call per token. Attention counts sequences instead.
+        self._calls_with_rows = [
             (call, call.rows // self.tokens)
             for call in calls
             if not isinstance(call, AttentionArguments | RotaryArguments)
         ]
-        self._rows_of = 0
+        self._num_tokens = 0
 
     def run(
         self,
         tokens: int,
         plans: Mapping[int | None, AttentionPlan],
-        angles: Mapping[Any, Angles],
+        angles: Mapping[Any, RotaryAngles],
     ) -> None:
-        """Run for a step of so many tokens; plans by window, angles as they were recorded."""
-        if tokens != self._rows_of:
-            for call, each in self._by_rows:
-                call.rows = tokens * each
-            self._rows_of = tokens
-        pointers = {rope: (pointer(cos), pointer(sin)) for rope, (cos, sin) in angles.items()}
-        slots = pointer(next(iter(plans.values())).slots)
+        """Run the calls for a step of `tokens` tokens, with plans by window and angles by rope."""
+        if tokens != self._num_tokens:
+            for call, rows_per_token in self._calls_with_rows:
+                call.rows = tokens * rows_per_token
+            self._num_tokens = tokens
+        pointers = {
+            rope: (data_pointer(cos), data_pointer(sin)) for rope, (cos, sin) in angles.items()
+        }
+        slots = data_pointer(next(iter(plans.values())).slots)
         for call, rope in self._rotations:
             call.tokens, call.slots = tokens, slots
             if rope is not None:
                 call.cosine, call.sine = pointers[rope]
-        where = {window or 0: _where(plan) for window, plan in plans.items()}
+        fields = {window or 0: _cache_fields(plan) for window, plan in plans.items()}
         for call in self._attentions:
-            for name, value in where[call.window]:
+            for name, value in fields[call.window]:
                 setattr(call, name, value)
         self._library.run(self._table, self._count)
 
 
-def _where(plan: AttentionPlan) -> list[tuple[str, int]]:
-    """What a plan says of the cache, as attention takes it."""
+def _cache_fields(plan: AttentionPlan) -> list[tuple[str, int]]:
+    """Return the fields of AttentionArguments that depend on the plan."""
     rows = plan.rows
     return [
         ("block_table", rows.block_table.ctypes.data),

@@ -42,7 +42,7 @@ def _gate(both, output, size, row, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(output + token * size + column, made.to(output.dtype.element_ty), there)
 
 
-def gate(kind: str, gate_up: Tensor) -> Tensor:
+def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:
     """As gllm.kernels.activation.gate: gate_up [tokens, 2 * n]; the result [tokens, n]."""
     if kind not in KINDS:
         raise ValueError(f"no kernel for the activation {kind!r}")

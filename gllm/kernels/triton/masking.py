@@ -1,27 +1,32 @@
-"""What rows of logits must not and may only bring, by masks and by what histories end with.
+"""GPU kernels that apply token bitmasks and bad words to logits.
 
-Owns the kernels and their launch; the rule is that of gllm/kernels/masking.py.
+The rules are those of gllm/kernels/masking.py.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.history import Histories
-from gllm.kernels.phrases import Phrases
+from gllm.kernels.bad_words import BadWords
+from gllm.kernels.history import TokenHistories
 from gllm.kernels.triton.ahead import Compiled
 from gllm.kernels.triton.common import tokens_of
 
 TILE = 4096
-"""Tokens of the vocabulary that a program looks at."""
+"""Tokens of the vocabulary per program."""
 PHRASE = 32
-"""Tokens of a phrase compared at once."""
+"""Tokens of a phrase compared per iteration."""
 WARPS = 4
+"""Warps per program of the bitmask kernel."""
 
 
 @triton.jit(do_not_specialize=["size", "stride", "words"])
 def _mask_kernel(logits, rows, masks, size, stride, words, TILE: tl.constexpr):
-    """logits [rows, size] float32; masks [masks, words] int32: grid (masks, tiles)."""
+    """Set logits whose bit is 0 to -inf.
+
+    Grid: (masks, tiles of the vocabulary). logits [.., size] float32, `stride` elements between
+    rows; rows [masks] int64: the row of each mask; masks [masks, words] int32, 32 tokens per word.
+    """
     mask = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < size
@@ -37,7 +42,13 @@ def _phrases_kernel(
     stride, table_row, longest,
     BLOCK_SIZE: tl.constexpr, PHRASE: tl.constexpr,
 ):  # fmt: skip
-    """logits [rows, ...] float32; before [phrases, longest]: a program a phrase."""
+    """Ban the last token of each phrase whose other tokens end the output of its history.
+
+    Grid: (phrases,). logits [rows, size] float32, `stride` elements between rows; table [slots]
+    int64: tokens by KV-cache slot; rows, ends, prompts [histories] int64: row of the logits, total
+    and prompt tokens; block_table [histories, table_row] int32; owners, lengths, last [phrases]
+    int64 and before [phrases, longest] int64 as in BadWords.
+    """
     phrase = tl.program_id(0)
     history = tl.load(owners + phrase)
     end = tl.load(ends + history)
@@ -57,23 +68,29 @@ def _phrases_kernel(
             tl.store(at, float("-inf"))
 
 
-def keep_masked(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """As gllm.kernels.masking.keep_masked: logits [rows, vocabulary], rows [masks], masks [masks,
-    words]. Nobody waits for the GPU."""
+def apply_token_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Apply gllm.kernels.masking.apply_token_bitmask on a GPU, without synchronization.
+
+    logits [rows, vocabulary] float32, rows [masks] int64, masks [masks, words] int32.
+    """
     size = logits.shape[1]
     _mask_kernel[(len(rows), triton.cdiv(size, TILE))](
         *(logits, rows, masks, size, logits.stride(0), masks.shape[1]), TILE=TILE, num_warps=WARPS
     )
 
 
-def ban_phrases(logits: Tensor, table: Tensor, histories: Histories, phrases: "Phrases") -> None:
-    """As gllm.kernels.masking.ban_phrases: logits [rows, vocabulary], table [slots]. Nobody waits
-    for the GPU."""
+def apply_bad_words(
+    logits: Tensor, table: Tensor, histories: TokenHistories, bad_words: BadWords
+) -> None:
+    """Apply gllm.kernels.masking.apply_bad_words on a GPU, without synchronization.
+
+    logits [rows, vocabulary] float32, table [slots] int64.
+    """
     blocks = histories.block_table
-    _phrases_kernel[(len(phrases.owners),)](
+    _phrases_kernel[(len(bad_words.owners),)](
         *(logits, table, histories.rows, blocks, histories.lengths, histories.prompts),
-        *(phrases.owners, phrases.lengths, phrases.before, phrases.last),
-        *(logits.stride(0), blocks.stride(0), phrases.before.shape[1]),
+        *(bad_words.owners, bad_words.lengths, bad_words.before, bad_words.last),
+        *(logits.stride(0), blocks.stride(0), bad_words.before.shape[1]),
         BLOCK_SIZE=histories.block_size,
         PHRASE=PHRASE,
         num_warps=1,

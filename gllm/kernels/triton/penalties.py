@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.history import Histories
+from gllm.kernels.history import TokenHistories
 from gllm.kernels.triton.ahead import Compiled
 from gllm.kernels.triton.common import tokens_of
 
@@ -88,15 +88,15 @@ def _penalize_kernel(
     tl.store(at, after, mask=there)
 
 
-def penalize_histories(
-    logits: Tensor, table: Tensor, histories: Histories, settings: Tensor
+def apply_history_penalties(
+    logits: Tensor, table: Tensor, histories: TokenHistories, settings: Tensor
 ) -> None:
-    """As gllm.kernels.penalties.penalize_histories: logits [rows, vocabulary], table [slots],
+    """As gllm.kernels.penalties.apply_history_penalties: logits [rows, vocabulary], table [slots],
     settings [3, histories]. Nobody waits for the GPU."""
     count, size = len(histories.rows), logits.shape[1]
     counts = torch.zeros(count, size, dtype=torch.int32, device=logits.device)
     blocks, places = histories.block_table, (histories.lengths, histories.prompts)
-    grid = (count, triton.cdiv(histories.widest, TILE))
+    grid = (count, triton.cdiv(histories.max_tokens, TILE))
     constants = {"BLOCK_SIZE": histories.block_size, "TILE": TILE, "num_warps": WARPS}
     where = (table, blocks, *places, settings)
     _count_kernel[grid](counts, *where, size, blocks.stride(0), **constants)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.qkv_layout import QKVLayout
-from gllm.kernels.rotary import Angles
+from gllm.kernels.rotary import RotaryAngles
 from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.tiles import choose
 
@@ -161,7 +161,7 @@ def _rotate_and_store(
 def rotate_and_store(
     fused: Tensor,
     layout: "QKVLayout",
-    angles: "Angles | None",
+    angles: "RotaryAngles | None",
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:

@@ -264,12 +264,12 @@ def sample(logits: Tensor, plan: "SamplingPlan", tile: int = TILE) -> Tensor:
     nobody waits for the GPU."""
     rows, size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    scratch = torch.empty_like(logits) if plan.filters else logits
+    scratch = torch.empty_like(logits) if plan.has_filters else logits
     if not rows:
         return tokens
     _sample_kernel[(rows,)](
         *(tokens, logits, plan.settings, plan.counters, scratch, rows, size, logits.stride(0)),
-        FILTERS=plan.filters,
+        FILTERS=plan.has_filters,
         TILE=tile,
         TILES=triton.next_power_of_2(triton.cdiv(size, tile)),
         num_warps=WARPS,
@@ -279,7 +279,7 @@ def sample(logits: Tensor, plan: "SamplingPlan", tile: int = TILE) -> Tensor:
 
 COMPILED = [
     Compiled(
-        label=f"sampling, vocabulary of {size}{', top-k and top-p' * filters}",
+        label=f"sampling, vocabulary of {size}{', top-k and top-p' * has_filters}",
         kernel=_sample_kernel,
         signature={
             "tokens": "*i64",
@@ -292,12 +292,12 @@ COMPILED = [
             "stride": "i32",
         },
         constants={
-            "FILTERS": filters,
+            "FILTERS": has_filters,
             "TILE": TILE,
             "TILES": triton.next_power_of_2(triton.cdiv(size, TILE)),
         },
         warps=WARPS,
         aligned=("tokens", "logits", "settings", "counters", "scratch", "stride"),
     )
-    for size, filters in ((152_064, False), (152_064, True), (262_144, True))
+    for size, has_filters in ((152_064, False), (152_064, True), (262_144, True))
 ]

@@ -28,7 +28,7 @@ from gllm.kernels.triton import experts as gpu_experts
 from gllm.kernels.triton import linear_fp8 as gpu_linear
 from gllm.kernels.triton import qkv as gpu_qkv
 from gllm.kernels.triton import rms_norm as gpu_norm
-from gllm.kernels.triton.activation import gate
+from gllm.kernels.triton.activation import act_and_mul
 from gllm.kernels.triton.attention import paged_attention
 from gllm.kernels.triton.attention_shapes import Shape
 
@@ -192,8 +192,8 @@ def norm(tokens: int, size: int, device: torch.device) -> Prepared:
 def gated(tokens: int, size: int, device: torch.device) -> Prepared:
     """A gate and what it gates."""
     both = _random(13, tokens, 2 * size).to(torch.bfloat16)
-    expected = activation.gate("silu", both.to(torch.float32))
-    run = partial(gate, "silu", both.to(device))
+    expected = activation.act_and_mul("silu", both.to(torch.float32))
+    run = partial(act_and_mul, "silu", both.to(device))
     return Prepared(run, expected.to(device), ROUNDED[torch.bfloat16])
 
 

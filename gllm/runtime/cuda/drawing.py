@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gllm.config.limits import MAX_LOGPROBS
-from gllm.kernels.logprobs import Scores, log_probabilities, packed, score
-from gllm.kernels.masking import keep_masked
-from gllm.kernels.sampling import finite_rows, sample
+from gllm.kernels.logprobs import LogprobTensors, compute_logprobs, gather_logprobs, pack_logprobs
+from gllm.kernels.masking import apply_token_bitmask
+from gllm.kernels.sampling import find_finite_rows, sample
 from gllm.kernels.sampling_plan import SamplingPlan
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
@@ -111,7 +111,11 @@ class Drawing:
             inputs.scored.split(SCORED_ROWS), inputs.targets.split(SCORED_ROWS), strict=True
         )
         return [
-            packed(score(log_probabilities(head(hidden.index_select(0, rows))), tokens, inputs.top))
+            pack_logprobs(
+                gather_logprobs(
+                    compute_logprobs(head(hidden.index_select(0, rows))), tokens, inputs.top
+                )
+            )
             for rows, tokens in parts
             if len(rows)
         ]
@@ -129,13 +133,13 @@ class Drawing:
         tokens beside the KV cache; guided: rows with grammars [guided] int64 and what those allow
         [guided, words] int32.
         """
-        finite = finite_rows(logits)
+        finite = find_finite_rows(logits)
         logits.masked_fill_(~finite[:, None], 0)
         raw = alive = None
         if len(inputs.told):
-            raw = log_probabilities(logits.index_select(0, inputs.told))
+            raw = compute_logprobs(logits.index_select(0, inputs.told))
         if guided is not None:
-            keep_masked(logits, *guided)
+            apply_token_bitmask(logits, *guided)
         if inputs.edits is not None:
             inputs.edits.apply(logits, table)
         if guided is not None or inputs.edits is not None:
@@ -144,13 +148,15 @@ class Drawing:
         tokens = sample(logits, inputs.plan)
         scores = []
         if raw is not None:
-            scores.append(packed(score(raw, tokens.index_select(0, inputs.told), inputs.top)))
+            scores.append(
+                pack_logprobs(gather_logprobs(raw, tokens.index_select(0, inputs.told), inputs.top))
+            )
         if alive is not None:
             tokens = tokens.masked_fill(~alive, FORBIDDEN)
         return tokens.masked_fill(~finite, BROKEN), scores
 
 
-def drawn_of(batch: Batch, tokens: list[int], scores: Scores) -> SampleOutput:
+def drawn_of(batch: Batch, tokens: list[int], scores: LogprobTensors) -> SampleOutput:
     """What a batch's rows brought, its prompts' scores put down; scores: of its prompts' tokens,
     then of told ones."""
     rows = batch.sampled
@@ -168,10 +174,10 @@ def drawn_of(batch: Batch, tokens: list[int], scores: Scores) -> SampleOutput:
     return SampleOutput(kept, errors, told)
 
 
-def _slice(scores: Scores, begin: int, end: int, top: int = MAX_LOGPROBS) -> Scores:
+def _slice(scores: LogprobTensors, begin: int, end: int, top: int = MAX_LOGPROBS) -> LogprobTensors:
     """Rows of scores, with their `top` likeliest tokens."""
     columns = (scores.tokens, scores.logprobs, scores.ranks)
     tables = (scores.top_ids, scores.top_logprobs)
-    return Scores(
+    return LogprobTensors(
         *(column[begin:end] for column in columns), *(table[begin:end, :top] for table in tables)
     )

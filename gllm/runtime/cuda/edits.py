@@ -16,10 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.history import Histories
-from gllm.kernels.masking import add_at, ban_phrases, keep_masked, mask_of, words_of
-from gllm.kernels.penalties import penalize_histories
-from gllm.kernels.phrases import Phrases
+from gllm.kernels.bad_words import BadWords
+from gllm.kernels.history import TokenHistories
+from gllm.kernels.masking import (
+    add_to_logits,
+    apply_bad_words,
+    apply_token_bitmask,
+    build_token_bitmask,
+    num_bitmask_words,
+)
+from gllm.kernels.penalties import apply_history_penalties
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.sampler import SampledRows
 from gllm.runtime.sampling_state import LogitEdits
@@ -37,8 +43,8 @@ class Edits:
     """[n] int64: row * vocabulary + id of biases and bans."""
     values: Tensor
     """[n] float32"""
-    histories: Histories
-    phrases: Phrases
+    histories: TokenHistories
+    phrases: BadWords
     settings: Tensor
     """[3, histories] float64: repetition, frequency and presence penalty."""
     penalizes: bool
@@ -48,20 +54,20 @@ class Edits:
         """Change logits [rows, vocabulary] float32 in place, by the tokens in table [slots]
         int64. Nobody waits for the device."""
         if len(self.masked):
-            keep_masked(logits, self.masked, self.masks)
+            apply_token_bitmask(logits, self.masked, self.masks)
         if len(self.places):
-            add_at(logits, self.places, self.values)
+            add_to_logits(logits, self.places, self.values)
         if len(self.phrases.owners):
-            ban_phrases(logits, table, self.histories, self.phrases)
+            apply_bad_words(logits, table, self.histories, self.phrases)
         if self.penalizes:
-            penalize_histories(logits, table, self.histories, self.settings)
+            apply_history_penalties(logits, table, self.histories, self.settings)
 
 
 class _Columns:
     """A request's edits, made once. Ids outside of the vocabulary are left out."""
 
     def __init__(self, edits: LogitEdits, vocabulary: int) -> None:
-        self.mask = mask_of(edits.allowed, vocabulary) if len(edits.allowed) else None
+        self.mask = build_token_bitmask(edits.allowed, vocabulary) if len(edits.allowed) else None
         """[words] int32, where not all tokens are allowed."""
         self.late = _inside(edits, edits.banned, vocabulary)
         """Ids [n] int64 and what is added to their logits [n] float32."""
@@ -114,13 +120,13 @@ class EditPlanner:
             if own.longest or state.penalizes:
                 looking.append(row)
                 phrases.append(own)
-        no_masks = torch.empty(0, words_of(self._vocabulary), dtype=torch.int32)
+        no_masks = torch.empty(0, num_bitmask_words(self._vocabulary), dtype=torch.int32)
         return Edits(
             _ints(masked),
             torch.stack(masks) if masks else no_masks,
             torch.cat(places),
             torch.cat(values),
-            Histories(
+            TokenHistories(
                 _ints(looking),
                 _ints([lengths[row] for row in looking]),
                 _ints([lengths[row] - rows.indices[row] for row in looking]),
@@ -149,12 +155,12 @@ def _penalties(specs: list[SequenceSamplingParams]) -> Tensor:
     return torch.tensor(columns, dtype=torch.float64)
 
 
-def _phrases(histories: list[_Columns]) -> Phrases:
+def _phrases(histories: list[_Columns]) -> BadWords:
     """The bad words of several tokens of all histories."""
     longest = max((own.longest for own in histories), default=0)
     before = [functional.pad(own.before, (longest - own.longest, 0)) for own in histories]
     none = torch.empty(0, dtype=torch.int64)
-    return Phrases(
+    return BadWords(
         torch.repeat_interleave(_ints([len(own.last) for own in histories])),
         torch.cat([none, *(own.lengths for own in histories)]),
         torch.cat([none.reshape(0, longest), *before]),

@@ -23,7 +23,7 @@ from torch.nn import functional
 from gllm.config.engine import EngineConfig
 from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedBatch
-from gllm.kernels.masking import words_of
+from gllm.kernels.masking import num_bitmask_words
 from gllm.kernels.triton.tiles import token_counts
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.models.config import ModelConfig
@@ -91,7 +91,7 @@ class DeviceExecutor(StageExecutor):
         self._most = tokens, rows
         self._width = -(-self._longest // size)
         # Block tables go over for attention and for what looks back; a mask for each row.
-        wide = 2 * self._width + words_of(self.model.vocab_size)
+        wide = 2 * self._width + num_bitmask_words(self.model.vocab_size)
         self._staging = Staging(queues, INTS_PER_TOKEN * 8 * tokens + 4 * rows * wide)
         if self.is_last:
             # A row tells its own token, and every token of a prompt the next one.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gllm.config.limits import MAX_LOGPROBS
-from gllm.kernels.logprobs import Scores, packed_width, unpacked
+from gllm.kernels.logprobs import LogprobTensors, packed_logprobs_width, unpack_logprobs
 from gllm.transport.device_streams import Event, Queues, Stream
 
-WIDEST = packed_width(MAX_LOGPROBS)
+WIDEST = packed_logprobs_width(MAX_LOGPROBS)
 """Numbers of a scored row at most."""
 
 
@@ -26,11 +26,11 @@ class PendingTokens:
         self._tokens, self._scores, self._arrived = tokens, scores, arrived
         self._embeddings = embeddings
 
-    def read(self) -> tuple[list[int], Scores, Tensor | None]:
+    def read(self) -> tuple[list[int], LogprobTensors, Tensor | None]:
         """The token of each sampling row, what was scored, and embeddings [rows, hidden] float32
         where there are some; the host waits for them."""
         self._arrived.synchronize()
-        return self._tokens.tolist(), unpacked(self._scores), self._embeddings
+        return self._tokens.tolist(), unpack_logprobs(self._scores), self._embeddings
 
 
 class TokenReturn:
@@ -63,7 +63,7 @@ class TokenReturn:
         if self._steps > 1:
             # The tokens of the step before have left.
             stream.wait(self._arrived[index - 1])
-        width = scores[0].shape[1] if scores else packed_width(0)
+        width = scores[0].shape[1] if scores else packed_logprobs_width(0)
         parts = [part.flatten() for part in scores]
         ways = [(self._tokens, [tokens]), (self._scores, parts)]
         if embeddings is not None:
