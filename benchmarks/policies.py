@@ -70,7 +70,7 @@ class Evenness(NamedTuple):
 def evenness(run: Run) -> Evenness:
     """Of all micro-batches from the first request's arrival to the last one's end. A micro-batch
     has at least one row: where there is nothing to do, there is none."""
-    tokens = [float(step.work.tokens) for step in run.steps]
+    tokens = [float(step.work.num_tokens) for step in run.steps]
     decodes = [float(step.decode_tokens) for step in run.steps]
     prefills = [step.prefill_tokens for step in run.steps if step.prefill_tokens]
     around = [

@@ -92,7 +92,7 @@ def run_load(load: LoadCase, stages: int, policy: str = "auto", expected: int = 
     for seq, job in enumerate(load.jobs):
         prompt = [seq, *range(100, 99 + job.prompt_tokens)]
         request = SchedulerRequest(seq, prompt, job.max_tokens, frozenset([STOP]))
-        scheduler.add(request._replace(reads_cache=not load.scores_prompts), 0.0)
+        scheduler.add(request._replace(reads_prefix_cache=not load.scores_prompts), 0.0)
     left = [job.output_tokens for job in load.jobs]
     in_flight: deque[StepPlan] = deque()
     cost = 0.0
@@ -117,7 +117,7 @@ def answer(plan: StepPlan, left: list[int]) -> StepResult:
     """Return a plan's result. left: tokens that each sequence has still to generate."""
     sampled = []
     for row in plan.rows:
-        if row.samples:
+        if row.should_sample:
             left[row.seq] -= 1
             sampled.append(SampledToken(row.seq, row.epoch, STOP if left[row.seq] <= 0 else 7))
     return StepResult(plan.step, sampled)

@@ -15,7 +15,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 
 def answer(plan: StepPlan) -> StepResult:
     """A result that ends nothing."""
-    sampled = [SampledToken(row.seq, row.epoch, 7) for row in plan.rows if row.samples]
+    sampled = [SampledToken(row.seq, row.epoch, 7) for row in plan.rows if row.should_sample]
     return StepResult(plan.step, sampled)
 
 

@@ -46,7 +46,9 @@ async def measure(made: Bench, batch: int, seed: int) -> Steps:
     """One round."""
     done = await made.round([Job(0.0, PROMPT, OUTPUT)] * batch, seed)
     kernels = await asyncio.to_thread(made.loops.kernel_seconds)
-    full = [i for i, s in enumerate(done.run.steps) if s.decode_tokens == s.work.tokens == batch]
+    full = [
+        i for i, s in enumerate(done.run.steps) if s.decode_tokens == s.work.num_tokens == batch
+    ]
     times = [time for i in full if (time := done.run.steps[i].stages[0]) is not None]
     return Steps(
         *(

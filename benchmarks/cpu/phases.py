@@ -96,7 +96,7 @@ class Replay:
             case ScheduleEvent():
                 begin = time.perf_counter()
                 plan = self._scheduler.schedule(event.time)
-                self._scheduler.parallelism()
+                self._scheduler.available_parallelism()
                 if plan is not None:
                     self.plans[plan.step] = plan
                     self._add(self.schedule_seconds, plan.step, begin)
@@ -131,7 +131,7 @@ def detokenize_seconds(outcomes: dict[int, StepOutput], tokenizer: Tokenizer) ->
         for seq in outcome.seqs:
             texts.setdefault(seq, IncrementalDetokenizer(tokenizer))
         begin = time.perf_counter()
-        for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
+        for seq, token in zip(outcome.seqs, outcome.token_ids, strict=True):
             texts[seq].push([token])
         seconds[step] = time.perf_counter() - begin
     return seconds

@@ -75,7 +75,7 @@ class InlinePipeline:
             for row in sampled:
                 if row.error:
                     raise ArithmeticError(row.error)
-                texts[row.seq].append(row.token)
+                texts[row.seq].append(row.token_id)
             scheduler.commit(StepResult(plan.step, sampled))
 
     def _compute(self, plan: StepPlan) -> tuple[Batch, list[torch.Tensor]]:

@@ -110,8 +110,8 @@ def _delta(
         tokens, logprobs, reason, why = tokens[:used], logprobs[:used], "stop", stop
     elif end is not None:
         shown += text.finish()
-        reason, error = end.reason, end.error
-        why = end.stop_token if end.stop_token in params.stop_token_ids else None
+        reason, error = end.finish_reason, end.error
+        why = end.stop_token_id if end.stop_token_id in params.stop_token_ids else None
     first = piece.first or NOT_FIRST
     known = first.cached_tokens, first.queue_seconds, logprobs, piece.prompt_logprobs
     return OutputDelta(choice, shown, tokens, reason, why, error, *known)

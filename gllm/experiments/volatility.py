@@ -24,7 +24,7 @@ def steady(run: Run) -> tuple[list[float], list[float]]:
     """Tokens and decodes of the micro-batches planned while requests still came."""
     last = max(served.line.arrival for served in run.requests.values())
     steps = [step for step in run.steps if step.planned <= last]
-    return [float(s.work.tokens) for s in steps], [float(s.decode_tokens) for s in steps]
+    return [float(s.work.num_tokens) for s in steps], [float(s.decode_tokens) for s in steps]
 
 
 def run(options: Options) -> Result:

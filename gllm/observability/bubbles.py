@@ -4,7 +4,8 @@ Owns their definition, for a run read off its step log and for one that goes on.
 nothing of who computes: times are given, in seconds.
 
 At any moment the work at hand could keep some number of stages busy, however it is cut
-(`Scheduler.parallelism`). What is missing to that number is bubble, shared by the idle stages.
+(`Scheduler.available_parallelism`). What is missing to that number is bubble, shared by the idle
+stages.
 """
 
 import heapq

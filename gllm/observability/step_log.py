@@ -16,6 +16,8 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 
 BUFFER_BYTES = 2**18
+ASYNC_SCHEDULING, ASYNC_SCHEDULING_ON_DISK = b'"async_scheduling":', b'"lookahead":'
+"""Key of a scheduler option in JSON, and the one that files have: keys on disk never change."""
 
 
 class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
@@ -66,7 +68,7 @@ class ScheduleEvent(msgspec.Struct, frozen=True, tag_field="event", tag="schedul
     time: float
     plan: StepPlan | None
     parallelism: int
-    """Stages that the work at hand could keep busy after it (Scheduler.parallelism)."""
+    """Stages that the work at hand could keep busy after it (Scheduler.available_parallelism)."""
 
 
 class CommitEvent(msgspec.Struct, frozen=True, tag_field="event", tag="commit"):
@@ -186,7 +188,10 @@ class StepLogWriter:
 
     def write(self, event: StepLogEvent) -> None:
         """Append one line."""
-        self._file.write(self._encoder.encode(event))
+        line = self._encoder.encode(event)
+        if isinstance(event, Start):
+            line = line.replace(ASYNC_SCHEDULING, ASYNC_SCHEDULING_ON_DISK)
+        self._file.write(line)
         self._file.write(b"\n")
 
     def flush(self) -> None:
@@ -209,6 +214,8 @@ def read_step_log(path: str | Path) -> Iterator[StepLogEvent]:
     for number, line in enumerate(lines):
         if not line:
             continue
+        if number == 0:
+            line = line.replace(ASYNC_SCHEDULING_ON_DISK, ASYNC_SCHEDULING)
         try:
             event = decoder.decode(line)
         except msgspec.DecodeError as error:

@@ -79,7 +79,7 @@ class BlockTables:
 
     def _current(self, row: ScheduledRow, sequence: SequenceView) -> Ints:
         """The row's table, brought up to what the plan added."""
-        count = len(sequence.blocks)
+        count = len(sequence.block_ids)
         epoch, known, array = self._arrays.get(row.seq, (-1, 0, np.empty(0, dtype=np.int64)))
         if epoch != sequence.epoch:
             known = 0
@@ -87,7 +87,7 @@ class BlockTables:
             grown = np.empty(2 * count, dtype=np.int64)
             grown[:known] = array[:known]
             array = grown
-        array[known:count] = sequence.blocks[known:]
+        array[known:count] = sequence.block_ids[known:]
         self._arrays[row.seq] = (sequence.epoch, count, array)
         return array
 
@@ -154,6 +154,6 @@ def token_ids(rows: list[ScheduledRow], followed: list[SequenceView]) -> Ints:
     for row, sequence in zip(rows, followed, strict=True):
         end = row.start + row.num_tokens
         if row.start < sequence.prompt_len:
-            ids += sequence.prompt[row.start : end]
+            ids += sequence.prompt_token_ids[row.start : end]
         ids += row.token_ids
     return np.array(ids, dtype=np.int64)

@@ -212,10 +212,10 @@ class EngineClient:
 
     def _on_tokens(self, message: EngineOutputs) -> None:
         """A step has finished, or the statistics have changed."""
-        if message.outcome.step_tokens or message.outcome.ends:
+        if message.outcome.num_step_tokens or message.outcome.finished:
             self._progress = time.monotonic()
         self.stats = message.stats
-        if tokens := message.outcome.step_tokens:
+        if tokens := message.outcome.num_step_tokens:
             self.step_sizes[1 << (tokens - 1).bit_length()] += 1
         self._deliver(message)
         self._tell()
@@ -248,12 +248,12 @@ class EngineClient:
                 piece.embedding = row.embedding or piece.embedding
                 if row.drawn is not None:
                     piece.logprobs.append(row.drawn)
-        for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
+        for seq, token in zip(outcome.seqs, outcome.token_ids, strict=True):
             if stream := self._streams.get(seq):
                 stream.piece(seq).tokens.append(token)
-        for first in outcome.firsts:
+        for first in outcome.first_tokens:
             if stream := self._streams.get(first.seq):
                 stream.piece(first.seq).first = first
-        for end in outcome.ends:
+        for end in outcome.finished:
             if stream := self._streams.pop(end.seq, None):
                 stream.end(end)

@@ -94,7 +94,7 @@ class Driver:
             message.priority,
             message.cache_salt,
             message.n,
-            reads_cache=message.sampling.prompt_logprobs is None,
+            reads_prefix_cache=message.sampling.prompt_logprobs is None,
         )
         request.check(self.scheduler.config.max_model_len)
         if self._vocab_size is not None:
@@ -141,7 +141,7 @@ class Driver:
 
     def forget_prefixes(self, message: ResetPrefixCache) -> None:
         """Empty the prefix cache."""
-        self.scheduler.forget_prefixes()
+        self.scheduler.reset_prefix_cache()
         self._frontend.send(CommandDone(message.question, stage=0))
 
     def commit(self, message: StepDone) -> None:
@@ -156,7 +156,7 @@ class Driver:
 
     def observe(self, message: StageTimes) -> None:
         """Hear how long a stage took."""
-        self.scheduler.observe(message.stage, message.steps)
+        self.scheduler.record_step_times(message.stage, message.steps)
         meter = self._meter
         meter.record_steps(message.stage, message.steps, message.until)
         self._frontend.send(BubbleReport(meter.seconds, meter.work_seconds))

@@ -167,7 +167,7 @@ class StageExecutor:
         try:
             return self._build(plan)
         finally:
-            self._free(plan.released)
+            self._free(plan.released_seqs)
 
     def _build(self, plan: StepPlan) -> Batch:
         """Build the plan's micro-batch."""
@@ -212,7 +212,7 @@ class StageExecutor:
             state = self._samplings[row.seq]
             if state.spec.prompt_logprobs is not None:
                 prompts += prompt_rows(state, row, begin)
-            if row.samples:
+            if row.should_sample:
                 rows.append(end - 1)
                 owners.append((row.seq, row.epoch))
                 states.append(state)
@@ -255,7 +255,7 @@ class StageExecutor:
         drawn = draw(logits, batch.sampled)
         sampled = results(batch.sampled, drawn)
         if self._keeps_tokens:
-            self._last_tokens.update((result.seq, result.token) for result in sampled)
+            self._last_tokens.update((result.seq, result.token_id) for result in sampled)
         embedded = tell_embedded(batch.sampled, batch.embeddings, drawn.errors)
         return sampled, drawn.logprobs + embedded
 

@@ -29,11 +29,11 @@ UNBOUNDED_HORIZON = 2**62
 class AdmissionController:
     """Admission rule, with the statistics that it needs: output lengths and recomputed tokens."""
 
-    def __init__(self, config: SchedulerConfig, memory: KVCacheManager) -> None:
-        self.lengths = OutputLengthPredictor(config.expected_output_tokens)
+    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
+        self.output_lengths = OutputLengthPredictor(config.expected_output_tokens)
         self._expects = config.expected_output_tokens > 0
-        self._size = config.block_size
-        self._memory = memory
+        self._block_size = config.block_size
+        self._kv_cache = kv_cache
         self._credit = 0.0
         """Tokens that may still be recomputed."""
         self._most_credit = config.num_blocks * config.block_size
@@ -44,22 +44,24 @@ class AdmissionController:
 
     def on_preempted(self, victim: Sequence) -> None:
         """Subtract the computed tokens that a preempted sequence loses from the allowance."""
-        self._credit -= max(0, victim.computed - victim.reused)
+        self._credit -= max(0, victim.num_computed_tokens - victim.num_reused_tokens)
 
     def is_admissible(self, sequence: Sequence, victims: Container[int] = ()) -> bool:
         """Return True if a waiting sequence may allocate KV blocks.
 
         Args:
             sequence: a sequence without blocks.
-            victims: sequence numbers that would be preempted for it.
+            victims: sequence ids that would be preempted for it.
         """
-        memory = self._memory
-        owners = [s for s in memory.owners() if s.seq not in victims]
+        owners = [s for s in self._kv_cache.remaining_sequences() if s.seq not in victims]
         if not owners or not (self._expects or sequence.epoch):
             return True
-        shared = memory.shareable(sequence)
-        missing = sequence.blocks_missing(sequence.target, self._size) - len(shared)
-        free = memory.returning(victims) - memory.pool.idle(shared)
+        shared = self._kv_cache.find_shareable_blocks(sequence)
+        missing = sequence.num_missing_blocks(sequence.num_prefill_tokens, self._block_size) - len(
+            shared
+        )
+        pool = self._kv_cache.block_pool
+        free = self._kv_cache.num_reclaimable_blocks(victims) - pool.count_unreferenced(shared)
         return missing < free and self._fits(sequence, missing, owners, free)
 
     def _fits(self, candidate: Sequence, missing: int, owners: list[Sequence], free: int) -> bool:
@@ -73,13 +75,15 @@ class AdmissionController:
             owners: sequences that hold blocks and keep them.
             free: blocks that are free or about to be freed.
         """
-        size = self._size
-        horizon = HORIZON_TOKENS if self._credit >= candidate.target else UNBOUNDED_HORIZON
+        size = self._block_size
+        horizon = (
+            HORIZON_TOKENS if self._credit >= candidate.num_prefill_tokens else UNBOUNDED_HORIZON
+        )
         growths = [(min(self._tokens_left(candidate), horizon), missing, 0)]
         for owner in owners:
-            needed = owner.blocks_missing(len(owner.tokens), size)
+            needed = owner.num_missing_blocks(len(owner.token_ids), size)
             missing += needed
-            own = len(owner.blocks) - owner.reused // size
+            own = len(owner.block_ids) - owner.num_reused_tokens // size
             growths.append((min(self._tokens_left(owner), horizon), needed, own))
         count = len(growths)
         growths.sort()
@@ -98,5 +102,7 @@ class AdmissionController:
         """Return the expected number of tokens that a sequence still generates; at least 1."""
         if not self._expects:
             return 1
-        generated = len(sequence.tokens) - sequence.prompt_len
-        return max(1, self.lengths.expected(sequence.request.max_tokens, generated) - generated)
+        generated = len(sequence.token_ids) - sequence.prompt_len
+        return max(
+            1, self.output_lengths.predict(sequence.request.max_tokens, generated) - generated
+        )

@@ -1,8 +1,9 @@
-"""Throttling by predicted time instead of tokens.
+"""Policy `balance`: throttling by predicted time instead of tokens.
 
-Owns the policy `balance`. A token late in a long prompt attends to more than an early one, and so
-does a decode with a long context: rows are weighed by what a cost model, fitted to the steps that
-the stages report, says they take. Until it is fitted a row weighs its tokens, as under `throttle`.
+A token late in a long prompt attends to more tokens than an early one, and so does a decode with a
+long context. The policy weighs rows by the time that a cost model predicts for them; the model is
+fitted to the step times that the stages report. Until it is fitted, a row weighs its tokens, as
+under `throttle`.
 """
 
 import math
@@ -14,66 +15,80 @@ from gllm.scheduler.step_cost import OnlineStepCostFit, StepCostCoefficients
 
 
 class BalancePolicy(ThrottlePolicy):
-    """The budgets of `throttle`, in prefill tokens at the beginning of a prompt: what takes as
-    long as k of those costs k."""
+    """The budgets of `throttle` with predicted time as cost.
 
-    learns = True
+    The unit is a prefill token at the beginning of a prompt: work that takes as long as k of these
+    tokens costs k.
+    """
+
+    learns_step_times = True
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self._fit = OnlineStepCostFit()
-        self._pair = 0.0
-        """Cost of a query-key pair."""
-        self._decode = 1.0
+        self._pair_cost = 0.0
+        """Cost per query-key pair."""
+        self._base_decode_cost = 1.0
         """Cost of a decode without its context."""
-        self._context = 0.0
-        """Cost of a token that a decode attends to."""
+        self._context_token_cost = 0.0
+        """Cost per token that a decode attends to."""
 
-    def observe(self, work: StageWork, seconds: float) -> None:
-        """Follow the fit."""
-        self._fit.observe(work, seconds)
-        fitted = self._fit.fitted
-        if fitted is not None and fitted.token > 0:
-            self._weigh(fitted)
+    def observe_step(self, work: StageWork, seconds: float) -> None:
+        """Fit the cost model to a completed step and update the costs."""
+        self._fit.observe_step(work, seconds)
+        coefficients = self._fit.coefficients
+        if coefficients is not None and coefficients.token > 0:
+            self._update_costs(coefficients)
 
-    def decodes(self, load: SchedulerLoad) -> float:
-        """(4) in cost: an even share of what all running decodes cost together."""
-        if not load.ready:
+    def decode_budget(self, load: SchedulerLoad) -> float:
+        """Return (4) in cost: an even share of the cost of all running decodes."""
+        if not load.num_ready_decodes:
             return 0.0
-        total = load.decoding * self._decode + load.decode_context * self._context
-        # The last decode exceeds the budget by half of one on average; one always runs.
-        return max(total / self._config.stages - total / load.decoding / 2, self._decode)
-
-    def decode_cost(self, context: int) -> float:
-        """Its token and its context."""
-        return self._decode + context * self._context
-
-    def prefill(self, load: SchedulerLoad) -> float:
-        """(3) in cost, less what the decodes at hand cost more than an even share would, so that
-        the micro-batch as a whole takes its share of time."""
-        budget = super().prefill(self._weighed(load))
-        if not budget or not load.decoding:
-            return budget
-        total = load.decoding * self._decode + load.decode_context * self._context
-        excess = load.scheduled_cost - total / self._config.stages
-        return max(budget - excess, self._config.min_prefill_tokens)
-
-    def chunk(self, start: int, most: int, budget: float) -> tuple[int, float]:
-        """The positive root of tokens * (1 + pair * (start + (tokens + 1) / 2)) = budget."""
-        half = self._pair / 2
-        linear = 1 + self._pair * (start + 0.5)
-        root = (math.sqrt(linear**2 + 4 * half * budget) - linear) / (2 * half) if half else budget
-        tokens = min(most, max(1, math.ceil(root)))
-        return tokens, tokens + self._pair * count_query_key_pairs(start, tokens)
-
-    def _weighed(self, load: SchedulerLoad) -> SchedulerLoad:
-        """The load record with costs for tokens, so that the equations see time."""
-        return load._replace(
-            waiting_tokens=load.waiting_tokens + self._pair * load.waiting_pairs,
-            begun_tokens=load.begun_tokens + self._pair * load.begun_pairs,
+        total = self._total_decode_cost(load)
+        # The last decode exceeds the budget by half of one on average; at least one always runs.
+        return max(
+            total / self._config.stages - total / load.num_decoding / 2, self._base_decode_cost
         )
 
-    def _weigh(self, fitted: StepCostCoefficients) -> None:
-        self._pair = fitted.pair / fitted.token
-        self._decode = 1 + fitted.decode / fitted.token
-        self._context = fitted.context / fitted.token
+    def decode_cost(self, num_context_tokens: int) -> float:
+        """Return the cost of a decode's token and its context."""
+        return self._base_decode_cost + num_context_tokens * self._context_token_cost
+
+    def prefill_budget(self, load: SchedulerLoad) -> float:
+        """Return (3) in cost, less the cost of the scheduled decodes above an even share.
+
+        The micro-batch as a whole therefore takes its share of time.
+        """
+        budget = super().prefill_budget(self._load_in_cost(load))
+        if not budget or not load.num_decoding:
+            return budget
+        excess = load.scheduled_decode_cost - self._total_decode_cost(load) / self._config.stages
+        return max(budget - excess, self._config.min_prefill_tokens)
+
+    def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
+        """Return the chunk whose cost is the budget.
+
+        It is the positive root of tokens * (1 + pair * (start + (tokens + 1) / 2)) = budget.
+        """
+        half = self._pair_cost / 2
+        linear = 1 + self._pair_cost * (start + 0.5)
+        root = (math.sqrt(linear**2 + 4 * half * budget) - linear) / (2 * half) if half else budget
+        num_tokens = min(max_tokens, max(1, math.ceil(root)))
+        return num_tokens, num_tokens + self._pair_cost * count_query_key_pairs(start, num_tokens)
+
+    def _total_decode_cost(self, load: SchedulerLoad) -> float:
+        return (
+            load.num_decoding * self._base_decode_cost
+            + load.num_decode_context_tokens * self._context_token_cost
+        )
+
+    def _load_in_cost(self, load: SchedulerLoad) -> SchedulerLoad:
+        """Return the load record with costs in place of prefill tokens."""
+        waiting = load.num_waiting_tokens + self._pair_cost * load.num_waiting_pairs
+        started = load.num_started_tokens + self._pair_cost * load.num_started_pairs
+        return load._replace(num_waiting_tokens=waiting, num_started_tokens=started)
+
+    def _update_costs(self, coefficients: StepCostCoefficients) -> None:
+        self._pair_cost = coefficients.pair / coefficients.token
+        self._base_decode_cost = 1 + coefficients.decode / coefficients.token
+        self._context_token_cost = coefficients.context_token / coefficients.token

@@ -1,7 +1,7 @@
-"""Blocks of the KV cache: who holds which, and which are worth keeping for others.
+"""Block pool of the KV cache: free, referenced and cached blocks.
 
-Owns the accounting: free, held (reference counted), cached without a holder (evicted least recently
-used first). Knows nothing of sequences and of what the blocks contain beyond its hash.
+A block is free, referenced by sequences, or cached without a reference. Cached blocks without a
+reference are evicted least recently used first.
 """
 
 from array import array
@@ -10,20 +10,26 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
+"""Size of a block hash in bytes."""
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """128-bit hash of a full block: of its tokens and, through `parent`, of all before it."""
+    """Return the 128-bit hash of a full block.
+
+    Args:
+        parent: hash of the previous block, so that the hash covers all tokens before the block.
+        token_ids: tokens of the block.
+    """
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
 
 
 def root_hash(cache_salt: str) -> bytes:
-    """What the first block of a sequence has for a parent; sequences share within one salt."""
+    """Return the parent hash of a first block; sequences share blocks only within one salt."""
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 
 class BlockPool:
-    """All blocks, by id 0 .. num_blocks - 1."""
+    """All blocks of the KV cache, with ids 0 .. num_blocks - 1."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -34,25 +40,25 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()
 
     @property
-    def available(self) -> int:
-        """Blocks that `allocate` can give: free ones and cached ones without a holder."""
+    def num_free_blocks(self) -> int:
+        """Number of blocks that can be allocated: free ones and unreferenced cached ones."""
         return len(self._free) + len(self._evictable)
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks, each with one reference. The caller has checked `available`."""
-        return [self._take() for _ in range(count)]
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Allocate blocks, each with one reference; the caller has checked `num_free_blocks`."""
+        return [self._allocate_block() for _ in range(num_blocks)]
 
-    def share(self, blocks: Sequence[int]) -> None:
-        """One more reference to each of these cached or held blocks."""
+    def add_references(self, blocks: Sequence[int]) -> None:
+        """Add one reference to each of these cached or referenced blocks."""
         for block in blocks:
             self._references[block] += 1
             self._evictable.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each block of a block table.
+        """Remove one reference from each block of a block table.
 
-        The table's end becomes evictable before its beginning, so that what remains of a cached
-        chain can always be reached from its root.
+        The table's last blocks become evictable before its first, so that the rest of a cached
+        chain always stays reachable from its root.
         """
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -64,45 +70,45 @@ class BlockPool:
                 self._evictable[block] = None
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Offer a held, computed block to others, unless a twin is offered already."""
+        """Add a computed, referenced block to the prefix cache unless its hash is there already."""
         if self._hashes[block] is None and digest not in self._by_hash:
             self._hashes[block] = digest
             self._by_hash[digest] = block
 
-    def withdraw(self, blocks: Sequence[int]) -> None:
-        """Offer these held blocks to nobody any more; they are free once released."""
+    def unpublish(self, blocks: Sequence[int]) -> None:
+        """Remove referenced blocks from the prefix cache; they are free once released."""
         for block in blocks:
             digest = self._hashes[block]
             if digest is not None:
                 del self._by_hash[digest]
                 self._hashes[block] = None
 
-    def forget(self) -> None:
-        """Offer nothing any more; held blocks stay with their holders."""
+    def reset_prefix_cache(self) -> None:
+        """Remove all blocks from the prefix cache; referenced blocks keep their references."""
         self._free += reversed(self._evictable)
         self._evictable.clear()
         self._by_hash.clear()
         self._hashes = [None] * self.num_blocks
 
-    def lookup(self, digests: Sequence[bytes]) -> list[int]:
-        """The cached blocks of the longest prefix of a hash chain; `share` them to hold them."""
-        found = []
+    def find_cached_blocks(self, digests: Sequence[bytes]) -> list[int]:
+        """Return the cached blocks of the longest prefix of a hash chain, without references."""
+        blocks = []
         for digest in digests:
             block = self._by_hash.get(digest)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
-    def idle(self, blocks: Sequence[int]) -> int:
-        """How many of these have no holder, so that sharing them lowers `available`."""
+    def count_unreferenced(self, blocks: Sequence[int]) -> int:
+        """Count the blocks without a reference; referencing them lowers `num_free_blocks`."""
         return sum(block in self._evictable for block in blocks)
 
-    def sole(self, blocks: Sequence[int]) -> int:
-        """How many of these would become available if their one holder let go."""
+    def count_exclusive(self, blocks: Sequence[int]) -> int:
+        """Count the blocks with exactly one reference; releasing them makes them allocatable."""
         return sum(self._references[block] == 1 for block in blocks)
 
-    def _take(self) -> int:
+    def _allocate_block(self) -> int:
         if self._free:
             block = self._free.pop()
         else:

@@ -1,8 +1,4 @@
-"""A follower's copy of the sequences: prompts and block tables, kept by applying plans in order.
-
-Owns what a stage has to remember between steps about each sequence. Knows nothing of why rows were
-chosen, and of tensors.
-"""
+"""A stage's copy of the block tables, kept current by applying the plans in order."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,40 +8,46 @@ from gllm.scheduler.plan import ScheduledRow, StepPlan
 
 @dataclass(slots=True)
 class SequenceView:
-    """One sequence as a stage knows it."""
+    """A sequence as a stage knows it."""
 
     prompt_len: int
-    prompt: list[int]
-    """The prompt's token ids; empty on stages that do not need them."""
+    prompt_token_ids: list[int]
+    """Token ids of the prompt; empty on stages that do not need them."""
     epoch: int = -1
-    blocks: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
     """Block table: block i holds positions i * block_size .. (i + 1) * block_size - 1."""
 
 
 class BlockTableReplica:
-    """Sequences by id, as of the last plan applied."""
+    """Sequences by id, with their block tables after the last plan applied."""
 
     def __init__(self) -> None:
         self.sequences: dict[int, SequenceView] = {}
 
-    def register(self, seq: int, prompt_len: int, prompt: list[int]) -> None:
-        """A sequence that coming plans may name."""
-        self.sequences[seq] = SequenceView(prompt_len, prompt)
+    def register(self, seq: int, prompt_len: int, prompt_token_ids: list[int]) -> None:
+        """Add a sequence that later plans may name."""
+        self.sequences[seq] = SequenceView(prompt_len, prompt_token_ids)
 
     def apply(self, plan: StepPlan) -> list[SequenceView]:
-        """Apply a plan's blocks; return the followed sequence of each row, in row order.
+        """Append a plan's new blocks to the block tables.
 
-        Raises KeyError for a sequence that was never registered, after all other rows are applied:
-        a later plan builds on their block tables. The caller releases `plan.released` afterwards.
+        The caller releases `plan.released_seqs` afterwards.
+
+        Returns:
+            The sequence of each row, in row order.
+
+        Raises:
+            KeyError: a sequence was never registered. All other rows are applied nevertheless,
+                because later plans build on their block tables.
         """
         known = [row for row in plan.rows if row.seq in self.sequences]
-        followed = [self._extend(row) for row in known]
+        views = [self._extend(row) for row in known]
         if len(known) < len(plan.rows):
             raise KeyError(next(row.seq for row in plan.rows if row.seq not in self.sequences))
-        return followed
+        return views
 
     def release(self, seqs: Iterable[int]) -> None:
-        """Forget sequences."""
+        """Remove sequences."""
         for seq in seqs:
             self.sequences.pop(seq, None)
 
@@ -53,7 +55,7 @@ class BlockTableReplica:
         sequence = self.sequences[row.seq]
         if sequence.epoch != row.epoch:
             sequence.epoch = row.epoch
-            sequence.blocks = list(row.blocks)
+            sequence.block_ids = list(row.new_block_ids)
         else:
-            sequence.blocks += row.blocks
+            sequence.block_ids += row.new_block_ids
         return sequence

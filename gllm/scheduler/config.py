@@ -1,7 +1,6 @@
-"""The scheduler's hyper-parameters, under the paper's names where it has one.
+"""Configuration of the scheduler: hyper-parameters, their defaults and their ranges.
 
-Owns their defaults, ranges and the derivation of what depends on the pipeline. Knows nothing of
-command lines: `gllm.config` derives the flags from these fields.
+`gllm.config` derives the command-line flags from these fields.
 
 Source of the symbols: "gLLM: Global Balanced Pipeline Parallelism System for Distributed LLM
 Serving with Token Throttling" (SC'25, arXiv 2504.14775), section on token throttling.
@@ -13,72 +12,91 @@ from gllm.config.field_types import convert_fields
 from gllm.config.options import INT32_MAX, option
 
 POLICY_NAMES = (
-    *("auto", "throttle", "throttle-paper", "throttle-no-wt", "throttle-no-ut"),
-    *("balance", "sarathi", "prefill-first"),
+    "auto",
+    "throttle",
+    "throttle-paper",
+    "throttle-no-wt",
+    "throttle-no-ut",
+    "balance",
+    "sarathi",
+    "prefill-first",
 )
+"""Names of the policies of gllm.scheduler.policy_registry, and `auto`."""
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What the user may set. None stands for a value that `resolve` derives."""
+    """Scheduler options of the user; `resolve` derives the values that are None."""
 
     policy: str = option(
         "auto",
-        "how a micro-batch is filled; auto: sarathi at one stage, throttle at more",
+        "scheduling policy; auto: sarathi with one stage, throttle with more",
         choices=POLICY_NAMES,
     )
     max_prefill_tokens: int = option(
-        2048, "#MaxP: most prefill tokens in a micro-batch", ge=1, le=INT32_MAX
+        2048, "#MaxP: maximum number of prefill tokens per micro-batch", ge=1, le=INT32_MAX
     )
     min_prefill_tokens: int = option(
-        32, "#MinP: least prefill tokens in a micro-batch", ge=1, le=INT32_MAX
+        32, "#MinP: minimum number of prefill tokens per micro-batch", ge=1, le=INT32_MAX
     )
     prefill_iterations: int = option(
-        8, "#T: micro-batches over which waiting prefill is spread", ge=1, le=INT32_MAX
+        8, "#T: number of micro-batches over which waiting prefill is spread", ge=1, le=INT32_MAX
     )
     ridge_tokens: int = option(
         150,
-        "tokens of a micro-batch whose arithmetic takes as long as reading the weights",
+        "tokens per micro-batch at which computing takes as long as reading the weights",
         ge=1,
         le=INT32_MAX,
     )
     kv_threshold: float = option(
-        0.05, "KV_thresh: prefill pauses at this free share of the cache", ge=0, lt=1
+        0.05,
+        "KV_thresh: prefill pauses while the free share of the cache is at most this",
+        ge=0,
+        lt=1,
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "most tokens in a micro-batch; default 2048 under sarathi, else #MaxP + 512",
+        "maximum number of tokens per micro-batch; default: 2048 with sarathi, else #MaxP + 512",
         ge=1,
         le=INT32_MAX,
     )
     max_num_seqs: int = option(
-        256, "most sequences holding KV blocks, over the whole pipeline", ge=1, le=INT32_MAX
+        256, "maximum number of sequences that hold KV blocks", ge=1, le=INT32_MAX
     )
     max_in_flight: int | None = option(
         None,
-        "most micro-batches in flight; default: stages, and 2 at one stage with lookahead",
+        "maximum number of micro-batches in flight; default: number of stages, or 2 with one "
+        "stage and async scheduling",
         ge=1,
         le=INT32_MAX,
     )
     expected_output_tokens: int = option(
         256,
-        "output tokens expected of a request before similar ones have ended; 0: expect none",
+        "expected output tokens of a request before similar ones have finished; 0: none",
         ge=0,
         le=INT32_MAX,
     )
     phase_pure: bool = option(False, "never mix prefill and decode in one micro-batch")
-    lookahead: bool = option(True, "at one stage, plan a decode before its input token is known")
-    block_size: int = option(16, "tokens in a KV block", ge=1, le=65536)
-    prefix_cache: bool = option(True, "keep computed blocks for prompts that begin alike")
+    async_scheduling: bool = option(
+        True,
+        "with one stage, schedule a decode before its input token is known",
+        flags=("--async-scheduling", "--lookahead"),
+    )
+    block_size: int = option(16, "tokens per KV block", ge=1, le=65536)
+    prefix_cache: bool = option(True, "reuse the KV blocks of common prompt prefixes")
     stages: int = field(default=1, metadata={"derived": True})
-    """Pipeline stages: #PP_depth."""
+    """Number of pipeline stages: #PP_depth."""
     num_blocks: int = field(default=0, metadata={"derived": True})
-    """KV blocks, the same number on every stage."""
+    """Number of KV blocks on each stage."""
     max_model_len: int = field(default=0, metadata={"derived": True})
-    """Tokens of the longest sequence, prompt and output."""
+    """Maximum length of a sequence in tokens, prompt and output."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and the fix."""
+        """Check and convert the fields.
+
+        Raises:
+            ValueError: a value is invalid; the message names the field and the fix.
+        """
         convert_fields(self)
         if self.min_prefill_tokens > self.max_prefill_tokens:
             raise ValueError(
@@ -87,9 +105,15 @@ class SchedulerConfig:
             )
 
     def resolve(self, stages: int, num_blocks: int, max_model_len: int) -> "SchedulerConfig":
-        """This configuration for one pipeline, every None derived.
+        """Return this configuration for one pipeline, with every None replaced.
 
-        Raises ValueError where the cache cannot hold one sequence of full length.
+        Args:
+            stages: number of pipeline stages.
+            num_blocks: number of KV blocks on each stage.
+            max_model_len: maximum length of a sequence in tokens.
+
+        Raises:
+            ValueError: the cache cannot hold one sequence of full length.
         """
         blocks_needed = -(-max_model_len // self.block_size)
         if num_blocks < blocks_needed:
@@ -101,14 +125,14 @@ class SchedulerConfig:
         policy = self.policy
         if policy == "auto":
             policy = "sarathi" if stages == 1 else "throttle"
-        lookahead = self.lookahead and stages == 1
-        batched = 2048 if policy == "sarathi" else self.max_prefill_tokens + 512
+        async_scheduling = self.async_scheduling and stages == 1
+        max_num_batched_tokens = 2048 if policy == "sarathi" else self.max_prefill_tokens + 512
         return replace(
             self,
             policy=policy,
-            lookahead=lookahead,
-            max_in_flight=self.max_in_flight or (2 if lookahead else stages),
-            max_num_batched_tokens=self.max_num_batched_tokens or batched,
+            async_scheduling=async_scheduling,
+            max_in_flight=self.max_in_flight or (2 if async_scheduling else stages),
+            max_num_batched_tokens=self.max_num_batched_tokens or max_num_batched_tokens,
             stages=stages,
             num_blocks=num_blocks,
             max_model_len=max_model_len,

@@ -1,8 +1,4 @@
-"""The KV cache as the scheduler sees it: which sequences hold blocks, and what they share.
-
-Owns the holders of blocks and the way blocks get to them and back. Knows nothing of queues and of
-who has to give way to whom.
-"""
+"""KV cache manager: allocates blocks to sequences, shares prefixes and frees blocks."""
 
 from collections.abc import Container
 
@@ -12,95 +8,112 @@ from gllm.scheduler.sequence import Sequence
 
 
 class KVCacheManager:
-    """Blocks and their holders."""
+    """Blocks of the KV cache and the sequences that hold them."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.pool = BlockPool(config.num_blocks)
-        self.holders: dict[int, Sequence] = {}
-        """Sequences that hold blocks, by id."""
-        self._size = config.block_size
-        self._seats = config.max_num_seqs
-        self._caches = config.prefix_cache
+        self.block_pool = BlockPool(config.num_blocks)
+        self.running: dict[int, Sequence] = {}
+        """Sequences that hold blocks, by sequence id."""
+        self._block_size = config.block_size
+        self._max_num_seqs = config.max_num_seqs
+        self._has_prefix_cache = config.prefix_cache
 
     @property
     def free_share(self) -> float:
         """KV_free: free share of the cache, evictable blocks counted as free, 0..1."""
-        return self.pool.available / self.pool.num_blocks
+        return self.block_pool.num_free_blocks / self.block_pool.num_blocks
 
-    def cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens at a waiting sequence's beginning that others have computed."""
-        return len(self.shareable(sequence)) * self._size
+    def count_cached_tokens(self, sequence: Sequence) -> int:
+        """Return the number of leading tokens of a waiting sequence that are in the cache."""
+        return len(self.find_shareable_blocks(sequence)) * self._block_size
 
     def admit(self, sequence: Sequence) -> bool:
-        """Let a waiting sequence hold what others computed for it, if it can go on from there."""
-        shared = self.shareable(sequence)
-        if len(self.holders) >= self._seats:
+        """Give a waiting sequence its cached prefix and a place among the running sequences.
+
+        Returns:
+            False if max_num_seqs is reached or no further block is free.
+        """
+        shared = self.find_shareable_blocks(sequence)
+        if len(self.running) >= self._max_num_seqs:
             return False
-        if self.pool.available - self.pool.idle(shared) < 1:
+        if self.block_pool.num_free_blocks - self.block_pool.count_unreferenced(shared) < 1:
             return False
-        self.pool.share(shared)
-        sequence.admit(shared, len(shared) * self._size)
-        self.holders[sequence.seq] = sequence
+        self.block_pool.add_references(shared)
+        sequence.start_with_blocks(shared, len(shared) * self._block_size)
+        self.running[sequence.seq] = sequence
         return True
 
-    def has_room(self, sequence: Sequence) -> bool:
-        """Whether a sequence with prefill to schedule could have a chunk of it now."""
-        if sequence.seq not in self.holders:
-            return len(self.holders) < self._seats and self.pool.available > 0
-        return self.capacity(sequence) > sequence.scheduled
+    def can_extend_prefill(self, sequence: Sequence) -> bool:
+        """Return True if at least one more prefill token of a sequence fits in the cache."""
+        if sequence.seq not in self.running:
+            has_slot = len(self.running) < self._max_num_seqs
+            return has_slot and self.block_pool.num_free_blocks > 0
+        return self.max_sequence_tokens(sequence) > sequence.num_scheduled_tokens
 
-    def capacity(self, sequence: Sequence) -> int:
-        """Tokens that fit its blocks and all that are available."""
-        return (len(sequence.blocks) + self.pool.available) * self._size
+    def max_sequence_tokens(self, sequence: Sequence) -> int:
+        """Return how long a sequence can become with its own blocks and all free blocks."""
+        num_blocks = len(sequence.block_ids) + self.block_pool.num_free_blocks
+        return num_blocks * self._block_size
 
-    def missing(self, sequence: Sequence, tokens: int) -> int:
-        """Blocks it lacks for `tokens` more tokens."""
-        return sequence.blocks_missing(sequence.scheduled + tokens, self._size)
+    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return the number of blocks to allocate before `num_tokens` more tokens fit."""
+        return sequence.num_missing_blocks(
+            sequence.num_scheduled_tokens + num_tokens, self._block_size
+        )
 
-    def grow(self, sequence: Sequence, tokens: int) -> None:
-        """Give it the blocks for `tokens` more tokens. They are available."""
-        sequence.blocks += self.pool.allocate(self.missing(sequence, tokens))
+    def allocate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Allocate the blocks for `num_tokens` more tokens, which have to be free."""
+        sequence.block_ids += self.block_pool.allocate(
+            self.num_missing_blocks(sequence, num_tokens)
+        )
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer its full computed blocks to others."""
-        full = sequence.computed // self._size
-        if full == sequence.published or not self._caches:
+        """Add the full computed blocks of a sequence to the prefix cache."""
+        num_full = sequence.num_computed_tokens // self._block_size
+        if num_full == sequence.num_published_blocks or not self._has_prefix_cache:
             return
-        chain = sequence.hash_chain(full, self._size)
-        for index in range(sequence.published, full):
-            self.pool.publish(sequence.blocks[index], chain[index])
-        sequence.published = full
+        hashes = sequence.get_block_hashes(num_full, self._block_size)
+        for index in range(sequence.num_published_blocks, num_full):
+            self.block_pool.publish(sequence.block_ids[index], hashes[index])
+        sequence.num_published_blocks = num_full
 
-    def withdraw(self, sequence: Sequence) -> None:
-        """Offer none of its blocks to others any more: their content is not to be trusted."""
-        self.pool.withdraw(sequence.blocks)
-        # Rows of it that are still in flight begin behind this, so they publish nothing.
-        sequence.computed = 0
+    def unpublish(self, sequence: Sequence) -> None:
+        """Remove the blocks of a sequence with invalid content from the prefix cache."""
+        self.block_pool.unpublish(sequence.block_ids)
+        # Its rows that are still in flight start behind position 0, so they publish nothing.
+        sequence.num_computed_tokens = 0
 
-    def release(self, sequence: Sequence) -> None:
-        """Take its blocks back. It has nothing in flight."""
-        self.holders.pop(sequence.seq, None)
-        self.pool.release(sequence.drop())
+    def free(self, sequence: Sequence) -> None:
+        """Free the blocks of a sequence without rows in flight."""
+        self.running.pop(sequence.seq, None)
+        self.block_pool.release(sequence.reset())
 
-    def owners(self) -> list[Sequence]:
-        """Sequences that hold blocks and keep them."""
-        return [s for s in self.holders.values() if not s.leaving]
+    def remaining_sequences(self) -> list[Sequence]:
+        """Return the sequences that hold blocks and will not free them at their next commit."""
+        return [s for s in self.running.values() if not s.is_freeing_blocks]
 
-    def returning(self, victims: Container[int] = ()) -> int:
-        """Blocks that are available, or will be once sequences on their way out have committed.
+    def num_reclaimable_blocks(self, victims: Container[int] = ()) -> int:
+        """Return the number of blocks that are free or will be freed when rows in flight commit.
 
-        victims: sequences counted as on their way out.
+        Args:
+            victims: ids of further sequences whose blocks count as about to be freed.
         """
-        leaving = [s for s in self.holders.values() if s.leaving or s.seq in victims]
-        return self.pool.available + sum(self.pool.sole(s.blocks) for s in leaving)
+        freeing = [s for s in self.running.values() if s.is_freeing_blocks or s.seq in victims]
+        pool = self.block_pool
+        return pool.num_free_blocks + sum(pool.count_exclusive(s.block_ids) for s in freeing)
 
-    def shareable(self, sequence: Sequence) -> list[int]:
-        """Computed blocks of the sequence's beginning; its last token is always computed anew."""
-        full = (sequence.target - 1) // self._size
-        donor = sequence.donor
-        if donor is not None and donor.blocks and donor.computed >= full * self._size:
-            return donor.blocks[:full]
-        if not self._caches:
+    def find_shareable_blocks(self, sequence: Sequence) -> list[int]:
+        """Return the computed blocks of a sequence's prefix; its last token is never included."""
+        num_full = (sequence.num_prefill_tokens - 1) // self._block_size
+        parent = sequence.fork_parent
+        if (
+            parent is not None
+            and parent.block_ids
+            and parent.num_computed_tokens >= num_full * self._block_size
+        ):
+            return parent.block_ids[:num_full]
+        if not self._has_prefix_cache:
             return []
-        readable = sequence.readable_tokens // self._size
-        return self.pool.lookup(sequence.hash_chain(min(full, readable), self._size))
+        num_readable = sequence.num_cacheable_tokens // self._block_size
+        hashes = sequence.get_block_hashes(min(num_full, num_readable), self._block_size)
+        return self.block_pool.find_cached_blocks(hashes)

@@ -52,7 +52,7 @@ class OutputLengthPredictor:
         """Add a sequence that finished after `length` output tokens, neither aborted nor failed."""
         self._histories.setdefault(max_tokens.bit_length(), _History()).record(length)
 
-    def expected(self, max_tokens: int, generated: int) -> int:
+    def predict(self, max_tokens: int, generated: int) -> int:
         """Return the expected final length of an output, in tokens; at most `max_tokens`.
 
         It is the mean of the recorded lengths greater than `generated`. An output longer than all

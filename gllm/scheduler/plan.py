@@ -1,73 +1,73 @@
-"""What the scheduler says and hears: plans out, results in.
+"""Data types between the scheduler and the stages: plans out, results in.
 
-Owns the plain data that crosses from decisions to arithmetic. Knows nothing of wires or tensors:
-the types are NamedTuples so that any codec can carry them as compact arrays.
+All types are NamedTuples, so that any codec can carry them as compact arrays.
 """
 
 from typing import NamedTuple
 
 ON_DEVICE = -1
-"""Stands for an input token that the step before samples and that never visits the driver first."""
+"""Placeholder for an input token that the previous step samples and the driver does not know."""
 
 
 class ScheduledRow(NamedTuple):
-    """One sequence's part in a micro-batch: a decode token, with those it forced, or a chunk of its
-    prefill."""
+    """One sequence's part of a micro-batch: a decode with its forced tokens, or a prefill chunk."""
 
     seq: int
     """Sequence id, never reused."""
     epoch: int
-    """Raised each time the sequence lost its blocks; a new epoch replaces its table whole."""
+    """Number of times that the sequence lost its blocks; a new epoch replaces its block table."""
     start: int
-    """Tokens of the sequence in the KV cache when this row runs, in flight ones included."""
+    """Position of the row's first token: tokens in the KV cache, those in flight included."""
     num_tokens: int
-    """Tokens this row computes: positions start .. start + num_tokens - 1."""
-    blocks: list[int]
+    """Tokens that the row computes: positions start .. start + num_tokens - 1."""
+    new_block_ids: list[int]
     """Block ids to append to the sequence's block table."""
     token_ids: list[int]
-    """Token ids of the row's positions at and beyond the prompt's length (the prompt itself was
-    registered once); ON_DEVICE for one that the step before is still sampling."""
-    samples: bool
-    """Whether a token is sampled from the row's last position."""
+    """Token ids of the row's positions beyond the prompt, which every stage that needs it has
+    received at registration; ON_DEVICE for a token that the previous step still samples."""
+    should_sample: bool
+    """True if a token is sampled from the row's last position."""
 
 
 class StepPlan(NamedTuple):
-    """One micro-batch, the same for every stage. Rows of decodes come before those of prefill, and
-    those of one token before those with forced tokens."""
+    """One micro-batch, the same for every stage.
+
+    Decode rows precede prefill rows, and decodes of one token those with forced tokens.
+    """
 
     step: int
-    """Step number: counts up by one, no gaps."""
+    """Step number: increases by one, without gaps."""
     rows: list[ScheduledRow]
-    released: list[int]
-    """Sequences that ended, all their steps committed: neither this plan nor a later one names
-    them, and followers forget them."""
+    released_seqs: list[int]
+    """Finished sequences whose steps have all committed. No plan names them from this one on, and
+    stages drop them."""
 
 
 class SampledToken(NamedTuple):
-    """What one sampling row brought."""
+    """Result of one row that samples."""
 
     seq: int
     epoch: int
-    token: int
+    token_id: int
     error: str = ""
-    """Why there is no token; the request ends with this error."""
-    forced: tuple[int, ...] = ()
-    """Tokens that follow without being drawn: nothing else can."""
+    """Reason why there is no token; the request ends with this error."""
+    forced_token_ids: tuple[int, ...] = ()
+    """Tokens that follow without sampling because the grammar permits no others."""
     is_finite: bool = True
-    """Whether the logits were finite. If not, the sequence's KV blocks are not to be trusted."""
+    """False if the logits were not finite; the sequence's KV blocks are then not reused."""
 
 
 class StepResult(NamedTuple):
-    """What the last stage returns for a plan, one entry for each row with `samples`."""
+    """Result of a plan from the last stage, with one token per row that samples."""
 
     step: int
-    sampled: list[SampledToken]
+    sampled_tokens: list[SampledToken]
     error: str = ""
-    """Why the whole step failed; every sequence in it ends with this error."""
+    """Reason why the whole step failed; every sequence in it ends with this error."""
 
 
 class StepTime(NamedTuple):
-    """When a stage computed a step, seconds; waiting for its activations is not part of it."""
+    """Start and end of a step's computation on a stage, in seconds; excludes the wait for input."""
 
     step: int
     start: float
@@ -75,58 +75,58 @@ class StepTime(NamedTuple):
 
 
 class FinishedSequence(NamedTuple):
-    """The end of a sequence."""
+    """End of a sequence."""
 
     seq: int
-    reason: str
+    finish_reason: str
     """stop, length, abort or error."""
-    stop_token: int | None = None
-    """The token id that stopped it, where one did."""
+    stop_token_id: int | None = None
+    """The stop token that ended the sequence, if one did."""
     error: str = ""
 
 
 class SchedulerStats(NamedTuple):
-    """The scheduler's state; counters count from its start."""
+    """State of the scheduler; counters start at zero with the scheduler."""
 
     running: int = 0
     """Sequences that hold KV blocks."""
     waiting: int = 0
-    """Sequences that do not."""
+    """Sequences without KV blocks."""
     kv_usage: float = 0.0
     """Share of KV blocks held by sequences, 0..1."""
     in_flight: int = 0
-    """Micro-batches on their way."""
+    """Micro-batches in flight."""
     steps: int = 0
     preemptions: int = 0
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Prompt tokens found there."""
+    """Prompt tokens found in the prefix cache."""
     prefill_tokens: int = 0
     decode_tokens: int = 0
 
     @property
     def unfinished(self) -> int:
-        """Sequences that have not ended."""
+        """Number of unfinished sequences."""
         return self.running + self.waiting
 
 
 class FirstToken(NamedTuple):
-    """What is known of a sequence once it has its first token."""
+    """Figures of a sequence that has its first output token."""
 
     seq: int
-    cached_tokens: int
+    num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
     queue_seconds: float
-    """From its arrival to its first micro-batch."""
+    """Time from the sequence's arrival to its first micro-batch."""
 
 
 class StepOutput(NamedTuple):
-    """What a commit brought: seqs[i] got tokens[i]; `ends` come after the tokens."""
+    """Output of a committed step: seqs[i] generated token_ids[i]; `finished` follows the tokens."""
 
     seqs: list[int]
-    tokens: list[int]
-    firsts: list[FirstToken]
-    ends: list[FinishedSequence]
-    step_tokens: int = 0
+    token_ids: list[int]
+    first_tokens: list[FirstToken]
+    finished: list[FinishedSequence]
+    num_step_tokens: int = 0
     """Tokens that the micro-batch computed, prefill and decode together."""

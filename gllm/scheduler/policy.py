@@ -1,12 +1,12 @@
-"""How much of a micro-batch goes to decodes and to prefill: policies by name.
+"""Scheduling policies: the share of a micro-batch for decodes and for prefill.
 
-Owns the throttling equations. Knows nothing of sequences and blocks: a policy sees a load record,
-returns budgets and says what rows cost of them. A policy is a class, or a variation of one, and one
-line of policies.py.
+Contains the throttling equations. A policy sees a load record, not sequences or blocks, and returns
+budgets and the cost of rows. A policy is a class, or a variant of one, and one line of
+policy_registry.py.
 
-Source of equations and symbols: arXiv 2504.14775, section on token throttling; where the paper is
-silent (suspension with nothing decoding, remainders of #RD / #PP_depth) docs/scheduler.md says what
-was chosen.
+Source of equations and symbols: arXiv 2504.14775, section on token throttling. Where the paper is
+silent (suspension with nothing decoding, remainders of #RD / #PP_depth) docs/scheduler.md states
+the choice.
 """
 
 import math
@@ -16,141 +16,163 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 
 PREFILL_TOKENS_PER_DECODE = 8
-"""Prefill tokens for each decode of a micro-batch at which prefill has 8/9 of it."""
+"""Prefill tokens per decode of a micro-batch at which prefill has 8/9 of it."""
 YIELDED_TOKENS_PER_DECODE = 4
-"""Tokens that each decode of a micro-batch takes off the chunk that would suit prefill best.
-docs/scheduler.md has the measurements behind both."""
+"""Tokens by which each decode of a micro-batch shortens the chunk that is best for prefill.
+docs/scheduler.md has the measurements behind both constants."""
 
 
 class SchedulerLoad(NamedTuple):
-    """What a policy may know when it fills a micro-batch."""
+    """Load of the pipeline while a micro-batch is filled: the input of a policy."""
 
-    waiting_tokens: float
+    num_waiting_tokens: float
     """#WP: prompt tokens neither cached nor scheduled, over all requests."""
-    waiting_pairs: float
-    """Query-key pairs that those tokens will bring."""
-    begun_tokens: float
-    """What is scheduled already of the prompt that is served first."""
-    begun_pairs: float
-    """The same in query-key pairs."""
-    decoding: int
+    num_waiting_pairs: float
+    """Query-key pairs of the waiting tokens."""
+    num_started_tokens: float
+    """Tokens already scheduled of the prompt that is prefilled next."""
+    num_started_pairs: float
+    """Query-key pairs of these tokens."""
+    num_decoding: int
     """#RD: sequences in decode, in flight or not."""
-    decode_context: int
-    """Tokens that those hold in the cache."""
-    ready: int
-    """S: those of them that can run now."""
-    scheduled: int
-    """Decodes in this micro-batch; 0 while they are being chosen."""
-    scheduled_cost: float
-    """What they cost of the policy's budget."""
+    num_decode_context_tokens: int
+    """Tokens of the decoding sequences in the cache."""
+    num_ready_decodes: int
+    """S: decoding sequences that can run now."""
+    num_scheduled_decodes: int
+    """Decodes in this micro-batch; 0 while they are being selected."""
+    scheduled_decode_cost: float
+    """Cost of these decodes in the unit of the policy's budget."""
     kv_free: float
     """KV_free: free share of the KV cache, evictable blocks counted as free, 0..1."""
-    decode_plans: int
-    """k: plans issued so far that carried decodes."""
+    num_decode_plans: int
+    """k: plans with decodes issued so far."""
 
 
 class SchedulingPolicy(Protocol):
-    """Budgets for one micro-batch, in a unit of the policy's own. Caps (max_num_batched_tokens,
-    blocks, #WP) are applied later."""
+    """Budgets for one micro-batch, in a unit of the policy's own.
 
-    prefill_leads: bool
-    """Prefill is chosen first, and decodes run only in micro-batches without any."""
-    learns: bool
-    """It wants to hear how long steps took."""
+    The scheduler applies the limits (max_num_batched_tokens, blocks, #WP) afterwards.
+    """
 
-    def decodes(self, load: SchedulerLoad) -> float:
-        """Budget for decodes: they are taken until it is used up, the last one may exceed it."""
+    runs_prefill_first: bool
+    """True if prefill is selected first and decodes run only in micro-batches without prefill."""
+    learns_step_times: bool
+    """True if `observe_step` has to be called with the time of every step."""
 
-    def decode_cost(self, context: int) -> float:
-        """What a decode with that many tokens in the cache costs."""
+    def decode_budget(self, load: SchedulerLoad) -> float:
+        """Return the budget for decodes; the last decode may exceed it."""
 
-    def prefill(self, load: SchedulerLoad) -> float:
-        """Budget for prefill; `load.kv_free` is what the decodes have left."""
+    def decode_cost(self, num_context_tokens: int) -> float:
+        """Return the cost of a decode with that many tokens in the cache."""
 
-    def chunk(self, start: int, most: int, budget: float) -> tuple[int, float]:
-        """Tokens of a chunk after `start` earlier ones, 1 to `most`, and what they cost."""
+    def prefill_budget(self, load: SchedulerLoad) -> float:
+        """Return the budget for prefill; `load.kv_free` accounts for the scheduled decodes."""
 
-    def observe(self, work: StageWork, seconds: float) -> None:
-        """A step's work and how long the slowest stage took for it."""
+    def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
+        """Return the size of a prefill chunk and its cost.
+
+        Args:
+            start: tokens of the sequence before the chunk.
+            max_tokens: upper limit of the chunk, at least 1.
+            budget: remaining prefill budget.
+
+        Returns:
+            Tokens, 1 to `max_tokens`, and their cost.
+        """
+
+    def observe_step(self, work: StageWork, seconds: float) -> None:
+        """Learn from a completed step: its work and the time of its slowest stage."""
 
 
 class TokenBudgetPolicy:
-    """What policies have in common that budget tokens: each costs one."""
+    """Base of the policies that budget tokens: every token costs one."""
 
-    prefill_leads = False
-    learns = False
+    runs_prefill_first = False
+    learns_step_times = False
 
-    def decode_cost(self, context: int) -> float:
-        """One token."""
+    def decode_cost(self, num_context_tokens: int) -> float:
+        """Return one token."""
         return 1
 
-    def chunk(self, start: int, most: int, budget: float) -> tuple[int, float]:
-        """As many as fit."""
-        tokens = min(most, max(1, math.ceil(budget)))
-        return tokens, tokens
+    def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
+        """Return as many tokens as the budget permits."""
+        num_tokens = min(max_tokens, max(1, math.ceil(budget)))
+        return num_tokens, num_tokens
 
-    def observe(self, work: StageWork, seconds: float) -> None:
-        """Learns nothing."""
+    def observe_step(self, work: StageWork, seconds: float) -> None:
+        """Ignore the step."""
 
 
 class PaperThrottlePolicy(TokenBudgetPolicy):
-    """Token throttling: decodes spread evenly (4), prefill by waiting tokens and free cache (3).
+    """Token throttling of the paper.
 
-    `by_waiting` and `by_cache` switch off the two factors of (3) for the paper's ablation; the
-    threshold below which prefill pauses holds in all of them.
+    Spreads decodes evenly over the stages (4) and limits prefill by the waiting tokens and the free
+    cache (3).
+
+    Args:
+        config: resolved configuration.
+        uses_waiting_tokens: False switches the factor of (3) for waiting tokens off.
+        uses_free_cache: False switches the factor of (3) for the free cache off. The threshold
+            below which prefill pauses holds nevertheless. Both serve the paper's ablation.
     """
 
     def __init__(
-        self, config: SchedulerConfig, by_waiting: bool = True, by_cache: bool = True
+        self,
+        config: SchedulerConfig,
+        uses_waiting_tokens: bool = True,
+        uses_free_cache: bool = True,
     ) -> None:
         self._config = config
-        self._by_waiting = by_waiting
-        self._by_cache = by_cache
+        self._uses_waiting_tokens = uses_waiting_tokens
+        self._uses_free_cache = uses_free_cache
 
-    def decodes(self, load: SchedulerLoad) -> float:
-        """(4), with the remainder of #RD / #PP_depth going to the first plans of each round."""
-        share, rest = divmod(load.decoding, self._config.stages)
-        share += load.decode_plans % self._config.stages < rest
-        return min(load.ready, max(1, share))
+    def decode_budget(self, load: SchedulerLoad) -> float:
+        """Return (4); the first plans of each round get the remainder of #RD / #PP_depth."""
+        share, remainder = divmod(load.num_decoding, self._config.stages)
+        share += load.num_decode_plans % self._config.stages < remainder
+        return min(load.num_ready_decodes, max(1, share))
 
-    def prefill(self, load: SchedulerLoad) -> float:
-        """(3); where nothing decodes, (1): there is nobody to hold cache back for."""
+    def prefill_budget(self, load: SchedulerLoad) -> float:
+        """Return (3); without decodes (1), because no sequence needs the cache held back."""
         config = self._config
-        if load.decoding and load.kv_free <= config.kv_threshold:
+        if load.num_decoding and load.kv_free <= config.kv_threshold:
             return 0
         tokens = float(config.max_prefill_tokens)
-        if self._by_waiting:
-            tokens = min(tokens, self._paced(load))
-        if self._by_cache and load.decoding:
+        if self._uses_waiting_tokens:
+            tokens = min(tokens, self._tokens_by_waiting(load))
+        if self._uses_free_cache and load.num_decoding:
             spare = (load.kv_free - config.kv_threshold) / (1 - config.kv_threshold)
             tokens = min(tokens, config.max_prefill_tokens * spare)
         return math.ceil(max(tokens, config.min_prefill_tokens))
 
-    def _paced(self, load: SchedulerLoad) -> float:
-        return load.waiting_tokens / self._config.prefill_iterations
+    def _tokens_by_waiting(self, load: SchedulerLoad) -> float:
+        return load.num_waiting_tokens / self._config.prefill_iterations
 
 
 class ThrottlePolicy(PaperThrottlePolicy):
-    """The paper's, but for how waiting tokens become chunks while few sequences decode."""
+    """Token throttling with another chunk size while few sequences decode."""
 
-    def _paced(self, load: SchedulerLoad) -> float:
-        """#WP / #T, but #WP counts a half-scheduled prompt whole, or its chunks would shrink as it
-        is consumed; at most PREFILL_PER_DECODE tokens for each decode in the micro-batch: with that
-        share the pipeline is prefill's already, and larger chunks only fill it more slowly; at
-        least the chunk that suits prefill best, less what it has to yield to decodes."""
-        work = load.waiting_tokens + load.begun_tokens
-        paced = min(
-            work / self._config.prefill_iterations, PREFILL_TOKENS_PER_DECODE * load.scheduled
-        )
-        return max(paced, self._efficient_chunk(work) - YIELDED_TOKENS_PER_DECODE * load.scheduled)
+    def _tokens_by_waiting(self, load: SchedulerLoad) -> float:
+        """Return the chunk size by waiting tokens.
+
+        It is #WP / #T, where #WP counts a half-scheduled prompt whole: otherwise its chunks would
+        shrink as it is consumed. Upper limit: PREFILL_TOKENS_PER_DECODE tokens per decode in the
+        micro-batch, because prefill then has almost the whole pipeline and larger chunks only fill
+        it more slowly. Lower limit: the chunk that is best for prefill, less
+        YIELDED_TOKENS_PER_DECODE tokens per decode.
+        """
+        work = load.num_waiting_tokens + load.num_started_tokens
+        num_decodes = load.num_scheduled_decodes
+        paced = min(work / self._config.prefill_iterations, PREFILL_TOKENS_PER_DECODE * num_decodes)
+        return max(paced, self._efficient_chunk(work) - YIELDED_TOKENS_PER_DECODE * num_decodes)
 
     def _efficient_chunk(self, work: float) -> float:
-        """Tokens of the equal chunks that take `work` prefill tokens through an idle pipeline
-        soonest.
+        """Return the size of equal chunks that compute `work` tokens soonest on an idle pipeline.
 
-        With n tokens in a chunk that is (work / n + stages - 1) steps of a time like
-        hypot(n, ridge_tokens), the rounded roofline; its derivative is zero where
-        n ** 3 = work * ridge_tokens ** 2 / (stages - 1). One stage has nothing to fill.
+        With n tokens in a chunk that takes (work / n + stages - 1) steps of a time like
+        hypot(n, ridge_tokens), the rounded roofline. Its derivative is zero where
+        n ** 3 = work * ridge_tokens ** 2 / (stages - 1). A single stage has no pipeline to fill.
         """
         if self._config.stages == 1:
             return work
@@ -168,16 +190,16 @@ class SarathiPolicy(TokenBudgetPolicy):
         assert config.max_num_batched_tokens is not None
         self._budget = config.max_num_batched_tokens
 
-    def decodes(self, load: SchedulerLoad) -> float:
-        """All that can run."""
-        return load.ready
+    def decode_budget(self, load: SchedulerLoad) -> float:
+        """Return the number of all ready decodes."""
+        return load.num_ready_decodes
 
-    def prefill(self, load: SchedulerLoad) -> float:
-        """All that the cap leaves."""
+    def prefill_budget(self, load: SchedulerLoad) -> float:
+        """Return max_num_batched_tokens, which the scheduler reduces by the decodes."""
         return self._budget
 
 
 class PrefillFirstPolicy(SarathiPolicy):
-    """Prefill whenever there is any, decodes in between: short TTFT, stalls in the stream."""
+    """Prefill whenever a prompt waits, decodes in between: short TTFT, long inter-token gaps."""
 
-    prefill_leads = True
+    runs_prefill_first = True

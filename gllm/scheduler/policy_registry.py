@@ -1,8 +1,4 @@
-"""The table of policies.
-
-Owns their names, which gllm.scheduler.config.POLICY_NAMES repeats for the command line. Knows
-nothing of what they do.
-"""
+"""Registry of scheduling policies by name; gllm.scheduler.config.POLICY_NAMES lists the names."""
 
 from collections.abc import Callable
 
@@ -19,8 +15,8 @@ from gllm.scheduler.policy import (
 POLICIES: dict[str, Callable[[SchedulerConfig], SchedulingPolicy]] = {
     "throttle": ThrottlePolicy,
     "throttle-paper": PaperThrottlePolicy,
-    "throttle-no-wt": lambda config: PaperThrottlePolicy(config, by_waiting=False),
-    "throttle-no-ut": lambda config: PaperThrottlePolicy(config, by_cache=False),
+    "throttle-no-wt": lambda config: PaperThrottlePolicy(config, uses_waiting_tokens=False),
+    "throttle-no-ut": lambda config: PaperThrottlePolicy(config, uses_free_cache=False),
     "balance": BalancePolicy,
     "sarathi": SarathiPolicy,
     "prefill-first": PrefillFirstPolicy,

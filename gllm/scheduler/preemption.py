@@ -15,22 +15,22 @@ from gllm.scheduler.sequence import Sequence
 
 
 class PreemptionManager:
-    """Policy that selects victims, frees their KV blocks and returns them to the prefill queue."""
+    """Selects victims, frees their KV blocks and returns them to the prefill queue."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        memory: KVCacheManager,
+        kv_cache: KVCacheManager,
         admission: AdmissionController,
         queues: SequenceQueues,
-        counts: SchedulerCounters,
+        counters: SchedulerCounters,
     ) -> None:
         self._max_num_seqs = config.max_num_seqs
         self._reserve = math.ceil(config.kv_threshold * config.num_blocks)
-        self._memory = memory
+        self._kv_cache = kv_cache
         self._admission = admission
         self._queues = queues
-        self._counts = counts
+        self._counters = counters
 
     def allocate_decode(self, sequence: Sequence, num_tokens: int) -> bool:
         """Free the KV blocks for the next `num_tokens` tokens of a decode, preempting if necessary.
@@ -42,21 +42,21 @@ class PreemptionManager:
         Returns:
             True if enough blocks are free now.
         """
-        pool = self._memory.pool
-        missing = self._memory.missing(sequence, num_tokens)
-        if missing <= pool.available:
+        pool = self._kv_cache.block_pool
+        missing = self._kv_cache.num_missing_blocks(sequence, num_tokens)
+        if missing <= pool.num_free_blocks:
             return True
-        pending = self._memory.returning()
-        victims = [s for s in self._memory.holders.values() if s.rank > sequence.rank]
+        pending = self._kv_cache.num_reclaimable_blocks()
+        victims = [s for s in self._kv_cache.running.values() if s.rank > sequence.rank]
         for victim in sorted(victims, key=rank_of, reverse=True):
             if pending >= missing:
                 break
-            if not victim.leaving:
-                pending += pool.sole(victim.blocks)
+            if not victim.is_freeing_blocks:
+                pending += pool.count_exclusive(victim.block_ids)
                 self.preempt(victim)
-        return missing <= pool.available
+        return missing <= pool.num_free_blocks
 
-    def make_way(self) -> None:
+    def preempt_for_head(self) -> None:
         """Preempt sequences until the first waiting sequence can be prefilled to its end.
 
         Preempts half-prefilled sequences of worse rank first, worst first, because they do not
@@ -66,14 +66,16 @@ class PreemptionManager:
         head = self._queues.head
         if head is None:
             return
-        owners = self._memory.owners()
+        owners = self._kv_cache.remaining_sequences()
         priority, rank = head.request.priority, head.rank
         yielding = [
-            s for s in owners if (s.request.priority > priority or s.prefilling) and s.rank > rank
+            s
+            for s in owners
+            if (s.request.priority > priority or s.is_prefilling) and s.rank > rank
         ]
         if not yielding:
             return
-        yielding.sort(key=lambda s: (not s.prefilling, (-s.request.priority, -s.seq)))
+        yielding.sort(key=lambda s: (not s.is_prefilling, (-s.request.priority, -s.seq)))
         victims: dict[int, Sequence] = {}
         while not self._fits(head, victims, len(owners)):
             if len(victims) == len(yielding):
@@ -83,28 +85,30 @@ class PreemptionManager:
         for victim in victims.values():
             self.preempt(victim)
 
-    def _fits(self, head: Sequence, victims: Collection[int], owners: int) -> bool:
+    def _fits(self, head: Sequence, victims: Collection[int], num_owners: int) -> bool:
         """Return True if the first waiting sequence fits in the cache after preempting `victims`.
 
         Its whole prefill has to fit above the share of the cache at which prefill pauses.
 
         Args:
             head: the first waiting sequence.
-            victims: sequence numbers to preempt.
-            owners: number of sequences that hold blocks, victims included.
+            victims: ids of sequences to preempt.
+            num_owners: number of sequences that hold blocks, victims included.
         """
-        memory = self._memory
+        kv_cache = self._kv_cache
         num_victims = len(victims)
-        missing = memory.missing(head, head.target - head.scheduled)
-        if head.seq not in memory.holders:
-            if owners - num_victims >= self._max_num_seqs:
+        missing = kv_cache.num_missing_blocks(
+            head, head.num_prefill_tokens - head.num_scheduled_tokens
+        )
+        if head.seq not in kv_cache.running:
+            if num_owners - num_victims >= self._max_num_seqs:
                 return False
             if not self._admission.is_admissible(head, victims):
                 return False
-            shared = memory.shareable(head)
-            missing += memory.pool.idle(shared) - len(shared)
-        reserve = self._reserve if owners > num_victims + (head.seq in memory.holders) else 0
-        return missing + reserve <= memory.returning(victims)
+            shared = kv_cache.find_shareable_blocks(head)
+            missing += kv_cache.block_pool.count_unreferenced(shared) - len(shared)
+        reserve = self._reserve if num_owners > num_victims + (head.seq in kv_cache.running) else 0
+        return missing + reserve <= kv_cache.num_reclaimable_blocks(victims)
 
     def preempt(self, victim: Sequence) -> None:
         """Free the KV blocks of a sequence and return it to the prefill queue.
@@ -112,10 +116,10 @@ class PreemptionManager:
         If it has rows in flight, this happens when the last of them commits.
         """
         self._queues.remove(victim)
-        if victim.in_flight:
-            victim.evicting = True
+        if victim.num_rows_in_flight:
+            victim.is_preempting = True
             return
         self._admission.on_preempted(victim)
-        self._memory.release(victim)
-        self._counts.preemptions += 1
+        self._kv_cache.free(victim)
+        self._counters.preemptions += 1
         self._queues.enqueue(victim)

@@ -1,7 +1,6 @@
-"""Running sums over all sequences: what a policy may know, without looking at each.
+"""Running sums over the queues, so that a policy's load record needs no loop over sequences.
 
-Owns #WP, #RD and what goes with them. Knows nothing of why a sequence waits or decodes: the
-scheduler says when.
+Maintains #WP, #RD and related sums; the scheduler reports every change.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from gllm.scheduler.stage_work import count_query_key_pairs
 
 @dataclass
 class SchedulerCounters:
-    """The counters of Stats."""
+    """Counters of SchedulerStats."""
 
     steps: int = 0
     preemptions: int = 0
@@ -24,54 +23,77 @@ class SchedulerCounters:
 
 
 class QueueTally:
-    """Sums over the sequences that wait for prefill and those in decode."""
+    """Sums over the sequences that wait for prefill and over those in decode."""
 
     def __init__(self) -> None:
-        self.decoding: set[int] = set()
-        self.decode_plans = 0
-        self.waiting_tokens = 0
-        self._waiting_pairs = 0.0
-        self._decode_context = 0
+        self.decoding_seqs: set[int] = set()
+        self.num_decode_plans = 0
+        self.num_waiting_tokens = 0
+        self._num_waiting_pairs = 0.0
+        self._num_decode_context_tokens = 0
 
-    def wait(self, sequence: Sequence, sign: int = 1) -> None:
-        """It has prefill to schedule; with sign -1, what it had is taken back."""
-        tokens = sequence.waiting_tokens
-        self.waiting_tokens += sign * tokens
-        self._waiting_pairs += sign * count_query_key_pairs(sequence.target - tokens, tokens)
+    def add_waiting(self, sequence: Sequence) -> None:
+        """Add the unscheduled prefill tokens of a sequence."""
+        self._change_waiting(sequence, 1)
 
-    def decode(self, sequence: Sequence) -> None:
-        """It is in decode from now on, if it was not before."""
-        if sequence.seq not in self.decoding:
-            self.decoding.add(sequence.seq)
-            self._decode_context += sequence.scheduled
+    def remove_waiting(self, sequence: Sequence) -> None:
+        """Subtract the unscheduled prefill tokens of a sequence."""
+        self._change_waiting(sequence, -1)
 
-    def decoded(self, sequence: Sequence, tokens: int) -> None:
-        """Its next decode was scheduled."""
-        if sequence.seq in self.decoding:
-            self._decode_context += tokens
+    def _change_waiting(self, sequence: Sequence, sign: int) -> None:
+        num_tokens = sequence.num_waiting_tokens
+        start = sequence.num_prefill_tokens - num_tokens
+        self.num_waiting_tokens += sign * num_tokens
+        self._num_waiting_pairs += sign * count_query_key_pairs(start, num_tokens)
 
-    def leave(self, sequence: Sequence) -> None:
-        """It is not in decode any more."""
-        if sequence.seq in self.decoding:
-            self.decoding.remove(sequence.seq)
-            self._decode_context -= sequence.scheduled
+    def add_decode(self, sequence: Sequence) -> None:
+        """Add a sequence to the decodes unless it is there."""
+        if sequence.seq not in self.decoding_seqs:
+            self.decoding_seqs.add(sequence.seq)
+            self._num_decode_context_tokens += sequence.num_scheduled_tokens
+
+    def on_decode_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add the scheduled tokens of a decode to the sum of contexts."""
+        if sequence.seq in self.decoding_seqs:
+            self._num_decode_context_tokens += num_tokens
+
+    def remove_decode(self, sequence: Sequence) -> None:
+        """Remove a sequence from the decodes if it is there."""
+        if sequence.seq in self.decoding_seqs:
+            self.decoding_seqs.remove(sequence.seq)
+            self._num_decode_context_tokens -= sequence.num_scheduled_tokens
 
     def load(
-        self, ready: int, first: Sequence | None, kv_free: float, decodes: int, decode_cost: float
+        self,
+        num_ready: int,
+        head: Sequence | None,
+        free_share: float,
+        num_scheduled_decodes: int,
+        decode_cost: float,
     ) -> SchedulerLoad:
-        """The record for a policy. first: the sequence that prefill is served to first. decodes:
-        those in the micro-batch already, and what the policy takes them to cost."""
-        begun = (first.scheduled - first.reused, first.reused) if first else (0, 0)
+        """Return the load record for a policy.
+
+        Args:
+            num_ready: decodes that can run now.
+            head: the sequence that is prefilled next.
+            free_share: free share of the KV cache, 0..1.
+            num_scheduled_decodes: decodes already in the micro-batch.
+            decode_cost: their cost in the unit of the policy's budget.
+        """
+        num_started, num_reused = 0, 0
+        if head is not None:
+            num_started = head.num_scheduled_tokens - head.num_reused_tokens
+            num_reused = head.num_reused_tokens
         return SchedulerLoad(
-            waiting_tokens=self.waiting_tokens,
-            waiting_pairs=self._waiting_pairs,
-            begun_tokens=begun[0],
-            begun_pairs=count_query_key_pairs(begun[1], begun[0]),
-            decoding=len(self.decoding),
-            decode_context=self._decode_context,
-            ready=ready,
-            scheduled=decodes,
-            scheduled_cost=decode_cost,
-            kv_free=kv_free,
-            decode_plans=self.decode_plans,
+            num_waiting_tokens=self.num_waiting_tokens,
+            num_waiting_pairs=self._num_waiting_pairs,
+            num_started_tokens=num_started,
+            num_started_pairs=count_query_key_pairs(num_reused, num_started),
+            num_decoding=len(self.decoding_seqs),
+            num_decode_context_tokens=self._num_decode_context_tokens,
+            num_ready_decodes=num_ready,
+            num_scheduled_decodes=num_scheduled_decodes,
+            scheduled_decode_cost=decode_cost,
+            kv_free=free_share,
+            num_decode_plans=self.num_decode_plans,
         )

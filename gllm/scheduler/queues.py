@@ -12,24 +12,25 @@ from gllm.scheduler.queue_tally import QueueTally
 from gllm.scheduler.sequence import Sequence
 
 rank_of = attrgetter("rank")
+"""Sort key of sequences: their rank."""
 
 
 class SequenceQueues:
     """The sequences that can be scheduled.
 
     Args:
-        memory: KV cache of the pipeline, for the prefix cache and the free share.
-        lookahead: schedule a decode before the token of its previous step is known.
+        kv_cache: KV cache of the pipeline, for the prefix cache and the free share.
+        async_scheduling: schedule a decode before the token of its previous step is known.
     """
 
-    def __init__(self, memory: KVCacheManager, lookahead: bool) -> None:
+    def __init__(self, kv_cache: KVCacheManager, async_scheduling: bool) -> None:
         self.waiting: list[Sequence] = []
         """Sequences with unscheduled prefill, best rank (priority, then arrival) first."""
         self.ready: dict[int, Sequence] = {}
-        """Decodes that can run, by sequence number; the one that became ready first comes first."""
+        """Decodes that can run, by sequence id; the one that became ready first comes first."""
         self.tally = QueueTally()
-        self._memory = memory
-        self._lookahead = lookahead
+        self._kv_cache = kv_cache
+        self._async_scheduling = async_scheduling
 
     @property
     def head(self) -> Sequence | None:
@@ -41,35 +42,35 @@ class SequenceQueues:
 
         Tokens that the prefix cache holds now are not counted as waiting.
         """
-        sequence.expected = self._memory.cached_tokens(sequence)
-        self.tally.wait(sequence)
+        sequence.num_expected_cached_tokens = self._kv_cache.count_cached_tokens(sequence)
+        self.tally.add_waiting(sequence)
         insort(self.waiting, sequence, key=rank_of)
 
     def dequeue(self, sequence: Sequence) -> None:
         """Remove a sequence from the prefill queue if it is there."""
         index = bisect_left(self.waiting, sequence.rank, key=rank_of)
         if index < len(self.waiting) and self.waiting[index] is sequence:
-            self.tally.wait(sequence, -1)
+            self.tally.remove_waiting(sequence)
             del self.waiting[index]
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from both queues and from the running sums."""
         self.dequeue(sequence)
         self.ready.pop(sequence.seq, None)
-        self.tally.leave(sequence)
+        self.tally.remove_decode(sequence)
 
     def make_ready(self, sequence: Sequence) -> None:
         """Append a sequence to the ready decodes if it has no prefill left and can decode."""
-        if not sequence.prefilling and sequence.can_decode(self._lookahead):
+        if not sequence.is_prefilling and sequence.can_decode(self._async_scheduling):
             self.ready.setdefault(sequence.seq, sequence)
-            self.tally.decode(sequence)
+            self.tally.add_decode(sequence)
 
-    def load(self, decodes: int = 0, cost: float = 0.0) -> SchedulerLoad:
+    def load(self, num_decodes: int = 0, decode_cost: float = 0.0) -> SchedulerLoad:
         """Return the load record for a policy.
 
         Args:
-            decodes: number of decodes already in the micro-batch.
-            cost: their cost, in the unit of the policy's budget.
+            num_decodes: number of decodes already in the micro-batch.
+            decode_cost: their cost, in the unit of the policy's budget.
         """
-        free = self._memory.free_share
-        return self.tally.load(len(self.ready), self.head, free, decodes, cost)
+        free = self._kv_cache.free_share
+        return self.tally.load(len(self.ready), self.head, free, num_decodes, decode_cost)

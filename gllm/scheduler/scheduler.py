@@ -1,8 +1,8 @@
-"""What runs next: the one place where requests, KV blocks and micro-batches are decided on.
+"""Scheduler: decides which requests, KV blocks and tokens form the next micro-batch.
 
-Owns all sequences from `add` to their end, in pure Python: no clock (time is an argument), no I/O,
-no tensors. The driver of a real pipeline and a simulator call the same four methods: `add`,
-`abort`, `schedule`, `commit`. docs/scheduler.md says why every sequence ends.
+It owns all sequences from `add` to their end, in pure Python: no clock (time is an argument), no
+I/O, no tensors. The driver of a pipeline and the simulator call the same methods: `add`, `abort`,
+`schedule`, `commit`. docs/scheduler.md proves that every sequence finishes.
 """
 
 from gllm.scheduler.admission import AdmissionController
@@ -29,333 +29,372 @@ from gllm.scheduler.step_times import StepTimeCollector
 
 
 class Scheduler:
-    """All sequences of one pipeline. `config` is resolved (SchedulerConfig.resolve)."""
+    """Scheduler of one pipeline.
+
+    Args:
+        config: resolved configuration (SchedulerConfig.resolve).
+        policy: scheduling policy; by default the one that `config` names.
+    """
 
     def __init__(self, config: SchedulerConfig, policy: SchedulingPolicy | None = None) -> None:
         assert config.max_in_flight is not None
         assert config.max_num_batched_tokens is not None
         self.config = config
-        self.memory = KVCacheManager(config)
+        self.kv_cache = KVCacheManager(config)
         self._policy = policy or POLICIES[config.policy](config)
-        self._limit = config.max_in_flight
-        self._cap = config.max_num_batched_tokens
+        self._max_in_flight = config.max_in_flight
+        self._max_num_batched_tokens = config.max_num_batched_tokens
         self._sequences: dict[int, Sequence] = {}
-        self._unborn: dict[int, Sequence] = {}
-        """Choices that will fork, with the first choice of their request."""
+        self._pending_forks: dict[int, Sequence] = {}
+        """First sequence of the request, by the id of a choice that has not been forked yet."""
         self._in_flight: dict[int, StepPlan] = {}
-        self._released: list[int] = []
-        self._observed = StepTimeCollector(self._policy, config.stages)
-        self._decodes_last = False
-        self._stalled = False
-        """A decode could not get a block."""
-        self._counts = SchedulerCounters()
-        self._admission = AdmissionController(config, self.memory)
-        self._queues = SequenceQueues(self.memory, config.lookahead)
+        self._released_seqs: list[int] = []
+        self._step_times = StepTimeCollector(self._policy, config.stages)
+        self._last_plan_had_decodes = False
+        self._is_decode_stalled = False
+        """True if a decode of the last plan did not get a block."""
+        self._counters = SchedulerCounters()
+        self._admission = AdmissionController(config, self.kv_cache)
+        self._queues = SequenceQueues(self.kv_cache, config.async_scheduling)
         self._preemption = PreemptionManager(
-            config, self.memory, self._admission, self._queues, self._counts
+            config, self.kv_cache, self._admission, self._queues, self._counters
         )
 
     def add(self, request: SchedulerRequest, now: float) -> None:
-        """Take a request in. Raises ValueError where it can never run."""
+        """Add a request to the prefill queue.
+
+        Raises:
+            ValueError: the request can never run.
+        """
         request.check(self.config.max_model_len)
         first = self._new_sequence(request.seq, request, now)
         for seq in range(request.seq + 1, request.seq + request.n):
-            self._unborn[seq] = first
+            self._pending_forks[seq] = first
         self._queues.enqueue(first)
 
     def abort(self, seqs: list[int]) -> None:
-        """End these sequences now; ids that ended already or never were are passed over."""
+        """End sequences now; ids of finished and unknown sequences are ignored."""
         for seq in seqs:
-            if self._unborn.pop(seq, None) is not None:
-                self._released.append(seq)
+            if self._pending_forks.pop(seq, None) is not None:
+                self._released_seqs.append(seq)
             elif seq in self._sequences:
-                self._end(self._sequences[seq])
+                self._finish(self._sequences[seq])
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache; what runs goes on."""
-        self.memory.pool.forget()
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; running sequences are not affected."""
+        self.kv_cache.block_pool.reset_prefix_cache()
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next micro-batch; None where nothing can run or enough is in flight."""
-        if len(self._in_flight) >= self._limit or not self._sequences:
+        """Return the next micro-batch; None if nothing can run or too many are in flight."""
+        if len(self._in_flight) >= self._max_in_flight or not self._sequences:
             return None
-        decodes_before = self._counts.decode_tokens
-        rows = self._fill(now) or self._force(now)
+        num_decodes_before = self._counters.decode_tokens
+        rows = self._fill_plan(now) or self._force_plan(now)
         if not rows:
             return None
-        plan = StepPlan(self._counts.steps, rows, self._released)
-        self._released = []
+        plan = StepPlan(self._counters.steps, rows, self._released_seqs)
+        self._released_seqs = []
         self._in_flight[plan.step] = plan
-        self._counts.steps += 1
-        self._decodes_last = self._counts.decode_tokens > decodes_before
-        self._queues.tally.decode_plans += self._decodes_last
-        self._observed.expect(plan)
+        self._counters.steps += 1
+        self._last_plan_had_decodes = self._counters.decode_tokens > num_decodes_before
+        self._queues.tally.num_decode_plans += self._last_plan_had_decodes
+        self._step_times.on_scheduled(plan)
         self._admission.on_scheduled(sum(row.num_tokens for row in rows))
         return plan
 
     def commit(self, result: StepResult) -> StepOutput:
-        """Take the oldest plan's result in. Raises ValueError where it is not that plan's."""
+        """Apply the result of the oldest plan in flight.
+
+        Raises:
+            ValueError: the result belongs to another plan or lacks a row.
+        """
         step = next(iter(self._in_flight), None)
         if step != result.step:
             raise ValueError(f"result of step {result.step} came, but step {step} is next")
         plan = self._in_flight.pop(result.step)
-        sampled = {entry.seq: entry for entry in result.sampled}
-        outcome = StepOutput([], [], [], [], sum(row.num_tokens for row in plan.rows))
+        sampled = {token.seq: token for token in result.sampled_tokens}
+        output = StepOutput([], [], [], [], sum(row.num_tokens for row in plan.rows))
         for row in plan.rows:
             sequence = self._sequences[row.seq]
-            sequence.in_flight -= 1
+            sequence.num_rows_in_flight -= 1
             if result.error:
-                self._fail(sequence, result.error, outcome)
+                self._fail(sequence, result.error, output)
             else:
-                self._advance(sequence, row, sampled.get(row.seq), outcome)
-            self._settle(sequence)
-        return outcome
+                self._commit_row(sequence, row, sampled.get(row.seq), output)
+            self._finalize(sequence)
+        return output
 
-    def observe(self, stage: int, times: list[StepTime]) -> None:
-        """Hear when a stage computed steps that were planned; any time after their schedule."""
+    def record_step_times(self, stage: int, times: list[StepTime]) -> None:
+        """Record when a stage computed scheduled steps; permitted at any time after `schedule`."""
         for time in times:
-            self._observed.hear(time)
+            self._step_times.on_stage_time(time)
 
-    def parallelism(self) -> int:
-        """How many stages the work at hand could keep busy now, however it is cut: one for a
-        sequence in decode, for a chunk in flight, for each #MinP tokens there is room for."""
-        decoding, enough = self._queues.tally.decoding, self.config.stages
+    def available_parallelism(self) -> int:
+        """Return the number of stages that the present work could keep busy with any plans.
+
+        One stage per sequence in decode, per prefill chunk in flight, and per #MinP waiting tokens
+        if these fit in the cache.
+        """
+        decoding, num_stages = self._queues.tally.decoding_seqs, self.config.stages
         count = len(decoding)
-        if count < enough:
+        if count < num_stages:
             rows = (row for plan in self._in_flight.values() for row in plan.rows)
             count += sum(row.seq not in decoding for row in rows)
-        if count < enough and self._has_room():
-            count += -(-self._queues.tally.waiting_tokens // self.config.min_prefill_tokens)
-        return min(count, enough)
+        if count < num_stages and self._can_prefill():
+            count += -(-self._queues.tally.num_waiting_tokens // self.config.min_prefill_tokens)
+        return min(count, num_stages)
 
-    def _has_room(self) -> bool:
-        """Return whether the sequence that prefill is served to first could have a chunk now."""
+    def _can_prefill(self) -> bool:
+        """Return True if the first sequence of the prefill queue could get a chunk now."""
         head = self._queues.head
-        if head is None or not self.memory.has_room(head):
+        if head is None or not self.kv_cache.can_extend_prefill(head):
             return False
-        return head.seq in self.memory.holders or self._admission.is_admissible(head)
+        return head.seq in self.kv_cache.running or self._admission.is_admissible(head)
 
     def stats(self) -> SchedulerStats:
-        """Where things stand."""
-        running = len(self.memory.holders)
+        """Return the present state and the counters."""
+        running = len(self.kv_cache.running)
         return SchedulerStats(
             running=running,
-            waiting=len(self._sequences) - running + len(self._unborn),
-            kv_usage=1 - self.memory.free_share,
+            waiting=len(self._sequences) - running + len(self._pending_forks),
+            kv_usage=1 - self.kv_cache.free_share,
             in_flight=len(self._in_flight),
-            **vars(self._counts),
+            **vars(self._counters),
         )
 
     # Filling a micro-batch.
 
-    def _fill(self, now: float) -> list[ScheduledRow]:
-        """Rows by the policy's budgets.
+    def _fill_plan(self, now: float) -> list[ScheduledRow]:
+        """Return rows by the policy's budgets.
 
-        Decodes take their blocks first, unless prefill leads. It never does while a decode lacks
-        a block: a victim of preemption would take back what it had to give.
+        Decodes get their blocks first, unless the policy runs prefill first. It never does while a
+        decode lacks a block: a victim of preemption would take its freed blocks back.
         """
-        self._preemption.make_way()
-        prefill_leads = self._policy.prefill_leads
-        pure = prefill_leads or self.config.phase_pure
-        if (prefill_leads or (pure and self._decodes_last)) and not self._stalled:
-            return self._prefill_rows([], 0.0, now) or self._decode_rows()[0]
-        rows, cost = self._decode_rows()
-        if rows and pure:
+        self._preemption.preempt_for_head()
+        prefill_first = self._policy.runs_prefill_first
+        phase_pure = prefill_first or self.config.phase_pure
+        is_prefill_turn = prefill_first or (phase_pure and self._last_plan_had_decodes)
+        if is_prefill_turn and not self._is_decode_stalled:
+            return self._schedule_prefills([], 0.0, now) or self._schedule_decodes()[0]
+        rows, cost = self._schedule_decodes()
+        if rows and phase_pure:
             return rows
-        return rows + self._prefill_rows(rows, cost, now)
+        return rows + self._schedule_prefills(rows, cost, now)
 
-    def _decode_rows(self) -> tuple[list[ScheduledRow], float]:
-        """Decodes, those of one token first, and what they cost of the policy's budget."""
-        budget, cost = self._policy.decodes(self._queues.load()), 0.0
-        rows: tuple[list[ScheduledRow], list[ScheduledRow]] = ([], [])
-        room, self._stalled = self._cap, False
+    def _schedule_decodes(self) -> tuple[list[ScheduledRow], float]:
+        """Return decode rows, those of one token first, and their cost for the policy."""
+        budget, cost = self._policy.decode_budget(self._queues.load()), 0.0
+        single_token_rows: list[ScheduledRow] = []
+        multi_token_rows: list[ScheduledRow] = []
+        num_left, self._is_decode_stalled = self._max_num_batched_tokens, False
         for sequence in list(self._queues.ready.values()):
-            if cost >= budget or not room:
+            if cost >= budget or not num_left:
                 break
             if sequence.seq not in self._queues.ready:
-                continue  # It fell victim to one before it in this loop.
-            count = min(sequence.decode_tokens, room)
-            if self._preemption.allocate_decode(sequence, count):
-                cost += self._policy.decode_cost(sequence.scheduled)
-                rows[count > 1].append(self._feed(sequence, count))
-                room -= count
+                continue  # An earlier decode of this loop has preempted it.
+            num_tokens = min(sequence.num_decode_tokens, num_left)
+            if self._preemption.allocate_decode(sequence, num_tokens):
+                cost += self._policy.decode_cost(sequence.num_scheduled_tokens)
+                rows = multi_token_rows if num_tokens > 1 else single_token_rows
+                rows.append(self._schedule_row(sequence, num_tokens))
+                num_left -= num_tokens
             else:
-                self._stalled = True
-        return rows[0] + rows[1], cost
+                self._is_decode_stalled = True
+        return single_token_rows + multi_token_rows, cost
 
-    def _prefill_rows(
+    def _schedule_prefills(
         self, decodes: list[ScheduledRow], decode_cost: float, now: float
     ) -> list[ScheduledRow]:
-        """Chunks beside these decodes."""
-        budget = self._policy.prefill(self._queues.load(len(decodes), decode_cost))
-        room = self._cap - sum(row.num_tokens for row in decodes)
+        """Return prefill chunks for a micro-batch with these decodes."""
+        budget = self._policy.prefill_budget(self._queues.load(len(decodes), decode_cost))
+        num_left = self._max_num_batched_tokens - sum(row.num_tokens for row in decodes)
         rows: list[ScheduledRow] = []
-        while self._queues.waiting and budget > 0 and room:
+        while self._queues.waiting and budget > 0 and num_left:
             sequence = self._queues.waiting[0]
-            most = min(self._fitting_tokens(sequence, now), room)
-            if not most:
+            max_tokens = min(self._admit_prefill(sequence, now), num_left)
+            if not max_tokens:
                 break
-            count, cost = self._policy.chunk(sequence.scheduled, most, budget)
-            rows.append(self._feed_prefill(sequence, count))
+            num_tokens, cost = self._policy.size_chunk(
+                sequence.num_scheduled_tokens, max_tokens, budget
+            )
+            rows.append(self._schedule_chunk(sequence, num_tokens))
             budget -= cost
-            room -= count
-            if sequence.prefilling:
+            num_left -= num_tokens
+            if sequence.is_prefilling:
                 break
         return rows
 
-    def _force(self, now: float) -> list[ScheduledRow]:
-        """With nothing in flight, run the best-ranked sequence, whoever has to make room."""
+    def _force_plan(self, now: float) -> list[ScheduledRow]:
+        """Return a row of the best-ranked sequence if nothing is in flight.
+
+        Preempts other sequences, worst rank first, until the row fits.
+        """
         if self._in_flight:
             return []
         best = min(self._sequences.values(), key=rank_of)
-        others = sorted(self.memory.holders.values(), key=rank_of)
-        while not (rows := self._run_alone(best, now)):
+        others = sorted(self.kv_cache.running.values(), key=rank_of)
+        while not (rows := self._schedule_alone(best, now)):
             victim = others.pop()
             assert victim is not best, "the whole cache holds one sequence"
             self._preemption.preempt(victim)
         return rows
 
-    def _run_alone(self, sequence: Sequence, now: float) -> list[ScheduledRow]:
-        if sequence.prefilling:
-            if not (most := min(self._fitting_tokens(sequence, now, True), self._cap)):
+    def _schedule_alone(self, sequence: Sequence, now: float) -> list[ScheduledRow]:
+        """Return a row of one sequence without regard to the others; empty if no token fits."""
+        max_batched = self._max_num_batched_tokens
+        if sequence.is_prefilling:
+            max_tokens = min(self._admit_prefill(sequence, now, runs_alone=True), max_batched)
+            if not max_tokens:
                 return []
-            budget = self._policy.prefill(self._queues.load())
-            count, _ = self._policy.chunk(sequence.scheduled, most, budget)
-            return [self._feed_prefill(sequence, count)]
-        fits = self.memory.capacity(sequence) - sequence.scheduled
-        count = min(sequence.decode_tokens, fits, self._cap)
-        return [self._feed(sequence, count)] if count else []
+            budget = self._policy.prefill_budget(self._queues.load())
+            num_tokens, _ = self._policy.size_chunk(
+                sequence.num_scheduled_tokens, max_tokens, budget
+            )
+            return [self._schedule_chunk(sequence, num_tokens)]
+        max_tokens = self.kv_cache.max_sequence_tokens(sequence) - sequence.num_scheduled_tokens
+        num_tokens = min(sequence.num_decode_tokens, max_tokens, max_batched)
+        return [self._schedule_row(sequence, num_tokens)] if num_tokens else []
 
-    def _feed_prefill(self, sequence: Sequence, count: int) -> ScheduledRow:
-        self._queues.tally.wait(sequence, -1)
-        row = self._feed(sequence, count)
-        self._queues.tally.wait(sequence)
-        if not sequence.prefilling:
+    def _schedule_chunk(self, sequence: Sequence, num_tokens: int) -> ScheduledRow:
+        """Schedule a prefill chunk and update the prefill queue."""
+        self._queues.tally.remove_waiting(sequence)
+        row = self._schedule_row(sequence, num_tokens)
+        self._queues.tally.add_waiting(sequence)
+        if not sequence.is_prefilling:
             self._queues.dequeue(sequence)
         return row
 
-    def _feed(self, sequence: Sequence, count: int) -> ScheduledRow:
-        self.memory.grow(sequence, count)
+    def _schedule_row(self, sequence: Sequence, num_tokens: int) -> ScheduledRow:
+        """Allocate blocks for the next tokens of a sequence and return its row."""
+        self.kv_cache.allocate(sequence, num_tokens)
         self._queues.ready.pop(sequence.seq, None)
-        if sequence.prefilling:
-            self._counts.prefill_tokens += count
+        if sequence.is_prefilling:
+            self._counters.prefill_tokens += num_tokens
         else:
-            self._counts.decode_tokens += count
-        row = sequence.feed(count)
-        self._queues.tally.decoded(sequence, count)
-        if self.config.lookahead:
+            self._counters.decode_tokens += num_tokens
+        row = sequence.schedule_row(num_tokens)
+        self._queues.tally.on_decode_scheduled(sequence, num_tokens)
+        if self.config.async_scheduling:
             self._queues.make_ready(sequence)
         return row
 
     # Blocks.
 
-    def _fitting_tokens(self, sequence: Sequence, now: float, alone: bool = False) -> int:
-        """Prefill tokens for which there is room; admits a waiting sequence where there is any.
-        alone: nothing else is to run, so it need not fit beside others."""
-        if sequence.seq not in self.memory.holders and not self._admit(sequence, now, alone):
-            return 0
-        return min(sequence.target, self.memory.capacity(sequence)) - sequence.scheduled
+    def _admit_prefill(self, sequence: Sequence, now: float, runs_alone: bool = False) -> int:
+        """Return the number of prefill tokens that fit; admits a waiting sequence if possible.
 
-    def _admit(self, sequence: Sequence, now: float, alone: bool) -> bool:
-        """Give a waiting sequence a place in the cache, if there is one."""
-        if not self.memory.has_room(sequence):
+        Args:
+            sequence: a sequence with unscheduled prefill.
+            now: current time in seconds.
+            runs_alone: nothing else runs, so the sequence need not fit next to others.
+        """
+        if sequence.seq not in self.kv_cache.running and not self._admit(sequence, now, runs_alone):
+            return 0
+        max_tokens = self.kv_cache.max_sequence_tokens(sequence)
+        return min(sequence.num_prefill_tokens, max_tokens) - sequence.num_scheduled_tokens
+
+    def _admit(self, sequence: Sequence, now: float, runs_alone: bool) -> bool:
+        """Move a waiting sequence into the cache; return False if it has to wait."""
+        if not self.kv_cache.can_extend_prefill(sequence):
             return False
-        if not (alone or self._admission.is_admissible(sequence)):
+        if not (runs_alone or self._admission.is_admissible(sequence)):
             return False
-        self._queues.tally.wait(sequence, -1)
-        admitted = self.memory.admit(sequence)
-        self._queues.tally.wait(sequence)
-        if not admitted:
+        self._queues.tally.remove_waiting(sequence)
+        is_admitted = self.kv_cache.admit(sequence)
+        self._queues.tally.add_waiting(sequence)
+        if not is_admitted:
             return False
         if sequence.epoch == 0:
-            sequence.cached = sequence.scheduled
-            sequence.queue_seconds = now - sequence.arrival
-            self._counts.prefix_queries += sequence.prompt_len * sequence.reads_cache
-            self._counts.prefix_hits += sequence.cached
+            sequence.num_cached_tokens = sequence.num_scheduled_tokens
+            sequence.queue_seconds = now - sequence.arrival_time
+            self._counters.prefix_queries += sequence.prompt_len * sequence.reads_prefix_cache
+            self._counters.prefix_hits += sequence.num_cached_tokens
         return True
 
-    # The course of a sequence.
+    # Lifecycle of a sequence.
 
     def _new_sequence(self, seq: int, request: SchedulerRequest, now: float) -> Sequence:
-        tokens = list(request.prompt)
-        sequence = Sequence(seq, request, tokens, target=len(tokens), arrival=now)
+        token_ids = list(request.prompt_token_ids)
+        sequence = Sequence(seq, request, token_ids, len(token_ids), arrival_time=now)
         self._sequences[seq] = sequence
         return sequence
 
     def _fork(self, first: Sequence) -> None:
-        """Bring the other choices of a request in; its prompt is computed, or never will be."""
+        """Enqueue the other choices of a request once its prompt is computed or never will be."""
         request = first.request
         for seq in range(request.seq + 1, request.seq + request.n):
-            if self._unborn.pop(seq, None) is not None:
-                choice = self._new_sequence(seq, request, first.arrival)
-                choice.donor = first
+            if self._pending_forks.pop(seq, None) is not None:
+                choice = self._new_sequence(seq, request, first.arrival_time)
+                choice.fork_parent = first
                 self._queues.enqueue(choice)
 
-    def _advance(
+    def _commit_row(
         self,
         sequence: Sequence,
         row: ScheduledRow,
         sampled: SampledToken | None,
-        outcome: StepOutput,
+        output: StepOutput,
     ) -> None:
-        """Count a row as computed and append the token that it sampled."""
-        if row.start <= sequence.computed:
-            # Otherwise a row before it failed, and the blocks between were never written.
-            sequence.computed = row.start + row.num_tokens
-            self.memory.publish(sequence)
+        """Count a row as computed and append its sampled token."""
+        if row.start <= sequence.num_computed_tokens:
+            # Otherwise an earlier row failed, and the blocks between were never written.
+            sequence.num_computed_tokens = row.start + row.num_tokens
+            self.kv_cache.publish(sequence)
         if sampled is not None and not sampled.is_finite:
-            self.memory.withdraw(sequence)
-        if sequence.ended or not row.samples:
+            self.kv_cache.unpublish(sequence)
+        if sequence.is_finished or not row.should_sample:
             return
         if sampled is None or sampled.epoch != row.epoch:
             raise ValueError(f"the result lacks sequence {row.seq}, epoch {row.epoch}")
         if sampled.error:
-            self._fail(sequence, sampled.error, outcome)
-        elif row.start + row.num_tokens == len(sequence.tokens):
-            # Otherwise a row before has told the token as forced.
-            for token in (sampled.token, *sampled.forced):
-                if not sequence.ended:
-                    self._append(sequence, token, outcome)
+            self._fail(sequence, sampled.error, output)
+        elif row.start + row.num_tokens == len(sequence.token_ids):
+            # Otherwise an earlier row has returned the token as a forced one.
+            for token_id in (sampled.token_id, *sampled.forced_token_ids):
+                if not sequence.is_finished:
+                    self._append_token(sequence, token_id, output)
 
-    def _append(self, sequence: Sequence, token: int, outcome: StepOutput) -> None:
-        sequence.tokens.append(token)
-        outcome.seqs.append(sequence.seq)
-        outcome.tokens.append(token)
-        generated = len(sequence.tokens) - sequence.prompt_len
-        if generated == 1:
-            first = FirstToken(sequence.seq, sequence.cached, sequence.queue_seconds)
-            outcome.firsts.append(first)
+    def _append_token(self, sequence: Sequence, token_id: int, output: StepOutput) -> None:
+        """Append a generated token and finish the sequence if it is the last one."""
+        request = sequence.request
+        sequence.token_ids.append(token_id)
+        output.seqs.append(sequence.seq)
+        output.token_ids.append(token_id)
+        num_generated = len(sequence.token_ids) - sequence.prompt_len
+        if num_generated == 1:
+            first = FirstToken(sequence.seq, sequence.num_cached_tokens, sequence.queue_seconds)
+            output.first_tokens.append(first)
             self._fork(sequence)
-        if token in sequence.request.stop_ids:
-            outcome.ends.append(FinishedSequence(sequence.seq, "stop", token))
-        elif generated == sequence.request.max_tokens:
-            outcome.ends.append(FinishedSequence(sequence.seq, "length"))
+        if token_id in request.stop_token_ids:
+            output.finished.append(FinishedSequence(sequence.seq, "stop", token_id))
+        elif num_generated == request.max_tokens:
+            output.finished.append(FinishedSequence(sequence.seq, "length"))
         else:
             return
-        self._admission.lengths.record(sequence.request.max_tokens, generated)
-        self._end(sequence)
+        self._admission.output_lengths.record(request.max_tokens, num_generated)
+        self._finish(sequence)
 
-    def _fail(self, sequence: Sequence, error: str, outcome: StepOutput) -> None:
-        if not sequence.ended:
-            outcome.ends.append(FinishedSequence(sequence.seq, "error", error=error))
-            self._end(sequence)
+    def _fail(self, sequence: Sequence, error: str, output: StepOutput) -> None:
+        if not sequence.is_finished:
+            output.finished.append(FinishedSequence(sequence.seq, "error", error=error))
+            self._finish(sequence)
 
-    def _end(self, sequence: Sequence) -> None:
-        """Schedule it no more; `_settle` gives its blocks back after its last commit."""
+    def _finish(self, sequence: Sequence) -> None:
+        """Remove a sequence from the queues; its last commit frees its blocks."""
         self._queues.remove(sequence)
-        sequence.ended = True
+        sequence.is_finished = True
         self._fork(sequence)
-        self._settle(sequence)
+        self._finalize(sequence)
 
-    def _settle(self, sequence: Sequence) -> None:
-        """After a commit: leave for good, give way to another, or be ready for the next token."""
-        if sequence.ended:
-            if not sequence.in_flight and sequence.seq in self._sequences:
+    def _finalize(self, sequence: Sequence) -> None:
+        """Update a sequence after a commit: release it, preempt it, or make it ready to decode."""
+        if sequence.is_finished:
+            if not sequence.num_rows_in_flight and sequence.seq in self._sequences:
                 del self._sequences[sequence.seq]
-                self.memory.release(sequence)
-                self._released.append(sequence.seq)
-        elif sequence.evicting:
-            if not sequence.in_flight:
+                self.kv_cache.free(sequence)
+                self._released_seqs.append(sequence.seq)
+        elif sequence.is_preempting:
+            if not sequence.num_rows_in_flight:
                 self._preemption.preempt(sequence)
         else:
             self._queues.make_ready(sequence)

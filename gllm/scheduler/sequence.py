@@ -1,7 +1,7 @@
-"""A sequence on its way through the pipeline: its tokens, its blocks, how far it is.
+"""Requests and sequences of the scheduler, with a sequence's tokens, blocks and progress.
 
-Owns the two counters, computed and scheduled, which let chunk k + 1 of a prompt enter the pipeline
-before chunk k has left. Knows nothing of other sequences.
+A sequence has two counters, computed and scheduled tokens. Chunk k + 1 of a prompt can therefore
+enter the pipeline before chunk k has left it.
 """
 
 from dataclasses import dataclass, field
@@ -12,28 +12,32 @@ from gllm.scheduler.plan import ON_DEVICE, ScheduledRow
 
 
 class SchedulerRequest(NamedTuple):
-    """What is asked of the scheduler: `n` sequences seq .. seq + n - 1 from one prompt."""
+    """A request to the scheduler: `n` sequences seq .. seq + n - 1 with one prompt."""
 
     seq: int
-    """Above the id of every request before."""
-    prompt: list[int]
+    """Id of the first sequence; greater than all ids of earlier requests."""
+    prompt_token_ids: list[int]
     max_tokens: int
-    """Tokens to generate at most."""
-    stop_ids: frozenset[int] = frozenset()
+    """Maximum number of tokens to generate."""
+    stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
-    """Smaller runs earlier."""
+    """Smaller values run earlier."""
     cache_salt: str = ""
     n: int = 1
-    reads_cache: bool = True
-    """Whether blocks that others computed may stand for its own; if not, its first sequence
-    computes each token of the prompt once itself, because each is scored."""
+    reads_prefix_cache: bool = True
+    """True if the prefix cache may replace computation. False if every prompt token is scored: the
+    first sequence then computes each of them once."""
 
     def check(self, max_model_len: int) -> None:
-        """Raises ValueError where it can never run."""
-        longest = len(self.prompt) + self.max_tokens
-        if not self.prompt or self.max_tokens < 1 or longest > max_model_len:
+        """Check that the request can run.
+
+        Raises:
+            ValueError: the prompt or max_tokens is empty, or both exceed `max_model_len`.
+        """
+        prompt_len = len(self.prompt_token_ids)
+        if not prompt_len or self.max_tokens < 1 or prompt_len + self.max_tokens > max_model_len:
             raise ValueError(
-                f"prompt of {len(self.prompt)} tokens and max_tokens {self.max_tokens} have "
+                f"prompt of {prompt_len} tokens and max_tokens {self.max_tokens} have "
                 f"to be at least 1 each and together at most {max_model_len}"
             )
 
@@ -44,138 +48,150 @@ class Sequence:
 
     seq: int
     request: SchedulerRequest
-    tokens: list[int]
-    """Prompt and generated tokens, as far as the driver knows them."""
-    target: int
-    """Tokens to prefill: all that were known when it was last (re-)admitted to waiting."""
-    scheduled: int = 0
+    token_ids: list[int]
+    """Prompt and generated tokens that the driver knows."""
+    num_prefill_tokens: int
+    """Tokens to prefill: all tokens known when the sequence last entered the prefill queue."""
+    num_scheduled_tokens: int = 0
     """Tokens in the KV cache, those in flight included."""
-    computed: int = 0
-    """Tokens in the KV cache for sure."""
-    in_flight: int = 0
-    """Rows in plans not yet committed."""
+    num_computed_tokens: int = 0
+    """Tokens in the KV cache whose steps have committed."""
+    num_rows_in_flight: int = 0
+    """Rows in plans that have not committed."""
     epoch: int = 0
-    blocks: list[int] = field(default_factory=list)
+    """Number of times that the sequence lost its blocks."""
+    block_ids: list[int] = field(default_factory=list)
     """Block table."""
-    sent: int = 0
-    """Blocks of the table that followers know of."""
-    published: int = 0
-    """Leading blocks offered to the prefix cache."""
-    hashes: list[bytes] = field(default_factory=list)
+    num_sent_blocks: int = 0
+    """Leading blocks of the table that the stages know."""
+    num_published_blocks: int = 0
+    """Leading blocks added to the prefix cache."""
+    block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the leading full blocks, computed on demand."""
-    cached: int = 0
-    """Prompt tokens that the prefix cache had at the first admission."""
-    reused: int = 0
-    """Tokens that it had from the prefix cache when it was last admitted."""
-    expected: int = 0
-    """Tokens that the prefix cache had when it began to wait: not counted as waiting."""
-    scored: int = 0
-    """Leading tokens that it has computed before it lost its blocks."""
-    evicting: bool = False
-    """A victim of preemption that still has rows in flight: fed no more."""
-    ended: bool = False
-    """Ended, but its blocks wait for rows in flight."""
-    donor: "Sequence | None" = None
-    """The first choice of the same request, whose prompt blocks can be shared."""
-    arrival: float = 0.0
-    """When its request was added, in the caller's seconds."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at the first admission."""
+    num_reused_tokens: int = 0
+    """Tokens found in the prefix cache at the last admission."""
+    num_expected_cached_tokens: int = 0
+    """Tokens in the prefix cache when the sequence entered the prefill queue; not counted as
+    waiting."""
+    num_scored_tokens: int = 0
+    """Leading tokens that the sequence had computed before it last lost its blocks."""
+    is_preempting: bool = False
+    """True for a victim of preemption with rows in flight; it is not scheduled."""
+    is_finished: bool = False
+    """True once the sequence has ended; its blocks wait for the rows in flight."""
+    fork_parent: "Sequence | None" = None
+    """First sequence of the same request, whose prompt blocks can be shared."""
+    arrival_time: float = 0.0
+    """Time at which the request was added, in seconds of the caller's clock."""
     queue_seconds: float = 0.0
-    """From its arrival to its first micro-batch."""
+    """Time from the arrival to the first micro-batch."""
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Order of service: by priority, then arrival."""
+        """Order of service: priority, then arrival."""
         return (self.request.priority, self.seq)
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt)
+        """Number of prompt tokens."""
+        return len(self.request.prompt_token_ids)
 
     @property
-    def reads_cache(self) -> bool:
-        """Whether it may begin with blocks from the prefix cache that others computed."""
-        return self.request.reads_cache or self.seq != self.request.seq
+    def reads_prefix_cache(self) -> bool:
+        """True if the sequence may start with blocks of the prefix cache."""
+        return self.request.reads_prefix_cache or self.seq != self.request.seq
 
     @property
-    def readable_tokens(self) -> int:
-        """Leading tokens that may come from the prefix cache, if that has them; the last one of
-        its target is always computed."""
-        if self.reads_cache or self.scored >= self.prompt_len:
-            return self.target - 1
-        return self.scored
+    def num_cacheable_tokens(self) -> int:
+        """Leading tokens that may come from the prefix cache; the last prefill token never may."""
+        if self.reads_prefix_cache or self.num_scored_tokens >= self.prompt_len:
+            return self.num_prefill_tokens - 1
+        return self.num_scored_tokens
 
     @property
-    def prefilling(self) -> bool:
-        """Part of the prefill is not scheduled yet."""
-        return self.scheduled < self.target
+    def is_prefilling(self) -> bool:
+        """True if part of the prefill is not scheduled yet."""
+        return self.num_scheduled_tokens < self.num_prefill_tokens
 
     @property
-    def waiting_tokens(self) -> int:
-        """Its share of #WP."""
-        return max(0, self.target - max(self.scheduled, self.expected))
+    def num_waiting_tokens(self) -> int:
+        """The sequence's share of #WP."""
+        num_covered = max(self.num_scheduled_tokens, self.num_expected_cached_tokens)
+        return max(0, self.num_prefill_tokens - num_covered)
 
     @property
-    def leaving(self) -> bool:
-        """Its blocks come back once its rows in flight have committed."""
-        return self.evicting or self.ended
+    def is_freeing_blocks(self) -> bool:
+        """True if the blocks are freed once the rows in flight have committed."""
+        return self.is_preempting or self.is_finished
 
-    def can_decode(self, lookahead: bool) -> bool:
-        """Its next input token is known, or with lookahead will be once it is needed."""
-        if lookahead:
-            # Where all known tokens are scheduled, the last row in flight samples one more.
-            coming = max(len(self.tokens), self.scheduled + 1)
-            return coming < self.prompt_len + self.request.max_tokens
-        return self.scheduled < len(self.tokens)
+    def can_decode(self, async_scheduling: bool) -> bool:
+        """Return True if the next decode can be scheduled.
+
+        Its input token has to be known; with `async_scheduling` a row in flight may sample it.
+        """
+        if async_scheduling:
+            # If all known tokens are scheduled, the last row in flight samples one more.
+            num_tokens = max(len(self.token_ids), self.num_scheduled_tokens + 1)
+            return num_tokens < self.prompt_len + self.request.max_tokens
+        return self.num_scheduled_tokens < len(self.token_ids)
 
     @property
-    def decode_tokens(self) -> int:
-        """Tokens of its next decode: more than one where the last one drawn forced others."""
-        return max(1, len(self.tokens) - self.scheduled)
+    def num_decode_tokens(self) -> int:
+        """Tokens of the next decode: more than one if the last sampled token forced others."""
+        return max(1, len(self.token_ids) - self.num_scheduled_tokens)
 
-    def blocks_missing(self, tokens: int, block_size: int) -> int:
-        """Blocks to add before `tokens` tokens fit."""
-        return max(0, -(-tokens // block_size) - len(self.blocks))
+    def num_missing_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Return the number of blocks to allocate before `num_tokens` tokens fit in total."""
+        return max(0, -(-num_tokens // block_size) - len(self.block_ids))
 
-    def hash_chain(self, count: int, block_size: int) -> list[bytes]:
-        """Hashes of the first `count` full blocks."""
-        while len(self.hashes) < count:
-            begin = len(self.hashes) * block_size
-            parent = self.hashes[-1] if self.hashes else root_hash(self.request.cache_salt)
-            self.hashes.append(chain_hash(parent, self.tokens[begin : begin + block_size]))
-        return self.hashes[:count]
+    def get_block_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Return the hashes of the first `num_blocks` full blocks."""
+        hashes = self.block_hashes
+        while len(hashes) < num_blocks:
+            begin = len(hashes) * block_size
+            parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
+            hashes.append(chain_hash(parent, self.token_ids[begin : begin + block_size]))
+        return hashes[:num_blocks]
 
-    def feed(self, num_tokens: int) -> ScheduledRow:
-        """Schedule the next `num_tokens` tokens; the blocks for them are there."""
-        start = self.scheduled
+    def schedule_row(self, num_tokens: int) -> ScheduledRow:
+        """Schedule the next `num_tokens` tokens, whose blocks are allocated."""
+        start = self.num_scheduled_tokens
         end = start + num_tokens
-        known = self.tokens[max(start, self.prompt_len) : end]
-        if end > len(self.tokens):
-            known.append(ON_DEVICE)
-        samples = end >= len(self.tokens)
-        row = ScheduledRow(
-            self.seq, self.epoch, start, num_tokens, self.blocks[self.sent :], known, samples
+        token_ids = self.token_ids[max(start, self.prompt_len) : end]
+        if end > len(self.token_ids):
+            token_ids.append(ON_DEVICE)
+        new_block_ids = self.block_ids[self.num_sent_blocks :]
+        should_sample = end >= len(self.token_ids)
+        self.num_sent_blocks = len(self.block_ids)
+        self.num_scheduled_tokens = end
+        self.num_rows_in_flight += 1
+        return ScheduledRow(
+            self.seq, self.epoch, start, num_tokens, new_block_ids, token_ids, should_sample
         )
-        self.sent = len(self.blocks)
-        self.scheduled = end
-        self.in_flight += 1
-        return row
 
-    def admit(self, shared: list[int], cached: int) -> None:
-        """Begin with blocks that hold its first `cached` tokens."""
-        self.blocks = list(shared)
-        self.scheduled = self.computed = self.reused = cached
-        self.published = len(shared)
-        self.expected = 0
-        self.donor = None
+    def start_with_blocks(self, block_ids: list[int], num_cached_tokens: int) -> None:
+        """Start the sequence with blocks that hold its first `num_cached_tokens` tokens."""
+        self.block_ids = list(block_ids)
+        self.num_scheduled_tokens = self.num_computed_tokens = num_cached_tokens
+        self.num_reused_tokens = num_cached_tokens
+        self.num_published_blocks = len(block_ids)
+        self.num_expected_cached_tokens = 0
+        self.fork_parent = None
 
-    def drop(self) -> list[int]:
-        """Forget the cache's content and return the blocks to give back."""
-        blocks, self.blocks = self.blocks, []
-        self.scored = max(self.scored, self.computed)
+    def reset(self) -> list[int]:
+        """Discard the computed tokens, so that the sequence has to be prefilled again.
+
+        Returns:
+            The block table, whose blocks the caller releases.
+        """
+        block_ids, self.block_ids = self.block_ids, []
+        self.num_scored_tokens = max(self.num_scored_tokens, self.num_computed_tokens)
         self.epoch += 1
-        self.sent = self.published = self.scheduled = self.computed = 0
-        self.reused = self.expected = 0
-        self.target = len(self.tokens)
-        self.evicting = False
-        return blocks
+        self.num_sent_blocks = self.num_published_blocks = 0
+        self.num_scheduled_tokens = self.num_computed_tokens = 0
+        self.num_reused_tokens = self.num_expected_cached_tokens = 0
+        self.num_prefill_tokens = len(self.token_ids)
+        self.is_preempting = False
+        return block_ids

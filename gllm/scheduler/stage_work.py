@@ -1,8 +1,4 @@
-"""What a micro-batch asks of a stage, in numbers from which its time can be told.
-
-Owns the features of a step: token rows, query-key pairs, decodes and their context. Knows no
-device: what a feature costs is a cost model's business, here or in the simulator.
-"""
+"""Work of a micro-batch on a stage, in the numbers that cost models predict its time from."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,46 +7,48 @@ from gllm.scheduler.plan import ON_DEVICE, ScheduledRow
 
 
 class StageWork(NamedTuple):
-    """One micro-batch's work on any stage."""
+    """Work of one micro-batch, the same on every stage."""
 
     step: int
-    """Step number of its plan."""
-    tokens: int
+    """Step number of the plan."""
+    num_tokens: int
     """Token rows, prefill and decode together."""
-    chunks: tuple[tuple[int, int], ...]
-    """Prefill chunks: (tokens of the sequence before the chunk, tokens in it)."""
-    decodes: int
+    prefill_chunks: tuple[tuple[int, int], ...]
+    """(tokens of the sequence before the chunk, tokens in the chunk)."""
+    num_decodes: int
     """Rows of one token."""
-    decode_context: int
-    """Tokens that those attend to, their own among them, over all decodes."""
-    samples: int
-    """Rows from which a token is drawn."""
-    placeholders: bool = False
-    """Some input token is still being sampled by the step before."""
+    num_decode_context_tokens: int
+    """Tokens that the decodes attend to, their own tokens included, summed over all decodes."""
+    num_sampled_rows: int
+    """Rows from which a token is sampled."""
+    has_placeholders: bool = False
+    """True if an input token is still being sampled by the previous step."""
 
     @property
-    def pairs(self) -> float:
-        """Query-key pairs of the chunks under the causal mask."""
-        return sum(count_query_key_pairs(start, tokens) for start, tokens in self.chunks)
+    def num_query_key_pairs(self) -> float:
+        """Query-key pairs of the prefill chunks under the causal mask."""
+        return sum(count_query_key_pairs(start, tokens) for start, tokens in self.prefill_chunks)
 
 
-def count_query_key_pairs(start: int, tokens: int) -> float:
-    """Query-key pairs of `tokens` new tokens after `start` earlier ones, causal mask."""
-    return tokens * (start + (tokens + 1) / 2)
+def count_query_key_pairs(start: int, num_tokens: int) -> float:
+    """Return the query-key pairs of new tokens after `start` earlier ones under the causal mask."""
+    return num_tokens * (start + (num_tokens + 1) / 2)
 
 
 def compute_stage_work(step: int, rows: Iterable[ScheduledRow]) -> StageWork:
-    """The work of a plan's rows. A chunk of one token costs what a decode costs, so it is one."""
-    tokens = decodes = context = samples = 0
+    """Return the work of a plan's rows; a chunk of one token counts as a decode."""
+    num_tokens = num_decodes = num_context = num_sampled = 0
     chunks = []
-    placeholders = False
+    has_placeholders = False
     for row in rows:
-        tokens += row.num_tokens
-        samples += row.samples
+        num_tokens += row.num_tokens
+        num_sampled += row.should_sample
         if row.num_tokens == 1:
-            decodes += 1
-            context += row.start + 1
-            placeholders = placeholders or row.token_ids[-1:] == [ON_DEVICE]
+            num_decodes += 1
+            num_context += row.start + 1
+            has_placeholders = has_placeholders or row.token_ids[-1:] == [ON_DEVICE]
         else:
             chunks.append((row.start, row.num_tokens))
-    return StageWork(step, tokens, tuple(chunks), decodes, context, samples, placeholders)
+    return StageWork(
+        step, num_tokens, tuple(chunks), num_decodes, num_context, num_sampled, has_placeholders
+    )

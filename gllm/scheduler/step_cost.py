@@ -1,10 +1,9 @@
-"""A linear model of a step's time, fitted while the pipeline runs.
+"""Linear model of a step's time, fitted while the pipeline runs.
 
-Owns the fit: non-negative least squares over recent steps, in pure Python. Knows nothing of what is
-done with it.
+The fit is a non-negative least squares over recent steps, in pure Python.
 
-Source of the features: simulator and Vidur's practice (arXiv 2405.05465) of telling a step's time
-from its tokens, its prefill attention and its decode attention.
+Source of the features: the simulator's cost models and Vidur (arXiv 2405.05465), which predict the
+time of a step from its tokens, its prefill attention and its decode attention.
 """
 
 from typing import NamedTuple
@@ -12,82 +11,96 @@ from typing import NamedTuple
 from gllm.scheduler.stage_work import StageWork, count_query_key_pairs
 
 FEATURE_SCALES = (1.0, 1e3, 1e6, 1e2, 1e5)
-"""Typical sizes of the features, so that the equations are well conditioned."""
+"""Typical sizes of the features, which keep the equations well conditioned."""
 DECAY_PER_STEP = 0.998
-"""Weight that a step keeps with each later one: the last thousand or so count."""
+"""Factor on a step's weight with each later step: about the last thousand steps count."""
 REFIT_INTERVAL_STEPS = 32
+"""Observed steps between two fits."""
 DESCENT_SWEEPS = 60
+"""Passes of the coordinate descent over all coefficients per fit."""
 
 
 class StepCostCoefficients(NamedTuple):
-    """Seconds for one of each; none is negative."""
+    """Seconds per unit of each feature; none is negative."""
 
     step: float = 0.0
     token: float = 1.0
     pair: float = 0.0
-    """A query-key pair of a prefill chunk."""
+    """Per query-key pair of a prefill chunk."""
     decode: float = 0.0
-    """A decode, on top of its token."""
-    context: float = 0.0
-    """A token that a decode attends to."""
+    """Per decode, in addition to its token."""
+    context_token: float = 0.0
+    """Per token that a decode attends to."""
 
-    def seconds(self, work: StageWork) -> float:
-        """A step's predicted time."""
+    def predict_seconds(self, work: StageWork) -> float:
+        """Return the predicted time of a step."""
         return sum(c * f for c, f in zip(self, step_features(work), strict=True))
 
-    def chunk(self, start: int, tokens: int) -> float:
-        """A prefill chunk's part of it."""
-        return self.token * tokens + self.pair * count_query_key_pairs(start, tokens)
+    def predict_chunk_seconds(self, start: int, num_tokens: int) -> float:
+        """Return the part of a step's time that a prefill chunk after `start` tokens causes."""
+        return self.token * num_tokens + self.pair * count_query_key_pairs(start, num_tokens)
 
 
 def step_features(work: StageWork) -> tuple[float, ...]:
-    """What the coefficients multiply."""
-    return (1.0, work.tokens, work.pairs, work.decodes, work.decode_context)
+    """Return the features of a step, in the order of StepCostCoefficients."""
+    return (
+        1.0,
+        work.num_tokens,
+        work.num_query_key_pairs,
+        work.num_decodes,
+        work.num_decode_context_tokens,
+    )
 
 
 def solve_nonnegative(
-    matrix: list[list[float]], right: list[float], start: list[float], sweeps: int = DESCENT_SWEEPS
+    matrix: list[list[float]],
+    right: list[float],
+    start: list[float],
+    num_sweeps: int = DESCENT_SWEEPS,
 ) -> list[float]:
-    """x >= 0 that minimises x'Ax / 2 - b'x, by coordinate descent.
+    """Return the x >= 0 that minimises x'Ax / 2 - b'x, by coordinate descent.
 
-    matrix: A, symmetric and positive semi-definite, [n][n]. right: b, [n]. start: where to begin.
+    Args:
+        matrix: A, symmetric and positive semi-definite, [n][n].
+        right: b, [n].
+        start: initial x, [n].
+        num_sweeps: passes over all coordinates.
     """
     x = list(start)
-    for _ in range(sweeps):
+    for _ in range(num_sweeps):
         for i, row in enumerate(matrix):
             if row[i] > 0:
-                rest = sum(a * value for a, value in zip(row, x, strict=True))
-                x[i] = max(0.0, x[i] + (right[i] - rest) / row[i])
+                product = sum(a * value for a, value in zip(row, x, strict=True))
+                x[i] = max(0.0, x[i] + (right[i] - product) / row[i])
     return x
 
 
 class OnlineStepCostFit:
-    """Coefficients that follow the steps that were observed."""
+    """Coefficients fitted to the observed steps, recent ones with more weight."""
 
     def __init__(self) -> None:
-        self.fitted: StepCostCoefficients | None = None
-        """None until there were steps enough."""
+        self.coefficients: StepCostCoefficients | None = None
+        """None until REFIT_INTERVAL_STEPS steps have been observed."""
         size = len(FEATURE_SCALES)
         self._matrix = [[0.0] * size for _ in range(size)]
         self._right = [0.0] * size
         self._scaled = [0.0] * size
-        self._seen = 0
+        self._num_steps = 0
 
-    def observe(self, work: StageWork, seconds: float) -> None:
-        """A step's work and how long the slowest stage took for it."""
+    def observe_step(self, work: StageWork, seconds: float) -> None:
+        """Add a step: its work and the time of its slowest stage."""
         if seconds <= 0:
             return
         row = [f / s for f, s in zip(step_features(work), FEATURE_SCALES, strict=True)]
-        # Errors count in relation to the step's length, or long steps alone would be fitted.
+        # Relative errors: with absolute ones the long steps alone would determine the fit.
         weight = 1 / seconds**2
         for i, value in enumerate(row):
             line = self._matrix[i]
             for j, other in enumerate(row):
                 line[j] = line[j] * DECAY_PER_STEP + weight * value * other
             self._right[i] = self._right[i] * DECAY_PER_STEP + weight * value * seconds
-        self._seen += 1
-        if self._seen % REFIT_INTERVAL_STEPS == 0:
+        self._num_steps += 1
+        if self._num_steps % REFIT_INTERVAL_STEPS == 0:
             self._scaled = solve_nonnegative(self._matrix, self._right, self._scaled)
-            self.fitted = StepCostCoefficients(
-                *(x / s for x, s in zip(self._scaled, FEATURE_SCALES, strict=True))
-            )
+            unscaled = [x / s for x, s in zip(self._scaled, FEATURE_SCALES, strict=True)]
+            self.coefficients = StepCostCoefficients(*unscaled)

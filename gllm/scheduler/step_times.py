@@ -1,38 +1,35 @@
-"""Times of steps on their way to a policy that learns from them.
-
-Owns the steps whose times are not complete yet. Knows nothing of what is learnt.
-"""
+"""Collect the step times of all stages for a policy that learns from them."""
 
 from gllm.scheduler.plan import StepPlan, StepTime
 from gllm.scheduler.policy import SchedulingPolicy
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
 
 MAX_PENDING_STEPS = 4096
-"""Steps remembered while stages are silent; the oldest are forgotten first."""
+"""Steps kept while their stages do not report; the oldest is dropped first."""
 
 
 class StepTimeCollector:
-    """Joins what the stages report of a step; without a policy that learns it does nothing."""
+    """Joins the stages' reports on a step; does nothing for a policy that does not learn."""
 
     def __init__(self, policy: SchedulingPolicy, stages: int) -> None:
         self._policy = policy
         self._stages = stages
         self._pending: dict[int, tuple[StageWork, list[float]]] = {}
 
-    def expect(self, plan: StepPlan) -> None:
-        """A step that stages will report."""
-        if not self._policy.learns:
+    def on_scheduled(self, plan: StepPlan) -> None:
+        """Remember the work of a step that the stages will report."""
+        if not self._policy.learns_step_times:
             return
         self._pending[plan.step] = compute_stage_work(plan.step, plan.rows), []
         if len(self._pending) > MAX_PENDING_STEPS:
             del self._pending[next(iter(self._pending))]
 
-    def hear(self, time: StepTime) -> None:
-        """A stage's report; the last one of a step brings it to the policy."""
+    def on_stage_time(self, time: StepTime) -> None:
+        """Record a stage's report; the last one of a step informs the policy."""
         if time.step not in self._pending:
             return
         work, seconds = self._pending[time.step]
         seconds.append(time.end - time.start)
         if len(seconds) == self._stages:
             del self._pending[time.step]
-            self._policy.observe(work, max(seconds))
+            self._policy.observe_step(work, max(seconds))

@@ -50,7 +50,7 @@ def serve_requests(
     Raises ValueError for a request that is longer than the deployment's context.
     """
     config = deployment.scheduler
-    longest = max((len(each.prompt) + each.max_tokens for _, each in requests), default=0)
+    longest = max((len(each.prompt_token_ids) + each.max_tokens for _, each in requests), default=0)
     if longest > config.max_model_len:
         raise ValueError(
             f"the workload has a request of {longest} tokens, but max_model_len is "

@@ -69,7 +69,7 @@ def window_of(
     if not timed:
         raise ValueError("the run has no micro-batch with a stage's time: was it cut off early?")
     # The middle by tokens: by time or by count it often lies in the last requests' long decode.
-    tokens = list(accumulate(step.work.tokens for step in timed))
+    tokens = list(accumulate(step.work.num_tokens for step in timed))
     middle = bisect_left(tokens, tokens[-1] / 2)
     first = max(0, min(middle - WINDOW_STEPS // 2, len(timed) - WINDOW_STEPS))
     times = [time for step in timed[first : first + WINDOW_STEPS] for time in step.stages if time]
@@ -83,7 +83,7 @@ def window_of(
 def bars_of(run: Run, begin: float = -inf, end: float = inf) -> list[Bar]:
     """Bars that reach into begin..end, uncut, in the order of micro-batches."""
     return [
-        Bar(stage, step.work.step, time.start, time.end, step.prefill_tokens / step.work.tokens)
+        Bar(stage, step.work.step, time.start, time.end, step.prefill_tokens / step.work.num_tokens)
         for step in run.steps
         for stage, time in enumerate(step.stages)
         if time is not None and time.start < end and time.end > begin

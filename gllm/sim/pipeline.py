@@ -89,7 +89,7 @@ class Pipeline:
 
     def _observe(self, stage: int, steps: list[StepTime], now: float) -> list[Event]:
         self._now = now
-        self.scheduler.observe(stage, steps)
+        self.scheduler.record_step_times(stage, steps)
         return self._news(now)
 
     def _news(self, now: float) -> list[Event]:
@@ -120,7 +120,7 @@ class Pipeline:
         batch = lane.waiting.popleft()
         lane.busy = True
         # A row whose input token the step before samples waits for it (one stage only).
-        start = max(now, self._sampled) if batch[1].placeholders else now
+        start = max(now, self._sampled) if batch[1].has_placeholders else now
         end = round(start + self._cost.stage_seconds(stage, batch[1]), NANOSECONDS)
         return [Event(end, PIPELINE, partial(self._end_stage, stage, batch, start))]
 
@@ -128,7 +128,7 @@ class Pipeline:
         self._now = now
         self._stages[stage].busy = False
         if self._tells:
-            self.scheduler.observe(stage, [StepTime(batch[0].step, start, now)])
+            self.scheduler.record_step_times(stage, [StepTime(batch[0].step, start, now)])
         if stage == len(self._links):
             self._sampled = now + self._cost.sample_seconds(batch[1])
             done = round(now + self._cost.return_seconds(batch[1]), NANOSECONDS)
@@ -158,6 +158,8 @@ class Pipeline:
 
     def _commit(self, plan: StepPlan, now: float) -> list[Event]:
         self._now = now
-        sampled = [SampledToken(row.seq, row.epoch, TOKEN) for row in plan.rows if row.samples]
+        sampled = [
+            SampledToken(row.seq, row.epoch, TOKEN) for row in plan.rows if row.should_sample
+        ]
         self.scheduler.commit(StepResult(plan.step, sampled))
         return self._news(now)

@@ -179,7 +179,7 @@ def plot_tokens(run: Run, path: str | Path) -> None:
     """
     if not run.steps:
         raise ValueError("the run has no micro-batches to draw")
-    tokens = [step.work.tokens for step in run.steps]
+    tokens = [step.work.num_tokens for step in run.steps]
     many = len(tokens) > MOST_STEPS
     stretches = binned(stretches_of(run), BINS) if many else joined(stretches_of(run))
     edges = [stretch.start for stretch in stretches] + [stretches[-1].end]

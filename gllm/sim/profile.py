@@ -64,7 +64,7 @@ def profile_of(runs: list[Run], machine: dict[str, str]) -> Profile:
 def _take(profile: Profile, costs: StepCosts) -> None:
     work = costs.step.work
     stages = costs.stages
-    if work.placeholders and costs.plan is None:
+    if work.has_placeholders and costs.plan is None:
         # The time between two steps was for sampling, which is no part of the stage's.
         (times,) = costs.step.stages
         assert times is not None
@@ -73,16 +73,16 @@ def _take(profile: Profile, costs: StepCosts) -> None:
         stages = [computed]
     profile.steps.append(
         StepSample(
-            *(work.tokens, len(work.chunks), work.pairs),
-            *(work.decodes, work.decode_context, work.samples),
+            *(work.num_tokens, len(work.prefill_chunks), work.num_query_key_pairs),
+            *(work.num_decodes, work.num_decode_context_tokens, work.num_sampled_rows),
             [round(value, 7) for value in stages],
         )
     )
-    profile.returns.append((work.samples, round(costs.back, 7)))
+    profile.returns.append((work.num_sampled_rows, round(costs.back, 7)))
     if costs.plan is not None:
         profile.plans.append(round(costs.plan, 7))
     waits = [wait for wait in costs.links if wait is not None]
-    profile.links.extend((work.tokens, round(wait, 7)) for wait in waits)
+    profile.links.extend((work.num_tokens, round(wait, 7)) for wait in waits)
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:

@@ -33,10 +33,10 @@ requests, during which no system is at its best."""
 
 def steady_rate(run: Run) -> tuple[float, float]:
     """(tokens, requests) a second while the first STEADY of all tokens were computed."""
-    tokens = sum(step.work.tokens for step in run.steps)
+    tokens = sum(step.work.num_tokens for step in run.steps)
     done = 0
     for step in run.steps:
-        done += step.work.tokens
+        done += step.work.num_tokens
         if done >= STEADY * tokens and step.committed is not None:
             seconds = step.committed - run.begin
             return done / seconds, done / tokens * len(run.requests) / seconds
@@ -62,8 +62,8 @@ def summarize(
         "steady_tokens_per_second": steady_rate(run)[0],
         **{name: spread(values) for name, values in collect_latencies(lines).items()},
         "steps": len(run.steps),
-        "tokens_per_step": spread([float(step.work.tokens) for step in run.steps]),
-        "tokens_per_step_variation": variation([step.work.tokens for step in run.steps]),
+        "tokens_per_step": spread([float(step.work.num_tokens) for step in run.steps]),
+        "tokens_per_step_variation": variation([step.work.num_tokens for step in run.steps]),
         "preemptions": sum(served.preempted for served in run.requests.values()),
         "busy_share": [use.busy_share for use in uses],
         "bubble_share": [use.bubble_share for use in uses],

@@ -221,7 +221,7 @@ class _Reader:
         decodes = sum(self._prefilled.get(row.seq) == row.epoch for row in plan.rows)
         work = compute_stage_work(plan.step, plan.rows)
         stages: list[StepTime | None] = [None] * len(run.start.layers)
-        step = Step(event.time, work, work.tokens - decodes, decodes, stages)
+        step = Step(event.time, work, work.num_tokens - decodes, decodes, stages)
         step.prompted = self._news
         self._steps[plan.step] = step
         run.steps.append(step)
@@ -229,7 +229,7 @@ class _Reader:
             self.ignored.add(plan.step)
         self._rows[plan.step] = plan.rows
         for row in plan.rows:
-            if row.samples:
+            if row.should_sample:
                 self._prefilled[row.seq] = row.epoch
             served = run.requests.get(row.seq)
             if served is not None:
@@ -244,7 +244,7 @@ class _Reader:
         if result.error:
             for row in rows:
                 self._stop_ids.pop(row.seq, None)
-        for sampled in result.sampled:
+        for sampled in result.sampled_tokens:
             self._sample(sampled, event.time)
 
     def _sample(self, sampled: SampledToken, now: float) -> None:

@@ -119,5 +119,5 @@ class Pipeline:
         results, logprobs = self.executors[-1].sample(batch, logits)
         self.logprobs += logprobs
         for result in results:
-            self.held[result.seq].tokens.append(result.token)
+            self.held[result.seq].tokens.append(result.token_id)
         return results

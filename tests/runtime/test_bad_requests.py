@@ -87,12 +87,12 @@ async def test_a_request_that_cannot_be_read_ends_alone(stages: int) -> None:
         several = submit(engine, sampling=SequenceSamplingParams(seed=3.0), n=3)  # type: ignore[arg-type]
         for name, (_, field) in (UNREADABLE | UNUSABLE).items():
             end = await end_of(bad[name])
-            assert end.reason == "error", name
+            assert end.finish_reason == "error", name
             assert field in end.error, name
-        assert (await end_of(several)).reason == "error"
+        assert (await end_of(several)).finish_reason == "error"
         assert not several.alive
-        assert (await end_of(neighbour)).reason == "length"
-        assert (await end_of(submit(engine))).reason == "length"
+        assert (await end_of(neighbour)).finish_reason == "length"
+        assert (await end_of(submit(engine))).finish_reason == "length"
         for stream in (neighbour, several, *bad.values()):
             engine._client.release(stream)
         assert engine.status().state == "ready"
@@ -115,8 +115,8 @@ async def test_a_request_that_cannot_be_registered_ends_alone(
         neighbour = submit(engine)
         for max_tokens in (1, 40):
             end = await end_of(submit(engine, sampling=bad, n=2, max_tokens=max_tokens))
-            assert (end.reason, "can't start new thread" in end.error) == ("error", True)
-        assert (await end_of(neighbour)).reason == "length"
+            assert (end.finish_reason, "can't start new thread" in end.error) == ("error", True)
+        assert (await end_of(neighbour)).finish_reason == "length"
         assert engine.status().state == "ready"
 
 
@@ -156,7 +156,7 @@ async def test_a_reader_that_fails_holds_up_no_other() -> None:
             raise UnicodeError("no text")
 
         bad.listen(fail)
-        assert (await end_of(good)).reason == "length"
+        assert (await end_of(good)).finish_reason == "length"
         assert not bad.alive
         assert engine.status().state == "ready"
 

@@ -135,7 +135,7 @@ def expected(folder: Path, plans: list[StepPlan]) -> dict[str, list[Answer]]:
     """By name of what is special."""
     made = {name: expected_of(folder, plans, special) for name, special in SPECIALS.items()}
     for name, results in made.items():
-        drawn = [sampled.token for step, _ in results for sampled in step]
+        drawn = [sampled.token_id for step, _ in results for sampled in step]
         assert len(set(drawn)) > len(drawn) / 4, "tokens that tell steps apart"
         assert name == "greedy" or results != made["greedy"]
     return made
@@ -454,4 +454,4 @@ def test_logits_that_are_not_finite_end_their_row_only(folder: Path) -> None:
         executor._stage.logits = broken  # type: ignore[method-assign]
         results, _ = executor.sample(batch, executor.compute(batch, None))
     assert [bool(result.error) for result in results] == [False, True, False]
-    assert results[1].token == 0
+    assert results[1].token_id == 0

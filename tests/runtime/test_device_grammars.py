@@ -84,7 +84,7 @@ def alone(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("blocks", "options"),
-    [(40, {}), (40, {"lookahead": False}), (16, {}), (16, {"prefix_cache": False})],
+    [(40, {}), (40, {"async_scheduling": False}), (16, {}), (16, {"prefix_cache": False})],
     ids=str,
 )
 def test_the_device_draws_what_the_cpu_draws(
@@ -94,7 +94,7 @@ def test_the_device_draws_what_the_cpu_draws(
     blocks: int,
     options: dict[str, Any],
 ) -> None:
-    """Alone and in a crowd, with lookahead and without, where sequences lose their blocks."""
+    """Alone and in a crowd, with and without async scheduling, where sequences lose blocks."""
     rounds = 2 if blocks == 16 else 1
     pipeline = OnDevice(queues, folder, blocks, **options)
     generated = run(pipeline, folder, rounds)
@@ -106,7 +106,7 @@ def test_the_device_draws_what_the_cpu_draws(
 
 
 def test_forced_tokens_save_steps_on_a_device(queues: FakeQueues, folder: Path) -> None:
-    pipeline = OnDevice(queues, folder, 40, lookahead=False)
+    pipeline = OnDevice(queues, folder, 40, async_scheduling=False)
     with_grammars(pipeline.executors[-1], folder)
     only = json.dumps({"grammars": [{"lark_grammar": 'start: ("wxyz" | "abcdef")+'}]})
     pipeline.ask(0, PROMPTS[0], SequenceSamplingParams(temperature=0.0, grammar=only))

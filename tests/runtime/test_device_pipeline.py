@@ -86,7 +86,7 @@ def test_two_stages_are_as_one(tmp_path: Path, seed: int, sampling: SequenceSamp
                 sampled, _ = stages[1].sample(batch, tokens)
             queues.hand_over("second", "first")
             for each in sampled:
-                book.held[each.seq].tokens.append(each.token)
+                book.held[each.seq].tokens.append(each.token_id)
             results.append(sampled)
     edge.close()
     assert results == expected

@@ -70,7 +70,7 @@ def queues() -> Iterator[FakeQueues]:
     ("blocks", "options"),
     [
         (40, {}),
-        (40, {"lookahead": False}),
+        (40, {"async_scheduling": False}),
         (40, {"max_prefill_tokens": 4, "min_prefill_tokens": 4, "max_num_batched_tokens": 8}),
         (16, {}),
         (16, {"prefix_cache": False}),
@@ -80,8 +80,8 @@ def queues() -> Iterator[FakeQueues]:
 def test_what_looks_back_sees_the_same_in_every_setting(
     queues: FakeQueues, folder: Path, alone: list, blocks: int, options: dict[str, Any]
 ) -> None:
-    """With lookahead and without, in chunks, with blocks that others have computed, and where
-    sequences lose their blocks and get others."""
+    """With and without async scheduling, in chunks, with blocks that others have computed, and
+    where sequences lose their blocks and get others."""
     pipeline = OnDevice(queues, folder, blocks, **options)
     rounds = 2 if blocks == 16 else 1
     for seq, prompt in enumerate(rounds * PROMPTS):
@@ -121,7 +121,7 @@ def test_everything_forbidden_is_an_error_of_the_row(queues: FakeQueues, folder:
     executor, book = executor_with(queues, folder, [forbidden, told])
     batch = executor.prepare(book.plan([book.row(seq, len(PROMPTS[seq])) for seq in (0, 1)]))
     results, logprobs = executor.sample(batch, executor.compute(batch, None))
-    assert [(result.token > 0, result.error) for result in results] == [
+    assert [(result.token_id > 0, result.error) for result in results] == [
         (False, ALL_FORBIDDEN),
         (True, ""),
     ]

@@ -64,7 +64,7 @@ def test_stages_forget_choices_that_were_aborted_before_they_began(grammar: str)
     driver.turn()
     assert not driver._held
     assert not driver._cancelled
-    released = [one.plan.released for one in stage.messages if isinstance(one, RunStep)]
+    released = [one.plan.released_seqs for one in stage.messages if isinstance(one, RunStep)]
     assert released[0] == [7]
 
 
@@ -72,7 +72,7 @@ def test_a_stage_s_times_reach_the_policy_and_the_frontend() -> None:
     heard, stage = Heard(), Heard()
     scheduler = Scheduler(SchedulerConfig().resolve(1, 64, 128))
     observed: list[tuple[int, list[StepTime]]] = []
-    scheduler.observe = lambda stage, times: observed.append((stage, times))  # type: ignore[method-assign]
+    scheduler.record_step_times = lambda stage, times: observed.append((stage, times))  # type: ignore[method-assign]
     driver = Driver(scheduler, stage.send, [], heard)
     driver.submit(SubmitRequest(0, [1, 2, 3], SequenceSamplingParams(), 4, []))
     driver.turn()

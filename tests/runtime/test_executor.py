@@ -129,7 +129,7 @@ def test_preempted_sequence_goes_on_as_before(folders: dict[tuple[str, int], Pat
     assert greedy(pipeline, 2, 10) == whole
 
 
-def test_lookahead_reads_the_token_that_was_sampled(
+def test_async_scheduling_reads_the_token_that_was_sampled(
     folders: dict[tuple[str, int], Path],
 ) -> None:
     pipeline = Pipeline(folders["llama2", 0])
@@ -146,7 +146,7 @@ def test_lookahead_reads_the_token_that_was_sampled(
     tokens = []
     for batch in batches:
         results, _ = executor.sample(batch, executor.compute(batch, None))
-        tokens += [result.token for result in results]
+        tokens += [result.token_id for result in results]
     assert tokens == wanted
 
 
@@ -160,7 +160,7 @@ def test_bad_logits_end_their_own_sequence_only(folders: dict[tuple[str, int], P
     logits[1, 7] = float("nan")
     results, _ = pipeline.executors[0].sample(batch, logits)
     assert [result.seq for result in results] == [1, 2, 3]
-    assert [result.token for result in results] == [wanted[0], 0, wanted[2]]
+    assert [result.token_id for result in results] == [wanted[0], 0, wanted[2]]
     assert [bool(result.error) for result in results] == [False, True, False]
 
 
@@ -185,7 +185,7 @@ def test_n_choices_draw_from_streams_of_their_own(
     prompt = prompt_of(8, 0)
     for seq in (1, 2, 3):
         pipeline.add(seq, prompt, SequenceSamplingParams(temperature=2.0, seed=5, choice=seq - 1))
-    alone = [r.token for seq in (1, 2, 3) for r in pipeline.run([pipeline.row(seq, 8)])]
+    alone = [r.token_id for seq in (1, 2, 3) for r in pipeline.run([pipeline.row(seq, 8)])]
     together = Pipeline(folders["llama2", 0])
     for seq in (1, 2, 3):
         together.add(seq, prompt)
@@ -193,7 +193,7 @@ def test_n_choices_draw_from_streams_of_their_own(
         RegisterSequences(1, 8, prompt, SequenceSamplingParams(2.0, seed=5), n=3)
     )
     results = together.run([together.row(seq, 8) for seq in (1, 2, 3)])
-    assert [result.token for result in results] == alone
+    assert [result.token_id for result in results] == alone
     assert len(set(alone)) > 1
 
 

@@ -80,7 +80,7 @@ class Scheduled:
         assert hidden is not None
         sampled, told = self.executors[-1].sample(batches[-1], hidden)
         outcome = self.scheduler.commit(StepResult(plan.step, sampled))
-        for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
+        for seq, token in zip(outcome.seqs, outcome.token_ids, strict=True):
             self.generated.setdefault(seq, []).append(token)
         return outcome, told
 
@@ -167,12 +167,16 @@ def test_under_forced_preemption(
     assert pipeline.scheduler.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("lookahead", [True, False])
+@pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize("phase_pure", [True, False])
-def test_with_and_without_lookahead_and_mixing(
-    folder: Path, lookahead: bool, phase_pure: bool
+def test_with_and_without_async_scheduling_and_mixing(
+    folder: Path, async_scheduling: bool, phase_pure: bool
 ) -> None:
-    check(Scheduled(folder, 1, options={"lookahead": lookahead, "phase_pure": phase_pure}))
+    check(
+        Scheduled(
+            folder, 1, options={"async_scheduling": async_scheduling, "phase_pure": phase_pure}
+        )
+    )
 
 
 def test_a_second_round_from_a_warm_prefix_cache(folder: Path) -> None:

@@ -54,7 +54,7 @@ def test_forced_tokens_come_with_the_one_before(owner):
     first = step([state], [0], noise())
     begin = [first.tokens[0], *first.forced[0]]
     assert TOKENIZER.decode(begin, False) == '{"name":"'
-    assert results(plan_rows([(4, 1)], [state], [0]), first)[0].forced == tuple(begin[1:])
+    assert results(plan_rows([(4, 1)], [state], [0]), first)[0].forced_token_ids == tuple(begin[1:])
 
 
 @pytest.mark.parametrize("wanted", [PERSON, WORDS, StructuredOutput(choice=("yes", "no", "yes!"))])
@@ -85,7 +85,7 @@ def test_log_probabilities_are_told_of_every_token(owner):
 
 
 def test_rows_planned_before_a_token_was_forced_get_it(owner):
-    """With lookahead rows are under way that draw what is settled by now; they say the same, and
+    """With async scheduling rows in flight sample what is settled by now: the same tokens, and
     nothing twice."""
     state = state_of(PERSON, owner)
     first = step([state], [0], noise())

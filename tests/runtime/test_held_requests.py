@@ -19,14 +19,14 @@ class Frontend:
     def send(self, message) -> None:
         if isinstance(message, EngineOutputs):
             self.stats.append(message.stats)
-            self.ends.update((end.seq, end.error) for end in message.outcome.ends)
+            self.ends.update((end.seq, end.error) for end in message.outcome.finished)
 
     def send_encoded(self, payload: bytes) -> None:
         raise AssertionError("the frontend is sent messages")
 
 
 def made() -> tuple[Driver, list, Frontend]:
-    config = SchedulerConfig(lookahead=False).resolve(1, 20, 100)
+    config = SchedulerConfig(async_scheduling=False).resolve(1, 20, 100)
     told: list = []
     frontend = Frontend()
     return Driver(Scheduler(config), told.append, [], frontend), told, frontend
@@ -62,7 +62,7 @@ def test_one_that_does_not_compile_ends_with_its_error() -> None:
     assert frontend.ends == dict.fromkeys(range(3), "it is odd")
     assert not driver.scheduler._sequences
     submit(driver, 3)
-    released = [one.plan.released for one in told if isinstance(one, RunStep)]
+    released = [one.plan.released_seqs for one in told if isinstance(one, RunStep)]
     assert sorted(released[0]) == [0, 1, 2], "stages forget it"
 
 
@@ -73,7 +73,7 @@ def test_one_that_is_aborted_meanwhile_never_runs() -> None:
     driver.begin(GrammarReady(0))
     submit(driver, 2)
     assert steps(told) == [{2}]
-    assert [sorted(one.plan.released) for one in told if isinstance(one, RunStep)] == [[0, 1]]
+    assert [sorted(one.plan.released_seqs) for one in told if isinstance(one, RunStep)] == [[0, 1]]
     assert frontend.ends == {}
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities and penalties through scheduler and stages, against transformers.
 
-Every setting (stages, chunks, preemption, lookahead, choices) has to tell the same numbers.
+Every setting (stages, chunks, preemption, async scheduling, choices) has to tell the same numbers.
 """
 
 from dataclasses import dataclass, field
@@ -47,7 +47,9 @@ class Told(Scheduled):
     ) -> None:
         """Submit a request and register it everywhere, the prompt where it is needed."""
         reads = sampling.prompt_logprobs is None
-        self.scheduler.add(SchedulerRequest(seq, prompt, NEW_TOKENS, n=n, reads_cache=reads), 0.0)
+        self.scheduler.add(
+            SchedulerRequest(seq, prompt, NEW_TOKENS, n=n, reads_prefix_cache=reads), 0.0
+        )
         bare = RegisterSequences(seq, len(prompt), n=n)
         for executor in self.executors:
             needed = executor.is_first or (executor.is_last and sampling.needs_prompt)
@@ -113,7 +115,7 @@ SMALL_CHUNKS = {"max_prefill_tokens": 16, "min_prefill_tokens": 4, "max_num_batc
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, SMALL_CHUNKS, {"lookahead": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, SMALL_CHUNKS, {"async_scheduling": False}], ids=str)
 def test_every_cut_and_chunking(folder: Path, stages: int, options: dict[str, Any]) -> None:
     check(Told(folder, stages, options=options))
 
@@ -173,7 +175,7 @@ def alone(folder: Path) -> list[list[int]]:
     ("stages", "blocks", "options"),
     [
         (1, 200, {}),
-        (1, 200, {"lookahead": False}),
+        (1, 200, {"async_scheduling": False}),
         (1, 18, SMALL_CHUNKS),
         (2, 200, SMALL_CHUNKS),
         (2, 18, {}),
@@ -231,10 +233,10 @@ def test_bad_logits_of_a_prompt_end_their_own_request(folder: Path) -> None:
 
     def keep(result: StepResult) -> Any:
         outcome = commit(result)
-        ends.update({end.seq: end for end in outcome.ends})
+        ends.update({end.seq: end for end in outcome.finished})
         return outcome
 
     pipeline.scheduler.commit = keep  # type: ignore[method-assign]
     pipeline.run()
-    assert (ends[2].reason, ends[4].reason) == ("length", "error")
+    assert (ends[2].finish_reason, ends[4].finish_reason) == ("length", "error")
     assert "not finite" in ends[4].error

@@ -53,13 +53,13 @@ def draw(tokens: list[int], forces: bool) -> list[int]:
 
 def generate(request: SchedulerRequest, forces: bool = False) -> list[int]:
     """What a request generates when it has the pipeline for itself."""
-    tokens = list(request.prompt)
+    tokens = list(request.prompt_token_ids)
     limit = len(tokens) + request.max_tokens
     while True:
         for token in draw(tokens, forces):
             tokens.append(token)
-            if token in request.stop_ids or len(tokens) == limit:
-                return tokens[len(request.prompt) :]
+            if token in request.stop_token_ids or len(tokens) == limit:
+                return tokens[len(request.prompt_token_ids) :]
 
 
 @dataclass
@@ -94,18 +94,18 @@ class Stage:
         failed. faulty: sequences whose rows become NaN here."""
         nan = set()
         for row, followed in zip(plan.rows, self.mirror.apply(plan), strict=True):
-            assert len(followed.blocks) == -(-(row.start + row.num_tokens) // self.block_size)
+            assert len(followed.block_ids) == -(-(row.start + row.num_tokens) // self.block_size)
             if row.seq in broken:
                 self._write(row, followed, [hash(("broken", plan.step))] * row.num_tokens)
             elif self._run_row(row, followed, texts[row.seq].digests, row.seq in faulty):
                 nan.add(row.seq)
-        self.mirror.release(plan.released)
+        self.mirror.release(plan.released_seqs)
         return nan
 
     def skip(self, plan: StepPlan) -> None:
         """Take a plan's block tables over without computing anything."""
         self.mirror.apply(plan)
-        self.mirror.release(plan.released)
+        self.mirror.release(plan.released_seqs)
 
     def _run_row(
         self, row: ScheduledRow, followed: SequenceView, digests: list[int], faulty: bool
@@ -126,7 +126,7 @@ class Stage:
             self.cache[self._slot(followed, position)] = value
 
     def _slot(self, followed: SequenceView, position: int) -> int:
-        return followed.blocks[position // self.block_size] * self.block_size + (
+        return followed.block_ids[position // self.block_size] * self.block_size + (
             position % self.block_size
         )
 
@@ -164,9 +164,9 @@ class Pipeline:
         self.scheduler.add(request, self.now)
         for seq in range(request.seq, request.seq + request.n):
             for stage in self.stages:
-                stage.mirror.register(seq, len(request.prompt), request.prompt)
+                stage.mirror.register(seq, len(request.prompt_token_ids), request.prompt_token_ids)
             self.texts[seq] = Text()
-            for token in request.prompt:
+            for token in request.prompt_token_ids:
                 self.texts[seq].append(token)
             self.generated[seq] = []
             self.scored[seq] = set()
@@ -218,13 +218,13 @@ class Pipeline:
         for stage in range(self.scheduler.config.stages):
             # Any times will do for a policy that learns: the more they vary, the harder.
             seconds = 1 + plan.step * 7919 % 13 + stage
-            self.scheduler.observe(stage, [StepTime(plan.step, 0.0, seconds)])
-        for seq, token in zip(outcome.seqs, outcome.tokens, strict=True):
+            self.scheduler.record_step_times(stage, [StepTime(plan.step, 0.0, seconds)])
+        for seq, token in zip(outcome.seqs, outcome.token_ids, strict=True):
             self.generated[seq].append(token)
-        for end in outcome.ends:
+        for end in outcome.finished:
             assert end.seq in self.alive
             self.alive.discard(end.seq)
-            self.ended[end.seq] = end.reason
+            self.ended[end.seq] = end.finish_reason
         self.check()
         return outcome
 
@@ -235,7 +235,7 @@ class Pipeline:
             return StepResult(plan.step, [], "the step raised")
         sampled = []
         for row in plan.rows:
-            if row.samples:
+            if row.should_sample:
                 forced = self.forced.pop((plan.step, row.seq), ())
                 error = NOT_FINITE if row.seq in nan else errors.get(row.seq, "")
                 token = self._token(plan.step, row)
@@ -259,8 +259,8 @@ class Pipeline:
 
     def check(self) -> None:
         """The invariants that hold after every step."""
-        scheduler, pool = self.scheduler, self.scheduler.memory.pool
-        held = Counter(b for s in scheduler.memory.holders.values() for b in s.blocks)
+        scheduler, pool = self.scheduler, self.scheduler.kv_cache.block_pool
+        held = Counter(b for s in scheduler.kv_cache.running.values() for b in s.block_ids)
         references = {b: n for b, n in enumerate(pool._references) if n}
         assert references == held
         cached = set(pool._evictable)
@@ -269,32 +269,35 @@ class Pipeline:
         assert not held.keys() & (cached | set(pool._free))
         assert len(held) + len(cached) + len(pool._free) == pool.num_blocks
         assert len(self.plans) <= self.config.max_in_flight
-        assert len(scheduler.memory.holders) <= self.config.max_num_seqs
+        assert len(scheduler.kv_cache.running) <= self.config.max_num_seqs
         self._check_tally()
-        for sequence in scheduler.memory.holders.values():
-            if sequence.sent:
+        for sequence in scheduler.kv_cache.running.values():
+            if sequence.num_sent_blocks:
                 for stage in self.stages:
                     followed = stage.mirror.sequences[sequence.seq]
                     assert followed.epoch == sequence.epoch
-                    assert followed.blocks == sequence.blocks[: sequence.sent]
+                    assert followed.block_ids == sequence.block_ids[: sequence.num_sent_blocks]
 
     def _check_scores(self, outcome: StepOutput) -> None:
         """Where the prompt is scored, each of its tokens was computed before the output."""
-        for first in outcome.firsts:
+        for first in outcome.first_tokens:
             request = self.requests[first.seq]
-            if not request.reads_cache and first.seq == request.seq:
-                assert self.scored[first.seq] == set(range(len(request.prompt)))
+            if not request.reads_prefix_cache and first.seq == request.seq:
+                assert self.scored[first.seq] == set(range(len(request.prompt_token_ids)))
 
     def _check_tally(self) -> None:
         """The running sums are the sums."""
         tally, queue = self.scheduler._queues.tally, self.scheduler._queues.waiting
-        assert tally.waiting_tokens == sum(s.waiting_tokens for s in queue)
+        assert tally.num_waiting_tokens == sum(s.num_waiting_tokens for s in queue)
         expected = sum(
-            count_query_key_pairs(s.target - s.waiting_tokens, s.waiting_tokens) for s in queue
+            count_query_key_pairs(s.num_prefill_tokens - s.num_waiting_tokens, s.num_waiting_tokens)
+            for s in queue
         )
-        assert tally._waiting_pairs == expected
-        decoding = [self.scheduler._sequences[seq] for seq in tally.decoding]
-        assert tally._decode_context == sum(sequence.scheduled for sequence in decoding)
+        assert tally._num_waiting_pairs == expected
+        decoding = [self.scheduler._sequences[seq] for seq in tally.decoding_seqs]
+        assert tally._num_decode_context_tokens == sum(
+            sequence.num_scheduled_tokens for sequence in decoding
+        )
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.rows
@@ -303,7 +306,7 @@ class Pipeline:
         assert len(set(seqs)) == len(seqs)
         assert all(seq in self.alive for seq in seqs)
         for row in plan.rows:
-            assert ON_DEVICE not in row.token_ids or self.config.lookahead
+            assert ON_DEVICE not in row.token_ids or self.config.async_scheduling
 
     def _sample_ahead(self, plan: StepPlan) -> None:
         """The device knows a sampled token at once; the driver hears of it at the commit."""
@@ -313,9 +316,9 @@ class Pipeline:
             text = self.texts[row.seq]
             tokens = text.tokens
             known = [t for t in row.token_ids if t != ON_DEVICE]
-            start = max(row.start, len(self.requests[row.seq].prompt))
+            start = max(row.start, len(self.requests[row.seq].prompt_token_ids))
             assert tokens[start : start + len(known)] == known
-            if row.samples and row.start + row.num_tokens == len(tokens):
+            if row.should_sample and row.start + row.num_tokens == len(tokens):
                 drawn = draw(tokens, self.forces)
                 self.forced[plan.step, row.seq] = tuple(drawn[1:])
                 for token in drawn:

@@ -53,7 +53,7 @@ def test_shorter_outputs_than_expected_let_more_in() -> None:
         if plan is None:
             pipe.commit()
         else:
-            together.append(len(pipe.scheduler.memory.holders))
+            together.append(len(pipe.scheduler.kv_cache.running))
     assert together[0] == 1
     assert max(together) == 4
 
@@ -65,7 +65,7 @@ def test_a_scored_prompt_reads_after_preemption_what_it_has_scored(stages: int) 
     pipe.add(SchedulerRequest(0, prompt(160), 80))
     pipe.schedule()
     pipe.commit()
-    scored = SchedulerRequest(1, prompt(160), 8, reads_cache=False, priority=1)
+    scored = SchedulerRequest(1, prompt(160), 8, reads_prefix_cache=False, priority=1)
     pipe.add(scored)
     while not pipe.generated[1]:
         if pipe.schedule() is None:
@@ -81,12 +81,12 @@ def test_a_scored_prompt_reads_after_preemption_what_it_has_scored(stages: int) 
 
 def test_expected_lengths_follow_what_has_ended() -> None:
     lengths = OutputLengthPredictor(256)
-    assert [lengths.expected(1000, n) for n in (0, 255, 256, 600)] == [256, 256, 512, 1000]
-    assert lengths.expected(100, 0) == 100
+    assert [lengths.predict(1000, n) for n in (0, 255, 256, 600)] == [256, 256, 512, 1000]
+    assert lengths.predict(100, 0) == 100
     for length in (10, 20, 60):
         lengths.record(1000, length)
-    assert [lengths.expected(900, n) for n in (0, 10, 20, 60)] == [30, 40, 60, 120]
-    assert lengths.expected(2000, 0) == 256, "other requests, to judge by max_tokens"
+    assert [lengths.predict(900, n) for n in (0, 10, 20, 60)] == [30, 40, 60, 120]
+    assert lengths.predict(2000, 0) == 256, "other requests, to judge by max_tokens"
 
 
 def test_old_lengths_are_forgotten() -> None:
@@ -95,5 +95,5 @@ def test_old_lengths_are_forgotten() -> None:
         lengths.record(1000, 900)
     for _ in range(64):
         lengths.record(1000, 10)
-    assert lengths.expected(1000, 0) == 10
-    assert lengths.expected(1000, 10) == 20
+    assert lengths.predict(1000, 0) == 10
+    assert lengths.predict(1000, 10) == 20

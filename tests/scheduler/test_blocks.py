@@ -21,10 +21,10 @@ def test_published_blocks_outlive_their_holder_and_are_found_by_prefix() -> None
     for block, digest in zip(table, digests, strict=True):
         pool.publish(block, digest)
     pool.release(table)
-    assert pool.available == 4
-    assert pool.lookup(digests) == table
-    assert pool.lookup(chain([1, 2, 3, 4, 9, 9])) == table[:2]
-    assert pool.lookup(chain([9, 9, 3, 4])) == []
+    assert pool.num_free_blocks == 4
+    assert pool.find_cached_blocks(digests) == table
+    assert pool.find_cached_blocks(chain([1, 2, 3, 4, 9, 9])) == table[:2]
+    assert pool.find_cached_blocks(chain([9, 9, 3, 4])) == []
 
 
 def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
@@ -35,7 +35,7 @@ def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
         pool.publish(block, digest)
     pool.release(table)
     pool.allocate(1)
-    assert pool.lookup(digests) == table[:2]
+    assert pool.find_cached_blocks(digests) == table[:2]
 
 
 def test_the_least_recently_released_chain_is_evicted_first() -> None:
@@ -46,11 +46,11 @@ def test_the_least_recently_released_chain_is_evicted_first() -> None:
     pool.publish(second[0], two[0])
     pool.release(first)
     pool.release(second)
-    pool.share(pool.lookup(one))
+    pool.add_references(pool.find_cached_blocks(one))
     pool.release(first)
     pool.allocate(1)
-    assert pool.lookup(one) == first
-    assert pool.lookup(two) == []
+    assert pool.find_cached_blocks(one) == first
+    assert pool.find_cached_blocks(two) == []
 
 
 def test_what_is_forgotten_is_free_or_stays_with_its_holder() -> None:
@@ -60,12 +60,12 @@ def test_what_is_forgotten_is_free_or_stays_with_its_holder() -> None:
     for block, digest in zip([*first, *second], digests, strict=True):
         pool.publish(block, digest)
     pool.release(first)
-    pool.forget()
-    assert pool.lookup(digests) == []
-    assert pool.available == 3
+    pool.reset_prefix_cache()
+    assert pool.find_cached_blocks(digests) == []
+    assert pool.num_free_blocks == 3
     # A held block may be offered anew, and is free once let go.
     pool.publish(second[0], digests[0])
-    assert pool.lookup(digests[:1]) == second
+    assert pool.find_cached_blocks(digests[:1]) == second
     pool.release(second)
     assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
 
@@ -75,12 +75,16 @@ def test_a_shared_block_is_not_given_away() -> None:
     digest = chain([1, 2])
     table = pool.allocate(1)
     pool.publish(table[0], digest[0])
-    pool.share(table)
-    assert pool.sole(table) == 0
+    pool.add_references(table)
+    assert pool.count_exclusive(table) == 0
     pool.release(table)
-    assert (pool.available, pool.idle(table), pool.sole(table)) == (1, 0, 1)
+    assert (pool.num_free_blocks, pool.count_unreferenced(table), pool.count_exclusive(table)) == (
+        1,
+        0,
+        1,
+    )
     pool.release(table)
-    assert (pool.available, pool.idle(table)) == (2, 1)
+    assert (pool.num_free_blocks, pool.count_unreferenced(table)) == (2, 1)
 
 
 def test_a_twin_stays_private_and_is_free_at_once() -> None:
@@ -90,8 +94,8 @@ def test_a_twin_stays_private_and_is_free_at_once() -> None:
     pool.publish(first[0], digest[0])
     pool.publish(second[0], digest[0])
     pool.release(second)
-    assert pool.idle(second) == 0
-    assert pool.lookup(digest) == first
+    assert pool.count_unreferenced(second) == 0
+    assert pool.find_cached_blocks(digest) == first
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=2), st.text(max_size=5))

@@ -35,9 +35,9 @@ def fill(pipe: Pipeline, lengths: list[int], priorities: list[int]) -> None:
 
 def test_a_decode_takes_no_block_from_a_better_rank() -> None:
     """Sequence 0 came first; 1 and 2 have a better priority. The cache is full."""
-    pipe = pipeline(12 + 1, lookahead=False, prefix_cache=False)
+    pipe = pipeline(12 + 1, async_scheduling=False, prefix_cache=False)
     fill(pipe, [64, 64, 64], [1, 0, 0])
-    assert pipe.scheduler.memory.pool.available == 1
+    assert pipe.scheduler.kv_cache.block_pool.num_free_blocks == 1
     first, best, second = (running(pipe, seq) for seq in range(3))
     assert pipe.scheduler._preemption.allocate_decode(first, 1)
     assert not pipe.scheduler._preemption.allocate_decode(first, 40)
@@ -47,7 +47,7 @@ def test_a_decode_takes_no_block_from_a_better_rank() -> None:
 
 
 def test_the_worst_rank_gives_way_and_no_more_than_needed() -> None:
-    pipe = pipeline(12, lookahead=False, prefix_cache=False)
+    pipe = pipeline(12, async_scheduling=False, prefix_cache=False)
     fill(pipe, [64, 64, 64], [0, 0, 0])
     assert pipe.scheduler._preemption.allocate_decode(running(pipe, 0), 1)
     assert [running(pipe, seq).epoch for seq in range(3)] == [0, 0, 1]
@@ -56,24 +56,24 @@ def test_the_worst_rank_gives_way_and_no_more_than_needed() -> None:
 
 def test_a_victim_in_flight_counts_once() -> None:
     """Its blocks come at its commit; who needs more than those has to take from others too."""
-    pipe = pipeline(12, lookahead=False, prefix_cache=False)
+    pipe = pipeline(12, async_scheduling=False, prefix_cache=False)
     fill(pipe, [60, 60, 60], [0, 0, 0])
     assert len(plan_of(pipe).rows) == 3
     allocate = pipe.scheduler._preemption.allocate_decode
     assert not allocate(running(pipe, 0), 16)
-    assert [running(pipe, seq).evicting for seq in range(3)] == [False, False, True]
+    assert [running(pipe, seq).is_preempting for seq in range(3)] == [False, False, True]
     assert not allocate(running(pipe, 0), 64)
-    assert [running(pipe, seq).evicting for seq in range(3)] == [False, False, True]
+    assert [running(pipe, seq).is_preempting for seq in range(3)] == [False, False, True]
     assert not allocate(running(pipe, 0), 100)
-    assert [running(pipe, seq).evicting for seq in range(3)] == [False, True, True]
+    assert [running(pipe, seq).is_preempting for seq in range(3)] == [False, True, True]
 
 
 def test_prefill_does_not_lead_while_a_decode_lacks_a_block() -> None:
     """prefill-first: two decodes have all blocks, and their next token needs one each."""
-    pipe = pipeline(9, policy="prefill-first", lookahead=False, max_in_flight=3)
+    pipe = pipeline(9, policy="prefill-first", async_scheduling=False, max_in_flight=3)
     fill(pipe, [64, 64], [0, 0])
     plan_of(pipe)
-    pipe.scheduler._stalled = True
+    pipe.scheduler._is_decode_stalled = True
     pipe.add(SchedulerRequest(2, prompt(4, mark=2), 4, priority=-1))
     pipe.commit()
     rows = plan_of(pipe).rows
@@ -97,19 +97,19 @@ def test_idle_blocks_that_would_be_shared_are_no_free_blocks() -> None:
     pipe.drain()
     pipe.add(SchedulerRequest(1, prompt(76, mark=2), 60))
     plan_of(pipe)
-    memory = pipe.scheduler.memory
-    sequence = Sequence(2, SchedulerRequest(2, prompt(96), 1), prompt(96), target=96)
-    shared = memory.shareable(sequence)
-    assert (len(shared), memory.pool.available) == (5, 5)
+    memory = pipe.scheduler.kv_cache
+    sequence = Sequence(2, SchedulerRequest(2, prompt(96), 1), prompt(96), num_prefill_tokens=96)
+    shared = memory.find_shareable_blocks(sequence)
+    assert (len(shared), memory.block_pool.num_free_blocks) == (5, 5)
     assert not memory.admit(sequence)
-    assert memory.pool.available == 5
+    assert memory.block_pool.num_free_blocks == 5
 
 
 def test_blocks_are_offered_once_they_are_computed() -> None:
     pipe = pipeline()
     pipe.add(SchedulerRequest(0, prompt(40), 4))
     plan_of(pipe)
-    offered = pipe.scheduler.memory.pool._by_hash
+    offered = pipe.scheduler.kv_cache.block_pool._by_hash
     assert not offered
     pipe.commit()
     assert len(offered) == 2, "the third is not full"
@@ -122,7 +122,7 @@ def test_blocks_of_chunks_in_flight_are_not_offered() -> None:
     for _ in range(3):
         plan_of(pipe)
     pipe.commit()
-    assert len(pipe.scheduler.memory.pool._by_hash) == 1
+    assert len(pipe.scheduler.kv_cache.block_pool._by_hash) == 1
 
 
 def test_choices_that_wait_for_the_first_are_counted() -> None:
@@ -134,14 +134,14 @@ def test_choices_that_wait_for_the_first_are_counted() -> None:
 
 
 def test_followers_forget_choices_that_were_aborted_before_they_ran() -> None:
-    pipe = pipeline(lookahead=False)
+    pipe = pipeline(async_scheduling=False)
     pipe.add(SchedulerRequest(0, prompt(20), 4, n=3))
     pipe.abort([1, 2])
-    assert plan_of(pipe).released == [1, 2]
+    assert plan_of(pipe).released_seqs == [1, 2]
     assert set(pipe.stages[0].mirror.sequences) == {0}
     pipe.drain()
     pipe.add(SchedulerRequest(3, prompt(20), 1))
-    assert plan_of(pipe).released == [0]
+    assert plan_of(pipe).released_seqs == [0]
     assert set(pipe.stages[0].mirror.sequences) == {3}
 
 
@@ -155,12 +155,12 @@ def test_followers_forget_what_a_plan_releases() -> None:
 
 def test_queue_seconds_end_with_the_first_chunk() -> None:
     """The clock of this pipeline advances by one second with each call of schedule."""
-    pipe = pipeline(max_num_seqs=1, lookahead=False)
+    pipe = pipeline(max_num_seqs=1, async_scheduling=False)
     pipe.add(SchedulerRequest(0, prompt(20), 3))
     pipe.add(SchedulerRequest(1, prompt(20, mark=2), 1))
     firsts: dict[int, float] = {}
     while pipe.alive:
         if pipe.schedule() is None:
-            firsts.update((first.seq, first.queue_seconds) for first in pipe.commit().firsts)
+            firsts.update((first.seq, first.queue_seconds) for first in pipe.commit().first_tokens)
     assert firsts[0] == 1.0
     assert firsts[1] == pytest.approx(7.0)

@@ -45,7 +45,7 @@ def test_chunks_behind_a_failed_one_are_not_offered(stages: int) -> None:
         pipe.schedule(fails=step == 1)
     commit_all(pipe)
     assert pipe.ended == {0: "error"}
-    assert len(pipe.scheduler.memory.pool._by_hash) == 1
+    assert len(pipe.scheduler.kv_cache.block_pool._by_hash) == 1
     check_asked_again(pipe, 1, PROMPT)
 
 
@@ -74,7 +74,7 @@ def test_a_decode_behind_a_failed_one_offers_nothing_across_a_block() -> None:
     pipe.schedule()
     commit_all(pipe)
     assert pipe.ended == {0: "error"}
-    assert len(pipe.scheduler.memory.pool._by_hash) == 1
+    assert len(pipe.scheduler.kv_cache.block_pool._by_hash) == 1
     check_asked_again(pipe, 1, [*prompt, *generate(SchedulerRequest(0, prompt, 8))])
 
 
@@ -86,7 +86,7 @@ def test_a_row_that_is_not_finite_withdraws_the_blocks_of_its_prompt(stages: int
         pipe.schedule(faulty=[0] if step == 1 else [])
     commit_all(pipe)
     assert pipe.ended == {0: "error"}
-    assert not pipe.scheduler.memory.pool._by_hash
+    assert not pipe.scheduler.kv_cache.block_pool._by_hash
     check_asked_again(pipe, 1, PROMPT)
 
 
@@ -110,7 +110,7 @@ def test_an_error_of_a_request_alone_withdraws_nothing() -> None:
     pipe.add(SchedulerRequest(0, PROMPT, 8))
     pipe.schedule()
     pipe.commit(errors={0: "every token of the vocabulary is forbidden"})
-    assert len(pipe.scheduler.memory.pool._by_hash) == 4
+    assert len(pipe.scheduler.kv_cache.block_pool._by_hash) == 4
 
 
 def drive(pipeline: Pipeline, rng: Random, steps: int, nan_share: float) -> None:

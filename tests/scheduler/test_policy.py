@@ -27,17 +27,17 @@ def load(
     begun: int = 0,
 ) -> SchedulerLoad:
     return SchedulerLoad(
-        waiting_tokens=waiting,
-        waiting_pairs=count_query_key_pairs(begun, waiting),
-        begun_tokens=begun,
-        begun_pairs=count_query_key_pairs(0, begun),
-        decoding=decoding,
-        decode_context=100 * decoding,
-        ready=decoding if ready is None else ready,
-        scheduled=scheduled,
-        scheduled_cost=scheduled,
+        num_waiting_tokens=waiting,
+        num_waiting_pairs=count_query_key_pairs(begun, waiting),
+        num_started_tokens=begun,
+        num_started_pairs=count_query_key_pairs(0, begun),
+        num_decoding=decoding,
+        num_decode_context_tokens=100 * decoding,
+        num_ready_decodes=decoding if ready is None else ready,
+        num_scheduled_decodes=scheduled,
+        scheduled_decode_cost=scheduled,
         kv_free=free,
-        decode_plans=plans,
+        num_decode_plans=plans,
     )
 
 
@@ -54,13 +54,13 @@ def load(
 )
 def test_decodes_are_spread_over_the_depth(decoding: int, shares: list[int]) -> None:
     policy = POLICIES["throttle"](resolved(stages=4))
-    assert [policy.decodes(load(decoding=decoding, plans=k)) for k in range(4)] == shares
+    assert [policy.decode_budget(load(decoding=decoding, plans=k)) for k in range(4)] == shares
 
 
 def test_decodes_never_exceed_what_is_ready() -> None:
     policy = POLICIES["throttle"](resolved(stages=4))
-    assert policy.decodes(load(decoding=40, ready=3)) == 3
-    assert policy.decodes(load(decoding=40, ready=0)) == 0
+    assert policy.decode_budget(load(decoding=40, ready=3)) == 3
+    assert policy.decode_budget(load(decoding=40, ready=0)) == 0
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_decodes_never_exceed_what_is_ready() -> None:
 )
 def test_prefill_budget(name: str, given_load: SchedulerLoad, tokens: int) -> None:
     config = SchedulerConfig(policy=name).resolve(4, 1000, 1000)
-    assert POLICIES[name](config).prefill(given_load) == tokens
+    assert POLICIES[name](config).prefill_budget(given_load) == tokens
 
 
 @given(
@@ -112,7 +112,7 @@ def test_the_papers_throttle_follows_equation_3(
     waiting: int, decoding: int, free: float, threshold: float
 ) -> None:
     config = resolved(kv_threshold=threshold)
-    budget = POLICIES["throttle-paper"](config).prefill(load(waiting, decoding, free=free))
+    budget = POLICIES["throttle-paper"](config).prefill_budget(load(waiting, decoding, free=free))
     spare = 2048 * (free - threshold) / (1 - threshold)
     expected = 0 if free <= threshold else math.ceil(max(min(waiting / 8, spare), 32))
     assert abs(budget - expected) <= 1  # Rounding of the product may differ by one token.

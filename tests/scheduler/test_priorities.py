@@ -31,7 +31,7 @@ def decode_tokens_before(pipe: Pipeline, seq: int) -> int:
     before = pipe.scheduler.stats().decode_tokens
     while True:
         plan = advance(pipe)
-        if plan is not None and any(row.seq == seq and row.samples for row in plan.rows):
+        if plan is not None and any(row.seq == seq and row.should_sample for row in plan.rows):
             return pipe.scheduler.stats().decode_tokens - before
 
 
@@ -44,7 +44,7 @@ def test_half_prefilled_prompts_of_worse_rank_give_way_at_once() -> None:
     pipe.add(SchedulerRequest(1, prompt(580, mark=2), 8, priority=1))
     for _ in range(12):
         advance(pipe)
-    assert pipe.scheduler._sequences[1].prefilling
+    assert pipe.scheduler._sequences[1].is_prefilling
     pipe.add(SchedulerRequest(2, prompt(300, mark=3), 8, priority=0))
     assert decode_tokens_before(pipe, 2) < 12
     pipe.drain()
@@ -56,7 +56,7 @@ def test_a_seat_is_taken_from_a_decode_of_worse_priority(policy: str) -> None:
     pipe = pipeline(200, 400, 2, policy=policy, max_num_seqs=2)
     for seq in range(2):
         pipe.add(SchedulerRequest(seq, prompt(20, mark=seq), 300, priority=1))
-    while len(pipe.scheduler._queues.tally.decoding) < 2:
+    while len(pipe.scheduler._queues.tally.decoding_seqs) < 2:
         advance(pipe)
     pipe.add(SchedulerRequest(2, prompt(20, mark=3), 8, priority=0))
     assert decode_tokens_before(pipe, 2) < 12
@@ -131,7 +131,7 @@ def test_an_urgent_prompt_waits_a_bounded_number_of_plans(
         else:
             others += 1
         assert others <= 2 * pipe.config.max_in_flight + own + 1
-        if any(row.seq == 12 and row.samples for row in plan.rows):
+        if any(row.seq == 12 and row.should_sample for row in plan.rows):
             break
     pipe.drain()
     assert all(pipe.generated[seq] == generate(pipe.requests[seq]) for seq in pipe.requests)

@@ -33,7 +33,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         max_in_flight=draw(st.none() | st.integers(1, 9)),
         expected_output_tokens=draw(st.sampled_from([0, 1, 16, 256])),
         phase_pure=draw(st.booleans()),
-        lookahead=draw(st.booleans()),
+        async_scheduling=draw(st.booleans()),
         block_size=block_size,
         prefix_cache=draw(st.booleans()),
     )
@@ -49,13 +49,13 @@ def random_request(rng: Random, seq: int, longest: int) -> SchedulerRequest:
     prompt = [7] * common + [rng.randrange(50) for _ in range(prompt_len - common)]
     return SchedulerRequest(
         seq=seq,
-        prompt=prompt,
+        prompt_token_ids=prompt,
         max_tokens=rng.randint(1, min(longest - prompt_len, 20)),
-        stop_ids=frozenset(rng.sample(range(50), rng.choice([0, 0, 3]))),
+        stop_token_ids=frozenset(rng.sample(range(50), rng.choice([0, 0, 3]))),
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=rng.choice(["", "salt"]),
         n=rng.choice([1, 1, 1, 3]),
-        reads_cache=rng.random() < 0.8,
+        reads_prefix_cache=rng.random() < 0.8,
     )
 
 
@@ -72,7 +72,7 @@ def drive(pipeline: Pipeline, rng: Random, steps: int) -> None:
             victim = pipeline.requests[rng.choice(sorted(pipeline.alive))]
             pipeline.abort(list(range(victim.seq, victim.seq + rng.randint(1, victim.n))))
         if rng.random() < 0.005:
-            pipeline.scheduler.forget_prefixes()
+            pipeline.scheduler.reset_prefix_cache()
         if pipeline.plans and rng.random() < 0.5:
             pipeline.commit()
         else:
@@ -106,13 +106,13 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
 @given(stages=st.integers(1, 8), decoding=st.integers(1, 40), lag=st.integers(0, 100))
 def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
     """RD constant, no memory stall: every sequence once per min(RD, stages) decode plans."""
-    config = SchedulerConfig(policy="throttle", lookahead=False, max_num_seqs=64)
+    config = SchedulerConfig(policy="throttle", async_scheduling=False, max_num_seqs=64)
     pipeline = Pipeline(config.resolve(stages, 1000, 200))
     for seq in range(decoding):
         pipeline.add(SchedulerRequest(seq, [seq], 199))
     while (
         pipeline.scheduler._queues.waiting
-        or len(pipeline.scheduler._queues.tally.decoding) < decoding
+        or len(pipeline.scheduler._queues.tally.decoding_seqs) < decoding
     ):
         if pipeline.schedule() is None:
             pipeline.commit()
@@ -136,7 +136,7 @@ def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
 def test_a_ready_decode_waits_a_bounded_number_of_plans(stages: int, seed: int) -> None:
     """Without memory stalls at most ceil(RD / max(1, floor(RD / stages))) plans, RD varying."""
     rng = Random(seed)
-    config = SchedulerConfig(policy="throttle", lookahead=False, max_num_seqs=100)
+    config = SchedulerConfig(policy="throttle", async_scheduling=False, max_num_seqs=100)
     pipeline = Pipeline(config.resolve(stages, 4000, 100))
     waits: dict[int, int] = {}
     most = 0
@@ -144,7 +144,7 @@ def test_a_ready_decode_waits_a_bounded_number_of_plans(stages: int, seed: int) 
         if rng.random() < 0.5:
             pipeline.add(SchedulerRequest(len(pipeline.requests), [seq], rng.randint(1, 60)))
         for _ in range(rng.randint(1, 6)):
-            most = max(most, len(pipeline.scheduler._queues.tally.decoding))
+            most = max(most, len(pipeline.scheduler._queues.tally.decoding_seqs))
             ready = set(pipeline.scheduler._queues.ready)
             plan = pipeline.schedule()
             if plan is None:

@@ -22,7 +22,7 @@ from gllm.scheduler.step_cost import (
     solve_nonnegative,
 )
 
-TRUTH = StepCostCoefficients(step=2e-3, token=5e-5, pair=3e-8, decode=1e-5, context=4e-8)
+TRUTH = StepCostCoefficients(step=2e-3, token=5e-5, pair=3e-8, decode=1e-5, context_token=4e-8)
 
 
 def random_work(rng: random.Random, step: int) -> StageWork:
@@ -37,9 +37,9 @@ def fitted(noise: float) -> StepCostCoefficients:
     rng, fit = random.Random(1), OnlineStepCostFit()
     for step in range(3000):
         work = random_work(rng, step)
-        fit.observe(work, TRUTH.seconds(work) * rng.lognormvariate(0, noise))
-    assert fit.fitted is not None
-    return fit.fitted
+        fit.observe_step(work, TRUTH.predict_seconds(work) * rng.lognormvariate(0, noise))
+    assert fit.coefficients is not None
+    return fit.coefficients
 
 
 def test_the_fit_finds_what_made_the_times() -> None:
@@ -53,8 +53,10 @@ def test_the_fit_stands_noise_and_predicts() -> None:
     found, rng = fitted(0.2), random.Random(2)
     for step in range(50):
         work = random_work(rng, step)
-        if work.tokens:
-            assert found.seconds(work) == pytest.approx(TRUTH.seconds(work), rel=0.1)
+        if work.num_tokens:
+            assert found.predict_seconds(work) == pytest.approx(
+                TRUTH.predict_seconds(work), rel=0.1
+            )
 
 
 def test_the_fit_follows_a_change() -> None:
@@ -62,9 +64,9 @@ def test_the_fit_follows_a_change() -> None:
     for step in range(6000):
         work = random_work(rng, step)
         factor = 1.0 if step < 3000 else 3.0
-        fit.observe(work, factor * TRUTH.seconds(work))
-    assert fit.fitted is not None
-    assert fit.fitted.token == pytest.approx(3 * TRUTH.token, rel=0.05)
+        fit.observe_step(work, factor * TRUTH.predict_seconds(work))
+    assert fit.coefficients is not None
+    assert fit.coefficients.token == pytest.approx(3 * TRUTH.token, rel=0.05)
 
 
 @given(
@@ -73,8 +75,8 @@ def test_the_fit_follows_a_change() -> None:
 def test_no_coefficient_is_ever_negative(steps: list[tuple[int, float]]) -> None:
     fit = OnlineStepCostFit()
     for number, (tokens, seconds) in enumerate(steps):
-        fit.observe(StageWork(number, tokens, ((0, tokens),), 0, 0, 1), seconds)
-    assert fit.fitted is None or min(fit.fitted) >= 0
+        fit.observe_step(StageWork(number, tokens, ((0, tokens),), 0, 0, 1), seconds)
+    assert fit.coefficients is None or min(fit.coefficients) >= 0
 
 
 def test_coordinate_descent_solves_by_hand() -> None:
@@ -85,7 +87,7 @@ def test_coordinate_descent_solves_by_hand() -> None:
 def test_work_of_a_plan() -> None:
     rows = [ScheduledRow(1, 0, 99, 1, [], [7], True), ScheduledRow(2, 0, 10, 5, [], [], False)]
     assert compute_stage_work(4, rows) == StageWork(4, 6, ((10, 5),), 1, 100, 1)
-    assert compute_stage_work(4, rows).pairs == 11 + 12 + 13 + 14 + 15
+    assert compute_stage_work(4, rows).num_query_key_pairs == 11 + 12 + 13 + 14 + 15
     assert count_query_key_pairs(10, 5) == 65
 
 
@@ -99,7 +101,7 @@ def learnt() -> BalancePolicy:
     rng = random.Random(4)
     for step in range(500):
         work = random_work(rng, step)
-        policy.observe(work, TRUTH.seconds(work))
+        policy.observe_step(work, TRUTH.predict_seconds(work))
     return policy
 
 
@@ -107,27 +109,28 @@ def test_before_the_fit_balance_is_throttle() -> None:
     config = SchedulerConfig().resolve(4, 1000, 16000)
     balance, throttle = BalancePolicy(config), POLICIES["throttle"](config)
     for waiting in (10, 3000, 40_000):
-        given_load = load(waiting_tokens=waiting, waiting_pairs=1e6)
-        assert balance.prefill(given_load) == throttle.prefill(given_load)
-        assert balance.chunk(500, 10_000, 300) == throttle.chunk(500, 10_000, 300)
+        given_load = load(num_waiting_tokens=waiting, num_waiting_pairs=1e6)
+        assert balance.prefill_budget(given_load) == throttle.prefill_budget(given_load)
+        assert balance.size_chunk(500, 10_000, 300) == throttle.size_chunk(500, 10_000, 300)
 
 
 def test_later_chunks_of_a_prompt_are_smaller_and_take_as_long() -> None:
     policy = learnt()
-    sizes = [policy.chunk(start, 10_000, 1000)[0] for start in (0, 4000, 12_000)]
+    sizes = [policy.size_chunk(start, 10_000, 1000)[0] for start in (0, 4000, 12_000)]
     assert sizes[0] > sizes[1] > sizes[2]
     seconds = [
-        TRUTH.chunk(start, tokens) for start, tokens in zip((0, 4000, 12_000), sizes, strict=True)
+        TRUTH.predict_chunk_seconds(start, tokens)
+        for start, tokens in zip((0, 4000, 12_000), sizes, strict=True)
     ]
     assert max(seconds) / min(seconds) < 1.05
 
 
 @given(st.integers(0, 10**5), st.integers(1, 10**5), st.floats(0.01, 1e5))
 def test_a_chunk_uses_its_budget(start: int, most: int, budget: float) -> None:
-    tokens, cost = learnt_once().chunk(start, most, budget)
+    tokens, cost = learnt_once().size_chunk(start, most, budget)
     assert 1 <= tokens <= most
     if 1 < tokens < most:
-        below = tokens - 1 + learnt_once()._pair * count_query_key_pairs(start, tokens - 1)
+        below = tokens - 1 + learnt_once()._pair_cost * count_query_key_pairs(start, tokens - 1)
         assert below < budget <= cost + 1e-6
 
 
@@ -144,7 +147,8 @@ def test_decodes_with_long_contexts_count_for_more() -> None:
     policy = learnt()
     short, long = policy.decode_cost(10), policy.decode_cost(6000)
     assert long / short == pytest.approx(
-        (TRUTH.token + TRUTH.decode + 6000 * TRUTH.context) / (TRUTH.token + TRUTH.decode), rel=0.1
+        (TRUTH.token + TRUTH.decode + 6000 * TRUTH.context_token) / (TRUTH.token + TRUTH.decode),
+        rel=0.1,
     )
 
 
@@ -153,14 +157,14 @@ def test_times_reach_the_policy_once_every_stage_has_told_its_own() -> None:
     heard: list[tuple[int, float]] = []
 
     class Listening(BalancePolicy):
-        def observe(self, work: StageWork, seconds: float) -> None:
+        def observe_step(self, work: StageWork, seconds: float) -> None:
             heard.append((work.step, seconds))
 
     scheduler = Scheduler(config, Listening(config))
     scheduler.add(SchedulerRequest(0, list(range(40)), 4), 0.0)
     plan = scheduler.schedule(0.0)
     assert isinstance(plan, StepPlan)
-    scheduler.observe(1, [StepTime(plan.step, 5.0, 8.0), StepTime(99, 0.0, 1.0)])
+    scheduler.record_step_times(1, [StepTime(plan.step, 5.0, 8.0), StepTime(99, 0.0, 1.0)])
     assert heard == []
-    scheduler.observe(0, [StepTime(plan.step, 1.0, 2.0)])
+    scheduler.record_step_times(0, [StepTime(plan.step, 1.0, 2.0)])
     assert heard == [(plan.step, 3.0)]

@@ -39,7 +39,7 @@ def test_a_warm_prefix_cache_that_fills_all_blocks_counts_as_free(policy: str) -
     pipe = pipeline(2, 20, 320, policy)
     pipe.add(SchedulerRequest(0, prompt(300), 4))
     pipe.drain(5000)
-    assert len(pipe.scheduler.memory.pool._evictable) >= 18
+    assert len(pipe.scheduler.kv_cache.block_pool._evictable) >= 18
     pipe.add(SchedulerRequest(1, prompt(310, mark=2), 4))
     pipe.drain(5000)
     assert pipe.ended[1] == "length"
@@ -77,7 +77,7 @@ def test_a_full_hit_computes_the_last_token_only_in_its_last_block() -> None:
     pipe.add(SchedulerRequest(1, prompt(64), 1))
     plan = pipe.schedule()
     assert plan is not None
-    assert [(row.start, row.num_tokens, row.samples) for row in plan.rows] == [(48, 16, True)]
+    assert [(row.start, row.num_tokens, row.should_sample) for row in plan.rows] == [(48, 16, True)]
 
 
 def test_a_salt_separates_tenants() -> None:
@@ -95,7 +95,7 @@ def test_a_prompt_that_has_to_be_computed_reads_no_cache() -> None:
     pipe = pipeline(1, 50, 200)
     pipe.add(SchedulerRequest(0, prompt(64), 1))
     pipe.drain()
-    pipe.add(SchedulerRequest(1, prompt(64), 1, n=2, reads_cache=False))
+    pipe.add(SchedulerRequest(1, prompt(64), 1, n=2, reads_prefix_cache=False))
     plan = pipe.schedule()
     assert plan is not None
     assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 64)]
@@ -133,9 +133,9 @@ def test_an_aborted_sequence_in_flight_keeps_its_blocks_until_its_commit() -> No
     pipe = pipeline(2, 20, 200)
     pipe.add(SchedulerRequest(0, prompt(60), 10))
     pipe.schedule()
-    before = pipe.scheduler.memory.pool.available
+    before = pipe.scheduler.kv_cache.block_pool.num_free_blocks
     pipe.abort([0])
-    assert pipe.scheduler.memory.pool.available == before
+    assert pipe.scheduler.kv_cache.block_pool.num_free_blocks == before
     pipe.commit()
     assert pipe.scheduler.stats().kv_usage == 0
 
@@ -146,7 +146,7 @@ def test_a_choice_that_failed_ends_alone() -> None:
     pipe.add(SchedulerRequest(1, prompt(20, mark=2), 5))
     pipe.schedule()
     outcome = pipe.commit(errors={0: "logits are not finite"})
-    assert [(end.seq, end.reason, end.error) for end in outcome.ends] == [
+    assert [(end.seq, end.finish_reason, end.error) for end in outcome.finished] == [
         (0, "error", "logits are not finite")
     ]
     pipe.drain()
@@ -159,8 +159,8 @@ def test_a_failed_step_ends_its_sequences_and_publishes_nothing() -> None:
     plan = pipe.scheduler.schedule(0.0)
     assert plan is not None
     outcome = pipe.scheduler.commit(StepResult(plan.step, [], "broken"))
-    assert [end.error for end in outcome.ends] == ["broken"]
-    assert not pipe.scheduler.memory.pool._by_hash
+    assert [end.error for end in outcome.finished] == ["broken"]
+    assert not pipe.scheduler.kv_cache.block_pool._by_hash
 
 
 def test_results_out_of_order_are_refused() -> None:
@@ -188,5 +188,5 @@ def test_phase_pure_steps_never_mix() -> None:
         if plan is None:
             pipe.commit()
             continue
-        phases = {row.start >= len(pipe.requests[row.seq].prompt) for row in plan.rows}
+        phases = {row.start >= len(pipe.requests[row.seq].prompt_token_ids) for row in plan.rows}
         assert len(phases) == 1

@@ -99,7 +99,7 @@ def play(
     def listened(result: StepResult) -> StepOutput:
         outcome = commit(result)
         played.tokens += outcome.seqs
-        played.ends += outcome.ends
+        played.ends += outcome.finished
         return outcome
 
     monitored: Any = pipeline.scheduler
@@ -125,7 +125,7 @@ def check_requests(played: Played, jobs: list[Job], aborts: list[tuple[float, in
     told = run_of(played.log).requests
     ended = [end.seq for end in played.ends]
     assert len(set(ended)) == len(ended)
-    assert {end.reason for end in played.ends} <= {"length"}
+    assert {end.finish_reason for end in played.ends} <= {"length"}
     for seq, job in enumerate(jobs):
         emitted = played.tokens.count(seq)
         assert told[seq].line.num_tokens == emitted
@@ -173,7 +173,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_num_seqs=draw(st.sampled_from([1, 3, 256])),
         max_in_flight=draw(st.sampled_from([None, 1, 2, 5])),
         phase_pure=draw(st.booleans()),
-        lookahead=draw(st.booleans()),
+        async_scheduling=draw(st.booleans()),
         block_size=block_size,
         prefix_cache=draw(st.booleans()),
     ).resolve(draw(st.integers(1, 4)), blocks, LONGEST)
@@ -204,8 +204,8 @@ def test_nothing_is_lost_and_nothing_overlaps(
     check_order(played, link)
     scheduler = played.pipeline.scheduler
     assert not scheduler.stats().unfinished
-    assert not scheduler.memory.holders
-    assert scheduler.memory.pool.available == resolved.num_blocks
+    assert not scheduler.kv_cache.running
+    assert scheduler.kv_cache.block_pool.num_free_blocks == resolved.num_blocks
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -218,7 +218,7 @@ def test_a_cache_too_small_for_all_preempts_and_loses_nothing(policy: str, stage
     check_requests(played, jobs, [(3.0, 2)])
     check_order(played, 0.01)
     assert played.pipeline.scheduler.stats().preemptions > 0
-    assert played.pipeline.scheduler.memory.pool.available == 24
+    assert played.pipeline.scheduler.kv_cache.block_pool.num_free_blocks == 24
 
 
 # Theory.
@@ -230,7 +230,7 @@ def test_a_cache_too_small_for_all_preempts_and_loses_nothing(policy: str, stage
 def test_waits_are_those_of_a_queue_with_constant_service(count: int, tolerance: float) -> None:
     """M/D/1 at load 0.7, first come first served."""
     load, seconds = 0.7, 0.5
-    resolved = config(max_num_seqs=1, prefix_cache=False, lookahead=False)
+    resolved = config(max_num_seqs=1, prefix_cache=False, async_scheduling=False)
     jobs = make_jobs("fixed:1,1", count, load / seconds, seed=1)
     run = served(ConstantCost(seconds), resolved, jobs)
     ttfts = [request.line.ttft for request in run.requests.values()]
@@ -272,7 +272,7 @@ def test_a_request_alone_crosses_the_pipeline_once_for_each_token() -> None:
 def test_chunks_of_a_prompt_follow_each_other(in_flight: int, seconds: float) -> None:
     resolved = config(2, policy="sarathi", max_num_batched_tokens=16, max_in_flight=in_flight)
     run = served(ConstantCost(STAGE, LINK), resolved, [Job(0.0, 40, 1)])
-    assert [step.work.tokens for step in run.steps] == [16, 16, 8]
+    assert [step.work.num_tokens for step in run.steps] == [16, 16, 8]
     assert only(run).line.ttft == seconds
 
 
@@ -283,9 +283,9 @@ def test_a_link_carries_one_at_a_time() -> None:
     assert [time.start for step in run.steps if (time := step.stages[1])] == [1.25, 2.25, 3.25]
 
 
-def test_the_host_is_part_of_every_token_without_lookahead() -> None:
+def test_the_host_is_part_of_every_token_without_async_scheduling() -> None:
     cost = HostCost(STAGE, plan=1 / 32, sample=1 / 64, back=1 / 16)
-    request = only(served(cost, config(lookahead=False), [Job(0.0, 10, 5)]))
+    request = only(served(cost, config(async_scheduling=False), [Job(0.0, 10, 5)]))
     assert request.line.ttft == request.line.tpot == STAGE + 1 / 32 + 1 / 16
 
 
@@ -296,18 +296,18 @@ def gaps(run: Run) -> list[float]:
     return [after.start - before.end for before, after in pairwise(times)]
 
 
-def test_lookahead_keeps_a_stage_busy() -> None:
-    """The host works beside the stage; without lookahead the stage waits for it."""
+def test_async_scheduling_keeps_a_stage_busy() -> None:
+    """The host works beside the stage; without async scheduling the stage waits for it."""
     cost = HostCost(STAGE, plan=1 / 32, sample=0.0, back=1 / 16)
     jobs = [Job(0.0, 10, 9), Job(0.0, 10, 5)]
-    ahead = served(cost, config(lookahead=True), jobs)
+    ahead = served(cost, config(async_scheduling=True), jobs)
     assert gaps(ahead) == [0.0] * 8
     assert ahead.requests[0].line.tpot == STAGE
-    behind = served(cost, config(lookahead=False), jobs)
+    behind = served(cost, config(async_scheduling=False), jobs)
     assert gaps(behind) == [1 / 32 + 1 / 16] * 8
 
 
-def test_lookahead_waits_for_the_token_that_it_feeds() -> None:
+def test_async_scheduling_waits_for_the_token_that_it_feeds() -> None:
     cost = HostCost(STAGE, plan=1 / 32, sample=1 / 64, back=1 / 16)
     run = served(cost, config(), [Job(0.0, 10, 9)])
     assert gaps(run) == [1 / 64] * 8
@@ -320,8 +320,8 @@ def test_the_driver_hears_all_of_one_moment_before_it_schedules() -> None:
     turn = STAGE + 1 / 16
     cost = HostCost(STAGE, plan=0.0, sample=0.0, back=1 / 16)
     jobs = [Job(0.0, 10, 3), Job(0.0, 5, 1), Job(turn, 12, 1)]
-    run = served(cost, config(lookahead=False), jobs)
-    assert [step.work.tokens for step in run.steps] == [15, 13, 1]
+    run = served(cost, config(async_scheduling=False), jobs)
+    assert [step.work.num_tokens for step in run.steps] == [15, 13, 1]
     assert [request.line.ttft for request in run.requests.values()] == [turn] * 3
 
 

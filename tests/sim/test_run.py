@@ -103,7 +103,7 @@ def test_timelines_of_requests(run: Run) -> None:
 def test_micro_batches_with_their_tokens_and_times(run: Run) -> None:
     tokens = [(step.prefill_tokens, step.decode_tokens) for step in run.steps]
     assert tokens == [(4, 0), (3, 0), (3, 1), (0, 2)]
-    assert [step.work.samples for step in run.steps] == [1, 0, 2, 2]
+    assert [step.work.num_sampled_rows for step in run.steps] == [1, 0, 2, 2]
     assert [step.planned for step in run.steps] == [10, 11, 15, 21]
     assert [step.committed for step in run.steps] == [15, 17, 21, 25]
     assert run.steps[1].stages == [StepTime(1, 12, 13), StepTime(1, 15, 16)]

@@ -263,9 +263,9 @@ def test_bad_input_is_refused_with_the_fix(options: dict[str, Any], message: str
 @given(st.lists(st.builds(Job, st.floats(0, 9), st.integers(1, 70), st.integers(1, 9))))
 def test_requests_are_the_jobs_and_their_prompts_share_no_token(jobs: list[Job]) -> None:
     requests = requests_of(jobs)
-    assert [Job(time, len(r.prompt), r.max_tokens) for time, r in requests] == jobs
+    assert [Job(time, len(r.prompt_token_ids), r.max_tokens) for time, r in requests] == jobs
     assert [request.seq for _, request in requests] == list(range(len(jobs)))
-    tokens = [token for _, request in requests for token in request.prompt]
+    tokens = [token for _, request in requests for token in request.prompt_token_ids]
     assert len(set(tokens)) == len(tokens)
 
 

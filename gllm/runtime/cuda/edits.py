@@ -2,8 +2,8 @@
 
 Owns the way from a step's sampling rows to masks, places, phrases and penalties, and their order.
 Knows nothing of how tokens are drawn; the arithmetic is in gllm/kernels. What looks back at an
-output finds it on the device (gllm/kernels/history.py), for with lookahead the host does not know
-its last token yet.
+output finds it on the device (gllm/kernels/history.py), for with async scheduling the
+host does not know its last token yet.
 """
 
 from collections.abc import Sequence

@@ -305,7 +305,7 @@ class DeviceExecutor(StageExecutor):
 
     def _plan_draw(self, plan: StepPlan, batch: Batch) -> DrawInputs:
         """What drawing needs of the step; nothing but on the last stage."""
-        at = [index for index, row in enumerate(plan.rows) if row.samples and self.is_last]
+        at = [index for index, row in enumerate(plan.rows) if row.should_sample and self.is_last]
         lengths = [plan.rows[index].start + plan.rows[index].num_tokens for index in at]
         blocks = next(iter(batch.inputs.attention.values())).rows.block_table
         return self._drawing.plan(batch.sampled, batch.prompts, lengths, blocks[at])

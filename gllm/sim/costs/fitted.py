@@ -69,17 +69,19 @@ class _StageFit:
         self._known: dict[int, float] = {}
 
     def seconds(self, work: StageWork) -> float:
-        if work.tokens not in self._known:
-            pieces = [1.0, *_pieces(work.tokens)]
-            self._known[work.tokens] = sum(a * b for a, b in zip(self._curve, pieces, strict=True))
+        if work.num_tokens not in self._known:
+            pieces = [1.0, *_pieces(work.num_tokens)]
+            self._known[work.num_tokens] = sum(
+                a * b for a, b in zip(self._curve, pieces, strict=True)
+            )
         chunk, pair, decode, context, sample = self._others
         return (
-            self._known[work.tokens]
-            + chunk * len(work.chunks)
-            + pair * work.pairs
-            + decode * work.decodes
-            + context * work.decode_context
-            + sample * work.samples
+            self._known[work.num_tokens]
+            + chunk * len(work.prefill_chunks)
+            + pair * work.num_query_key_pairs
+            + decode * work.num_decodes
+            + context * work.num_decode_context_tokens
+            + sample * work.num_sampled_rows
         )
 
 
@@ -99,7 +101,7 @@ class FittedCost:
 
     def link_seconds(self, stage: int, work: StageWork) -> float:
         """A latency and so much for each token; all links are alike."""
-        return self._link[0] + self._link[1] * work.tokens
+        return self._link[0] + self._link[1] * work.num_tokens
 
     def plan_seconds(self, work: StageWork) -> float:
         """The median."""
@@ -111,7 +113,7 @@ class FittedCost:
 
     def return_seconds(self, work: StageWork) -> float:
         """A constant and so much for each drawn token."""
-        return self._return[0] + self._return[1] * work.samples
+        return self._return[0] + self._return[1] * work.num_sampled_rows
 
 
 class SlowedCost(FittedCost):

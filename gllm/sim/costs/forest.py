@@ -85,13 +85,15 @@ class ForestCost:
 
     def stage_seconds(self, stage: int, work: StageWork) -> float:
         """Layers of the stage, its inputs' preparation on the host, embedding and final norm."""
-        tokens = work.tokens
+        tokens = work.num_tokens
         layer = self._layer.at(tokens)
-        if work.chunks:
-            layer += self._prefill.at(*aggregate(work.chunks))
-        if work.decodes:
+        if work.prefill_chunks:
+            layer += self._prefill.at(*aggregate(work.prefill_chunks))
+        if work.num_decodes:
             # The profile's kv is what was cached before; a decode's context counts its own token.
-            layer += self._decode.at(work.decodes, work.decode_context / work.decodes - 1)
+            layer += self._decode.at(
+                work.num_decodes, work.num_decode_context_tokens / work.num_decodes - 1
+            )
         total = self.layers[stage] * layer + self._prepare.at(work)
         if stage == 0:
             total += self._embedding.at(tokens)
@@ -101,7 +103,7 @@ class ForestCost:
 
     def link_seconds(self, stage: int, work: StageWork) -> float:
         """One hidden state per token row, sent and received; all links are alike."""
-        return self._send.at(work.tokens) * MS
+        return self._send.at(work.num_tokens) * MS
 
     def plan_seconds(self, work: StageWork) -> float:
         """Nothing: the driver plans while earlier micro-batches compute."""
@@ -249,7 +251,7 @@ class _HostLine:
 
     def at(self, work: StageWork) -> float:
         """Milliseconds. ValueError beyond the largest batch that was measured."""
-        rows = work.decodes + len(work.chunks)
+        rows = work.num_decodes + len(work.prefill_chunks)
         if rows > self._most:
             raise out_of_range(self.operator, "batch", rows, self._least, self._most)
         return self._start + self._slope * rows

@@ -53,13 +53,13 @@ class RooflineCost:
     def stage_seconds(self, stage: int, work: StageWork) -> float:
         """Layers one after the other; on the last stage the LM head over the sampled rows."""
         seconds = self._layers[stage] * self._layer_seconds(work)
-        if stage == len(self._layers) - 1 and work.samples:
-            seconds += self._matrix_seconds(self._model.head_weights, work.samples)
+        if stage == len(self._layers) - 1 and work.num_sampled_rows:
+            seconds += self._matrix_seconds(self._model.head_weights, work.num_sampled_rows)
         return seconds + self._efficiency.stage_overhead
 
     def link_seconds(self, stage: int, work: StageWork) -> float:
         """One tensor [tokens, hidden] of bf16."""
-        size = work.tokens * self._model.hidden * BYTES
+        size = work.num_tokens * self._model.hidden * BYTES
         return self._link.latency + size / self._link.bandwidth
 
     def plan_seconds(self, work: StageWork) -> float:
@@ -76,15 +76,19 @@ class RooflineCost:
 
     def _layer_seconds(self, work: StageWork) -> float:
         model = self._model
-        seconds = self._matrix_seconds(model.layer_weights, work.tokens)
+        seconds = self._matrix_seconds(model.layer_weights, work.num_tokens)
         # Two products of 2 FLOP for each query-key pair, head and head dimension.
         per_pair = 4 * model.heads * model.head_dim
-        if work.chunks:
-            read = sum(start + tokens for start, tokens in work.chunks) * model.kv_bytes
-            seconds += hypot(work.pairs * per_pair / self._flops, read / self._bandwidth)
-        if work.decodes:
-            compute = work.decode_context * per_pair / self._flops
-            seconds += hypot(compute, work.decode_context * model.kv_bytes / self._bandwidth)
+        if work.prefill_chunks:
+            read = sum(start + tokens for start, tokens in work.prefill_chunks) * model.kv_bytes
+            seconds += hypot(
+                work.num_query_key_pairs * per_pair / self._flops, read / self._bandwidth
+            )
+        if work.num_decodes:
+            compute = work.num_decode_context_tokens * per_pair / self._flops
+            seconds += hypot(
+                compute, work.num_decode_context_tokens * model.kv_bytes / self._bandwidth
+            )
         return seconds
 
     def _matrix_seconds(self, weights: int, rows: int) -> float:

@@ -24,7 +24,7 @@ def test_figures_are_those_of_all_micro_batches() -> None:
     run, _ = serve("sarathi", make_jobs("uniform:16,400,16,60", 60, 20.0))
     figures = evenness(run)
     assert figures.steps == len(run.steps)
-    assert figures.tokens * len(run.steps) == sum(step.work.tokens for step in run.steps)
+    assert figures.tokens * len(run.steps) == sum(step.work.num_tokens for step in run.steps)
     assert figures.local_variation <= figures.decodes_variation
 
 
