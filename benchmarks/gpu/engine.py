@@ -173,7 +173,9 @@ class Model:
     def run(self, prompts: Sequence[list[int]], new: int) -> list[Step]:
         """Greedy texts of `new` tokens, all prompts at once.
 
-        With async scheduling a step is planned and given to the device before the one at hand has ended, as in a worker."""
+        With async scheduling a step is planned and given to the device before the previous one has
+        ended, as in a worker.
+        """
         executor = self.executor
         # A new one, so that a run that went wrong leaves nothing behind.
         scheduler = Scheduler(executor.scheduler)

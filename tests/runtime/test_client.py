@@ -41,7 +41,7 @@ async def test_a_slow_reader_gets_all_at_once():
     assert stream.take()[0].tokens == [1, 2, 3]
     brings(client, 0, 4, ends=[FinishedSequence(0, "length")])
     piece = stream.take()[0]
-    assert (piece.tokens, piece.end.reason) == ([4], "length")
+    assert (piece.tokens, piece.end.finish_reason) == ([4], "length")
 
 
 async def test_a_waiting_reader_is_woken_by_what_comes():
@@ -84,7 +84,7 @@ async def test_a_listener_is_told_once_when_all_of_a_step_is_there():
         {0: [12], 1: [13]},
     ]
     assert heard[0][0].first is not None
-    assert heard[1][1].end.reason == "length"
+    assert heard[1][1].end.finish_reason == "length"
 
 
 async def test_who_listens_is_not_told_again_before_taking():
@@ -138,7 +138,7 @@ async def test_the_end_of_the_engine_is_news():
     heard = []
     stream.listen(lambda: heard.append(stream.take()[0].end))
     client.fail_all("gone")
-    assert [(end.reason, end.error) for end in heard] == [("error", "gone")]
+    assert [(end.finish_reason, end.error) for end in heard] == [("error", "gone")]
 
 
 async def test_requests_end_by_their_id():
@@ -151,9 +151,9 @@ async def test_requests_end_by_their_id():
     assert sent[-1] == AbortSequences([0, 1])
     pieces = mine.take()
     assert pieces[0].tokens == [7]
-    assert [pieces[choice].end.reason for choice in (0, 1)] == ["abort", "abort"]
+    assert [pieces[choice].end.finish_reason for choice in (0, 1)] == ["abort", "abort"]
     assert client.end(None) == 1
-    assert other.take()[0].end.reason == "abort"
+    assert other.take()[0].end.finish_reason == "abort"
     client.release(mine)
     client.release(other)
     assert client.num_requests == 0
