@@ -92,7 +92,7 @@ class Replay:
             case AddEvent():
                 self._scheduler.add(to_request(event), event.time)
             case StageTimesEvent():
-                self._scheduler.observe(event.stage, event.steps)
+                self._scheduler.record_step_times(event.stage, event.steps)
             case ScheduleEvent():
                 begin = time.perf_counter()
                 plan = self._scheduler.schedule(event.time)

@@ -100,7 +100,7 @@ def _delta(
         if stop is None:
             return OutputDelta(choice, shown, tokens)
         return OutputDelta(choice, shown, tokens[:used], "stop", stop)
-    stopped_by_token = end is not None and end.stop_token is not None
+    stopped_by_token = end is not None and end.stop_token_id is not None
     hides_last = stopped_by_token and not params.include_stop_str_in_output
     shown, used, stop = text.push(tokens[:-1] if hides_last else tokens)
     logprobs, error = piece.logprobs, ""
@@ -113,7 +113,7 @@ def _delta(
         reason, error = end.finish_reason, end.error
         why = end.stop_token_id if end.stop_token_id in params.stop_token_ids else None
     first = piece.first or NOT_FIRST
-    known = first.cached_tokens, first.queue_seconds, logprobs, piece.prompt_logprobs
+    known = first.num_cached_tokens, first.queue_seconds, logprobs, piece.prompt_logprobs
     return OutputDelta(choice, shown, tokens, reason, why, error, *known)
 
 

@@ -126,15 +126,15 @@ class LoggedScheduler(Scheduler):
         self._write(AbortEvent(self._clock(), seqs))
         super().abort(seqs)
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """As Scheduler.forget_prefixes."""
         self._write(ResetPrefixCacheEvent(self._clock()))
-        super().forget_prefixes()
+        super().reset_prefix_cache()
 
     def schedule(self, now: float) -> StepPlan | None:
         """As Scheduler.schedule."""
         plan = super().schedule(now)
-        self._write(ScheduleEvent(now, plan, self.parallelism()))
+        self._write(ScheduleEvent(now, plan, self.available_parallelism()))
         return plan
 
     def commit(self, result: StepResult) -> StepOutput:
@@ -142,10 +142,10 @@ class LoggedScheduler(Scheduler):
         self._write(CommitEvent(self._clock(), result))
         return super().commit(result)
 
-    def observe(self, stage: int, times: list[StepTime]) -> None:
+    def record_step_times(self, stage: int, times: list[StepTime]) -> None:
         """As Scheduler.observe."""
         self._write(StageTimesEvent(self._clock(), stage, times))
-        super().observe(stage, times)
+        super().record_step_times(stage, times)
 
 
 def to_request(event: AddEvent) -> SchedulerRequest:
@@ -166,11 +166,11 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
         case AbortEvent():
             scheduler.abort(event.seqs)
         case ResetPrefixCacheEvent():
-            scheduler.forget_prefixes()
+            scheduler.reset_prefix_cache()
         case CommitEvent():
             scheduler.commit(event.result)
         case StageTimesEvent():
-            scheduler.observe(event.stage, event.steps)
+            scheduler.record_step_times(event.stage, event.steps)
     return None
 
 
@@ -189,7 +189,7 @@ class StepLogWriter:
     def write(self, event: StepLogEvent) -> None:
         """Append one line."""
         line = self._encoder.encode(event)
-        if isinstance(event, Start):
+        if isinstance(event, StartEvent):
             line = line.replace(ASYNC_SCHEDULING, ASYNC_SCHEDULING_ON_DISK)
         self._file.write(line)
         self._file.write(b"\n")
