@@ -127,7 +127,7 @@ class LoggedScheduler(Scheduler):
         super().abort(seqs)
 
     def reset_prefix_cache(self) -> None:
-        """As Scheduler.forget_prefixes."""
+        """As Scheduler.reset_prefix_cache."""
         self._write(ResetPrefixCacheEvent(self._clock()))
         super().reset_prefix_cache()
 
@@ -143,7 +143,7 @@ class LoggedScheduler(Scheduler):
         return super().commit(result)
 
     def record_step_times(self, stage: int, times: list[StepTime]) -> None:
-        """As Scheduler.observe."""
+        """As Scheduler.record_step_times."""
         self._write(StageTimesEvent(self._clock(), stage, times))
         super().record_step_times(stage, times)
 
