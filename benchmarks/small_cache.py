@@ -44,7 +44,7 @@ def simulate_case(case: Case) -> list[str]:
     served = run.requests.values()
     # The last token of an output is never an input.
     needed = sum(one.prompt_tokens + one.line.num_tokens - 1 for one in served)
-    computed = sum(step.work.tokens for step in run.steps)
+    computed = sum(step.work.num_tokens for step in run.steps)
     longest_wait = max(max(one.line.itl, default=0.0) for one in served)
     return [
         *(f"{case.num_blocks:,}", str(case.expected_tokens), case.policy),

@@ -197,7 +197,7 @@ class Driver:
         """The next plan; what work is left beside it is noted."""
         now = time.monotonic()
         plan = self.scheduler.schedule(now)
-        self._meter.record_parallelism(now, self.scheduler.parallelism())
+        self._meter.record_parallelism(now, self.scheduler.available_parallelism())
         return plan
 
     def _register(self, message: SubmitRequest) -> None:

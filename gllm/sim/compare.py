@@ -80,7 +80,7 @@ def requests_of_log(events: list[StepLogEvent], run: Run) -> list[tuple[float, S
         if isinstance(event, AddEvent) and event.seq in run.requests:
             seqs = range(event.seq, event.seq + event.n)
             tokens = max(1, *(run.requests[seq].line.num_tokens for seq in seqs))
-            request = to_request(event)._replace(max_tokens=tokens, stop_ids=frozenset())
+            request = to_request(event)._replace(max_tokens=tokens, stop_token_ids=frozenset())
             requests.append((event.time, request))
     return requests
 

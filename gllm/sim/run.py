@@ -254,5 +254,5 @@ class _Reader:
         served = self.run.requests[sampled.seq]
         if not sampled.error:
             served.line.record_output(now)
-        if sampled.error or sampled.token in stop_ids:
+        if sampled.error or sampled.token_id in stop_ids:
             del self._stop_ids[sampled.seq]
