@@ -24,7 +24,7 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.codec import decode, encode
 from gllm.messages.requests import EngineOutputs
 from gllm.messages.steps import RunStep, StepDone
-from gllm.models.hub import resolve
+from gllm.models.hub import resolve_model
 from gllm.observability.step_log import (
     AddEvent,
     CommitEvent,
@@ -182,7 +182,7 @@ async def measure_round(
 async def measure(config: EngineConfig, setting: Setting, rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of each phase in each round; one round before does not count."""
     config = replace(config, pipeline_parallel_size=setting.stages, layers=setting.layers)
-    tokenizer = Tokenizer.load(resolve(config.model))
+    tokenizer = Tokenizer.load(resolve_model(config.model))
     async with bench(config) as made:
         measured = [
             await measure_round(made, tokenizer, setting, seed) for seed in range(rounds + 1)

@@ -18,7 +18,7 @@ from benchmarks.cpu.page import ForeignCpu
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
 from gllm.experiments.real import LOG_SECONDS, serve_jobs
-from gllm.models.hub import resolve
+from gllm.models.hub import resolve_model
 from gllm.observability.step_log import StartEvent, StepLogEvent, read_step_log
 from gllm.sim.run import Run, run_of
 from gllm.sim.workload import Job
@@ -100,7 +100,7 @@ async def bench(config: EngineConfig) -> AsyncIterator[Bench]:
         log = Path(folder) / "steps.jsonl"
         scheduler = replace(config.scheduler, prefix_cache=False)
         config = replace(config, step_log=str(log), scheduler=scheduler)
-        loops = Loops(config, resolve(config.model))
+        loops = Loops(config, resolve_model(config.model))
         try:
             async with Engine(config) as engine:
                 made = Bench(engine, log, loops)

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
-from gllm.models.hub import resolve
+from gllm.models.hub import resolve_model
 from gllm.sim.report import show, text_table
 
 AIM = 1.5
@@ -121,7 +121,7 @@ def main() -> None:
     parser = make_parser(__doc__, "startup", rounds=5)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
-    results = measure(resolve(options.model), options.stages, options.rounds)
+    results = measure(resolve_model(options.model), options.stages, options.rounds)
     title = "From the command to a ready server"
     write_results(options.output, title, page(results, options.rounds), results)
 

@@ -21,7 +21,7 @@ from gllm.kernels.attention_plan import (
     plan_attention,
 )
 from gllm.runtime.batch import PlanAttention, Windows
-from gllm.transport.device_streams import Event, Graph, Stream
+from gllm.transport.device_streams import DeviceEvent, DeviceGraph, DeviceStream
 
 
 class HostEvent:
@@ -31,14 +31,14 @@ class HostEvent:
         self.at = 0.0
 
     def synchronize(self) -> None:
-        """As in gllm.transport.device_streams.Event: it is over."""
+        """As in gllm.transport.device_streams.DeviceEvent: it is over."""
 
     def query(self) -> bool:
-        """As in gllm.transport.device_streams.Event: it is over."""
+        """As in gllm.transport.device_streams.DeviceEvent: it is over."""
         return True
 
-    def since(self, earlier: Event) -> float:
-        """As in gllm.transport.device_streams.Event."""
+    def since(self, earlier: DeviceEvent) -> float:
+        """As in gllm.transport.device_streams.DeviceEvent."""
         assert isinstance(earlier, HostEvent)
         return self.at - earlier.at
 
@@ -48,14 +48,14 @@ class HostStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """As in gllm.transport.device_streams.Stream."""
+        """As in gllm.transport.device_streams.DeviceStream."""
         yield
 
-    def wait(self, event: Event) -> None:
-        """As in gllm.transport.device_streams.Stream: it is over."""
+    def wait(self, event: DeviceEvent) -> None:
+        """As in gllm.transport.device_streams.DeviceStream: it is over."""
 
-    def record(self, event: Event) -> None:
-        """As in gllm.transport.device_streams.Stream."""
+    def record(self, event: DeviceEvent) -> None:
+        """As in gllm.transport.device_streams.DeviceStream."""
         assert isinstance(event, HostEvent)
         event.at = time.perf_counter()
 
@@ -68,18 +68,18 @@ class HostGraph:
 
 
 class HostQueues:
-    """The CPU as gllm.transport.device_streams.Queues."""
+    """The CPU as gllm.transport.device_streams.DeviceRuntime."""
 
     device = torch.device("cpu")
 
     def bind_thread(self) -> None:
         """As in Queues: there is one device."""
 
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         """As in Queues."""
         return HostStream()
 
-    def event(self, timed: bool = False) -> Event:
+    def event(self, timed: bool = False) -> DeviceEvent:
         """As in Queues."""
         return HostEvent()
 
@@ -94,7 +94,7 @@ class HostQueues:
         """As in Queues."""
         return torch.zeros(*shape, dtype=dtype)
 
-    def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
+    def capture(self, stream: DeviceStream, work: Callable[[], None]) -> DeviceGraph:
         """As in Queues, but it runs: what it makes has to have its size."""
         work()
         return HostGraph(work)

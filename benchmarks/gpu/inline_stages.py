@@ -23,7 +23,7 @@ from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.transport.device_streams import CudaQueues, Queues
+from gllm.transport.device_streams import CudaRuntime, DeviceRuntime
 
 NUM_BLOCKS, LONGEST, GRAPH_ROWS = 256, 512, 16
 
@@ -33,7 +33,7 @@ class InlinePipeline:
 
     def __init__(self, stages: int, is_dry: bool, options: dict[str, Any]) -> None:
         """`options`: fields of EngineConfig. A dry run is on the CPU."""
-        self._queues: Queues = HostQueues() if is_dry else CudaQueues()
+        self._queues: DeviceRuntime = HostQueues() if is_dry else CudaRuntime()
         config = read_config(DEMO)
         engine = EngineConfig.from_options(
             str(DEMO), max_model_len=LONGEST, pipeline_parallel_size=stages, **options

@@ -208,7 +208,7 @@ class Executor(DeviceExecutor):
                 logits = self._graphs.replay(rows)[: batch.num_tokens].clone()
             else:
                 hidden = self._stage.forward(there.stage, None, self._cache.layers)
-                logits = self._stage.logits(hidden[: batch.num_tokens])
+                logits = self._stage.compute_logits(hidden[: batch.num_tokens])
         self._staging.release(self.stream)
         self._queues.synchronize()
         return logits

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gllm.transport.device_streams import CudaQueues, Queues
+from gllm.transport.device_streams import CudaRuntime, DeviceRuntime
 
 if TYPE_CHECKING:
     from gllm.runtime.batch import PlanAttention
@@ -59,13 +59,13 @@ class Place:
         if not self.is_dry:
             torch.cuda.synchronize()
 
-    def queues(self) -> Queues:
+    def queues(self) -> DeviceRuntime:
         """The device's queues of work."""
         if self.is_dry:
             from benchmarks.gpu.host import HostQueues
 
             return HostQueues()
-        return CudaQueues(self.device.index)
+        return CudaRuntime(self.device.index)
 
     def attention_planner(self, longest: int) -> "PlanAttention | None":
         """How attention is planned for the device's executor, for contexts up to `longest`; None

@@ -37,7 +37,7 @@ from gllm.engine.preflight import plan_model
 from gllm.engine.request import BadWords, RequestState, build_sequence_params
 from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.models.config import notes_of
+from gllm.models.config import model_notes
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.runtime.client import RequestStream
 from gllm.runtime.launch import PipelineWorkers, Workers
@@ -67,7 +67,7 @@ class Engine:
         self._folder, read = plan.folder, plan.config
         self.config = replace(config, max_model_len=plan.max_model_len)
         self.tokenizer = Tokenizer.load(self._folder, config.chat_template)
-        for note in notes_of(read.model, plan.max_model_len):
+        for note in model_notes(read.model, plan.max_model_len):
             log.warning("%s", note)
         self.model = ModelInfo(
             name=served_model_name or config.model,

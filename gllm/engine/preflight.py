@@ -10,7 +10,7 @@ from pathlib import Path
 from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
 from gllm.config.flags import output_file
 from gllm.models.config import ModelConfig, read_config
-from gllm.models.hub import resolve
+from gllm.models.hub import resolve_model
 from gllm.models.split import split_layers
 
 KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
@@ -50,7 +50,7 @@ def plan_model(config: EngineConfig) -> ModelPlan:
         except ValueError as error:
             raise ValueError(f"step_log {config.step_log}: {error}") from None
     _check_device(config)
-    folder = resolve(config.model)
+    folder = resolve_model(config.model)
     read = read_config(folder)
     layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
     length = config.max_model_len or read.model.context_length
@@ -84,7 +84,7 @@ def _check_kv_cache(config: EngineConfig, read: ModelConfig, length: int) -> Non
     """Raises ValueError where `kv_cache_memory` is certainly too small for one sequence."""
     if config.kv_cache_memory is None:
         return
-    elements = sum(layer.attention.cached.elements for layer in read.model.layers)
+    elements = sum(layer.attention.kv_entry.num_elements for layer in read.model.layers)
     size = config.scheduler.block_size
     block_bytes = size * elements * KV_ITEM_BYTES.get(config.kv_cache_dtype, 2)
     needed = -(-length // size)

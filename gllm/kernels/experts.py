@@ -113,9 +113,9 @@ def run_experts(
 class StackedExperts:
     """The weights of all experts, each projection in one tensor, as GPU kernels read them."""
 
-    up: Tensor | Fp8Stack
+    gate_up_proj: Tensor | Fp8Stack
     """[experts, 2 * intermediate, hidden]: the gates' outputs first."""
-    down: Tensor | Fp8Stack
+    down_proj: Tensor | Fp8Stack
     """[experts, hidden, intermediate]."""
     activation: str
     """A name of `gllm.kernels.activation`."""
@@ -155,7 +155,7 @@ def run_stacked(
 
     On GPUs the host does not wait for the selected experts.
     """
-    up, down, activation = stacked.up, stacked.down, stacked.activation
+    up, down, activation = stacked.gate_up_proj, stacked.down_proj, stacked.activation
     if x.is_cuda:
         from gllm.kernels.triton import experts as gpu
 

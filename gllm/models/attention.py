@@ -1,7 +1,6 @@
-"""Self-attention with its weights: grouped queries, and multi-head latent attention.
+"""Self-attention modules with their weights: grouped-query and multi-head latent attention.
 
-Owns the way from the residual stream to queries, keys and values and back. The arithmetic is in
-gllm/kernels. Does not know layers around it.
+They map the hidden states to queries, keys and values and back. The arithmetic is in gllm/kernels.
 """
 
 from collections.abc import Mapping
@@ -18,126 +17,148 @@ from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.qkv import rotate_and_store
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import RotaryAngles, apply_rotary
-from gllm.models import spec
+from gllm.models.basic_layers import Linear, Norm, optional_norm, read_projections
 from gllm.models.loader import Weights
-from gllm.models.parts import Linear, Norm, norm_of, parts_of
+from gllm.models.spec import AttentionSpec, LatentAttentionSpec, RopeSpec
 
 LayerCache = tuple[Tensor, Tensor]
 """Keys and values of a layer, each [blocks, block_size, kv_heads, elements]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What the layers of a stage share in a step."""
+class ForwardContext:
+    """Inputs of one step that all layers of a stage share."""
 
-    plans: Mapping[int | None, AttentionPlan]
-    """By window."""
-    angles: Mapping[spec.Rope, RotaryAngles]
+    attention_plans: Mapping[int | None, AttentionPlan]
+    """Plan for each sliding window of the layers; None for full attention."""
+    angles: Mapping[RopeSpec, RotaryAngles]
+    """Rotary angles of the step's positions."""
 
 
 class Attention:
     """Self-attention with grouped queries."""
 
-    def __init__(self, described: spec.Attention, weights: Weights, hidden: int) -> None:
-        self.spec = described
-        heads, kv_heads, dim = described.heads, described.kv_heads, described.head_dim
-        outputs = [heads * dim, kv_heads * dim, kv_heads * dim]
-        order = _ungrouped(heads, kv_heads, dim) if described.grouped_rows else None
-        self.qkv = Linear(described.qkv, weights, outputs, hidden, order)
-        self.out = Linear(described.out, weights, [hidden], heads * dim)
-        each = described.norm_by_head
-        query_norm = norm_of(described.query_norm, weights, *[heads] * each, dim)
-        key_norm = norm_of(described.key_norm, weights, *[kv_heads] * each, dim)
+    def __init__(self, spec: AttentionSpec, weights: Weights, hidden_size: int) -> None:
+        """Read the weights from `weights`, which are those of the layer."""
+        self.spec = spec
+        num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        outputs = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        order = None
+        if spec.is_grouped_by_kv_head:
+            order = _order_by_projection(num_heads, num_kv_heads, head_dim)
+        self.qkv_proj = Linear(spec.qkv_proj, weights, outputs, hidden_size, order)
+        self.out_proj = Linear(spec.out_proj, weights, [hidden_size], num_heads * head_dim)
+        query_shape, key_shape = [head_dim], [head_dim]
+        if spec.has_norm_per_head:
+            query_shape, key_shape = [num_heads, head_dim], [num_kv_heads, head_dim]
+        query_norm = optional_norm(spec.query_norm, weights, *query_shape)
+        key_norm = optional_norm(spec.key_norm, weights, *key_shape)
         self.norms: tuple[Norm, Norm] | None = None
-        interleaved = described.rope is not None and described.rope.interleaved
-        self.how = QKVLayout(heads, kv_heads, interleaved)
+        """Norms of queries and keys that rotate_and_store does not compute."""
+        is_interleaved = spec.rope is not None and spec.rope.is_interleaved
+        self.qkv_layout = QKVLayout(num_heads, num_kv_heads, is_interleaved)
         if query_norm is not None and key_norm is not None:
-            if query_norm.kind == "rms" and not each:
+            if query_norm.kind == "rms" and not spec.has_norm_per_head:
                 scales = query_norm.weight, key_norm.weight
-                self.how = QKVLayout(heads, kv_heads, interleaved, *scales, query_norm.eps)
+                self.qkv_layout = QKVLayout(
+                    num_heads, num_kv_heads, is_interleaved, *scales, query_norm.eps
+                )
             else:
                 self.norms = query_norm, key_norm
-        slopes = None if described.alibi is None else compute_alibi_slopes(heads) * described.alibi
-        self.scores = AttentionScaling(described.scale, described.softcap, slopes)
+        slopes = None
+        if spec.alibi_scale is not None:
+            slopes = compute_alibi_slopes(num_heads) * spec.alibi_scale
+        self.scaling = AttentionScaling(spec.scale, spec.softcap, slopes)
 
-    def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
-        """x [tokens, hidden]; the result is alike. Writes the tokens' keys and values to cache."""
-        described = self.spec
-        fused = self.qkv(x).view(len(x), -1, described.head_dim)
+    def __call__(self, x: Tensor, context: ForwardContext, cache: LayerCache) -> Tensor:
+        """Return the attention output [tokens, hidden] of x [tokens, hidden].
+
+        Writes the keys and values of the tokens to the cache.
+        """
+        spec = self.spec
+        qkv = self.qkv_proj(x).view(len(x), -1, spec.head_dim)
         if self.norms is not None:
             begin = 0
-            for norm, count in zip(self.norms, (described.heads, described.kv_heads), strict=True):
-                fused[:, begin : begin + count] = norm(fused[:, begin : begin + count])
+            counts = spec.num_heads, spec.num_kv_heads
+            for norm, count in zip(self.norms, counts, strict=True):
+                qkv[:, begin : begin + count] = norm(qkv[:, begin : begin + count])
                 begin += count
-        plan = step.plans[described.window]
-        angles = None if described.rope is None else step.angles[described.rope]
-        query = rotate_and_store(fused, self.how, angles, cache, plan.slots)
-        attended = paged_attention(query, *cache, plan, self.scores)
-        return self.out(attended.flatten(1))
+        plan = context.attention_plans[spec.window]
+        angles = None if spec.rope is None else context.angles[spec.rope]
+        query = rotate_and_store(qkv, self.qkv_layout, angles, cache, plan.slots)
+        attended = paged_attention(query, *cache, plan, self.scaling)
+        return self.out_proj(attended.flatten(1))
 
 
 class LatentAttention:
-    """Multi-head latent attention, computed on the compressed keys and values.
+    """Multi-head latent attention (MLA), computed on the compressed keys and values.
 
-    The maps that would decompress them are applied to queries and results instead, so that all
-    heads read the same short vectors. Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.2.
+    The up projections of keys and values are absorbed: they are applied to queries and outputs, so
+    that all heads read the same compressed vectors. Source: DeepSeek-AI, "DeepSeek-V2" (2024),
+    section 2.1.2.
     """
 
-    def __init__(self, described: spec.LatentAttention, weights: Weights, hidden: int) -> None:
-        self.spec = described
-        heads, rank, rope = described.heads, described.rank, described.rope.dim
-        query = heads * (described.plain_dim + rope)
-        self.query_down: Linear | None = None
-        if described.query_down is not None:
-            self.query_down = Linear(described.query_down, weights, [described.query_rank], hidden)
-        self.query_norm = norm_of(described.query_norm, weights, described.query_rank)
-        self.query = Linear(described.query, weights, [query], described.query_rank)
-        self.kv_down = Linear(described.kv_down, weights, [rank + rope], hidden)
-        self.kv_norm = Norm(described.kv_norm, weights, rank)
-        ups = [heads * (described.plain_dim + described.value_dim)]
-        by_head = torch.cat(parts_of(described.kv_up, weights, ups, rank)).view(heads, -1, rank)
-        parts = by_head.split((described.plain_dim, described.value_dim), dim=1)
-        self.key_up, self.value_up = (part.contiguous() for part in parts)
-        self.out = Linear(described.out, weights, [hidden], heads * described.value_dim)
-        self.scores = AttentionScaling(described.scale)
+    def __init__(self, spec: LatentAttentionSpec, weights: Weights, hidden_size: int) -> None:
+        """Read the weights from `weights`, which are those of the layer."""
+        self.spec = spec
+        num_heads, rank, rope_dim = spec.num_heads, spec.kv_lora_rank, spec.rope.dim
+        self.q_down_proj: Linear | None = None
+        if spec.q_down_proj is not None:
+            self.q_down_proj = Linear(spec.q_down_proj, weights, [spec.q_input_size], hidden_size)
+        self.q_norm = optional_norm(spec.q_norm, weights, spec.q_input_size)
+        query_size = num_heads * (spec.nope_head_dim + rope_dim)
+        self.q_proj = Linear(spec.q_proj, weights, [query_size], spec.q_input_size)
+        self.kv_down_proj = Linear(spec.kv_down_proj, weights, [rank + rope_dim], hidden_size)
+        self.kv_norm = Norm(spec.kv_norm, weights, rank)
+        dims = spec.nope_head_dim, spec.value_dim
+        kv_up = torch.cat(read_projections(spec.kv_up_proj, weights, [num_heads * sum(dims)], rank))
+        parts = kv_up.view(num_heads, -1, rank).split(dims, dim=1)
+        # [heads, nope_head_dim or value_dim, rank].
+        self.k_up_proj, self.v_up_proj = (part.contiguous() for part in parts)
+        self.out_proj = Linear(spec.out_proj, weights, [hidden_size], num_heads * spec.value_dim)
+        self.scaling = AttentionScaling(spec.scale)
 
-    def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
-        """x [tokens, hidden]; the result is alike. Writes the tokens' latents to cache."""
-        described, plan = self.spec, step.plans[None]
-        rope, angles = described.rope, step.angles[described.rope]
-        latent, key = self.kv_down(x).split((described.rank, rope.dim), dim=1)
-        key = apply_rotary(key[:, None], angles, rope.interleaved)
-        latent = torch.cat((self.kv_norm(latent)[:, None], key), dim=-1)
-        # The cache's values are a part of its keys.
-        store(latent, cache[0], plan.slots)
-        attended = paged_attention(self._queries(x, angles), *cache, plan, self.scores)
+    def __call__(self, x: Tensor, context: ForwardContext, cache: LayerCache) -> Tensor:
+        """Return the attention output [tokens, hidden] of x [tokens, hidden].
+
+        Writes the compressed keys and values of the tokens to the cache.
+        """
+        spec, plan = self.spec, context.attention_plans[None]
+        rope, angles = spec.rope, context.angles[spec.rope]
+        compressed, key = self.kv_down_proj(x).split((spec.kv_lora_rank, rope.dim), dim=1)
+        key = apply_rotary(key[:, None], angles, rope.is_interleaved)
+        entry = torch.cat((self.kv_norm(compressed)[:, None], key), dim=-1)
+        # The cache's values are the first elements of its keys.
+        store(entry, cache[0], plan.slots)
+        attended = paged_attention(self._queries(x, angles), *cache, plan, self.scaling)
         # [heads, tokens, rank] times [heads, rank, value_dim].
-        values = attended.transpose(0, 1) @ self.value_up.transpose(1, 2)
-        return self.out(values.transpose(0, 1).flatten(1))
+        values = attended.transpose(0, 1) @ self.v_up_proj.transpose(1, 2)
+        return self.out_proj(values.transpose(0, 1).flatten(1))
 
     def _queries(self, x: Tensor, angles: RotaryAngles) -> Tensor:
-        """[tokens, heads, rank + rope]: against latents, then against rotated keys."""
-        described = self.spec
-        if self.query_down is not None:
-            x = self.query_down(x)
-        if self.query_norm is not None:
-            x = self.query_norm(x)
-        fused = self.query(x).view(len(x), described.heads, -1)
-        plain, turned = fused.split((described.plain_dim, described.rope.dim), dim=-1)
-        against = (plain.transpose(0, 1) @ self.key_up).transpose(0, 1)
-        turned = apply_rotary(turned, angles, described.rope.interleaved)
-        return torch.cat((against, turned), dim=-1)
+        """Return queries [tokens, heads, rank + rope_dim] for compressed and for rotary keys."""
+        spec = self.spec
+        if self.q_down_proj is not None:
+            x = self.q_down_proj(x)
+        if self.q_norm is not None:
+            x = self.q_norm(x)
+        query = self.q_proj(x).view(len(x), spec.num_heads, -1)
+        nope, rotary = query.split((spec.nope_head_dim, spec.rope.dim), dim=-1)
+        absorbed = (nope.transpose(0, 1) @ self.k_up_proj).transpose(0, 1)
+        rotary = apply_rotary(rotary, angles, spec.rope.is_interleaved)
+        return torch.cat((absorbed, rotary), dim=-1)
 
 
-def head_shape(described: spec.Attention | spec.LatentAttention) -> HeadShape:
-    """What kernels have to know of a layer's heads before they are chosen."""
-    cached = described.cached
-    return HeadShape(cached.key, cached.value, cached.shared)
+def head_shape(spec: AttentionSpec | LatentAttentionSpec) -> HeadShape:
+    """Return the sizes of a layer's heads from which the attention backend is chosen."""
+    entry = spec.kv_entry
+    return HeadShape(entry.key_dim, entry.value_dim, entry.is_shared)
 
 
-def _ungrouped(heads: int, kv_heads: int, dim: int) -> Tensor:
-    """Rows of all queries, then keys, then values, of a tensor stored KV head by KV head."""
-    group = heads // kv_heads
-    rows = torch.arange((heads + 2 * kv_heads) * dim).view(kv_heads, group + 2, dim)
+def _order_by_projection(num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
+    """Return the stored row of each query, then key, then value, of a weight stored by KV head."""
+    group = num_heads // num_kv_heads
+    rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim)
+    rows = rows.view(num_kv_heads, group + 2, head_dim)
     parts = rows[:, :group], rows[:, group], rows[:, group + 1]
     return torch.cat([part.flatten() for part in parts])

@@ -12,11 +12,11 @@ from typing import Any
 from gllm.config.field_types import FieldError
 from gllm.config.options import INT32_MAX
 from gllm.config.sampling import SamplingParams
+from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
-from gllm.models.keys import Keys
-from gllm.models.registry import architecture_of, family
-from gllm.models.spec import Model
-from gllm.models.stored import stored_as
+from gllm.models.quantization_config import read_quantization
+from gllm.models.registry import family, select_architecture
+from gllm.models.spec import ModelSpec
 from gllm.models.weight_files import is_lfs_pointer, lfs_error, missing_weights_reason
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -29,7 +29,7 @@ class ModelConfig:
     """What there is to know of a model before its weights are read."""
 
     architecture: str
-    model: Model
+    model: ModelSpec
     dtype: str
     """Of the checkpoint: float32, bfloat16 or float16."""
     eos_ids: tuple[int, ...]
@@ -46,16 +46,16 @@ def read_config(folder: Path) -> ModelConfig:
     if raw is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     generation = _read_json(folder / GENERATION) or {}
-    architecture = architecture_of(raw.get("architectures"))
-    keys = Keys(raw)
-    model = replace(family(architecture)(keys), stored=stored_as(keys))
-    keys.finish()
+    architecture = select_architecture(raw.get("architectures"))
+    config = ConfigReader(raw)
+    model = replace(family(architecture)(config), quantization=read_quantization(config))
+    config.check_all_read()
     eos_ids = _ids("config.json", raw) | _ids(GENERATION, generation)
     sampling = _sampling_defaults(generation)
     return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)), sampling)
 
 
-def notes_of(model: Model, max_model_len: int) -> list[str]:
+def model_notes(model: ModelSpec, max_model_len: int) -> list[str]:
     """Return what to log of a model that serves texts of this length: where it differs from
     transformers."""
     notes = list(model.notes)

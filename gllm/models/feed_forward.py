@@ -1,6 +1,6 @@
-"""Feed-forward blocks with their weights: gated or not, one or a mixture of experts.
+"""Feed-forward modules with their weights: MLP, gated or not, and mixture of experts.
 
-Owns weights in memory. The arithmetic is in gllm/kernels. Does not know layers around it.
+The arithmetic is in gllm/kernels.
 """
 
 from collections.abc import Sequence
@@ -21,120 +21,135 @@ from gllm.kernels.experts import (
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
 from gllm.kernels.linear import linear, prepare
 from gllm.kernels.weight_format import Matrix
-from gllm.models import spec
+from gllm.models.basic_layers import Linear, read_bias, read_matrices
 from gllm.models.errors import ModelError
 from gllm.models.loader import Weights
-from gllm.models.parts import Linear, matrices_of, stacked_bias
+from gllm.models.spec import ExpertsSpec, LinearSpec, MLPSpec
 
 
 class MLP:
     """One feed-forward block."""
 
-    def __init__(self, described: spec.MLP, weights: Weights, hidden: int) -> None:
-        inner, self.activation = described.inner, described.activation
-        self.up: Linear | GatedMatrix
-        if described.gated:
-            self.up = gated(described, weights, hidden)
+    def __init__(self, spec: MLPSpec, weights: Weights, hidden_size: int) -> None:
+        """Read the weights from `weights`, which are those of the layer."""
+        self.activation = spec.activation
+        self.up_proj: Linear | GatedMatrix
+        if spec.is_gated:
+            self.up_proj = read_gated(spec, weights, hidden_size)
         else:
-            self.up = Linear(described.up, weights, [inner], hidden)
-        self.down = Linear(described.down, weights, [hidden], inner)
+            self.up_proj = Linear(spec.up_proj, weights, [spec.intermediate_size], hidden_size)
+        self.down_proj = Linear(spec.down_proj, weights, [hidden_size], spec.intermediate_size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden]; the result is alike."""
-        if isinstance(self.up, GatedMatrix):
-            return self.down(gated_linear(x, self.up))
-        return self.down(apply_activation(self.activation, self.up(x)))
+        """Return the output [tokens, hidden] of x [tokens, hidden]."""
+        if isinstance(self.up_proj, GatedMatrix):
+            return self.down_proj(gated_linear(x, self.up_proj))
+        return self.down_proj(apply_activation(self.activation, self.up_proj(x)))
 
 
-def gated(described: spec.MLP, weights: Weights, hidden: int) -> GatedMatrix:
-    """The maps of a gated block up to its gate."""
-    outputs = [described.inner, described.inner]
-    parts = matrices_of(described.up, weights, outputs, hidden)
-    bias = stacked_bias(described.up, weights, outputs)
-    whole = parts[0] if len(parts) == 1 else None
-    halves = whole if isinstance(whole, Tensor) else parts
-    return prepare_gated(halves, bias, described.activation, weights.quantization)
+def read_gated(spec: MLPSpec, weights: Weights, hidden_size: int) -> GatedMatrix:
+    """Read the gate and up projection of a gated block."""
+    outputs = [spec.intermediate_size, spec.intermediate_size]
+    parts = read_matrices(spec.up_proj, weights, outputs, hidden_size)
+    bias = read_bias(spec.up_proj, weights, outputs)
+    fused = parts[0] if len(parts) == 1 else None
+    halves = fused if isinstance(fused, Tensor) else parts
+    return prepare_gated(halves, bias, spec.activation, weights.quantization)
 
 
-SingleExperts = tuple[Sequence[GatedMatrix], Sequence[Matrix]]
-"""The maps of each expert up to its gate, and down."""
+SeparateExperts = tuple[Sequence[GatedMatrix], Sequence[Matrix]]
+"""Gate and up projection of each expert, and down projection of each."""
 
 
-def single(experts: Sequence[spec.MLP], weights: Weights, hidden: int) -> SingleExperts:
-    """The weights of experts, each by itself."""
-    up = [gated(one, weights, hidden) for one in experts]
-    parts = (matrices_of(one.down, weights, [hidden], one.inner) for one in experts)
-    return up, [prepare(part, weights.quantization) for part in parts]
+def read_separate_experts(
+    experts: Sequence[MLPSpec], weights: Weights, hidden_size: int
+) -> SeparateExperts:
+    """Read the weights of experts, one matrix per expert and projection."""
+    gate_up = [read_gated(expert, weights, hidden_size) for expert in experts]
+    parts = (
+        read_matrices(expert.down_proj, weights, [hidden_size], expert.intermediate_size)
+        for expert in experts
+    )
+    return gate_up, [prepare(part, weights.quantization) for part in parts]
 
 
-def stacked(experts: Sequence[spec.MLP], weights: Weights, hidden: int) -> StackedExperts:
-    """The weights of experts that have the same shapes and no biases, in one tensor of a kind.
+def read_stacked_experts(
+    experts: Sequence[MLPSpec], weights: Weights, hidden_size: int
+) -> StackedExperts:
+    """Read the weights of experts without biases, one stack per projection.
 
-    Raises ModelError where they are not stored alike.
+    Raises:
+        ModelError: the experts have different shapes or formats.
     """
-    inner, activation = experts[0].inner, experts[0].activation
-    up = (matrices_of(one.up, weights, [inner, inner], hidden) for one in experts)
-    down = (matrices_of(one.down, weights, [hidden], inner) for one in experts)
+    size, activation = experts[0].intermediate_size, experts[0].activation
+    gate_up = (
+        read_matrices(expert.up_proj, weights, [size, size], hidden_size) for expert in experts
+    )
+    down = (read_matrices(expert.down_proj, weights, [hidden_size], size) for expert in experts)
     try:
-        return StackedExperts(stack(len(experts), up), stack(len(experts), down), activation)
+        return StackedExperts(stack(len(experts), gate_up), stack(len(experts), down), activation)
     except ValueError as error:
-        raise ModelError(f"{experts[0].up.names[0]}: {error}") from error
+        raise ModelError(f"{experts[0].up_proj.names[0]}: {error}") from error
 
 
 class Experts:
-    """A mixture of experts, those that all tokens share included."""
+    """Mixture of experts (MoE), with the shared expert if there is one."""
 
-    def __init__(self, described: spec.Experts, weights: Weights, hidden: int) -> None:
-        self.spec = described
-        router = weights.read_exact(f"{described.router.names[0]}.weight", described.count, hidden)
-        # Not a BLAS's product: which experts a token takes must not depend on its batch.
+    def __init__(self, spec: ExpertsSpec, weights: Weights, hidden_size: int) -> None:
+        """Read the weights from `weights`, which are those of the layer."""
+        router_name = f"{spec.router.names[0]}.weight"
+        router = weights.read_float32(router_name, spec.num_experts, hidden_size)
+        # No BLAS: the experts selected for a token must not depend on its batch.
         self.router = prepare([router])
-        self.correction: Tensor | None = None
-        if described.correction is not None:
-            self.correction = weights.read_exact(described.correction, described.count)
+        self.correction_bias: Tensor | None = None
+        if spec.correction_bias is not None:
+            self.correction_bias = weights.read_float32(spec.correction_bias, spec.num_experts)
         self.routing = Routing(
-            described.active,
-            described.scores,
-            described.normalize,
-            described.scale,
-            described.groups,
-            described.active_groups,
-            described.group_score,
+            spec.top_k,
+            spec.scoring,
+            spec.renormalize,
+            spec.scaling_factor,
+            spec.num_groups,
+            spec.top_k_groups,
+            spec.group_scoring,
         )
-        numbered = [expert_of(described.expert, expert) for expert in range(described.count)]
-        self.experts: StackedExperts | SingleExperts
-        # Kernels for GPUs read stacks; those for CPUs lay out each weight by itself.
-        if router.is_cuda and weights.quantization == "none" and not described.expert.up.bias:
-            self.experts = stacked(numbered, weights, hidden)
+        experts = [expert_spec(spec.expert, index) for index in range(spec.num_experts)]
+        self.experts: StackedExperts | SeparateExperts
+        # GPU kernels read stacks; CPU kernels read matrices, each laid out separately.
+        has_bias = spec.expert.up_proj.has_bias
+        if router.is_cuda and weights.quantization == "none" and not has_bias:
+            self.experts = read_stacked_experts(experts, weights, hidden_size)
         else:
-            self.experts = single(numbered, weights, hidden)
-        self.shared = MLP(described.shared, weights, hidden) if described.shared else None
-        self.shared_gate = (
-            Linear(described.shared_gate, weights, [1], hidden, exact=True)
-            if described.shared_gate
-            else None
-        )
+            self.experts = read_separate_experts(experts, weights, hidden_size)
+        self.shared_expert: MLP | None = None
+        if spec.shared_expert is not None:
+            self.shared_expert = MLP(spec.shared_expert, weights, hidden_size)
+        self.shared_expert_gate: Linear | None = None
+        if spec.shared_expert_gate is not None:
+            self.shared_expert_gate = Linear(
+                spec.shared_expert_gate, weights, [1], hidden_size, is_exact=True
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden]; the result is alike."""
+        """Return the output [tokens, hidden] of x [tokens, hidden]."""
         logits = linear(x.to(torch.float32), self.router, None)
-        experts, shares = route(logits, self.routing, self.correction)
+        expert_ids, expert_weights = route(logits, self.routing, self.correction_bias)
         if isinstance(self.experts, StackedExperts):
-            result = run_stacked(x, experts, shares, self.experts)
+            result = run_stacked(x, expert_ids, expert_weights, self.experts)
         else:
-            result = run_experts(x, experts, shares, *self.experts)
-        if self.shared is None:
+            result = run_experts(x, expert_ids, expert_weights, *self.experts)
+        if self.shared_expert is None:
             return result
-        shared = self.shared(x)
-        if self.shared_gate is not None:
-            shared = shared * self.shared_gate(x).sigmoid()
+        shared = self.shared_expert(x)
+        if self.shared_expert_gate is not None:
+            shared = shared * self.shared_expert_gate(x).sigmoid()
         return result + shared
 
 
-def expert_of(described: spec.MLP, expert: int) -> spec.MLP:
-    """The block of one expert, by its tensors' names."""
+def expert_spec(spec: MLPSpec, index: int) -> MLPSpec:
+    """Return the spec of one expert, with its index in the tensor names."""
 
-    def named(maps: spec.Linear) -> spec.Linear:
-        return replace(maps, names=tuple(name.format(expert) for name in maps.names))
+    def with_index(linear_spec: LinearSpec) -> LinearSpec:
+        return replace(linear_spec, names=tuple(name.format(index) for name in linear_spec.names))
 
-    return replace(described, up=named(described.up), down=named(described.down))
+    return replace(spec, up_proj=with_index(spec.up_proj), down_proj=with_index(spec.down_proj))

@@ -19,7 +19,7 @@ FILES = [
 folders stay there."""
 
 
-def resolve(model: str) -> Path:
+def resolve_model(model: str) -> Path:
     """The folder of `demo`, of a path, or of a hub name, downloaded with a progress bar if need be.
 
     Raises ModelError that says what to do.

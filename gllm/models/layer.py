@@ -1,52 +1,55 @@
-"""One decoder layer: attention and feed-forward with the norms around them.
-
-Owns the order of operations within it. The arithmetic is in gllm/kernels, what there is to compute
-in a description (spec.py). Does not know stages.
-"""
+"""Decoder layer: attention and feed-forward block with the norms around them."""
 
 from torch import Tensor
 
-from gllm.models import spec
-from gllm.models.attention import Attention, LatentAttention, LayerCache, Step
+from gllm.models.attention import Attention, ForwardContext, LatentAttention, LayerCache
+from gllm.models.basic_layers import Norm, optional_norm
 from gllm.models.feed_forward import MLP, Experts
 from gllm.models.loader import Weights
-from gllm.models.parts import Norm, norm_of
+from gllm.models.spec import ExpertsSpec, LatentAttentionSpec, LayerSpec
 
 
-class Layer:
-    """Attention and feed-forward, each added to the residual stream."""
+class DecoderLayer:
+    """Attention and feed-forward block, each added to the residual stream."""
 
-    def __init__(self, described: spec.Layer, weights: Weights, hidden: int) -> None:
-        self.parallel = described.parallel
-        self.attention_norm = Norm(described.attention_norm, weights, hidden)
+    def __init__(self, spec: LayerSpec, weights: Weights, hidden_size: int) -> None:
+        """Read the weights from `weights`, which are those of the layer."""
+        self.is_parallel = spec.is_parallel
+        self.attention_norm = Norm(spec.attention_norm, weights, hidden_size)
         self.attention: Attention | LatentAttention
-        if isinstance(described.attention, spec.LatentAttention):
-            self.attention = LatentAttention(described.attention, weights, hidden)
+        if isinstance(spec.attention, LatentAttentionSpec):
+            self.attention = LatentAttention(spec.attention, weights, hidden_size)
         else:
-            self.attention = Attention(described.attention, weights, hidden)
-        self.after_attention = norm_of(described.after_attention, weights, hidden)
-        self.mlp_norm = norm_of(described.mlp_norm, weights, hidden)
+            self.attention = Attention(spec.attention, weights, hidden_size)
+        self.post_attention_norm = optional_norm(spec.post_attention_norm, weights, hidden_size)
+        self.mlp_norm = optional_norm(spec.mlp_norm, weights, hidden_size)
         self.mlp: MLP | Experts
-        if isinstance(described.mlp, spec.Experts):
-            self.mlp = Experts(described.mlp, weights, hidden)
+        if isinstance(spec.mlp, ExpertsSpec):
+            self.mlp = Experts(spec.mlp, weights, hidden_size)
         else:
-            self.mlp = MLP(described.mlp, weights, hidden)
-        self.after_mlp = norm_of(described.after_mlp, weights, hidden)
+            self.mlp = MLP(spec.mlp, weights, hidden_size)
+        self.post_mlp_norm = optional_norm(spec.post_mlp_norm, weights, hidden_size)
 
     def __call__(
-        self, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache
+        self, hidden: Tensor, delta: Tensor | None, context: ForwardContext, cache: LayerCache
     ) -> Tensor:
-        """What this layer adds to the residual stream at last, [tokens, hidden].
+        """Return this layer's last addend of the residual stream, [tokens, hidden].
 
-        hidden [tokens, hidden]: the residual stream but for `delta`, what the layer before adds to
-        it; everything up to the result is added to it in place.
+        The next layer adds it, together with its first norm.
+
+        Args:
+            hidden: residual stream [tokens, hidden] without `delta`; all other addends of this
+                layer are added to it in place.
+            delta: last addend of the previous layer; None for the first layer.
+            context: inputs of the step.
+            cache: KV cache of the layer.
         """
-        normed = self.attention_norm.after(hidden, delta)
-        attended = self.attention(normed, step, cache)
-        if self.after_attention is not None:
-            attended = self.after_attention(attended)
-        if self.parallel:
+        normed = self.attention_norm.add_and_normalize(hidden, delta)
+        attended = self.attention(normed, context, cache)
+        if self.post_attention_norm is not None:
+            attended = self.post_attention_norm(attended)
+        if self.is_parallel:
             return attended + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(hidden))
-        assert self.mlp_norm is not None, "halves one after the other have a norm each"
-        made = self.mlp(self.mlp_norm.after(hidden, attended))
-        return made if self.after_mlp is None else self.after_mlp(made)
+        assert self.mlp_norm is not None, "a sequential layer has a norm before each block"
+        output = self.mlp(self.mlp_norm.add_and_normalize(hidden, attended))
+        return output if self.post_mlp_norm is None else self.post_mlp_norm(output)

@@ -1,7 +1,7 @@
-"""A stage's layers one after the other, as one program where they can be recorded.
+"""The decoder layers of a stage, recorded as one native program where every kernel is compiled.
 
-Owns when they are recorded (gllm/kernels/native/program.py) and the memory between them. Knows
-nothing of embeddings and heads.
+`gllm.kernels.native.program` records and replays; this module decides when to record, and owns the
+memory of intermediate results.
 """
 
 from collections.abc import Sequence
@@ -14,89 +14,99 @@ from gllm.kernels.attention_plan import AttentionPlan, PagedBatch
 from gllm.kernels.native.library import library_for
 from gllm.kernels.native.program import NotRecordableError, RecordedProgram, record_kernels
 from gllm.kernels.rotary import RotaryAngles
-from gllm.models import spec
-from gllm.models.attention import LayerCache, Step
-from gllm.models.layer import Layer
+from gllm.models.attention import ForwardContext, LayerCache
+from gllm.models.layer import DecoderLayer
+from gllm.models.spec import LayerSpec, RopeSpec
 
-LEAST = 128
-"""Tokens that the first program has room for; the next has room for the step that outgrew it."""
-ROOM = 64
-"""Memory reserved for what a layer makes, in residual streams; pages count when written."""
+MIN_PROGRAM_TOKENS = 128
+"""Capacity of the first program in tokens; a larger step records a program of its size."""
+WORKSPACE_STREAMS = 64
+"""Memory reserved for the intermediate results of a layer, as a multiple of the residual stream.
+Pages use memory only once they are written."""
 
 
-class Layers:
-    """Layers that share a residual stream."""
+class DecoderLayers:
+    """Consecutive decoder layers on one residual stream."""
 
-    def __init__(self, layers: list[Layer], described: Sequence[spec.Layer], hidden: int) -> None:
-        self.each = layers
-        self._ropes = {layer.attention.rope for layer in described if layer.attention.rope}
-        self._windows = {layer.attention.window for layer in described}
-        self._hidden = hidden
+    def __init__(
+        self, layers: list[DecoderLayer], specs: Sequence[LayerSpec], hidden_size: int
+    ) -> None:
+        """Create from the layers and their specs, in order."""
+        self.layers = layers
+        self._ropes = {spec.attention.rope for spec in specs if spec.attention.rope}
+        self._windows = {spec.attention.window for spec in specs}
+        self._hidden_size = hidden_size
         self._delta: Tensor | None = None
         self._program: RecordedProgram | None = None
         self._can_record = True
 
     @property
     def is_program(self) -> bool:
-        """Whether steps run at a stroke; to be asked after the first."""
+        """Whether steps run as a recorded program; known after the first step."""
         return self._program is not None
 
-    def __call__(self, hidden: Tensor, step: Step, kv: Sequence[LayerCache]) -> Tensor:
-        """The residual stream [tokens, hidden] behind the layers; hidden may be overwritten.
+    def __call__(self, hidden: Tensor, context: ForwardContext, kv: Sequence[LayerCache]) -> Tensor:
+        """Return the residual stream [tokens, hidden] after the layers, valid until the next call.
 
-        kv: the cache of each layer, always the same. The result is good until the next call.
+        Args:
+            hidden: residual stream [tokens, hidden] before the layers; may be overwritten.
+            context: inputs of the step.
+            kv: KV cache of each layer, the same at every call.
         """
         tokens = len(hidden)
-        compiled = all(plan.backend == "native" for plan in step.plans.values())
-        self._can_record = self._can_record and compiled
+        is_native = all(plan.backend == "native" for plan in context.attention_plans.values())
+        self._can_record = self._can_record and is_native
         if self._can_record and (self._program is None or tokens > self._program.tokens):
-            room = max(LEAST, 1 << (tokens - 1).bit_length())
-            self._program = self._recorded(room, hidden.dtype, kv)
+            capacity = max(MIN_PROGRAM_TOKENS, 1 << (tokens - 1).bit_length())
+            self._program = self._record(capacity, hidden.dtype, kv)
             self._can_record = self._program is not None
         if self._program is None:
-            return _add(hidden, self._run(hidden, step, kv))
+            return _add(hidden, self._run(hidden, context, kv))
         stream = self._stream[:tokens].copy_(hidden)
-        self._program.run(tokens, step.plans, step.angles)
+        self._program.run(tokens, context.attention_plans, context.angles)
         return _add(stream, None if self._delta is None else self._delta[:tokens])
 
-    def _run(self, hidden: Tensor, step: Step, kv: Sequence[LayerCache]) -> Tensor | None:
+    def _run(
+        self, hidden: Tensor, context: ForwardContext, kv: Sequence[LayerCache]
+    ) -> Tensor | None:
+        """Run layer by layer; return the last addend of the residual stream."""
         delta = None
-        for layer, cache in zip(self.each, kv, strict=True):
-            delta = layer(hidden, delta, step, cache)
+        for layer, cache in zip(self.layers, kv, strict=True):
+            delta = layer(hidden, delta, context, cache)
         return delta
 
-    def _recorded(
+    def _record(
         self, tokens: int, dtype: torch.dtype, kv: Sequence[LayerCache]
     ) -> RecordedProgram | None:
-        """A program for steps of up to so many tokens; None where layers compute anything but
-        compiled kernels."""
-        self._stream = torch.empty(tokens, self._hidden, dtype=dtype)
+        """Return a program for up to `tokens` tokens; None if a layer uses other than compiled
+        kernels."""
+        self._stream = torch.empty(tokens, self._hidden_size, dtype=dtype)
         library = library_for(self._stream, "norm")
         if library is None:
             return None
-        memory = torch.empty(ROOM * self._stream.nbytes, dtype=torch.uint8)
-        step = self._any_step(tokens)
+        memory = torch.empty(WORKSPACE_STREAMS * self._stream.nbytes, dtype=torch.uint8)
+        context = self._placeholder_context(tokens)
         self._delta = None
         try:
             with record_kernels(library, tokens, memory) as recorded:
-                for layer, cache in zip(self.each, kv, strict=True):
+                for layer, cache in zip(self.layers, kv, strict=True):
                     recorded.reuse()
-                    self._delta = layer(self._stream, self._delta, step, cache)
+                    self._delta = layer(self._stream, self._delta, context, cache)
         except NotRecordableError:
             return None
-        return RecordedProgram(recorded, step.angles)
+        return RecordedProgram(recorded, context.angles)
 
-    def _any_step(self, tokens: int) -> Step:
-        """Inputs of a step with so many tokens; nobody looks into them."""
+    def _placeholder_context(self, tokens: int) -> ForwardContext:
+        """Return inputs for a step of `tokens` tokens; recording does not read their values."""
         ones = np.ones(tokens, dtype=np.int64)
         rows = PagedBatch(ones[:, None], np.arange(tokens + 1), ones, tokens, 1, 1)
         slots = torch.empty(tokens, dtype=torch.int64)
         plans = {window: AttentionPlan(rows, slots, window, "native") for window in self._windows}
-        angles: dict[spec.Rope, RotaryAngles] = {}
+        angles: dict[RopeSpec, RotaryAngles] = {}
         for rope in self._ropes:
             cosine, sine = torch.empty(2, tokens, 1, rope.dim // 2)
             angles[rope] = cosine, sine
-        return Step(plans, angles)
+        return ForwardContext(plans, angles)
 
 
 def _add(hidden: Tensor, delta: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gllm.kernels.weight_format import Weight, dequantize_weight, weight_format
 from gllm.models.errors import ModelError
-from gllm.models.spec import Model
+from gllm.models.spec import ModelSpec
 from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, split_experts
 from gllm.models.tensor_names import TensorNames
 from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
@@ -37,7 +37,7 @@ class Checkpoint:
         self,
         folder: Path,
         dtype: torch.dtype,
-        model: Model,
+        model: ModelSpec,
         layers: range,
         device: torch.device = CPU,
         keep_quantized: bool | None = None,
@@ -49,8 +49,10 @@ class Checkpoint:
         self.dtype = dtype
         self._device = device
         self._keep_quantized = device.type == "cuda" if keep_quantized is None else keep_quantized
-        self._stored = model.stored
-        self._format = None if model.stored is None else weight_format(model.stored.format)
+        self._stored = model.quantization
+        self._format = (
+            None if model.quantization is None else weight_format(model.quantization.format)
+        )
         self.weight_bytes = 0
         """Bytes of the tensors handed out, as they are in memory."""
         self._progress: Progress = lambda done, total: None
@@ -91,9 +93,9 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The tensors of these names and shapes, one after the other along the first dimension."""
-        return torch.cat(self.parts(names, shapes, dtype))
+        return torch.cat(self.read_parts(names, shapes, dtype))
 
-    def parts(
+    def read_parts(
         self,
         names: Sequence[str],
         shapes: Sequence[tuple[int, ...]],
@@ -104,10 +106,12 @@ class Checkpoint:
         self.weight_bytes += sum(part.nbytes for part in made)
         return made
 
-    def matrices(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Sequence[Weight]:
+    def read_matrices(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ) -> Sequence[Weight]:
         """As `parts`; in the checkpoint's format where all of them are and it is to be kept."""
         if not self._keep_quantized or not all(self._is_quantized(name) for name in names):
-            return self.parts(names, shapes)
+            return self.read_parts(names, shapes)
         made = self._all(names, shapes, None)
         self.weight_bytes += sum(part.nbytes for part in made)
         return made
@@ -134,14 +138,14 @@ class Checkpoint:
                 f"computed wrongly: {', '.join(names[:5])} ({len(names)} in all){reason}"
             )
 
-    def _with_head(self, model: Model, homes: StoredTensors, layers: range) -> Model:
+    def _with_head(self, model: ModelSpec, homes: StoredTensors, layers: range) -> ModelSpec:
         """Return the model with the LM head that the files have; drops the copy of a tied one.
 
         transformers does not tie weights that differ, whatever config.json says.
         """
         embedding = f"{model.embedding.name}.weight"
         own = next(
-            (name for name in _head_names(model) if name in homes and model.head_is_tied), None
+            (name for name in _head_names(model) if name in homes and model.is_head_tied), None
         )
         if own is None:
             return model
@@ -260,32 +264,36 @@ class Weights:
         """One tensor of this shape."""
         return self._checkpoint.read([self._prefix + name], [shape])
 
-    def read_exact(self, name: str, *shape: int) -> Tensor:
+    def read_float32(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape in float32, for what a smaller type would round too much."""
         return self._checkpoint.read([self._prefix + name], [shape], torch.float32)
 
-    def fused(self, names: Sequence[str], kind: str, rows: Sequence[int], *rest: int) -> Tensor:
+    def read_stacked(
+        self, names: Sequence[str], kind: str, rows: Sequence[int], *rest: int
+    ) -> Tensor:
         """Tensors `name.kind` of shapes [rows[i], *rest], stacked along the first dimension."""
-        return torch.cat(self.parts(names, kind, rows, *rest))
+        return torch.cat(self.read_parts(names, kind, rows, *rest))
 
-    def parts(
+    def read_parts(
         self, names: Sequence[str], kind: str, rows: Sequence[int], *rest: int
     ) -> list[Tensor]:
         """The same by themselves; to be copied."""
         full = [f"{self._prefix}{name}.{kind}" for name in names]
-        return self._checkpoint.parts(full, [(count, *rest) for count in rows])
+        return self._checkpoint.read_parts(full, [(count, *rest) for count in rows])
 
-    def matrices(self, names: Sequence[str], rows: Sequence[int], inputs: int) -> Sequence[Weight]:
+    def read_matrices(
+        self, names: Sequence[str], rows: Sequence[int], inputs: int
+    ) -> Sequence[Weight]:
         """Weights [rows[i], inputs] by themselves, to be copied, in the checkpoint's format where
         they are to stay so."""
         full = [f"{self._prefix}{name}.weight" for name in names]
-        return self._checkpoint.matrices(full, [(count, inputs) for count in rows])
+        return self._checkpoint.read_matrices(full, [(count, inputs) for count in rows])
 
 
-def _head_names(model: Model) -> tuple[str, str]:
+def _head_names(model: ModelSpec) -> tuple[str, str]:
     """Return the names that a head of its own may have; files without the optional prefix get it
     before this name, too."""
-    name = f"{model.head.own_name}.weight"
+    name = f"{model.head.untied_name}.weight"
     return name, model.optional_prefix + name
 
 

@@ -6,9 +6,9 @@ Parameters keep the names of config.json; gllm/kernels/rotary.py computes with t
 from typing import Any
 
 from gllm.config.options import INT32_MAX
+from gllm.models.config_reader import ConfigReader, is_finite
 from gllm.models.errors import ModelError
-from gllm.models.keys import Keys, is_finite
-from gllm.models.spec import Rope
+from gllm.models.spec import RopeSpec
 
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
@@ -35,14 +35,14 @@ NOT_NEGATIVE = ("low_freq_factor", "mscale", "mscale_all_dim")
 """Parameters that may be 0; all others are above 0."""
 
 
-def rope_of(
-    keys: Keys,
+def read_rope(
+    config: ConfigReader,
     head_dim: int,
     interleaved: bool = False,
     partial: float | None = None,
     theta: float | None = None,
     layer_type: str | None = None,
-) -> Rope:
+) -> RopeSpec:
     """Read `rope_parameters`, or `rope_scaling` and `rope_theta` of older files.
 
     Args:
@@ -56,12 +56,12 @@ def rope_of(
     Raises:
         ModelError: names the parameter.
     """
-    given = _parameters(keys, layer_type)
+    given = _parameters(config, layer_type)
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
-    usual = keys.assumed("rope_theta", 10_000.0)
-    theta = given.pop("rope_theta", theta or keys.number("rope_theta", default=usual))
-    share = given.pop("partial_rotary_factor", keys.get("partial_rotary_factor", default=partial))
+    usual = config.default_of("rope_theta", 10_000.0)
+    theta = given.pop("rope_theta", theta or config.finite_float("rope_theta", default=usual))
+    share = given.pop("partial_rotary_factor", config.get("partial_rotary_factor", default=partial))
     kind = "longrope" if kind == "su" else kind
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ModelError(
@@ -69,21 +69,21 @@ def rope_of(
             f"{', '.join(ROPE_KEYS)} are"
         )
     dim = _rotated(head_dim, share, partial)
-    _complete(given, kind, keys)
+    _complete(given, kind, config)
     _check_theta(theta, kind)
     for name, value in given.items():
         _check(name, value, dim)
     _check_relations(given, kind)
-    return Rope(dim, kind, float(theta), given, interleaved)
+    return RopeSpec(dim, kind, float(theta), given, interleaved)
 
 
-def _parameters(keys: Keys, layer_type: str | None) -> dict[str, Any]:
+def _parameters(config: ConfigReader, layer_type: str | None) -> dict[str, Any]:
     """Return the parameters that are set."""
-    given: Any = keys.get("rope_scaling", "rope_parameters", default={})
+    given: Any = config.get("rope_scaling", "rope_parameters", default={})
     if isinstance(given, dict) and layer_type is not None and layer_type in given:
         given = given[layer_type]
     if not isinstance(given, dict):
-        raise keys.error(("rope_scaling", "rope_parameters"), "an object", given)
+        raise config.error(("rope_scaling", "rope_parameters"), "an object", given)
     return {key: value for key, value in given.items() if value is not None}
 
 
@@ -106,17 +106,17 @@ def _rotated(head_dim: int, share: Any, partial: float | None) -> int:
     return dim
 
 
-def _complete(given: dict[str, Any], kind: str, keys: Keys) -> None:
+def _complete(given: dict[str, Any], kind: str, config: ConfigReader) -> None:
     """Fill in what other keys say, and refuse what is missing or unknown."""
     required, optional = ROPE_KEYS[kind]
     if "original_max_position_embeddings" in required:
-        longest = keys.count("max_position_embeddings")
-        original = keys.count("original_max_position_embeddings", default=longest)
+        longest = config.positive_int("max_position_embeddings")
+        original = config.positive_int("original_max_position_embeddings", default=longest)
         original = given.setdefault("original_max_position_embeddings", original)
         if kind == "longrope" and isinstance(original, int) and original > 0:
             given.setdefault("factor", longest / original)
     else:
-        keys.skip("original_max_position_embeddings")
+        config.ignore("original_max_position_embeddings")
         given.pop("original_max_position_embeddings", None)
     missing, unknown = required - given.keys(), given.keys() - required - optional
     if missing or unknown:

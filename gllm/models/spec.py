@@ -1,9 +1,9 @@
-"""A model as data: what is computed, and where its weights are in a checkpoint.
+"""A model as data: its layers, their arithmetic, and the names of their weights in a checkpoint.
 
-Owns the parts that families are described with. Knows neither configuration files (a family reads
-those) nor tensors: the frontend, the cut into stages and the size of the KV cache need no torch.
+A model family builds these specs from config.json. They need no torch, so that the frontend can
+divide layers among stages and compute the size of the KV cache.
 
-Names of tensors are those of checkpoints, without `.weight` and `.bias`. Those within a layer are
+Tensor names are those of checkpoints, without `.weight` and `.bias`. Names within a layer are
 relative to the layer.
 """
 
@@ -13,229 +13,251 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Norm:
-    """Normalisation of a vector, with a learned scale."""
+class NormSpec:
+    """Normalization of a vector, with a learned scale."""
 
     name: str
     kind: Literal["rms", "layer"]
-    """Root mean square; or mean and variance."""
+    """RMSNorm or LayerNorm."""
     eps: float
-    bias: bool = False
+    has_bias: bool = False
     offset: float = 0.0
     """Added to the stored scale."""
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A linear map whose outputs are stacked from the tensors of these names."""
+class LinearSpec:
+    """Linear layer whose outputs are stacked from the tensors of these names."""
 
     names: tuple[str, ...]
-    bias: bool = False
-    transposed: bool = False
-    """Stored as [inputs, outputs]."""
+    has_bias: bool = False
+    is_transposed: bool = False
+    """Whether the weight is stored as [inputs, outputs]."""
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeSpec:
     """Rotary position embedding of the first `dim` elements of a head."""
 
     dim: int
     kind: str = "default"
+    """Scaling of the frequencies: a key of gllm.models.rope.ROPE_KEYS."""
     theta: float = 10_000.0
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Of the scaling, by the names that config.json uses."""
-    interleaved: bool = False
-    """Neighbours are pairs; else element i and element i + dim / 2."""
+    """Parameters of the scaling, by their names in config.json."""
+    is_interleaved: bool = False
+    """Whether neighbouring elements form pairs; otherwise elements i and i + dim / 2 do."""
 
 
 @dataclass(frozen=True)
-class Cached:
-    """What the KV cache holds for a token."""
+class KVEntrySpec:
+    """KV cache entry of one token in one layer."""
 
-    heads: int
-    key: int
-    """Elements of a key."""
-    value: int
-    shared: bool = False
-    """Values are the first elements of keys, and not held by themselves."""
+    num_heads: int
+    key_dim: int
+    """Elements per key."""
+    value_dim: int
+    """Elements per value."""
+    is_shared: bool = False
+    """Whether values are the first elements of the keys and are not stored separately."""
 
     @property
-    def elements(self) -> int:
-        return self.heads * (self.key + (0 if self.shared else self.value))
+    def num_elements(self) -> int:
+        """Elements stored per token."""
+        return self.num_heads * (self.key_dim + (0 if self.is_shared else self.value_dim))
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Self-attention with grouped queries."""
+class AttentionSpec:
+    """Self-attention with grouped queries (GQA; MHA and MQA are special cases)."""
 
-    heads: int
-    kv_heads: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    qkv: Linear
-    out: Linear
+    qkv_proj: LinearSpec
+    out_proj: LinearSpec
     scale: float
-    rope: Rope | None = None
-    alibi: float | None = None
-    """What slopes of linear biases are multiplied by; None: there are none."""
+    """Multiplies the scores."""
+    rope: RopeSpec | None = None
+    alibi_scale: float | None = None
+    """Multiplies the ALiBi slopes; None without ALiBi."""
     window: int | None = None
-    """Tokens that a token sees, itself among them; None: all."""
+    """Size of the sliding window in tokens, the current one included; None for full attention."""
     softcap: float | None = None
-    """Scores s become softcap * tanh(s / softcap)."""
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
-    """Of each head, before the rotation."""
-    norm_by_head: bool = False
-    """Each head has a scale of its own for query_norm and key_norm."""
-    grouped_rows: bool = False
-    """qkv is stored KV head by KV head: its queries, its key, its value."""
+    """Cap c of the scores: s becomes c * tanh(s / c)."""
+    query_norm: NormSpec | None = None
+    """Norm of each query head before the rotation."""
+    key_norm: NormSpec | None = None
+    """Norm of each key head before the rotation."""
+    has_norm_per_head: bool = False
+    """Whether query_norm and key_norm have a separate scale for each head."""
+    is_grouped_by_kv_head: bool = False
+    """Whether qkv_proj is stored KV head by KV head: its queries, its key, its value."""
 
     @property
-    def cached(self) -> Cached:
-        return Cached(self.kv_heads, self.head_dim, self.head_dim)
+    def kv_entry(self) -> KVEntrySpec:
+        """KV cache entry of one token."""
+        return KVEntrySpec(self.num_kv_heads, self.head_dim, self.head_dim)
 
-    def weights(self, hidden: int) -> int:
-        """Weights read for a token."""
-        return (2 * self.heads + 2 * self.kv_heads) * self.head_dim * hidden
+    def weights_per_token(self, hidden_size: int) -> int:
+        """Return the number of weights read for one token."""
+        return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * hidden_size
 
 
 @dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention: what is cached is one compressed vector for all heads.
+class LatentAttentionSpec:
+    """Multi-head latent attention (MLA): one compressed vector is cached for all heads.
 
     Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
     """
 
-    heads: int
-    plain_dim: int
-    """Elements of a query and key without position."""
+    num_heads: int
+    nope_head_dim: int
+    """Elements of a query and key without position encoding."""
     value_dim: int
-    rank: int
+    """Elements of a value."""
+    kv_lora_rank: int
     """Elements of the compressed keys and values."""
-    rope: Rope
-    query: Linear
-    """From the hidden state, or from its compression."""
-    query_down: Linear | None
-    query_norm: Norm | None
-    query_rank: int
-    """Inputs of `query`."""
-    kv_down: Linear
-    kv_norm: Norm
-    kv_up: Linear
-    out: Linear
+    rope: RopeSpec
+    q_proj: LinearSpec
+    """Projection to queries, from the hidden state or from its compression."""
+    q_down_proj: LinearSpec | None
+    """Compression of the hidden state for queries, if there is one."""
+    q_norm: NormSpec | None
+    """Norm of the compressed hidden state."""
+    q_input_size: int
+    """Inputs of `q_proj`."""
+    kv_down_proj: LinearSpec
+    """Compression of keys and values, and the keys' rotary elements."""
+    kv_norm: NormSpec
+    kv_up_proj: LinearSpec
+    out_proj: LinearSpec
     scale: float
+    """Multiplies the scores."""
     window: None = None
+    """Always full attention."""
 
     @property
-    def cached(self) -> Cached:
-        return Cached(1, self.rank + self.rope.dim, self.rank, shared=True)
+    def kv_entry(self) -> KVEntrySpec:
+        """KV cache entry of one token."""
+        return KVEntrySpec(1, self.kv_lora_rank + self.rope.dim, self.kv_lora_rank, is_shared=True)
 
-    def weights(self, hidden: int) -> int:
-        """Weights read for a token."""
-        query = self.heads * (self.plain_dim + self.rope.dim) * self.query_rank
-        down = hidden * (
-            self.rank + self.rope.dim + self.query_rank * (self.query_down is not None)
-        )
-        up = self.heads * (self.plain_dim + self.value_dim) * self.rank
-        return query + down + up + self.heads * self.value_dim * hidden
+    def weights_per_token(self, hidden_size: int) -> int:
+        """Return the number of weights read for one token."""
+        query = self.num_heads * (self.nope_head_dim + self.rope.dim) * self.q_input_size
+        compressed = self.kv_lora_rank + self.rope.dim
+        if self.q_down_proj is not None:
+            compressed += self.q_input_size
+        kv_up = self.num_heads * (self.nope_head_dim + self.value_dim) * self.kv_lora_rank
+        out = self.num_heads * self.value_dim * hidden_size
+        return query + compressed * hidden_size + kv_up + out
 
 
 @dataclass(frozen=True)
-class MLP:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) where it is not gated."""
+class MLPSpec:
+    """Feed-forward block: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
-    inner: int
+    intermediate_size: int
     activation: str
-    up: Linear
-    """Where it is gated: gate and up, in this order."""
-    down: Linear
-    gated: bool = True
+    """A name of gllm.kernels.activation."""
+    up_proj: LinearSpec
+    """Gate and up projection, in this order, if the block is gated."""
+    down_proj: LinearSpec
+    is_gated: bool = True
 
-    def weights(self, hidden: int) -> int:
-        """Weights read for a token."""
-        return (2 + self.gated) * hidden * self.inner
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts: a router picks `active` of `count` for each token."""
-
-    count: int
-    active: int
-    router: Linear
-    expert: MLP
-    """Of each; names have {} for its number."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalize: bool = False
-    """Weights of the picked experts are made to add up to 1."""
-    scale: float = 1.0
-    """On the weights."""
-    groups: int = 1
-    active_groups: int = 1
-    """Experts are picked from the best of as many groups."""
-    group_score: Literal["best", "best two"] = "best"
-    """What a group is judged by: its best expert's score, or the sum of its best two."""
-    correction: str | None = None
-    """Tensor added to the scores for picking, not for weighing."""
-    shared: MLP | None = None
-    """Computed for every token."""
-    shared_gate: Linear | None = None
-    """Its sigmoid scales what `shared` gives."""
-
-    def weights(self, hidden: int) -> int:
-        """Weights read for a token."""
-        shared = self.shared.weights(hidden) if self.shared else 0
-        return self.active * self.expert.weights(hidden) + shared + self.count * hidden
+    def weights_per_token(self, hidden_size: int) -> int:
+        """Return the number of weights read for one token."""
+        return (2 + self.is_gated) * hidden_size * self.intermediate_size
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Attention and feed-forward, each added to the residual stream."""
+class ExpertsSpec:
+    """Mixture of experts (MoE): a router selects `top_k` of `num_experts` for each token."""
 
-    attention: Attention | LatentAttention
-    mlp: MLP | Experts
-    attention_norm: Norm
-    mlp_norm: Norm | None
-    """None: `mlp` takes what attention_norm gives; only where they are parallel."""
-    after_attention: Norm | None = None
-    after_mlp: Norm | None = None
-    """Of what is added to the residual stream."""
-    parallel: bool = False
-    """Both see the same residual stream."""
+    num_experts: int
+    top_k: int
+    router: LinearSpec
+    expert: MLPSpec
+    """Each expert; tensor names have {} in place of its index."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from the router's logits to scores."""
+    renormalize: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    scaling_factor: float = 1.0
+    """Multiplies the weights of the experts."""
+    num_groups: int = 1
+    top_k_groups: int = 1
+    """Groups from which a token's experts are selected."""
+    group_scoring: Literal["best", "best two"] = "best"
+    """Score of a group: that of its best expert, or the sum of its best two."""
+    correction_bias: str | None = None
+    """Name of the tensor added to the scores for the selection, not for the weights."""
+    shared_expert: MLPSpec | None = None
+    """Block that every token passes."""
+    shared_expert_gate: LinearSpec | None = None
+    """Its sigmoid scales the output of the shared expert."""
+
+    def weights_per_token(self, hidden_size: int) -> int:
+        """Return the number of weights read for one token."""
+        shared = self.shared_expert.weights_per_token(hidden_size) if self.shared_expert else 0
+        experts = self.top_k * self.expert.weights_per_token(hidden_size)
+        return experts + shared + self.num_experts * hidden_size
 
 
 @dataclass(frozen=True)
-class Positions:
-    """Learned position embedding: row `offset` + position of a table of `rows`."""
+class LayerSpec:
+    """Decoder layer: attention and feed-forward block, each added to the residual stream."""
+
+    attention: AttentionSpec | LatentAttentionSpec
+    mlp: MLPSpec | ExpertsSpec
+    attention_norm: NormSpec
+    """Norm before attention."""
+    mlp_norm: NormSpec | None
+    """Norm before `mlp`; None in a parallel layer whose blocks share attention_norm."""
+    post_attention_norm: NormSpec | None = None
+    """Norm of attention's output before it is added."""
+    post_mlp_norm: NormSpec | None = None
+    """Norm of the feed-forward output before it is added."""
+    is_parallel: bool = False
+    """Whether attention and `mlp` read the same residual stream."""
+
+
+@dataclass(frozen=True)
+class PositionEmbeddingSpec:
+    """Learned position embedding: row `offset` + position of a table of `num_rows`."""
 
     name: str
-    rows: int
+    num_rows: int
     offset: int = 0
 
 
 @dataclass(frozen=True)
-class Embedding:
-    """From token ids to the residual stream."""
+class EmbeddingSpec:
+    """Token embedding, with optional learned positions and a norm after it."""
 
     name: str
     scale: float = 1.0
-    positions: Positions | None = None
-    norm: Norm | None = None
+    """Multiplies the embedding."""
+    positions: PositionEmbeddingSpec | None = None
+    norm: NormSpec | None = None
 
 
 @dataclass(frozen=True)
-class Head:
-    """From the normalised residual stream to logits."""
+class HeadSpec:
+    """LM head: projection of the normalized hidden state to logits."""
 
     name: str
-    """The embedding's where they share their weights."""
-    own_name: str = "lm_head"
-    """Of the tensor of a head that does not share them, which a checkpoint may have in spite of
-    config.json."""
-    bias: bool = False
+    """Equal to the embedding's if their weights are tied."""
+    untied_name: str = "lm_head"
+    """Name of the tensor of a head that is not tied; checkpoints may have one although config.json
+    ties the weights."""
+    has_bias: bool = False
     scale: float = 1.0
+    """Multiplies the logits."""
     softcap: float | None = None
-    unit_rows: bool = False
-    """Rows of its weights are scaled to length 1."""
+    """Cap c of the logits: l becomes c * tanh(l / c)."""
+    has_normalized_rows: bool = False
+    """Whether the rows of the weight are scaled to length 1."""
 
 
 @dataclass(frozen=True)
@@ -245,49 +267,51 @@ class QuantizationSpec:
     format: str
     """A key of gllm.kernels.weight_format.WEIGHT_FORMATS."""
     block: tuple[int, int] | None
-    """Outputs and inputs that share a scale; None: a whole tensor does, or each output has one."""
+    """Outputs and inputs that share a scale; None for one scale per tensor or per output."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """A decoder-only model."""
+class ModelSpec:
+    """Decoder-only model."""
 
     vocab_size: int
     hidden_size: int
-    embedding: Embedding
-    layers: tuple[Layer, ...]
-    norm: Norm
-    """Behind the last layer."""
-    head: Head
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    """Norm after the last layer."""
+    head: HeadSpec
     context_length: int
-    """Tokens of the longest text the positions are made for."""
-    layer_name: str = "model.layers.{}"
+    """Longest text in tokens that the positions support."""
+    layer_name_format: str = "model.layers.{}"
+    """Prefix of a layer's tensors, with {} in place of its index."""
     optional_prefix: str = ""
-    """What some checkpoints leave out at the beginning of names."""
-    ignored: tuple[str, ...] = ()
-    """Patterns of tensors in checkpoints that are not needed, besides those of all families."""
-    prediction_layers: int = 0
-    """Layers in checkpoints behind those of the model that predict further tokens; not computed."""
+    """Beginning of tensor names that some checkpoints omit."""
+    ignored_tensors: tuple[str, ...] = ()
+    """Patterns of tensors that this family does not read, besides those of all families."""
+    num_prediction_layers: int = 0
+    """Multi-token prediction layers after the model's own in a checkpoint; not computed."""
     notes: tuple[str, ...] = ()
-    """Where results differ from those of transformers, for the log."""
-    stored: QuantizationSpec | None = None
-    """How weights may be stored besides as plain floats."""
+    """Differences from the results of transformers, for the log."""
+    quantization: QuantizationSpec | None = None
+    """Format of the checkpoint's quantized weights, if it has any."""
 
     @property
     def num_layers(self) -> int:
+        """Number of decoder layers."""
         return len(self.layers)
 
     @property
-    def head_is_tied(self) -> bool:
-        """Whether the head's weights are the embedding's."""
+    def is_head_tied(self) -> bool:
+        """Whether the LM head and the embedding share their weights."""
         return self.head.name == self.embedding.name
 
-    def outside_layers(self, layers: range) -> list[str]:
-        """Names, without their ends, of what a stage with these layers has beside them."""
+    def names_outside_layers(self, layers: range) -> list[str]:
+        """Return the names of the tensors beside the layers of the stage that has `layers`."""
         names = []
         if layers.start == 0:
-            parts = self.embedding.positions, self.embedding.norm
-            names += [self.embedding.name, *(part.name for part in parts if part is not None)]
+            optional = self.embedding.positions, self.embedding.norm
+            names += [self.embedding.name, *(part.name for part in optional if part is not None)]
         if layers.stop == self.num_layers:
             names += [self.norm.name, self.head.name]
         return names

@@ -6,13 +6,13 @@ Owns the costs and the cut. Knows nothing of devices: all stages are taken to be
 import math
 from collections.abc import Sequence
 
-from gllm.models.spec import Model
+from gllm.models.spec import ModelSpec
 
 Cut = tuple[float, tuple[int, ...]]
 """What a cut costs, and the end of each part."""
 
 
-def split_layers(model: Model, stages: int, layers: Sequence[int] | None = None) -> list[range]:
+def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = None) -> list[range]:
     """The layers of each stage: as many as `layers` says, else balanced by cost.
 
     Raises ValueError where the model has fewer layers than stages, or `layers` does not add up.
@@ -24,7 +24,7 @@ def split_layers(model: Model, stages: int, layers: Sequence[int] | None = None)
                 f"pipeline_parallel_size is {stages}, but the model has only {total} layers: "
                 "use fewer stages"
             )
-        layers = balanced(layer_costs(model), stages)
+        layers = balance_costs(layer_costs(model), stages)
     if sum(layers) != total or len(layers) != stages or min(layers) < 1:
         raise ValueError(
             f"layers {','.join(map(str, layers))} has to give each of the {stages} stages at "
@@ -34,7 +34,7 @@ def split_layers(model: Model, stages: int, layers: Sequence[int] | None = None)
     return [range(end - count, end) for end, count in zip(ends, layers, strict=True)]
 
 
-def layer_costs(model: Model) -> list[float]:
+def layer_costs(model: ModelSpec) -> list[float]:
     """Cost of each layer in weights read per decode step, its neighbours' share included.
 
     The embedding looks up one row per token, which is next to nothing; the LM head reads
@@ -42,14 +42,15 @@ def layer_costs(model: Model) -> list[float]:
     """
     hidden = model.hidden_size
     costs = [
-        float(layer.attention.weights(hidden) + layer.mlp.weights(hidden)) for layer in model.layers
+        float(layer.attention.weights_per_token(hidden) + layer.mlp.weights_per_token(hidden))
+        for layer in model.layers
     ]
     costs[0] += hidden
     costs[-1] += model.vocab_size * hidden
     return costs
 
 
-def balanced(costs: Sequence[float], stages: int) -> list[int]:
+def balance_costs(costs: Sequence[float], stages: int) -> list[int]:
     """Items in each of `stages` contiguous non-empty parts, the costliest part as cheap as can be.
 
     Among the best cuts the one with the least sum of squared part costs, so that the other parts

@@ -1,8 +1,7 @@
-"""One pipeline stage of a model: some layers, the embedding before the first of all, the final norm
-and the LM head behind the last.
+"""One pipeline stage of a model: consecutive layers, the embedding on the first stage, the final
+norm and the LM head on the last.
 
-Owns the order of operations within a layer and a stage. The arithmetic is in gllm/kernels, what
-there is to compute in a description (spec.py). Does not know files, requests and processes.
+The arithmetic is in gllm/kernels; `gllm.models.spec` describes which of it a model uses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,79 +16,79 @@ from gllm.kernels.linear import has_lookup, linear, lookup_rows, prepare
 from gllm.kernels.linear_unquantized import unpacked
 from gllm.kernels.rotary import RotaryAngles, compute_inverse_frequencies, compute_rotary_angles
 from gllm.kernels.weight_format import Matrix
-from gllm.models import spec
-from gllm.models.attention import LayerCache, Step
-from gllm.models.layer import Layer
-from gllm.models.layers import Layers
+from gllm.models.attention import ForwardContext, LayerCache
+from gllm.models.basic_layers import Norm, optional_norm
+from gllm.models.layer import DecoderLayer
+from gllm.models.layers import DecoderLayers
 from gllm.models.loader import Weights
-from gllm.models.parts import Norm, norm_of
+from gllm.models.spec import ModelSpec, RopeSpec
 
 HEAD_ROWS = 256
-"""Most rows that the LM head computes at once; its output is vocabulary-wide."""
+"""Rows for which the LM head computes logits at once; its output is as wide as the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:
-    """What every stage needs of a micro-batch."""
+    """Inputs of a stage for one micro-batch."""
 
     token_ids: Tensor
-    """[tokens] int64; empty but on the first stage."""
+    """[tokens] int64; empty except on the first stage."""
     positions: Tensor
-    """[tokens] int64, of each token in its sequence."""
+    """[tokens] int64: position of each token in its sequence."""
     attention: Mapping[int | None, AttentionPlan]
-    """By window, for every window of the stage's layers."""
+    """Plan for each sliding window of the stage's layers; None for full attention."""
 
 
 class Embedding:
-    """From token ids to the residual stream."""
+    """Token embedding, with learned positions if the model has them."""
 
-    def __init__(self, model: spec.Model, weights: Weights, shared: Matrix | None) -> None:
-        """`shared`: the LM head's weight, where it is the same and on this stage."""
-        described = model.embedding
+    def __init__(self, model: ModelSpec, weights: Weights, shared: Matrix | None) -> None:
+        """Read the weights, unless `shared`, the LM head's weight on this stage, is the same."""
+        spec = model.embedding
         if shared is None:
             shape = (model.vocab_size, model.hidden_size)
-            shared = unpacked(weights.read(f"{described.name}.weight", *shape))
+            shared = unpacked(weights.read(f"{spec.name}.weight", *shape))
         self.table = shared
-        # As the table is: checkpoints were trained with a scale of their own precision.
-        self.scale = torch.tensor(described.scale, dtype=weights.dtype)
-        self.scaled = described.scale != 1
+        # In the weights' dtype: checkpoints were trained with a scale of that precision.
+        self.scale = torch.tensor(spec.scale, dtype=weights.dtype)
+        self.is_scaled = spec.scale != 1
         self.positions: Tensor | None = None
-        if described.positions is not None:
-            rows = described.positions.rows
-            name = f"{described.positions.name}.weight"
-            table = weights.read(name, rows, model.hidden_size)
-            self.positions = table[described.positions.offset :]
-        self.norm = norm_of(described.norm, weights, model.hidden_size)
+        if spec.positions is not None:
+            rows = spec.positions.num_rows
+            table = weights.read(f"{spec.positions.name}.weight", rows, model.hidden_size)
+            self.positions = table[spec.positions.offset :]
+        self.norm = optional_norm(spec.norm, weights, model.hidden_size)
 
     def __call__(self, inputs: StageInputs) -> Tensor:
-        """The residual stream [tokens, hidden]."""
+        """Return the residual stream [tokens, hidden]."""
         hidden = lookup_rows(self.table, inputs.token_ids)
-        if self.scaled:
+        if self.is_scaled:
             hidden = hidden * self.scale
         if self.positions is not None:
             hidden = hidden + functional.embedding(inputs.positions, self.positions)
         return hidden if self.norm is None else self.norm(hidden)
 
 
-class Head:
-    """The final norm, and from there to logits."""
+class LMHead:
+    """The final norm and the projection to logits."""
 
-    def __init__(self, model: spec.Model, weights: Weights) -> None:
-        described = model.head
+    def __init__(self, model: ModelSpec, weights: Weights) -> None:
+        """Read the weights from the root of the checkpoint."""
+        spec = model.head
         self.norm = Norm(model.norm, weights, model.hidden_size)
-        parts = weights.parts([described.name], "weight", [model.vocab_size], model.hidden_size)
-        if described.unit_rows:
+        parts = weights.read_parts([spec.name], "weight", [model.vocab_size], model.hidden_size)
+        if spec.has_normalized_rows:
             parts = [functional.normalize(part) for part in parts]
         self.matrix = prepare(parts, weights.quantization)
-        self.is_tied = model.head_is_tied and not described.unit_rows
-        self.vocabulary = model.vocab_size
-        bias = f"{described.name}.bias"
-        self.bias = weights.read(bias, model.vocab_size) if described.bias else None
-        self.scale, self.softcap = described.scale, described.softcap
+        self.is_tied = model.is_head_tied and not spec.has_normalized_rows
+        self.vocab_size = model.vocab_size
+        bias = f"{spec.name}.bias"
+        self.bias = weights.read(bias, model.vocab_size) if spec.has_bias else None
+        self.scale, self.softcap = spec.scale, spec.softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] float32 of hidden [rows, hidden]."""
-        shape = len(hidden), self.vocabulary
+        """Return logits [rows, vocabulary] float32 of hidden [rows, hidden]."""
+        shape = len(hidden), self.vocab_size
         result = torch.empty(shape, dtype=torch.float32, device=hidden.device)
         for begin in range(0, len(hidden), HEAD_ROWS):
             rows = slice(begin, begin + HEAD_ROWS)
@@ -102,28 +101,37 @@ class Head:
 
 
 class ModelStage:
-    """The layers `layers` of a model, and what belongs before and behind them."""
+    """Consecutive layers of a model, with embedding and LM head where they belong."""
 
-    def __init__(self, model: spec.Model, weights: Weights, layers: range, longest: int) -> None:
-        """`weights`: at the checkpoint's root; `longest`: tokens of the longest text served.
+    def __init__(
+        self, model: ModelSpec, weights: Weights, layers: range, max_model_len: int
+    ) -> None:
+        """Read the weights of a stage.
 
-        Raises ModelError.
+        Args:
+            model: the whole model.
+            weights: weights at the checkpoint's root.
+            layers: indices of the stage's layers.
+            max_model_len: longest text served, in tokens; selects the factors of longrope.
+
+        Raises:
+            ModelError: the checkpoint does not fit the model.
         """
-        described = [model.layers[index] for index in layers]
+        specs = [model.layers[index] for index in layers]
         self.frequencies = {
             rope: compute_inverse_frequencies(
-                rope.kind, rope.dim, rope.theta, {**rope.parameters, "longest": longest}
+                rope.kind, rope.dim, rope.theta, {**rope.parameters, "longest": max_model_len}
             )
-            for rope in {layer.attention.rope for layer in described}
+            for rope in {spec.attention.rope for spec in specs}
             if rope is not None
         }
-        made = [
-            Layer(layer, weights.at(model.layer_name.format(index)), model.hidden_size)
-            for layer, index in zip(described, layers, strict=True)
+        modules = [
+            DecoderLayer(spec, weights.at(model.layer_name_format.format(i)), model.hidden_size)
+            for spec, i in zip(specs, layers, strict=True)
         ]
-        self.layers = Layers(made, described, model.hidden_size)
+        self.layers = DecoderLayers(modules, specs, model.hidden_size)
         is_last = layers.stop == model.num_layers
-        self.head = Head(model, weights) if is_last else None
+        self.head = LMHead(model, weights) if is_last else None
         matrix = self.head.matrix if self.head is not None and self.head.is_tied else None
         shared = matrix if matrix is not None and has_lookup(matrix) else None
         self.embedding = Embedding(model, weights, shared) if layers.start == 0 else None
@@ -131,30 +139,34 @@ class ModelStage:
     def forward(
         self, inputs: StageInputs, hidden: Tensor | None, kv: Sequence[LayerCache]
     ) -> Tensor:
-        """The residual stream [tokens, hidden] behind this stage's layers.
+        """Return the residual stream [tokens, hidden] after this stage's layers.
 
-        hidden [tokens, hidden]: the same from the stage before, overwritten; None on the first; kv:
-        the cache of each of this stage's layers, always the same. The result is good until the next
-        call.
+        The result is valid until the next call.
+
+        Args:
+            inputs: the micro-batch.
+            hidden: residual stream [tokens, hidden] of the previous stage, overwritten; None on the
+                first stage.
+            kv: KV cache of each layer of this stage, the same at every call.
         """
         if self.embedding is not None:
             hidden = self.embedding(inputs)
-        assert hidden is not None, "a stage that is not the first needs activations"
-        step = Step(inputs.attention, self._angles(inputs.positions))
-        return self.layers(hidden, step, kv)
+        assert hidden is not None, "every stage but the first requires activations"
+        context = ForwardContext(inputs.attention, self._angles(inputs.positions))
+        return self.layers(hidden, context, kv)
 
-    def normed(self, hidden: Tensor) -> Tensor:
-        """What the LM head looks at, [rows, hidden] float32, of hidden [rows, hidden]; on the last
-        stage only."""
+    def apply_final_norm(self, hidden: Tensor) -> Tensor:
+        """Return the input of the LM head, [rows, hidden] float32; only on the last stage."""
         assert self.head is not None, "only the last stage has the final norm"
         return self.head.norm(hidden).to(torch.float32)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] float32 of hidden [rows, hidden], on the last stage only."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [rows, vocabulary] float32 of hidden [rows, hidden]; only on the last
+        stage."""
         assert self.head is not None, "only the last stage has the LM head"
         return self.head(hidden)
 
-    def _angles(self, positions: Tensor) -> dict[spec.Rope, RotaryAngles]:
+    def _angles(self, positions: Tensor) -> dict[RopeSpec, RotaryAngles]:
         return {
             rope: compute_rotary_angles(positions, *frequencies)
             for rope, frequencies in self.frequencies.items()

@@ -81,32 +81,32 @@ StoredTensors = dict[str, StoredTensor]
 """Tensors by the names that a model reads them by."""
 
 
-def split_experts(tensors: StoredTensors, model: spec.Model) -> None:
+def split_experts(tensors: StoredTensors, model: spec.ModelSpec) -> None:
     """Replace the stacks of experts in `tensors` by the tensors of each expert.
 
     Raises ModelError if a stack's shape is not the one that config.json requires.
     """
     for number, layer in enumerate(model.layers):
-        if isinstance(layer.mlp, spec.Experts):
-            _split_layer(tensors, layer.mlp, model, model.layer_name.format(number))
+        if isinstance(layer.mlp, spec.ExpertsSpec):
+            _split_layer(tensors, layer.mlp, model, model.layer_name_format.format(number))
 
 
 def _split_layer(
-    tensors: StoredTensors, experts: spec.Experts, model: spec.Model, layer: str
+    tensors: StoredTensors, experts: spec.ExpertsSpec, model: spec.ModelSpec, layer: str
 ) -> None:
-    up, down = experts.expert.up.names, experts.expert.down.names
-    inner, hidden = experts.expert.inner, model.hidden_size
+    up, down = experts.expert.up_proj.names, experts.expert.down_proj.names
+    inner, hidden = experts.expert.intermediate_size, model.hidden_size
     folder = up[0].partition(".{}")[0]
     _rename_block(tensors, layer, folder.rpartition(".")[0])
     for stack, names, outputs, inputs in (
         ("gate_up_proj", up, inner, hidden),
         ("down_proj", down, hidden, inner),
     ):
-        weights = (experts.count, len(names) * outputs, inputs)
+        weights = (experts.num_experts, len(names) * outputs, inputs)
         shapes: dict[str, list[tuple[int, ...]]] = {
             "weight": [weights],
-            "weight_scale_inv": _scale_shapes(weights, len(names), model.stored),
-            "activation_scale": [(experts.count,)],
+            "weight_scale_inv": _scale_shapes(weights, len(names), model.quantization),
+            "activation_scale": [(experts.num_experts,)],
         }
         for suffix, end in SUFFIXES.items():
             name = f"{layer}.{folder}.{stack}{suffix}"

@@ -7,7 +7,7 @@ nothing, or is refused by name: a tensor that is not read may change what is com
 import re
 from collections.abc import Iterable
 
-from gllm.models.spec import Model
+from gllm.models.spec import ModelSpec
 
 LEFTOVERS = (r"(.*\.)?rotary(_pos)?_emb\.inv_freq",)
 """Patterns of tensors that old files of all families may have and that are computed here. A family
@@ -17,10 +17,12 @@ names its own in Model.ignored; docs/models.md lists them all."""
 class TensorNames:
     """The names of a model's tensors."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelSpec) -> None:
         self._model = model
-        self._layer = re.compile(re.escape(model.layer_name).replace(r"\{\}", r"(\d+)") + r"\.")
-        self._ignored = re.compile("|".join((*LEFTOVERS, *model.ignored)))
+        self._layer = re.compile(
+            re.escape(model.layer_name_format).replace(r"\{\}", r"(\d+)") + r"\."
+        )
+        self._ignored = re.compile("|".join((*LEFTOVERS, *model.ignored_tensors)))
 
     def is_read(self, name: str, layers: range) -> bool:
         """Return whether a stage with these layers reads a tensor."""
@@ -30,13 +32,13 @@ class TensorNames:
         index = self._layer_of(name)
         if index is not None:
             return index in layers
-        return name.rpartition(".")[0] in self._model.outside_layers(layers)
+        return name.rpartition(".")[0] in self._model.names_outside_layers(layers)
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a tensor is a known leftover, or belongs to a layer that predicts further
         tokens."""
         index, last = self._layer_of(name), self._model.num_layers
-        if index is not None and last <= index < last + self._model.prediction_layers:
+        if index is not None and last <= index < last + self._model.num_prediction_layers:
             return True
         return self._ignored.fullmatch(name) is not None
 

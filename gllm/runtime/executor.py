@@ -235,11 +235,11 @@ class StageExecutor:
         if not self.is_last:
             return hidden
         for prompt in batch.prompts:
-            prompt.compute(hidden, self._stage.logits)
+            prompt.compute(hidden, self._stage.compute_logits)
         sampling = hidden[batch.sample_rows]
         if batch.sampled.embedded:
-            batch.embeddings = self._stage.normed(sampling[batch.sampled.embedded])
-        return self._stage.logits(sampling)
+            batch.embeddings = self._stage.apply_final_norm(sampling[batch.sampled.embedded])
+        return self._stage.compute_logits(sampling)
 
     @torch.inference_mode()
     def sample(

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gllm.models.spec import Layer
+from gllm.models.spec import LayerSpec
 
 
-def block_bytes(layers: Sequence[Layer], block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over a stage's layers, keys and values, for what is cached in dtype."""
-    elements = sum(layer.attention.cached.elements for layer in layers)
+    elements = sum(layer.attention.kv_entry.num_elements for layer in layers)
     return block_size * elements * dtype.itemsize
 
 
@@ -27,7 +27,7 @@ class KVCache:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[LayerSpec],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -42,11 +42,13 @@ class KVCache:
         self.layers = []
         """Keys and values of each layer, [num_blocks + 1, block_size, kv_heads, elements]."""
         for layer in layers:
-            cached = layer.attention.cached
-            shape = (num_blocks + 1, block_size, cached.heads)
-            keys = make((*shape, cached.key), made).view(dtype)
-            shared = keys[..., : cached.value]
-            values = shared if cached.shared else make((*shape, cached.value), made).view(dtype)
+            cached = layer.attention.kv_entry
+            shape = (num_blocks + 1, block_size, cached.num_heads)
+            keys = make((*shape, cached.key_dim), made).view(dtype)
+            shared = keys[..., : cached.value_dim]
+            values = (
+                shared if cached.is_shared else make((*shape, cached.value_dim), made).view(dtype)
+            )
             self.layers.append((keys, values))
 
 

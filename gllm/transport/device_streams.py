@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A place in a stream, as of its last record."""
 
     def synchronize(self) -> None:
@@ -26,31 +26,31 @@ class Event(Protocol):
     def query(self) -> bool:
         """Return whether the stream got there, without a wait; True where nothing was recorded."""
 
-    def since(self, earlier: "Event") -> float:
+    def since(self, earlier: "DeviceEvent") -> float:
         """Seconds of the device's between two timed events, both reached."""
 
 
-class Graph(Protocol):
+class DeviceGraph(Protocol):
     """Recorded work."""
 
     def replay(self) -> None:
         """Put it into the current stream."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work in order."""
 
     def current(self) -> AbstractContextManager[None]:
         """Within it torch's operations go to this stream."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """What is put here from now on runs after the event; at once where it has no record."""
 
-    def record(self, event: Event) -> None:
+    def record(self, event: DeviceEvent) -> None:
         """Move the event behind all that is here now."""
 
 
-class Queues(Protocol):
+class DeviceRuntime(Protocol):
     """One device."""
 
     @property
@@ -61,10 +61,10 @@ class Queues(Protocol):
         """Make this the current device of the calling thread; every thread that uses it does so
         first."""
 
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         """A new stream."""
 
-    def event(self, timed: bool = False) -> Event:
+    def event(self, timed: bool = False) -> DeviceEvent:
         """A new event."""
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -77,7 +77,7 @@ class Queues(Protocol):
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros in memory of the device, there when this returns."""
 
-    def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
+    def capture(self, stream: DeviceStream, work: Callable[[], None]) -> DeviceGraph:
         """`work`, which puts something into the stream, as a graph; it does not run now.
 
         It has to have run before, so that nothing is left to be set up. The memory that it makes is
@@ -104,16 +104,16 @@ class CudaEvent:
         self.event = torch.cuda.Event(enable_timing=timed, blocking=True)
 
     def synchronize(self) -> None:
-        """As in Event."""
+        """As in DeviceEvent."""
         self.event.synchronize()
 
     def query(self) -> bool:
-        """As in Event."""
+        """As in DeviceEvent."""
         reached: bool = self.event.query()
         return reached
 
-    def since(self, earlier: Event) -> float:
-        """As in Event."""
+    def since(self, earlier: DeviceEvent) -> float:
+        """As in DeviceEvent."""
         assert isinstance(earlier, CudaEvent)
         milliseconds: float = earlier.event.elapsed_time(self.event)
         return milliseconds / 1000
@@ -127,22 +127,22 @@ class CudaStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """As in Stream."""
+        """As in DeviceStream."""
         with torch.cuda.stream(self.stream):
             yield
 
-    def wait(self, event: Event) -> None:
-        """As in Stream."""
+    def wait(self, event: DeviceEvent) -> None:
+        """As in DeviceStream."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
-    def record(self, event: Event) -> None:
-        """As in Stream."""
+    def record(self, event: DeviceEvent) -> None:
+        """As in DeviceStream."""
         assert isinstance(event, CudaEvent)
         event.event.record(self.stream)
 
 
-class CudaQueues:
+class CudaRuntime:
     """One GPU through torch.cuda."""
 
     def __init__(self, index: int = 0) -> None:
@@ -153,42 +153,42 @@ class CudaQueues:
 
     @property
     def device(self) -> torch.device:
-        """As in Queues."""
+        """As in DeviceRuntime."""
         return self._device
 
     def bind_thread(self) -> None:
-        """As in Queues."""
+        """As in DeviceRuntime."""
         torch.cuda.set_device(self._device)
 
-    def stream(self) -> Stream:
-        """As in Queues."""
+    def stream(self) -> DeviceStream:
+        """As in DeviceRuntime."""
         return CudaStream(self._device)
 
-    def event(self, timed: bool = False) -> Event:
-        """As in Queues."""
+    def event(self, timed: bool = False) -> DeviceEvent:
+        """As in DeviceRuntime."""
         return CudaEvent(timed)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As in Queues."""
+        """As in DeviceRuntime."""
         # By itself it would take the thread's current device, and set up another GPU for that.
         with torch.cuda.device(self._device):
             return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
     def pin(self, memory: Tensor) -> None:
-        """As in Queues."""
+        """As in DeviceRuntime."""
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code) != 0:
             raise RuntimeError(f"{memory.nbytes} bytes cannot be pinned (CUDA error {int(code)})")
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As in Queues."""
+        """As in DeviceRuntime."""
         made = torch.zeros(*shape, dtype=dtype, device=self._device)
         # They are written by the default stream, for which no other one waits.
         torch.cuda.synchronize(self._device)
         return made
 
-    def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
-        """As in Queues."""
+    def capture(self, stream: DeviceStream, work: Callable[[], None]) -> DeviceGraph:
+        """As in DeviceRuntime."""
         assert isinstance(stream, CudaStream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on to use CUDA meanwhile.
@@ -200,11 +200,11 @@ class CudaQueues:
         return graph
 
     def synchronize(self) -> None:
-        """As in Queues."""
+        """As in DeviceRuntime."""
         torch.cuda.synchronize(self._device)
 
     def room(self, work: Callable[[], None], share: float) -> int:
-        """As in Queues."""
+        """As in DeviceRuntime."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         held = torch.cuda.memory_reserved(self._device)
@@ -216,7 +216,7 @@ class CudaQueues:
         return max(int(total * share) - (total - free) - peak, 0)
 
     def held(self, work: Callable[[], None]) -> int:
-        """As in Queues."""
+        """As in DeviceRuntime."""
         before = self._free()
         work()
         return max(before - self._free(), 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gllm.transport.base import EdgeShape, OnFault
-from gllm.transport.device_streams import Event, Queues, Stream
+from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
 from gllm.transport.shared_memory import Ring
 
 
@@ -20,7 +20,7 @@ class _PinnedRing:
     """The ring, where the device copies from and to it by itself."""
 
     def __init__(
-        self, descriptors: list[int], shape: EdgeShape, dtype: torch.dtype, queues: Queues
+        self, descriptors: list[int], shape: EdgeShape, dtype: torch.dtype, queues: DeviceRuntime
     ) -> None:
         self.ring = Ring(descriptors, shape, dtype)
         self._memory = torch.frombuffer(self.ring.memory, dtype=torch.uint8)
@@ -42,8 +42,8 @@ class HostStagingSender:
         descriptors: list[int],
         shape: EdgeShape,
         dtype: torch.dtype,
-        queues: Queues,
-        stream: Stream,
+        queues: DeviceRuntime,
+        stream: DeviceStream,
         on_fault: OnFault = lambda error: None,
         in_background: bool = True,
     ) -> None:
@@ -52,7 +52,7 @@ class HostStagingSender:
         self._pinned = _PinnedRing(descriptors, shape, dtype, queues)
         self._stream = stream
         self._copied = [queues.event() for _ in range(shape.slots)]
-        self._sent: queue.SimpleQueue[tuple[int, int, Event | str]] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[tuple[int, int, DeviceEvent | str]] = queue.SimpleQueue()
         """Step, tokens, and when they are there or why there are none."""
         if in_background:
             threading.Thread(target=self._signal_all, name="host-staging", daemon=True).start()
@@ -97,8 +97,8 @@ class HostStagingReceiver:
         descriptors: list[int],
         shape: EdgeShape,
         dtype: torch.dtype,
-        queues: Queues,
-        stream: Stream,
+        queues: DeviceRuntime,
+        stream: DeviceStream,
         on_fault: OnFault = lambda error: None,
     ) -> None:
         """on_fault: never called, for all is done by the caller's thread."""

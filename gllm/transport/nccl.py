@@ -27,7 +27,7 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import FileStore, Store
 
 from gllm.transport.base import EdgeShape, OnFault, TransportFault
-from gllm.transport.device_streams import Event, Queues, Stream
+from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
 from gllm.transport.shared_memory import Ring
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class _Transfer:
     step: int
     begin: float
     work: Work
-    ended: Event
+    ended: DeviceEvent
     """Recorded in the stream of transfers behind it."""
     is_suspect: bool = False
     """It was complete at an earlier look, and the stream has not got past it."""
@@ -147,7 +147,7 @@ class Watch:
         self._on_fault, self._bind_thread = on_fault, bind_thread
         self._under_way: deque[_Transfer] = deque()
 
-    def add(self, step: int, work: Work, ended: Event, now: float) -> None:
+    def add(self, step: int, work: Work, ended: DeviceEvent, now: float) -> None:
         """Watch a transfer that began at `now` seconds, and behind which `ended` is recorded."""
         self._under_way.append(_Transfer(step, now, work, ended))
 
@@ -204,7 +204,7 @@ class _End:
         descriptors: list[int],
         shape: EdgeShape,
         dtype: torch.dtype,
-        queues: Queues,
+        queues: DeviceRuntime,
         rank: int,
         make: MakeGroup,
         on_fault: OnFault,
@@ -215,7 +215,7 @@ class _End:
         self._queues = queues
         self.ring = Ring(descriptors, shape, dtype)
         self.group = meet(descriptors, rank, make)
-        self.transfers: Stream = queues.stream()
+        self.transfers: DeviceStream = queues.stream()
         self.watch = Watch(self.group, TIMEOUT_SECONDS, on_fault, queues.bind_thread)
         self._hidden = queues.zeros((shape.slots, shape.max_tokens, shape.hidden_size), dtype)
         self._ready = [queues.event() for _ in range(shape.slots)]
@@ -240,7 +240,7 @@ class _End:
         self.transfers.record(ended)
         self.watch.add(step, work, ended, time.monotonic())
 
-    def slot(self, step: int, tokens: int) -> tuple[Tensor, Event, Event]:
+    def slot(self, step: int, tokens: int) -> tuple[Tensor, DeviceEvent, DeviceEvent]:
         """A step's [tokens, hidden_size], when a transfer may begin, when it is done with."""
         index = step % len(self._ready)
         return self._hidden[index, :tokens], self._ready[index], self._done[index]
@@ -254,8 +254,8 @@ class NcclSender:
         descriptors: list[int],
         shape: EdgeShape,
         dtype: torch.dtype,
-        queues: Queues,
-        stream: Stream,
+        queues: DeviceRuntime,
+        stream: DeviceStream,
         on_fault: OnFault = lambda error: None,
         make: MakeGroup = nccl_group,
         in_background: bool = True,
@@ -295,8 +295,8 @@ class NcclReceiver:
         descriptors: list[int],
         shape: EdgeShape,
         dtype: torch.dtype,
-        queues: Queues,
-        stream: Stream,
+        queues: DeviceRuntime,
+        stream: DeviceStream,
         on_fault: OnFault = lambda error: None,
         make: MakeGroup = nccl_group,
         in_background: bool = True,
@@ -304,7 +304,7 @@ class NcclReceiver:
         common = (descriptors, shape, dtype, queues)
         self._end = _End(*common, RECEIVER, make, on_fault, in_background)
         self._stream = stream
-        self._last: Event | None = None
+        self._last: DeviceEvent | None = None
         """Of the slot received last: to be recorded behind what reads it."""
 
     def receive(self, step: int, tokens: int) -> Tensor:

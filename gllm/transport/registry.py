@@ -12,7 +12,8 @@ from gllm.transport.edge import AUTO, Edge
 if TYPE_CHECKING:
     import torch
 
-    from gllm.transport.device_streams import Queues, Stream
+    from gllm.transport.device_streams import DeviceRuntime, DeviceStream
+
 
 TRANSPORTS = {
     "host-staging": ("gllm.transport.host_staging", "HostStagingReceiver", "HostStagingSender"),
@@ -27,7 +28,7 @@ def open_edges(
     default: str,
     shape: EdgeShape,
     dtype: "torch.dtype",
-    device: "tuple[Queues, Stream] | None" = None,
+    device: "tuple[DeviceRuntime, DeviceStream] | None" = None,
     on_fault: OnFault = lambda error: None,
 ) -> tuple[Receiver | None, Sender | None]:
     """Open this stage's ends of its edges.

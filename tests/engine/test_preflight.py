@@ -64,7 +64,7 @@ def test_one_that_can_be_gets_its_workers() -> None:
 
 def test_the_smallest_cache_that_may_be_enough_passes() -> None:
     plan = plan_model(EngineConfig(max_model_len=64))
-    elements = sum(layer.attention.cached.elements for layer in plan.config.model.layers)
+    elements = sum(layer.attention.kv_entry.num_elements for layer in plan.config.model.layers)
     for dtype, size in (("auto", 2), ("fp8", 1)):
         enough = 64 * elements * size
         made = EngineConfig(max_model_len=64, kv_cache_memory=enough, kv_cache_dtype=dtype)

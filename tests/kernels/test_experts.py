@@ -178,8 +178,8 @@ def test_stacked_weights_in_8_bit_floats(block: tuple[int, int] | None, scales: 
     up = [[quantized(4, 6, block, n, scales), quantized(4, 6, block, n + 9, scales)] for n in FIVE]
     down = [[quantized(6, 4, block, n)] for n in FIVE]
     stacked = StackedExperts(stack(5, iter(up)), stack(5, iter(down)), "silu")
-    assert isinstance(stacked.up, Fp8Stack)
-    assert stacked.up.shape == (5, 8, 6)
+    assert isinstance(stacked.gate_up_proj, Fp8Stack)
+    assert stacked.gate_up_proj.shape == (5, 8, 6)
     wide_up, wide_down = (
         torch.stack([torch.cat([*map(dequantize, one)]) for one in each]) for each in (up, down)
     )

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gllm.models.keys import Keys
-from gllm.models.registry import architecture_of, family
-from gllm.models.spec import Model
+from gllm.models.config_reader import ConfigReader
+from gllm.models.registry import family, select_architecture
+from gllm.models.spec import ModelSpec
 
 Config = dict[str, Any]
 PUBLISHED: dict[str, Config] = json.loads(
@@ -19,9 +19,9 @@ PUBLISHED: dict[str, Config] = json.loads(
 """Files with the keys that were written at their time; lists of rotary factors are made up."""
 
 
-def read(raw: Config) -> Model:
+def read(raw: Config) -> ModelSpec:
     """The description, every key of the file accounted for."""
-    keys = Keys(copy.deepcopy(raw))
-    model = family(architecture_of(raw["architectures"]))(keys)
-    keys.finish()
+    keys = ConfigReader(copy.deepcopy(raw))
+    model = family(select_architecture(raw["architectures"]))(keys)
+    keys.check_all_read()
     return model

@@ -13,7 +13,7 @@ import torch
 from gllm.kernels.rotary import compute_inverse_frequencies
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
-from gllm.models.spec import Model
+from gllm.models.spec import ModelSpec
 from tests.models.published import PUBLISHED, Config, read
 from tests.models.test_popular import POPULAR
 from tests.runtime.pipeline import Pipeline
@@ -46,14 +46,14 @@ def broken(raw: Config) -> Iterator[tuple[str, Any, Config]]:
                     yield inner, wrong, raw | {key: value | {inner: wrong}}
 
 
-def read_or_refusal(raw: Config) -> tuple[Model | None, str]:
+def read_or_refusal(raw: Config) -> tuple[ModelSpec | None, str]:
     try:
         return read(raw), ""
     except ModelError as error:
         return None, str(error)
 
 
-def check_computable(model: Model) -> None:
+def check_computable(model: ModelSpec) -> None:
     """Everything that is computed from numbers of the file alone is finite."""
     for layer in {layer.attention for layer in model.layers}:
         assert math.isfinite(layer.scale)

@@ -11,11 +11,11 @@ import pytest
 from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.models.config import notes_of, read_config
+from gllm.models.config import model_notes, read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO
 from gllm.models.registry import ARCHITECTURES, family
-from gllm.models.spec import MLP, Attention, Model, Rope
+from gllm.models.spec import AttentionSpec, MLPSpec, ModelSpec, RopeSpec
 from tests.models.published import PUBLISHED, read
 
 BASE: dict[str, Any] = {
@@ -39,25 +39,32 @@ def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any
     return folder
 
 
-def parts(model: Model) -> tuple[Attention, MLP]:
+def parts(model: ModelSpec) -> tuple[AttentionSpec, MLPSpec]:
     """Of the first layer."""
     attention, mlp = model.layers[0].attention, model.layers[0].mlp
-    assert isinstance(attention, Attention)
-    assert isinstance(mlp, MLP)
+    assert isinstance(attention, AttentionSpec)
+    assert isinstance(mlp, MLPSpec)
     return attention, mlp
 
 
-def rope(folder: Path) -> Rope | None:
+def rope(folder: Path) -> RopeSpec | None:
     return parts(read_config(folder).model)[0].rope
 
 
 def test_defaults_follow_the_format(tmp_path: Path) -> None:
     config = read_config(write(tmp_path))
     attention, mlp = parts(config.model)
-    assert (attention.kv_heads, attention.head_dim) == (8, 8)
-    assert attention.rope == Rope(8, "default", 10_000.0, {})
+    assert (attention.num_kv_heads, attention.head_dim) == (8, 8)
+    assert attention.rope == RopeSpec(8, "default", 10_000.0, {})
     assert (config.model.norm.eps, config.dtype) == (1e-6, "float32")
-    assert not any((attention.qkv.bias, attention.out.bias, mlp.up.bias, mlp.down.bias))
+    assert not any(
+        (
+            attention.qkv_proj.has_bias,
+            attention.out_proj.has_bias,
+            mlp.up_proj.has_bias,
+            mlp.down_proj.has_bias,
+        )
+    )
     assert config.model.head.name == "lm_head"
     assert config.model.context_length == 2048
 
@@ -71,7 +78,7 @@ def test_eos_ids_are_the_union(tmp_path: Path) -> None:
 
 def test_both_styles_of_rope_are_one(tmp_path: Path) -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 512}
-    wanted = Rope(8, "yarn", 5000.0, scaling)
+    wanted = RopeSpec(8, "yarn", 5000.0, scaling)
     old = write(tmp_path, rope_theta=5000.0, rope_scaling={"type": "yarn", **scaling})
     assert rope(old) == wanted
     new = write(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0, **scaling})
@@ -177,7 +184,7 @@ def test_defaults_that_no_request_could_have_are_refused(
 
 @pytest.mark.parametrize(("longest", "kind"), [(4096, "short"), (4097, "long")])
 def test_the_choice_of_longrope_factors_is_logged_once(longest: int, kind: str) -> None:
-    (note,) = notes_of(read(PUBLISHED["phi-3-mini-128k"]), longest)
+    (note,) = model_notes(read(PUBLISHED["phi-3-mini-128k"]), longest)
     assert f"the {kind} factors" in note
     assert str(longest) in note
 
@@ -186,10 +193,10 @@ def test_the_choice_of_longrope_factors_is_logged_once(longest: int, kind: str) 
 def test_layer_types_that_transformers_ignores_are_logged_once(name: str) -> None:
     raw = PUBLISHED[name] | {"sliding_window": 4096, "rope_scaling": None}
     types = ["sliding_attention", "full_attention"] * (raw["num_hidden_layers"] // 2)
-    (note,) = notes_of(read(raw | {"layer_types": types}), 4096)
+    (note,) = model_notes(read(raw | {"layer_types": types}), 4096)
     assert "16 of 32 layers see all tokens" in note
     for same in (raw, raw | {"layer_types": ["sliding_attention"] * len(types)}):
-        assert notes_of(read(same), 4096) == []
+        assert model_notes(read(same), 4096) == []
 
 
 def test_notes_are_in_the_engine_s_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Experts whose weights are stacked, as for GPUs, are those whose weights are not."""
+"""Experts whose weights are read_stacked_experts, as for GPUs, are those whose weights are not."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from gllm.kernels.experts import StackedExperts
 from gllm.models import spec
 from gllm.models.config import read_config
-from gllm.models.feed_forward import Experts, expert_of, stacked
+from gllm.models.feed_forward import Experts, expert_spec, read_stacked_experts
 from gllm.models.loader import Checkpoint, Weights
 from tests.tiny_models import save
 
@@ -19,12 +19,14 @@ def test_stacked_experts_are_the_same(family: str, tmp_path: Path) -> None:
     model = read_config(folder).model
     every = range(model.num_layers)
     described = model.layers[-1].mlp
-    assert isinstance(described, spec.Experts)
+    assert isinstance(described, spec.ExpertsSpec)
     with Checkpoint(folder, torch.float32, model, every) as checkpoint:
-        weights = Weights(checkpoint).at(model.layer_name.format(every[-1]))
+        weights = Weights(checkpoint).at(model.layer_name_format.format(every[-1]))
         block = Experts(described, weights, model.hidden_size)
-        numbered = [expert_of(described.expert, number) for number in range(described.count)]
-        stack = stacked(numbered, weights, model.hidden_size)
+        numbered = [
+            expert_spec(described.expert, number) for number in range(described.num_experts)
+        ]
+        stack = read_stacked_experts(numbered, weights, model.hidden_size)
     assert not isinstance(block.experts, StackedExperts)
     x = torch.randn(9, model.hidden_size, generator=torch.Generator().manual_seed(0))
     wanted = block(x)

@@ -17,7 +17,7 @@ from gllm.kernels.linear_fp8 import dequantize, prepare_fp8
 from gllm.models import loader, spec
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
-from gllm.models.feed_forward import Experts, expert_of, stacked
+from gllm.models.feed_forward import Experts, expert_spec, read_stacked_experts
 from tests.runtime.pipeline import Pipeline
 from tests.tiny_models import reference, save
 
@@ -167,8 +167,8 @@ def test_weights_that_stay_in_8_bits(
 
     monkeypatch.setattr(loader.Checkpoint, "__init__", keeping)
     pipeline = Pipeline(made)
-    layer = pipeline.executors[0]._stage.layers.each[0]
-    assert isinstance(layer.attention.out.matrix, Fp8Matrix)
+    layer = pipeline.executors[0]._stage.layers.layers[0]
+    assert isinstance(layer.attention.out_proj.matrix, Fp8Matrix)
     assert pipeline.executors[0].weight_bytes < whole
     torch.testing.assert_close(logits(made), wanted, rtol=1e-4, atol=1e-4)
 
@@ -176,17 +176,17 @@ def test_weights_that_stay_in_8_bits(
 @pytest.mark.parametrize("style", ["blocks", "tensors", "compressed channels"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
 def test_experts_that_stay_in_8_bits(family: str, style: str, tmp_path: Path) -> None:
-    """As for a GPU: stacked, the same outputs, in a quarter of float32's memory."""
+    """As for a GPU: read_stacked_experts, the same outputs, in a quarter of float32's memory."""
     made, plain = save_both(family, style, tmp_path)
     blocks = [load_experts(folder, keeps) for folder, keeps in ((made, True), (plain, False))]
     eights, floats = (block.experts for block in blocks)
     assert isinstance(eights, StackedExperts)
     assert isinstance(floats, StackedExperts)
-    assert isinstance(eights.up, Fp8Stack)
-    assert isinstance(eights.down, Fp8Stack)
-    assert isinstance(floats.up, Tensor)
-    assert eights.up.codes.nbytes * 4 == floats.up.nbytes
-    x = torch.randn(9, floats.up.shape[2], generator=torch.Generator().manual_seed(0))
+    assert isinstance(eights.gate_up_proj, Fp8Stack)
+    assert isinstance(eights.down_proj, Fp8Stack)
+    assert isinstance(floats.gate_up_proj, Tensor)
+    assert eights.gate_up_proj.codes.nbytes * 4 == floats.gate_up_proj.nbytes
+    x = torch.randn(9, floats.gate_up_proj.shape[2], generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(blocks[0](x), blocks[1](x), rtol=1e-4, atol=1e-5)
 
 
@@ -194,15 +194,17 @@ def load_experts(folder: Path, keep_quantized: bool) -> Experts:
     """The last layer's experts, stacked."""
     model = read_config(folder).model
     every, described = range(model.num_layers), model.layers[-1].mlp
-    assert isinstance(described, spec.Experts)
+    assert isinstance(described, spec.ExpertsSpec)
     device = torch.device("cpu")
     with loader.Checkpoint(
         folder, torch.float32, model, every, device, keep_quantized
     ) as checkpoint:
-        weights = loader.Weights(checkpoint).at(model.layer_name.format(every[-1]))
+        weights = loader.Weights(checkpoint).at(model.layer_name_format.format(every[-1]))
         block = Experts(described, weights, model.hidden_size)
-        numbered = [expert_of(described.expert, number) for number in range(described.count)]
-        block.experts = stacked(numbered, weights, model.hidden_size)
+        numbered = [
+            expert_spec(described.expert, number) for number in range(described.num_experts)
+        ]
+        block.experts = read_stacked_experts(numbered, weights, model.hidden_size)
     return block
 
 

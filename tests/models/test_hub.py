@@ -15,7 +15,7 @@ from huggingface_hub.utils._paths import filter_repo_objects
 
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
-from gllm.models.hub import DEMO, resolve
+from gllm.models.hub import DEMO, resolve_model
 from gllm.models.weight_files import find_weight_files
 from gllm.text.tokenizer import Tokenizer
 from tests.runtime.pipeline import Pipeline
@@ -24,17 +24,17 @@ from tests.tiny_models import save
 
 
 def test_folders_and_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve("demo") == DEMO
-    assert resolve(str(tmp_path)) == tmp_path
+    assert resolve_model("demo") == DEMO
+    assert resolve_model(str(tmp_path)) == tmp_path
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert resolve("org/name") == Path("org/name")
+    assert resolve_model("org/name") == Path("org/name")
 
 
 @pytest.mark.parametrize("path", ["/no/such", "./no", "../no", "a/b/c"])
 def test_missing_path_is_not_looked_up(path: str) -> None:
     with pytest.raises(ModelError, match="no folder"):
-        resolve(path)
+        resolve_model(path)
 
 
 class Hub:
@@ -88,14 +88,14 @@ def test_weights_are_fetched_by_the_index(hub: Callable[..., Hub]) -> None:
     repository = hub(
         *SMALL, *COPIES, *shards, template, **{"model.safetensors.index.json": json.dumps(index)}
     )
-    assert resolve("org/name") == repository.folder
+    assert resolve_model("org/name") == repository.folder
     index_name = "model.safetensors.index.json"
     assert repository.fetched == SMALL | shards | {template, index_name}
 
 
 def test_the_only_file_is_fetched(hub: Callable[..., Hub]) -> None:
     repository = hub(*SMALL, *COPIES, "model.safetensors")
-    assert resolve("org/name") == repository.folder
+    assert resolve_model("org/name") == repository.folder
     assert repository.fetched == SMALL | {"model.safetensors"}
 
 
@@ -112,7 +112,7 @@ def test_repositories_without_weights_are_told_apart(
 ) -> None:
     hub(*SMALL, name)
     with pytest.raises(ModelError, match=f"org/name.*{said}"):
-        resolve("org/name")
+        resolve_model("org/name")
 
 
 def test_a_folder_of_gguf_files_is_named(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_folder_of_gguf_files_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json.*GGUF"):
         read_config(tmp_path)
     with pytest.raises(ModelError, match="is a GGUF file"):
-        resolve(str(tmp_path / "model-Q8_0.gguf"))
+        resolve_model(str(tmp_path / "model-Q8_0.gguf"))
     with pytest.raises(ModelError, match="GGUF"):
         find_weight_files(tmp_path)
 
@@ -162,7 +162,7 @@ def test_failed_download_says_what_to_do(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(ModelError, match=said):
-        resolve("org/name")
+        resolve_model("org/name")
 
 
 def test_configuration_is_read_without_torch() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
+from gllm.models.config_reader import HARMLESS
 from gllm.models.errors import ModelError
-from gllm.models.keys import HARMLESS
-from gllm.models.spec import Model
+from gllm.models.spec import ModelSpec
 from tests.models.published import Config, read
 from tests.runtime.pipeline import Pipeline
 from tests.tiny_models import FAMILIES, reference
@@ -46,7 +46,7 @@ def accepted(family: str) -> dict[str, Any]:
     return values
 
 
-def described(raw: Config) -> Model | None:
+def described(raw: Config) -> ModelSpec | None:
     """What is computed; None where the file is refused."""
     try:
         return read(raw)

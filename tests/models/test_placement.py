@@ -59,16 +59,18 @@ def test_nothing_of_a_stage_stays_behind(family: str, tmp_path: Path) -> None:
         inputs = mapped(inputs, lambda tensor: tensor.to(META))
         caches = []
         for layer in described:
-            held = layer.attention.cached
-            keys = torch.empty(9, 4, held.heads, held.key, dtype=executor.dtype, device=META)
+            held = layer.attention.kv_entry
+            keys = torch.empty(
+                9, 4, held.num_heads, held.key_dim, dtype=executor.dtype, device=META
+            )
             values = (
-                keys[..., : held.value]
-                if held.shared
-                else keys.new_empty(9, 4, held.heads, held.value)
+                keys[..., : held.value_dim]
+                if held.is_shared
+                else keys.new_empty(9, 4, held.num_heads, held.value_dim)
             )
             caches.append((keys, values))
         hidden = executor._stage.forward(inputs, hidden, caches)
         assert hidden.is_meta
     if len(cut) == 2:
         assert hidden is not None
-        assert executor._stage.logits(hidden).shape == (6, config.model.vocab_size)
+        assert executor._stage.compute_logits(hidden).shape == (6, config.model.vocab_size)

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from gllm.models.errors import ModelError
-from gllm.models.spec import Model
+from gllm.models.spec import ModelSpec
 from tests.models.published import PUBLISHED, Config, read
 
 POPULAR: dict[str, dict[str, Any]] = json.loads(
@@ -23,10 +23,16 @@ def test_there_are_fifty() -> None:
     assert len(POPULAR.keys() - PUBLISHED.keys()) >= 50
 
 
-def shape(model: Model) -> list[int]:
+def shape(model: ModelSpec) -> list[int]:
     attention = model.layers[0].attention
-    cached = attention.cached
-    return [model.num_layers, attention.heads, cached.heads, cached.key, model.context_length]
+    cached = attention.kv_entry
+    return [
+        model.num_layers,
+        attention.num_heads,
+        cached.num_heads,
+        cached.key_dim,
+        model.context_length,
+    ]
 
 
 @pytest.mark.parametrize("name", POPULAR)

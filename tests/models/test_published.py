@@ -11,27 +11,27 @@ import transformers
 
 from gllm.models.errors import ModelError
 from gllm.models.registry import ARCHITECTURES
-from gllm.models.spec import Attention, Experts, LatentAttention, Layer, Model
+from gllm.models.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, LayerSpec, ModelSpec
 from gllm.models.split import layer_costs, split_layers
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from tests.models.published import PUBLISHED, Config, read
 
 
-def grouped(model: Model) -> Attention:
+def grouped(model: ModelSpec) -> AttentionSpec:
     attention = model.layers[0].attention
-    assert isinstance(attention, Attention)
+    assert isinstance(attention, AttentionSpec)
     return attention
 
 
-def latent(model: Model) -> LatentAttention:
+def latent(model: ModelSpec) -> LatentAttentionSpec:
     attention = model.layers[0].attention
-    assert isinstance(attention, LatentAttention)
+    assert isinstance(attention, LatentAttentionSpec)
     return attention
 
 
-def experts(model: Model) -> Experts:
+def experts(model: ModelSpec) -> ExpertsSpec:
     mlp = model.layers[-1].mlp
-    assert isinstance(mlp, Experts)
+    assert isinstance(mlp, ExpertsSpec)
     return mlp
 
 
@@ -77,7 +77,7 @@ def test_every_architecture_and_file_is_in_the_tables() -> None:
 def test_shapes(name: str) -> None:
     model = read(PUBLISHED[name])
     attention = grouped(model)
-    heads = attention.heads, attention.kv_heads, attention.head_dim
+    heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
     assert (model.num_layers, *heads, model.context_length) == SHAPES[name]
 
 
@@ -101,7 +101,7 @@ ROTATED: dict[str, tuple[str, int, float, bool]] = {
 def test_rotations(name: str) -> None:
     rope = grouped(read(PUBLISHED[name])).rope
     assert rope is not None
-    assert (rope.kind, rope.dim, rope.theta, rope.interleaved) == ROTATED[name]
+    assert (rope.kind, rope.dim, rope.theta, rope.is_interleaved) == ROTATED[name]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt-1.3b", "bloom-560m", "baichuan2-13b"])
@@ -110,9 +110,9 @@ def test_models_without_rotation(name: str) -> None:
     attention = grouped(model)
     assert attention.rope is None
     learned = model.embedding.positions
-    assert (learned is None) == (attention.alibi is not None)
+    assert (learned is None) == (attention.alibi_scale is not None)
     if learned is not None:
-        assert learned.rows - learned.offset == model.context_length
+        assert learned.num_rows - learned.offset == model.context_length
 
 
 def windows(name: str) -> list[int | None]:
@@ -155,9 +155,9 @@ def test_scales_and_caps() -> None:
     assert (grouped(gemma).softcap, gemma.head.softcap) == (50.0, 30.0)
     assert gemma.embedding.scale == math.sqrt(3584)
     assert read(PUBLISHED["command-r7b"]).head.scale == 0.25
-    assert read(PUBLISHED["baichuan2-7b"]).head.unit_rows
+    assert read(PUBLISHED["baichuan2-7b"]).head.has_normalized_rows
     first = PUBLISHED["baichuan2-7b"] | {"vocab_size": 64000, "z_loss_weight": None}
-    assert not read(first).head.unit_rows
+    assert not read(first).head.has_normalized_rows
 
 
 TIED = {
@@ -174,39 +174,63 @@ def test_heads_that_share_the_embedding(name: str) -> None:
 
 def test_experts() -> None:
     mixtral = experts(read(PUBLISHED["mixtral-8x7b"]))
-    assert (mixtral.count, mixtral.active, mixtral.expert.inner) == (8, 2, 14336)
-    assert (mixtral.normalize, mixtral.shared) == (True, None)
+    assert (mixtral.num_experts, mixtral.top_k, mixtral.expert.intermediate_size) == (8, 2, 14336)
+    assert (mixtral.renormalize, mixtral.shared_expert) == (True, None)
     first = experts(read(PUBLISHED["qwen1.5-moe-a2.7b"]))
-    assert (first.count, first.active, first.expert.inner, first.normalize) == (60, 4, 1408, False)
-    assert first.shared is not None
-    assert (first.shared.inner, first.shared_gate is None) == (5632, False)
+    assert (first.num_experts, first.top_k, first.expert.intermediate_size, first.renormalize) == (
+        60,
+        4,
+        1408,
+        False,
+    )
+    assert first.shared_expert is not None
+    assert (first.shared_expert.intermediate_size, first.shared_expert_gate is None) == (
+        5632,
+        False,
+    )
     third = experts(read(PUBLISHED["qwen3-30b-a3b"]))
-    assert (third.count, third.active, third.expert.inner, third.normalize) == (128, 8, 768, True)
-    assert third.shared is None
+    assert (third.num_experts, third.top_k, third.expert.intermediate_size, third.renormalize) == (
+        128,
+        8,
+        768,
+        True,
+    )
+    assert third.shared_expert is None
 
 
 def test_deepseek() -> None:
     lite, large = read(PUBLISHED["deepseek-v2-lite"]), read(PUBLISHED["deepseek-v3"])
     dense = [
-        [isinstance(layer.mlp, Experts) for layer in m.layers].index(True) for m in (lite, large)
+        [isinstance(layer.mlp, ExpertsSpec) for layer in m.layers].index(True)
+        for m in (lite, large)
     ]
     assert (dense, lite.num_layers, large.num_layers) == ([1, 3], 27, 61)
     assert lite.context_length == large.context_length == 163840
-    assert (latent(lite).query_down, latent(lite).query_rank) == (None, 2048)
-    assert latent(large).query_rank == 1536
+    assert (latent(lite).q_down_proj, latent(lite).q_input_size) == (None, 2048)
+    assert latent(large).q_input_size == 1536
     # YaRN's temperature for a stretch of 40, on scores of 128 + 64 elements.
     assert latent(lite).scale == pytest.approx((0.0707 * math.log(40) + 1) ** 2 / math.sqrt(192))
     assert latent(large).scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192))
     one, other = experts(lite), experts(large)
-    assert one.shared is not None
-    assert other.shared is not None
-    assert (one.count, one.active, one.groups, one.scores, one.shared.inner) == (
+    assert one.shared_expert is not None
+    assert other.shared_expert is not None
+    assert (
+        one.num_experts,
+        one.top_k,
+        one.num_groups,
+        one.scoring,
+        one.shared_expert.intermediate_size,
+    ) == (
         *(64, 6, 1, "softmax"),
         2 * 1408,
     )
-    assert (other.count, other.active, other.groups, other.active_groups) == (256, 8, 8, 4)
-    assert (other.scores, other.scale, other.shared.inner) == ("sigmoid", 2.5, 2048)
-    assert other.group_score == "best two"
+    assert (other.num_experts, other.top_k, other.num_groups, other.top_k_groups) == (256, 8, 8, 4)
+    assert (other.scoring, other.scaling_factor, other.shared_expert.intermediate_size) == (
+        "sigmoid",
+        2.5,
+        2048,
+    )
+    assert other.group_scoring == "best two"
 
 
 FOREIGN = {"chatglm", "baichuan"}
@@ -226,7 +250,7 @@ def test_newer_files_say_the_same(name: str) -> None:
     assert read(PUBLISHED[name]) == read(rewritten(PUBLISHED[name]))
 
 
-def read_or_refusal(raw: Config) -> Model | str:
+def read_or_refusal(raw: Config) -> ModelSpec | str:
     try:
         return read(raw)
     except ModelError as error:
@@ -241,7 +265,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(name: str) -> None:
     for key in whole.keys() - {"architectures", "model_type", "num_key_value_heads"}:
         raw = {other: value for other, value in whole.items() if other != key}
         found = read_or_refusal(raw)
-        if isinstance(found, Model):
+        if isinstance(found, ModelSpec):
             assert found == read(rewritten(raw)), key
         else:
             # Factors of longrope fit no other number of pairs.
@@ -259,7 +283,7 @@ def test_null_in_a_file_is_what_transformers_takes(name: str) -> None:
         except Exception:  # its checks raise many kinds of errors
             continue
         found = read_or_refusal(raw)
-        if isinstance(found, Model):
+        if isinstance(found, ModelSpec):
             assert found == read(written), key
         else:
             assert key in found or "pairs are rotated" in found
@@ -302,7 +326,7 @@ def test_families_are_described_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def cached_bytes(layers: tuple[Layer, ...], blocks: int, size: int) -> int:
+def cached_bytes(layers: tuple[LayerSpec, ...], blocks: int, size: int) -> int:
     """Bytes of memory behind a cache's tensors, each counted once."""
     cache = KVCache(layers, blocks, size, torch.bfloat16)
     storages = {

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.models.families.llama import describe
-from gllm.models.keys import Keys
-from gllm.models.spec import Model
-from gllm.models.split import balanced, layer_costs, split_layers
+from gllm.models.config_reader import ConfigReader
+from gllm.models.families.llama import build_spec
+from gllm.models.spec import ModelSpec
+from gllm.models.split import balance_costs, layer_costs, split_layers
 
 
-def model(layers: int, vocab: int = 1000, hidden: int = 64) -> Model:
+def model(layers: int, vocab: int = 1000, hidden: int = 64) -> ModelSpec:
     config = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -22,7 +22,7 @@ def model(layers: int, vocab: int = 1000, hidden: int = 64) -> Model:
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
     }
-    return describe(Keys(config))
+    return build_spec(ConfigReader(config))
 
 
 @given(
@@ -37,7 +37,7 @@ def test_no_cut_is_better(costs: list[float], stages: int) -> None:
         parts = [sum(costs[a:b]) for a, b in pairwise(bounds)]
         return max(parts), sum(part**2 for part in parts)
 
-    found = balanced(costs, stages)
+    found = balance_costs(costs, stages)
     assert sum(found) == len(costs)
     assert min(found) >= 1
     ends = tuple(sum(found[: i + 1]) for i in range(stages - 1))

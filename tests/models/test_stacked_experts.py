@@ -99,7 +99,7 @@ def test_stacks_that_stay_in_8_bits(
     )
     kept, floats = (load_experts(folder, keep_quantized) for keep_quantized in (True, False))
     assert isinstance(kept.experts, StackedExperts)
-    assert isinstance(kept.experts.up, Fp8Stack)
+    assert isinstance(kept.experts.gate_up_proj, Fp8Stack)
     x = torch.randn(9, 48, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(kept(x), floats(x), rtol=1e-4, atol=1e-5)
 

@@ -182,7 +182,7 @@ class FakeQueues:
         for mode in reversed(self._modes):
             mode.__exit__(*error)
 
-    # What gllm.transport.device_streams.Queues asks for.
+    # What gllm.transport.device_streams.DeviceRuntime asks for.
 
     def bind_thread(self) -> None:
         self.bound.add(threading.current_thread().name)

@@ -444,14 +444,14 @@ def test_logits_that_are_not_finite_end_their_row_only(folder: Path) -> None:
             executor.register(message)
         plan = plans_of(Pipeline(folder, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS))[0]
         batch = executor.prepare(plan)
-        compute = executor._stage.logits
+        compute = executor._stage.compute_logits
 
         def broken(hidden: torch.Tensor) -> torch.Tensor:
             logits = compute(hidden)
             logits[1, 7] = float("nan")
             return logits
 
-        executor._stage.logits = broken  # type: ignore[method-assign]
+        executor._stage.compute_logits = broken  # type: ignore[method-assign]
         results, _ = executor.sample(batch, executor.compute(batch, None))
     assert [bool(result.error) for result in results] == [False, True, False]
     assert results[1].token_id == 0

@@ -133,7 +133,7 @@ def test_bad_logits_end_their_own_row(queues: FakeQueues, folder: Path, row: int
     """Of the prompt that is scored, or of the token to be drawn."""
     spec = SequenceSamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0)
     executor, book = executor_with(queues, folder, [spec, spec])
-    head = executor._stage.logits
+    head = executor._stage.compute_logits
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         made = head(hidden)
@@ -143,7 +143,7 @@ def test_bad_logits_end_their_own_row(queues: FakeQueues, folder: Path, row: int
             made[1, 4] = float("inf")
         return made
 
-    executor._stage.logits = logits  # type: ignore[method-assign]
+    executor._stage.compute_logits = logits  # type: ignore[method-assign]
     batch = executor.prepare(book.plan([book.row(seq, len(PROMPTS[seq])) for seq in (0, 1)]))
     results, logprobs = executor.sample(batch, executor.compute(batch, None))
     assert ["not finite" in result.error for result in results] == [row == 0, row == 1]
@@ -154,13 +154,13 @@ def test_logits_are_computed_of_rows_that_sample_alone(queues: FakeQueues, folde
     """Not of a chunk's other tokens, and not at all where no row samples."""
     executor, book = executor_with(queues, folder, [GREEDY] * 3)
     computed: list[int] = []
-    head = executor._stage.logits
+    head = executor._stage.compute_logits
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         computed.append(len(hidden))
         return head(hidden)
 
-    executor._stage.logits = logits  # type: ignore[method-assign]
+    executor._stage.compute_logits = logits  # type: ignore[method-assign]
     steps = [
         [book.row(0, 2, samples=False), book.row(1, 4, samples=False)],
         [book.row(0, 3), book.row(1, 2, samples=False)],

@@ -67,26 +67,26 @@ def test_what_is_quantized(tmp_path: Path) -> None:
     for stage in stages.values():
         assert stage.head is not None
         assert isinstance(stage.head.matrix, Int8Matrix)
-    first, second = stages["qwen2-moe"].layers.each[:2]
+    first, second = stages["qwen2-moe"].layers.layers[:2]
     assert isinstance(first.attention, Attention)
     assert isinstance(first.mlp, Experts)
     assert isinstance(second.mlp, MLP)
-    maps = (first.attention.qkv, first.attention.out, second.mlp.down)
+    maps = (first.attention.qkv_proj, first.attention.out_proj, second.mlp.down_proj)
     assert isinstance(first.mlp.experts, tuple)
     ups, downs = first.mlp.experts
-    gated = [*ups, second.mlp.up]
+    gated = [*ups, second.mlp.up_proj]
     assert all(isinstance(matrix, GatedMatrix) for matrix in gated)
     both = [up.gate_up for up in gated if isinstance(up, GatedMatrix)]
     matrices = [*(linear.matrix for linear in maps), *both, *downs]
     assert all(isinstance(matrix, Int8Matrix) for matrix in matrices)
-    assert first.mlp.shared_gate is not None
-    assert isinstance(first.mlp.shared_gate.matrix, UnquantizedMatrix)
+    assert first.mlp.shared_expert_gate is not None
+    assert isinstance(first.mlp.shared_expert_gate.matrix, UnquantizedMatrix)
     assert isinstance(first.mlp.router, UnquantizedMatrix)
     assert first.mlp.router.weight.dtype == torch.float32
-    latent = stages["deepseek-v2"].layers.each[0].attention
+    latent = stages["deepseek-v2"].layers.layers[0].attention
     assert isinstance(latent, LatentAttention)
-    assert isinstance(latent.kv_down.matrix, Int8Matrix)
-    assert latent.key_up.dtype == latent.value_up.dtype == torch.float32
+    assert isinstance(latent.kv_down_proj.matrix, Int8Matrix)
+    assert latent.k_up_proj.dtype == latent.v_up_proj.dtype == torch.float32
 
 
 def test_a_weight_that_is_not_finite_ends_requests_not_the_stage(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_greedy_with_penalties_is_what_transformers_says(folder: Path) -> None:
 def test_bad_logits_of_a_prompt_end_their_own_request(folder: Path) -> None:
     pipeline = Told(folder, 1)
     broken = pipeline.executors[0]._stage
-    head = broken.logits
+    head = broken.compute_logits
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         made = head(hidden)
@@ -224,7 +224,7 @@ def test_bad_logits_of_a_prompt_end_their_own_request(folder: Path) -> None:
             made[5] = float("nan")
         return made
 
-    broken.logits = logits  # type: ignore[method-assign]
+    broken.compute_logits = logits  # type: ignore[method-assign]
     made = prompts()
     for seq in (2, 4):
         pipeline.ask(seq, made[seq], FULL)

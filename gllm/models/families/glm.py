@@ -5,28 +5,38 @@ Source: GLM Team, "ChatGLM: A Family of Large Language Models from GLM-130B to G
 
 from dataclasses import replace
 
-from gllm.models.describe import attention_of, decoder, gated_mlp, pre_norm, rms_norm
-from gllm.models.keys import Keys
-from gllm.models.spec import Layer, Model
+from gllm.models.config_reader import ConfigReader
+from gllm.models.spec import LayerSpec, ModelSpec
+from gllm.models.spec_builders import (
+    attention_spec,
+    decoder_model,
+    gated_mlp_spec,
+    pre_norm_layer,
+    rms_norm,
+)
 
 
-def glm(keys: Keys) -> Model:
+def build_glm_spec(config: ConfigReader) -> ModelSpec:
     """Half of each head is rotated, neighbours as pairs."""
-    return decoder(keys, [_layer(keys)] * keys.count("num_hidden_layers"))
+    return decoder_model(config, [_layer(config)] * config.positive_int("num_hidden_layers"))
 
 
-def glm4(keys: Keys) -> Model:
+def build_glm4_spec(config: ConfigReader) -> ModelSpec:
     """As before, with norms also after each half."""
     layer = replace(
-        _layer(keys),
-        after_attention=rms_norm(keys, "post_self_attn_layernorm"),
-        after_mlp=rms_norm(keys, "post_mlp_layernorm"),
+        _layer(config),
+        post_attention_norm=rms_norm(config, "post_self_attn_layernorm"),
+        post_mlp_norm=rms_norm(config, "post_mlp_layernorm"),
     )
-    return decoder(keys, [layer] * keys.count("num_hidden_layers"))
+    return decoder_model(config, [layer] * config.positive_int("num_hidden_layers"))
 
 
-def _layer(keys: Keys) -> Layer:
-    keys.assume(attention_bias=True, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7)
+def _layer(config: ConfigReader) -> LayerSpec:
+    config.set_defaults(
+        attention_bias=True, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7
+    )
     rope = {"partial": 0.5, "interleaved": True}
-    attention = attention_of(keys, rope, qkv_bias=keys.flag("attention_bias"))
-    return pre_norm(keys, attention, gated_mlp(keys, names=("gate_up_proj", "down_proj")))
+    attention = attention_spec(config, rope, qkv_bias=config.boolean("attention_bias"))
+    return pre_norm_layer(
+        config, attention, gated_mlp_spec(config, names=("gate_up_proj", "down_proj"))
+    )

@@ -5,72 +5,89 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2
 
 from dataclasses import replace
 
-from gllm.models.describe import ACTIVATIONS
+from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
-from gllm.models.keys import Keys
-from gllm.models.spec import MLP, Attention, Embedding, Head, Layer, Linear, Model, Norm, Positions
+from gllm.models.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    LinearSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    PositionEmbeddingSpec,
+)
+from gllm.models.spec_builders import ACTIVATIONS
 
 
-def describe(keys: Keys) -> Model:
+def build_spec(config: ConfigReader) -> ModelSpec:
     """Learned positions, norms before each half, matrices stored the other way round."""
-    hidden, count = keys.count("n_embd", default=768), keys.count("n_layer", default=12)
-    longest = keys.count("n_positions", "n_ctx", default=1024)
+    hidden, count = (
+        config.positive_int("n_embd", default=768),
+        config.positive_int("n_layer", default=12),
+    )
+    longest = config.positive_int("n_positions", "n_ctx", default=1024)
     # How scores are computed in small types; here it is float32 always.
-    keys.skip("reorder_and_upcast_attn")
+    config.ignore("reorder_and_upcast_attn")
     # Of a tokenizer without special tokens.
-    keys.skip("predict_special_tokens")
-    keys.only("n_special", 0)
-    keys.only("tie_word_embeddings", True)
-    attention, mlp = _attention(keys, hidden), _mlp(keys, hidden)
-    by_layer = keys.flag("scale_attn_by_inverse_layer_idx")
+    config.ignore("predict_special_tokens")
+    config.require_value("n_special", 0)
+    config.require_value("tie_word_embeddings", True)
+    attention, mlp = _attention(config, hidden), _mlp(config, hidden)
+    by_layer = config.boolean("scale_attn_by_inverse_layer_idx")
     layers = [
-        Layer(
+        LayerSpec(
             replace(attention, scale=attention.scale / (layer + 1 if by_layer else 1)),
             mlp,
-            _norm(keys, "ln_1"),
-            _norm(keys, "ln_2"),
+            _norm(config, "ln_1"),
+            _norm(config, "ln_2"),
         )
         for layer in range(count)
     ]
-    return Model(
-        vocab_size=keys.count("vocab_size", default=50257),
+    return ModelSpec(
+        vocab_size=config.positive_int("vocab_size", default=50257),
         hidden_size=hidden,
-        embedding=Embedding("transformer.wte", positions=Positions("transformer.wpe", longest)),
+        embedding=EmbeddingSpec(
+            "transformer.wte", positions=PositionEmbeddingSpec("transformer.wpe", longest)
+        ),
         layers=tuple(layers),
-        norm=_norm(keys, "transformer.ln_f"),
-        head=Head("transformer.wte"),
+        norm=_norm(config, "transformer.ln_f"),
+        head=HeadSpec("transformer.wte"),
         context_length=longest,
-        layer_name="transformer.h.{}",
+        layer_name_format="transformer.h.{}",
         optional_prefix="transformer.",
         # Masks that older files hold.
-        ignored=(r".*\.attn\.(bias|masked_bias)",),
+        ignored_tensors=(r".*\.attn\.(bias|masked_bias)",),
     )
 
 
-def _attention(keys: Keys, hidden: int) -> Attention:
-    heads = keys.count("n_head", default=12)
+def _attention(config: ConfigReader, hidden: int) -> AttentionSpec:
+    heads = config.positive_int("n_head", default=12)
     if hidden % heads:
         raise ModelError(f"config.json: n_embd {hidden} is no multiple of n_head {heads}")
     head_dim = hidden // heads
-    return Attention(
-        heads=heads,
-        kv_heads=heads,
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=heads,
         head_dim=head_dim,
-        qkv=Linear(("attn.c_attn",), bias=True, transposed=True),
-        out=Linear(("attn.c_proj",), bias=True, transposed=True),
-        scale=head_dim**-0.5 if keys.flag("scale_attn_weights", default=True) else 1.0,
+        qkv_proj=LinearSpec(("attn.c_attn",), has_bias=True, is_transposed=True),
+        out_proj=LinearSpec(("attn.c_proj",), has_bias=True, is_transposed=True),
+        scale=head_dim**-0.5 if config.boolean("scale_attn_weights", default=True) else 1.0,
     )
 
 
-def _mlp(keys: Keys, hidden: int) -> MLP:
-    return MLP(
-        inner=keys.count("n_inner", default=4 * hidden),
-        activation=keys.choice("activation_function", ACTIVATIONS, "gelu_new"),
-        up=Linear(("mlp.c_fc",), bias=True, transposed=True),
-        down=Linear(("mlp.c_proj",), bias=True, transposed=True),
-        gated=False,
+def _mlp(config: ConfigReader, hidden: int) -> MLPSpec:
+    return MLPSpec(
+        intermediate_size=config.positive_int("n_inner", default=4 * hidden),
+        activation=config.choice("activation_function", ACTIVATIONS, "gelu_new"),
+        up_proj=LinearSpec(("mlp.c_fc",), has_bias=True, is_transposed=True),
+        down_proj=LinearSpec(("mlp.c_proj",), has_bias=True, is_transposed=True),
+        is_gated=False,
     )
 
 
-def _norm(keys: Keys, name: str) -> Norm:
-    return Norm(name, "layer", keys.positive("layer_norm_epsilon", default=1e-5), bias=True)
+def _norm(config: ConfigReader, name: str) -> NormSpec:
+    return NormSpec(
+        name, "layer", config.positive_float("layer_norm_epsilon", default=1e-5), has_bias=True
+    )

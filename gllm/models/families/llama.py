@@ -3,14 +3,16 @@
 Source: Touvron et al., "Llama 2" (2023); Grattafiori et al., "The Llama 3 Herd of Models" (2024).
 """
 
-from gllm.models.describe import attention_of, decoder, gated_mlp, pre_norm
-from gllm.models.keys import Keys
-from gllm.models.spec import Model
+from gllm.models.config_reader import ConfigReader
+from gllm.models.spec import ModelSpec
+from gllm.models.spec_builders import attention_spec, decoder_model, gated_mlp_spec, pre_norm_layer
 
 
-def describe(keys: Keys) -> Model:
+def build_spec(config: ConfigReader) -> ModelSpec:
     """Attention and feed-forward have biases where the configuration says so."""
-    bias = keys.flag("attention_bias")
-    attention = attention_of(keys, qkv_bias=bias, out_bias=bias)
-    mlp = gated_mlp(keys, bias=keys.flag("mlp_bias"))
-    return decoder(keys, [pre_norm(keys, attention, mlp)] * keys.count("num_hidden_layers"))
+    bias = config.boolean("attention_bias")
+    attention = attention_spec(config, qkv_bias=bias, out_bias=bias)
+    mlp = gated_mlp_spec(config, bias=config.boolean("mlp_bias"))
+    return decoder_model(
+        config, [pre_norm_layer(config, attention, mlp)] * config.positive_int("num_hidden_layers")
+    )

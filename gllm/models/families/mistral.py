@@ -5,22 +5,22 @@ Source: Jiang et al., "Mistral 7B" (2023).
 
 from dataclasses import replace
 
-from gllm.models.describe import (
-    attention_of,
-    decoder,
-    gated_mlp,
-    layer_windows,
-    pre_norm,
+from gllm.models.config_reader import ConfigReader
+from gllm.models.spec import ModelSpec
+from gllm.models.spec_builders import (
+    attention_spec,
+    decoder_model,
+    gated_mlp_spec,
+    pre_norm_layer,
+    read_layer_windows,
     window_notes,
 )
-from gllm.models.keys import Keys
-from gllm.models.spec import Model
 
 
-def describe(keys: Keys) -> Model:
+def build_spec(config: ConfigReader) -> ModelSpec:
     """Llama with a sliding window in every layer, unless sliding_window is null."""
-    keys.assume(num_key_value_heads=8, sliding_window=4096)
-    attention, mlp = attention_of(keys), gated_mlp(keys)
-    windows = layer_windows(keys, [True] * keys.count("num_hidden_layers"))
-    layers = [pre_norm(keys, replace(attention, window=window), mlp) for window in windows]
-    return decoder(keys, layers, notes=window_notes(windows))
+    config.set_defaults(num_key_value_heads=8, sliding_window=4096)
+    attention, mlp = attention_spec(config), gated_mlp_spec(config)
+    windows = read_layer_windows(config, [True] * config.positive_int("num_hidden_layers"))
+    layers = [pre_norm_layer(config, replace(attention, window=window), mlp) for window in windows]
+    return decoder_model(config, layers, notes=window_notes(windows))

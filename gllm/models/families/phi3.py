@@ -5,27 +5,27 @@ Source: Abdin et al., "Phi-3 Technical Report" (2024).
 
 from dataclasses import replace
 
-from gllm.models.describe import (
-    attention_of,
-    decoder,
-    gated_mlp,
-    layer_windows,
-    pre_norm,
+from gllm.models.config_reader import ConfigReader
+from gllm.models.spec import ModelSpec
+from gllm.models.spec_builders import (
+    attention_spec,
+    decoder_model,
+    gated_mlp_spec,
+    pre_norm_layer,
+    read_layer_windows,
     window_notes,
 )
-from gllm.models.keys import Keys
-from gllm.models.spec import Model
 
 
-def describe(keys: Keys) -> Model:
+def build_spec(config: ConfigReader) -> ModelSpec:
     """Llama with fused projections, and windows or stretched rotations in some sizes."""
-    keys.assume(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
+    config.set_defaults(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
     for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
-        keys.only(name, False)
+        config.require_value(name, False)
     for name in ("full_attn_mod", "interpolate_factor"):
-        keys.only(name, 1)
-    attention = attention_of(keys, {"partial": 1.0}, names=("qkv_proj", "o_proj"))
-    mlp = gated_mlp(keys, names=("gate_up_proj", "down_proj"))
-    windows = layer_windows(keys, [True] * keys.count("num_hidden_layers"))
-    layers = [pre_norm(keys, replace(attention, window=window), mlp) for window in windows]
-    return decoder(keys, layers, notes=window_notes(windows))
+        config.require_value(name, 1)
+    attention = attention_spec(config, {"partial": 1.0}, names=("qkv_proj", "o_proj"))
+    mlp = gated_mlp_spec(config, names=("gate_up_proj", "down_proj"))
+    windows = read_layer_windows(config, [True] * config.positive_int("num_hidden_layers"))
+    layers = [pre_norm_layer(config, replace(attention, window=window), mlp) for window in windows]
+    return decoder_model(config, layers, notes=window_notes(windows))

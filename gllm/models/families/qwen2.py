@@ -5,33 +5,36 @@ Source: Yang et al., "Qwen2 Technical Report" (2024).
 
 from dataclasses import replace
 
-from gllm.models.describe import (
-    attention_of,
-    decoder,
-    gated_mlp,
-    layer_windows,
-    pre_norm,
-    window_of,
+from gllm.models.config_reader import ConfigReader
+from gllm.models.spec import ModelSpec
+from gllm.models.spec_builders import (
+    attention_spec,
+    decoder_model,
+    gated_mlp_spec,
+    pre_norm_layer,
+    read_layer_windows,
+    read_sliding_window,
 )
-from gllm.models.keys import Keys
-from gllm.models.spec import Model
 
 
-def describe(keys: Keys) -> Model:
+def build_spec(config: ConfigReader) -> ModelSpec:
     """Queries, keys and values have biases, nothing else has."""
-    attention, mlp = attention_of(keys, qkv_bias=True), gated_mlp(keys)
-    return decoder(
-        keys,
-        [pre_norm(keys, replace(attention, window=window), mlp) for window in qwen_windows(keys)],
+    attention, mlp = attention_spec(config, qkv_bias=True), gated_mlp_spec(config)
+    return decoder_model(
+        config,
+        [
+            pre_norm_layer(config, replace(attention, window=window), mlp)
+            for window in qwen_windows(config)
+        ],
     )
 
 
-def qwen_windows(keys: Keys) -> list[int | None]:
+def qwen_windows(config: ConfigReader) -> list[int | None]:
     """Windows from layer max_window_layers on; sliding_window alone does not switch them on."""
-    layers = keys.count("num_hidden_layers")
-    first = keys.natural("max_window_layers", default=28)
-    if not keys.flag("use_sliding_window"):
-        window_of(keys)
-        keys.only("layer_types", ["full_attention"] * layers)
+    layers = config.positive_int("num_hidden_layers")
+    first = config.non_negative_int("max_window_layers", default=28)
+    if not config.boolean("use_sliding_window"):
+        read_sliding_window(config)
+        config.require_value("layer_types", ["full_attention"] * layers)
         return [None] * layers
-    return layer_windows(keys, [layer >= first for layer in range(layers)])
+    return read_layer_windows(config, [layer >= first for layer in range(layers)])

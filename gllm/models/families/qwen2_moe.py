@@ -5,48 +5,60 @@ Source: Yang et al., "Qwen2 Technical Report" (2024), section 2.2.2.
 
 from dataclasses import replace
 
-from gllm.models.describe import attention_of, check_experts, decoder, gated_mlp, pre_norm
+from gllm.models.config_reader import ConfigReader
 from gllm.models.families.qwen2 import qwen_windows
-from gllm.models.keys import Keys
-from gllm.models.spec import MLP, Attention, Experts, Layer, Linear, Model
+from gllm.models.spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearSpec, MLPSpec, ModelSpec
+from gllm.models.spec_builders import (
+    attention_spec,
+    check_experts,
+    decoder_model,
+    gated_mlp_spec,
+    pre_norm_layer,
+)
 
 
-def describe(keys: Keys) -> Model:
+def build_spec(config: ConfigReader) -> ModelSpec:
     """Qwen2 with experts, and a gated block beside them that all tokens share."""
     experts = replace(
-        qwen_experts(keys, default=60),
-        shared=gated_mlp(
-            keys, "mlp.shared_expert", keys.count("shared_expert_intermediate_size", default=5632)
+        qwen_experts_spec(config, default=60),
+        shared_expert=gated_mlp_spec(
+            config,
+            "mlp.shared_expert",
+            config.positive_int("shared_expert_intermediate_size", default=5632),
         ),
-        shared_gate=Linear(("mlp.shared_expert_gate",)),
+        shared_expert_gate=LinearSpec(("mlp.shared_expert_gate",)),
     )
-    attention = attention_of(keys, qkv_bias=keys.flag("qkv_bias", default=True))
-    return decoder(keys, sparse_layers(keys, attention, experts))
+    attention = attention_spec(config, qkv_bias=config.boolean("qkv_bias", default=True))
+    return decoder_model(config, moe_layers(config, attention, experts))
 
 
-def qwen_experts(keys: Keys, default: int) -> Experts:
+def qwen_experts_spec(config: ConfigReader, default: int) -> ExpertsSpec:
     """The routed experts, `default` of them where the file does not say."""
     return check_experts(
-        Experts(
-            count=keys.count("num_experts", "num_local_experts", default=default),
-            active=keys.count("num_experts_per_tok"),
-            router=Linear(("mlp.gate",)),
-            expert=gated_mlp(keys, "mlp.experts.{}", keys.count("moe_intermediate_size")),
-            normalize=keys.flag("norm_topk_prob"),
+        ExpertsSpec(
+            num_experts=config.positive_int("num_experts", "num_local_experts", default=default),
+            top_k=config.positive_int("num_experts_per_tok"),
+            router=LinearSpec(("mlp.gate",)),
+            expert=gated_mlp_spec(
+                config, "mlp.experts.{}", config.positive_int("moe_intermediate_size")
+            ),
+            renormalize=config.boolean("norm_topk_prob"),
         )
     )
 
 
-def sparse_layers(keys: Keys, attention: Attention, experts: Experts) -> list[Layer]:
+def moe_layers(
+    config: ConfigReader, attention: AttentionSpec, experts: ExpertsSpec
+) -> list[LayerSpec]:
     """Experts in every decoder_sparse_step-th layer but those of mlp_only_layers."""
-    keys.only("use_sliding_window", False)
-    dense = gated_mlp(keys)
-    step = keys.count("decoder_sparse_step", default=1)
-    dense_layers = keys.get("mlp_only_layers", default=[])
+    config.require_value("use_sliding_window", False)
+    dense = gated_mlp_spec(config)
+    step = config.positive_int("decoder_sparse_step", default=1)
+    dense_layers = config.get("mlp_only_layers", default=[])
     if not isinstance(dense_layers, list) or not all(type(one) is int for one in dense_layers):
-        raise keys.error(("mlp_only_layers",), "a list of layers' numbers", dense_layers)
-    blocks: list[MLP | Experts] = []
-    for layer in range(len(qwen_windows(keys))):
+        raise config.error(("mlp_only_layers",), "a list of layers' numbers", dense_layers)
+    blocks: list[MLPSpec | ExpertsSpec] = []
+    for layer in range(len(qwen_windows(config))):
         is_sparse = layer not in dense_layers and (layer + 1) % step == 0
         blocks.append(experts if is_sparse else dense)
-    return [pre_norm(keys, attention, block) for block in blocks]
+    return [pre_norm_layer(config, attention, block) for block in blocks]

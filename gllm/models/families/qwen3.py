@@ -5,28 +5,37 @@ Source: Yang et al., "Qwen3 Technical Report" (2025).
 
 from dataclasses import replace
 
-from gllm.models.describe import attention_of, decoder, gated_mlp, pre_norm, rms_norm
+from gllm.models.config_reader import ConfigReader
 from gllm.models.families.qwen2 import qwen_windows
-from gllm.models.keys import Keys
-from gllm.models.spec import Attention, Model
+from gllm.models.spec import AttentionSpec, ModelSpec
+from gllm.models.spec_builders import (
+    attention_spec,
+    decoder_model,
+    gated_mlp_spec,
+    pre_norm_layer,
+    rms_norm,
+)
 
 
-def describe(keys: Keys) -> Model:
+def build_spec(config: ConfigReader) -> ModelSpec:
     """Queries and keys are normalised head by head instead of having biases."""
-    keys.assume(head_dim=128)
-    attention, mlp = qwen3_attention(keys), gated_mlp(keys)
-    return decoder(
-        keys,
-        [pre_norm(keys, replace(attention, window=window), mlp) for window in qwen_windows(keys)],
+    config.set_defaults(head_dim=128)
+    attention, mlp = qwen3_attention_spec(config), gated_mlp_spec(config)
+    return decoder_model(
+        config,
+        [
+            pre_norm_layer(config, replace(attention, window=window), mlp)
+            for window in qwen_windows(config)
+        ],
     )
 
 
-def qwen3_attention(keys: Keys) -> Attention:
+def qwen3_attention_spec(config: ConfigReader) -> AttentionSpec:
     """Attention with normalised queries and keys, as the mixtures of experts have it too."""
-    keys.only("use_qk_norm", True)
-    bias = keys.flag("attention_bias")
+    config.require_value("use_qk_norm", True)
+    bias = config.boolean("attention_bias")
     return replace(
-        attention_of(keys, qkv_bias=bias, out_bias=bias),
-        query_norm=rms_norm(keys, "self_attn.q_norm"),
-        key_norm=rms_norm(keys, "self_attn.k_norm"),
+        attention_spec(config, qkv_bias=bias, out_bias=bias),
+        query_norm=rms_norm(config, "self_attn.q_norm"),
+        key_norm=rms_norm(config, "self_attn.k_norm"),
     )

@@ -3,15 +3,15 @@
 Source: Yang et al., "Qwen3 Technical Report" (2025).
 """
 
-from gllm.models.describe import decoder
-from gllm.models.families.qwen2_moe import qwen_experts, sparse_layers
-from gllm.models.families.qwen3 import qwen3_attention
-from gllm.models.keys import Keys
-from gllm.models.spec import Model
+from gllm.models.config_reader import ConfigReader
+from gllm.models.families.qwen2_moe import moe_layers, qwen_experts_spec
+from gllm.models.families.qwen3 import qwen3_attention_spec
+from gllm.models.spec import ModelSpec
+from gllm.models.spec_builders import decoder_model
 
 
-def describe(keys: Keys) -> Model:
+def build_spec(config: ConfigReader) -> ModelSpec:
     """Qwen3 with experts, none of them shared by all tokens."""
-    keys.assume(num_key_value_heads=4)
-    experts = qwen_experts(keys, default=128)
-    return decoder(keys, sparse_layers(keys, qwen3_attention(keys), experts))
+    config.set_defaults(num_key_value_heads=4)
+    experts = qwen_experts_spec(config, default=128)
+    return decoder_model(config, moe_layers(config, qwen3_attention_spec(config), experts))

@@ -41,7 +41,7 @@ from gllm.runtime.kv_cache import KVCache
 from gllm.runtime.sampler import follow_grammars, results, take_forced, tell_embedded
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan
-from gllm.transport.device_streams import Event, Queues
+from gllm.transport.device_streams import DeviceEvent, DeviceRuntime
 
 INTS_PER_TOKEN = 8
 """Of a step's inputs, about: staging grows where they are more."""
@@ -57,7 +57,7 @@ class DeviceExecutor(StageExecutor):
         stage: int,
         stages: int,
         layers: range,
-        queues: Queues,
+        queues: DeviceRuntime,
         plan: PlanAttention | None = None,
     ) -> None:
         """`plan`: makes attention plans on the host, always of one layout for decodes as many as
@@ -217,7 +217,7 @@ class DeviceExecutor(StageExecutor):
 
     def finish(self, batch: Batch) -> DeviceTime:
         """Wait until the device has computed the step, and return the time that it took."""
-        spans: list[tuple[Event, Event]] = batch.device.spans
+        spans: list[tuple[DeviceEvent, DeviceEvent]] = batch.device.spans
         first, last = spans[0][0], spans[-1][1]
         last.synchronize()
         return DeviceTime(last.since(first), sum(end.since(begin) for begin, end in spans))
@@ -272,8 +272,10 @@ class DeviceExecutor(StageExecutor):
             )
             if draw is not None:
                 # As embeddings are.
-                self._stage.normed(hidden[:1])
-                self._drawing.draw(self._stage.logits(hidden[:count]), draw, self._cached_tokens)
+                self._stage.apply_final_norm(hidden[:1])
+                self._drawing.draw(
+                    self._stage.compute_logits(hidden[:count]), draw, self._cached_tokens
+                )
         self._staging.release(self.stream)
 
     def _padded(self, rows: PagedBatch) -> PagedBatch:
@@ -301,7 +303,7 @@ class DeviceExecutor(StageExecutor):
     def _output(self, inputs: StageInputs, hidden: Tensor | None) -> Tensor:
         """Activations or, on the last stage, logits of every row."""
         hidden = self._stage.forward(inputs, hidden, self._cache.layers)
-        return self._stage.logits(hidden) if self.is_last else hidden
+        return self._stage.compute_logits(hidden) if self.is_last else hidden
 
     def _plan_draw(self, plan: StepPlan, batch: Batch) -> DrawInputs:
         """What drawing needs of the step; nothing but on the last stage."""
@@ -346,12 +348,12 @@ class DeviceExecutor(StageExecutor):
         hidden = self._stage.forward(inputs, hidden, self._cache.layers)[: batch.num_tokens]
         if not self.is_last:
             return hidden, [], None
-        scores = self._drawing.score_prompts(hidden, there.draw, self._stage.logits)
+        scores = self._drawing.score_prompts(hidden, there.draw, self._stage.compute_logits)
         # The rows that sample alone: a chunk's other tokens have no use for logits.
         hidden, embeddings = hidden.index_select(0, there.sample_rows), None
         if len(there.draw.embedded):
-            embeddings = self._stage.normed(hidden.index_select(0, there.draw.embedded))
-        return self._stage.logits(hidden), scores, embeddings
+            embeddings = self._stage.apply_final_norm(hidden.index_select(0, there.draw.embedded))
+        return self._stage.compute_logits(hidden), scores, embeddings
 
     def _keep_beside_cache(self, inputs: StageInputs, ids: Tensor, count: int) -> None:
         """On the last stage: put the step's `count` tokens where their keys and values go. ids

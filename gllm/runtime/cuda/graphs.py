@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.runtime.cuda.staging import Layout
-from gllm.transport.device_streams import Graph, Queues, Stream
+from gllm.transport.device_streams import DeviceGraph, DeviceRuntime, DeviceStream
 
 FEW = (1, 2, 4, 8)
 APART = 8
@@ -70,7 +70,7 @@ def pad_decodes(rows: PagedBatch, size: int, blocks: int = 1) -> PagedBatch:
 class _Recorded:
     """A bucket's graph and its memory."""
 
-    graph: Graph
+    graph: DeviceGraph
     flat: Tensor
     """[bytes] uint8: its inputs."""
     inputs: Any
@@ -82,7 +82,7 @@ class DecodeGraphs:
     """The graphs of one stage, all run by one stream."""
 
     def __init__(
-        self, queues: Queues, stream: Stream, table_of: Callable[[Any], Tensor | None]
+        self, queues: DeviceRuntime, stream: DeviceStream, table_of: Callable[[Any], Tensor | None]
     ) -> None:
         """`table_of`: of inputs, what is of another width in each step, [rows, blocks], and the
         last of them in memory; None where all inputs of a bucket are laid out alike."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gllm.transport.device_streams import Event, Queues, Stream
+from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
 
 T = TypeVar("T")
 
@@ -112,28 +112,28 @@ class Layout:
 class _Buffer:
     """One pair of memory on the host and on the device."""
 
-    def __init__(self, queues: Queues, num_bytes: int) -> None:
+    def __init__(self, queues: DeviceRuntime, num_bytes: int) -> None:
         self.pinned = queues.pinned((num_bytes,), torch.uint8)
         self.device = queues.zeros((num_bytes,), torch.uint8)
-        self.copied: Event = queues.event()
+        self.copied: DeviceEvent = queues.event()
         """The host's memory has been read."""
-        self.used: Event = queues.event()
+        self.used: DeviceEvent = queues.event()
         """The device's memory has been read."""
 
 
 class Staging:
     """Takes one step's inputs after the other to the device. Called on one thread."""
 
-    def __init__(self, queues: Queues, num_bytes: int) -> None:
+    def __init__(self, queues: DeviceRuntime, num_bytes: int) -> None:
         """`num_bytes`: expected of the largest step."""
         self._queues = queues
         self._buffers = [_Buffer(queues, _aligned(num_bytes)) for _ in range(BUFFERS)]
         self._outgrown: list[_Buffer] = []
         """Kept, for they may still be read; each is at most half as large as the next."""
-        self._copies: Stream = queues.stream()
+        self._copies: DeviceStream = queues.stream()
         self._steps = 0
 
-    def put(self, tree: T, stream: Stream) -> tuple[T, Tensor]:
+    def put(self, tree: T, stream: DeviceStream) -> tuple[T, Tensor]:
         """The tree with its tensors on the device, and all of them as one [bytes] uint8.
 
         They are there for what is put into `stream` from now until `release`.
@@ -150,7 +150,7 @@ class Staging:
         stream.wait(buffer.copied)
         return layout.views(tree, buffer.device), flat
 
-    def release(self, stream: Stream) -> None:
+    def release(self, stream: DeviceStream) -> None:
         """What `put` gave last is read by nothing that is put into the stream from now on."""
         stream.record(self._buffers[self._steps % BUFFERS].used)
         self._steps += 1
@@ -170,7 +170,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def copy_to_device(tensor: Tensor, queues: Queues, stream: Stream) -> Tensor:
+def copy_to_device(tensor: Tensor, queues: DeviceRuntime, stream: DeviceStream) -> Tensor:
     """Return a tensor of the host on the device, for what is put into `stream` afterwards."""
     pinned = queues.pinned(tensor.shape, tensor.dtype)
     pinned.copy_(tensor)

@@ -11,7 +11,7 @@ from gllm.kernels.triton.compilations import CompilationCounter
 from gllm.models.config import ModelConfig
 from gllm.runtime.cuda.executor import DeviceExecutor
 from gllm.scheduler.config import SchedulerConfig
-from gllm.transport.device_streams import CudaQueues
+from gllm.transport.device_streams import CudaRuntime
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class OnGpu:
         count: int,
     ) -> None:
         """`count`: GPUs of this host. Where there are fewer than stages they take turns."""
-        self.queues = CudaQueues(stage % count)
+        self.queues = CudaRuntime(stage % count)
         self.executor = DeviceExecutor(model, config, stage, stages, layers, self.queues)
         self._config, self._stages = config, stages
         self._sharing = -(-stages // count)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gllm.models.stage import StageInputs
 from gllm.runtime.cuda.drawing import DrawInputs
 from gllm.runtime.cuda.tokens import PendingTokens
-from gllm.transport.device_streams import Event
+from gllm.transport.device_streams import DeviceEvent
 
 
 class Inputs(NamedTuple):
@@ -37,7 +37,7 @@ class OnDevice:
 
     inputs: Inputs
     """On the host."""
-    spans: list[tuple[Event, Event]] = field(default_factory=list)
+    spans: list[tuple[DeviceEvent, DeviceEvent]] = field(default_factory=list)
     """Timed events around each part of the step that the device computes, in order."""
     told: PendingTokens | None = None
     """On the last stage, once computed."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gllm.config.limits import MAX_LOGPROBS
 from gllm.kernels.logprobs import LogprobTensors, packed_logprobs_width, unpack_logprobs
-from gllm.transport.device_streams import Event, Queues, Stream
+from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
 
 WIDEST = packed_logprobs_width(MAX_LOGPROBS)
 """Numbers of a scored row at most."""
@@ -21,7 +21,7 @@ class PendingTokens:
     """A step's tokens and scores on their way to the host."""
 
     def __init__(
-        self, tokens: Tensor, scores: Tensor, embeddings: Tensor | None, arrived: Event
+        self, tokens: Tensor, scores: Tensor, embeddings: Tensor | None, arrived: DeviceEvent
     ) -> None:
         self._tokens, self._scores, self._arrived = tokens, scores, arrived
         self._embeddings = embeddings
@@ -37,7 +37,9 @@ class TokenReturn:
     """Takes every step's tokens and scores to the host, beside what the device computes
     meanwhile."""
 
-    def __init__(self, queues: Queues, rows: int, scored: int, hidden: int, steps: int) -> None:
+    def __init__(
+        self, queues: DeviceRuntime, rows: int, scored: int, hidden: int, steps: int
+    ) -> None:
         """`rows`, `scored`: most sampling and scored rows of a step; `hidden`: numbers of an
         embedding; `steps`: most in flight. A step's tokens have been read before the one `steps`
         behind it is planned."""
@@ -45,15 +47,15 @@ class TokenReturn:
         self._scores = _Way(queues, scored * WIDEST, torch.float64, steps)
         self._embeddings = _Way(queues, rows * hidden, torch.float32, steps)
         self._arrived = [queues.event() for _ in range(steps)]
-        self._sampled: Event = queues.event()
-        self._returns: Stream = queues.stream()
+        self._sampled: DeviceEvent = queues.event()
+        self._returns: DeviceStream = queues.stream()
         self._steps = 0
 
     def put(
         self,
         tokens: Tensor,
         scores: list[Tensor],
-        stream: Stream,
+        stream: DeviceStream,
         embeddings: Tensor | None = None,
     ) -> PendingTokens:
         """Send tokens [rows] int64, scores [rows, width] float64, packed, and embeddings [rows,
@@ -86,7 +88,7 @@ class _Way:
     Memory of its own, for that of an operation's result is the next operation's at once.
     """
 
-    def __init__(self, queues: Queues, most: int, dtype: torch.dtype, steps: int) -> None:
+    def __init__(self, queues: DeviceRuntime, most: int, dtype: torch.dtype, steps: int) -> None:
         self._pinned = [queues.pinned((most,), dtype) for _ in range(steps)]
         self._device = queues.zeros((most,), dtype)
 
@@ -112,7 +114,7 @@ class LastTokens:
     The host knows who has which place; what is in it only the device knows.
     """
 
-    def __init__(self, queues: Queues, places: int) -> None:
+    def __init__(self, queues: DeviceRuntime, places: int) -> None:
         self.table = queues.zeros((places,), torch.int64)
         """[places]"""
         self._places: OrderedDict[int, int] = OrderedDict()

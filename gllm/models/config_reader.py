@@ -84,7 +84,7 @@ def _are_full(types: object) -> bool:
     return isinstance(types, list) and bool(types) and set(map(str, types)) == {"full_attention"}
 
 
-class Keys:
+class ConfigReader:
     """The object of a config.json. Methods raise ModelError that names the key.
 
     Null is unset, but for `flag` and `optional_number`, where transformers takes it for a value.
@@ -97,11 +97,11 @@ class Keys:
         self._read: set[str] = set()
         self._assumed: dict[str, Any] = {}
 
-    def assume(self, **values: Any) -> None:
+    def set_defaults(self, **values: Any) -> None:
         """What keys stand for in a family where a file does not have them; null is still unset."""
         self._assumed = values
 
-    def assumed(self, name: str, default: Any) -> Any:
+    def default_of(self, name: str, default: Any) -> Any:
         """Return what an absent key stands for, for keys whose null stands for the same."""
         return self._assumed.get(name, default)
 
@@ -121,7 +121,7 @@ class Keys:
         self._read.add(name)
         return name in self._raw and self._raw[name] is None
 
-    def count(self, *names: str, default: int | None = None) -> int:
+    def positive_int(self, *names: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self.get(*names, default=default)
         most = MAX_LAYERS if names[0] in LAYERS else INT32_MAX
@@ -129,38 +129,38 @@ class Keys:
             raise self.error(names, f"a positive integer up to {most}", value)
         return value
 
-    def natural(self, *names: str, default: int | None = None) -> int:
+    def non_negative_int(self, *names: str, default: int | None = None) -> int:
         """Return an integer from 0 on."""
         value = self.get(*names, default=default)
         if type(value) is not int or not 0 <= value <= INT32_MAX:
             raise self.error(names, "0 or a positive integer", value)
         return value
 
-    def number(self, *names: str, default: float | None = None) -> float:
+    def finite_float(self, *names: str, default: float | None = None) -> float:
         """A finite number."""
         value = self.get(*names, default=default)
         if not is_finite(value):
             raise self.error(names, "a finite number", value)
         return float(value)
 
-    def positive(self, *names: str, default: float | None = None) -> float:
+    def positive_float(self, *names: str, default: float | None = None) -> float:
         """Return a finite number above 0."""
-        value = self.number(*names, default=default)
+        value = self.finite_float(*names, default=default)
         if value <= 0:
             raise self.error(names, "a finite number above 0", value)
         return value
 
-    def optional_number(self, name: str, default: float | None = None) -> float | None:
+    def optional_positive_float(self, name: str, default: float | None = None) -> float | None:
         """Return a positive number, None where the file has null, the default where it has none."""
         if self.is_null(name):
             return None
         return (
             None
             if self.get(name, default=default) is None
-            else self.positive(name, default=default)
+            else self.positive_float(name, default=default)
         )
 
-    def flag(self, *names: str, default: bool = False) -> bool:
+    def boolean(self, *names: str, default: bool = False) -> bool:
         """Return true or false; null is false whatever the default, as in transformers."""
         if any(map(self.is_null, names)):
             default = False
@@ -178,7 +178,7 @@ class Keys:
             )
         return table[word]
 
-    def only(self, name: str, *allowed: Any) -> None:
+    def require_value(self, name: str, *allowed: Any) -> None:
         """Refuse a key that has another value than those; unset is allowed."""
         value = self.get(name)
         if value is not None and value not in allowed:
@@ -187,18 +187,18 @@ class Keys:
                 f"config.json: {name} {value!r:.80} is not implemented, only {good} is"
             )
 
-    def skip(self, *names: str) -> None:
+    def ignore(self, *names: str) -> None:
         """Keys that say nothing in this family."""
         self._read.update(names)
 
-    def finish(self) -> None:
+    def check_all_read(self) -> None:
         """Refuse what nobody has read, unless it is harmless."""
         for name in sorted(self._raw.keys() - self._read - HARMLESS):
             value = self._raw[name]
             if value is None or (name == "layer_types" and _are_full(value)):
                 continue
             if name in HARMLESS_VALUES:
-                self.only(name, *HARMLESS_VALUES[name])
+                self.require_value(name, *HARMLESS_VALUES[name])
                 continue
             raise ModelError(
                 f"config.json: key {name!r} ({value!r:.80}) is unknown and may change "

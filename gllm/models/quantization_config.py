@@ -6,19 +6,19 @@ refused by name. Knows no tensors.
 
 from typing import Any
 
+from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
-from gllm.models.keys import Keys
 from gllm.models.spec import QuantizationSpec
 
 NAME = "quantization_config"
 
 
-def stored_as(keys: Keys) -> QuantizationSpec | None:
+def read_quantization(config: ConfigReader) -> QuantizationSpec | None:
     """What the file says; None where weights are stored as they are. Raises ModelError.
 
     Modules that are not converted need no list: their tensors are in another type.
     """
-    given = keys.get(NAME)
+    given = config.get(NAME)
     if given is None:
         return None
     inside = _inside(NAME, given)
@@ -26,44 +26,44 @@ def stored_as(keys: Keys) -> QuantizationSpec | None:
         f"{NAME}.quant_method", {"fp8": _fp8, "compressed-tensors": _compressed}, default=""
     )
     made = read(inside)
-    inside.finish()
+    inside.check_all_read()
     return made
 
 
-def _inside(name: str, given: Any) -> Keys:
+def _inside(name: str, given: Any) -> ConfigReader:
     """The keys of an object within the file, by their whole names."""
     if not isinstance(given, dict):
         raise ModelError(f"config.json: {name} is {given!r:.80}, but has to be an object")
-    return Keys({f"{name}.{key}": value for key, value in given.items()})
+    return ConfigReader({f"{name}.{key}": value for key, value in given.items()})
 
 
-def _fp8(keys: Keys) -> QuantizationSpec:
+def _fp8(config: ConfigReader) -> QuantizationSpec:
     """As DeepSeek, Qwen and transformers write it."""
-    keys.only(f"{NAME}.fmt", "e4m3", "float8_e4m3fn")
-    keys.only(f"{NAME}.scale_fmt", "float", "ue8m0")
-    keys.only(f"{NAME}.expert_dtype", "fp8")
+    config.require_value(f"{NAME}.fmt", "e4m3", "float8_e4m3fn")
+    config.require_value(f"{NAME}.scale_fmt", "float", "ue8m0")
+    config.require_value(f"{NAME}.expert_dtype", "fp8")
     # How others round activations to 8 bits, which is not done.
-    keys.skip(f"{NAME}.activation_scheme")
+    config.ignore(f"{NAME}.activation_scheme")
     # What transformers does when it loads the files; the tensors' types tell which are converted.
-    keys.skip(f"{NAME}.dequantize", f"{NAME}.modules_to_convert")
-    keys.skip(f"{NAME}.modules_to_not_convert", f"{NAME}.ignored_layers")
-    keys.only(f"{NAME}.kv_cache_scheme")
-    return QuantizationSpec("fp8", _block(keys, f"{NAME}.weight_block_size"))
+    config.ignore(f"{NAME}.dequantize", f"{NAME}.modules_to_convert")
+    config.ignore(f"{NAME}.modules_to_not_convert", f"{NAME}.ignored_layers")
+    config.require_value(f"{NAME}.kv_cache_scheme")
+    return QuantizationSpec("fp8", _block(config, f"{NAME}.weight_block_size"))
 
 
-def _compressed(keys: Keys) -> QuantizationSpec:
+def _compressed(config: ConfigReader) -> QuantizationSpec:
     """As llm-compressor writes it: groups of modules, all in 8-bit floating point."""
-    keys.only(f"{NAME}.format", "float-quantized", "naive-quantized")
-    keys.only(f"{NAME}.quantization_status", "compressed")
-    keys.only(f"{NAME}.kv_cache_scheme")
-    keys.only(f"{NAME}.sparsity_config", {}, {"format": "dense"})
-    keys.only(f"{NAME}.transform_config", {})
-    keys.skip(f"{NAME}.ignore", f"{NAME}.global_compression_ratio", f"{NAME}.version")
+    config.require_value(f"{NAME}.format", "float-quantized", "naive-quantized")
+    config.require_value(f"{NAME}.quantization_status", "compressed")
+    config.require_value(f"{NAME}.kv_cache_scheme")
+    config.require_value(f"{NAME}.sparsity_config", {}, {"format": "dense"})
+    config.require_value(f"{NAME}.transform_config", {})
+    config.ignore(f"{NAME}.ignore", f"{NAME}.global_compression_ratio", f"{NAME}.version")
     name = f"{NAME}.config_groups"
-    given = keys.get(name)
+    given = config.get(name)
     groups = _inside(name, given)
     made = {_group(f"{name}.{one}", groups.get(f"{name}.{one}")) for one in given}
-    groups.finish()
+    groups.check_all_read()
     if len(made) != 1:
         raise ModelError(f"config.json: {name} has {len(made)} kinds of weights, only 1 is read")
     return made.pop()
@@ -71,32 +71,32 @@ def _compressed(keys: Keys) -> QuantizationSpec:
 
 def _group(name: str, given: Any) -> QuantizationSpec:
     group = _inside(name, given)
-    group.skip(f"{name}.targets", f"{name}.input_activations")
-    group.only(f"{name}.output_activations")
-    group.only(f"{name}.format", "float-quantized", "naive-quantized")
+    group.ignore(f"{name}.targets", f"{name}.input_activations")
+    group.require_value(f"{name}.output_activations")
+    group.require_value(f"{name}.format", "float-quantized", "naive-quantized")
     path = f"{name}.weights"
     weights = _inside(path, group.get(path, default={}))
-    group.finish()
+    group.check_all_read()
     if (weights.get(f"{path}.type"), weights.get(f"{path}.num_bits")) != ("float", 8):
         raise weights.error((path,), "of type float with num_bits 8", group.get(path))
-    weights.only(f"{path}.strategy", "tensor", "channel", "block")
-    weights.only(f"{path}.symmetric", True)
-    weights.only(f"{path}.dynamic", False)
-    weights.only(f"{path}.actorder")
-    weights.only(f"{path}.group_size")
-    weights.skip(f"{path}.observer", f"{path}.observer_kwargs")
-    weights.skip(f"{path}.scale_dtype", f"{path}.zp_dtype")
+    weights.require_value(f"{path}.strategy", "tensor", "channel", "block")
+    weights.require_value(f"{path}.symmetric", True)
+    weights.require_value(f"{path}.dynamic", False)
+    weights.require_value(f"{path}.actorder")
+    weights.require_value(f"{path}.group_size")
+    weights.ignore(f"{path}.observer", f"{path}.observer_kwargs")
+    weights.ignore(f"{path}.scale_dtype", f"{path}.zp_dtype")
     block = _block(weights, f"{path}.block_structure")
-    weights.finish()
+    weights.check_all_read()
     return QuantizationSpec("fp8", block)
 
 
-def _block(keys: Keys, name: str) -> tuple[int, int] | None:
+def _block(config: ConfigReader, name: str) -> tuple[int, int] | None:
     """Outputs and inputs of a block, where there are blocks."""
-    given = keys.get(name)
+    given = config.get(name)
     if given is None:
         return None
     good = isinstance(given, list) and len(given) == 2
     if not good or not all(type(size) is int and size > 0 for size in given):
-        raise keys.error((name,), "a list of two positive integers", given)
+        raise config.error((name,), "a list of two positive integers", given)
     return given[0], given[1]

@@ -8,10 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from gllm.config.options import INT32_MAX
+from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
-from gllm.models.keys import Keys
-from gllm.models.rope import rope_of
-from gllm.models.spec import MLP, Attention, Embedding, Experts, Head, Layer, Linear, Model, Norm
+from gllm.models.rope import read_rope
+from gllm.models.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    HeadSpec,
+    LayerSpec,
+    LinearSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+)
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -25,78 +35,82 @@ ACTIVATIONS = {
 """Names in configurations to names in gllm/kernels/activation.py."""
 
 
-def attention_of(
-    keys: Keys,
+def attention_spec(
+    config: ConfigReader,
     rope: dict[str, Any] | None = None,
     qkv_bias: bool = False,
     out_bias: bool = False,
     names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     prefix: str = "self_attn",
-) -> Attention:
+) -> AttentionSpec:
     """Grouped queries with rotary positions; `rope`: options of `rope_of`; `names`: of the
     projections, the output's last."""
-    heads, hidden = keys.count("num_attention_heads"), keys.count("hidden_size")
+    heads, hidden = config.positive_int("num_attention_heads"), config.positive_int("hidden_size")
     if heads > hidden:
         raise ModelError(f"config.json: num_attention_heads {heads} is above hidden_size {hidden}")
-    kv_heads = keys.count("num_key_value_heads", default=heads)
+    kv_heads = config.positive_int("num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads {heads} is no multiple of "
             f"num_key_value_heads {kv_heads}"
         )
-    head_dim = keys.count("head_dim", default=hidden // heads)
+    head_dim = config.positive_int("head_dim", default=hidden // heads)
     *inputs, output = (f"{prefix}.{name}" for name in names)
-    return Attention(
-        heads=heads,
-        kv_heads=kv_heads,
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        qkv=Linear(tuple(inputs), qkv_bias),
-        out=Linear((output,), out_bias),
+        qkv_proj=LinearSpec(tuple(inputs), qkv_bias),
+        out_proj=LinearSpec((output,), out_bias),
         scale=head_dim**-0.5,
-        rope=rope_of(keys, head_dim, **(rope or {})),
+        rope=read_rope(config, head_dim, **(rope or {})),
     )
 
 
-def gated_mlp(
-    keys: Keys,
+def gated_mlp_spec(
+    config: ConfigReader,
     prefix: str = "mlp",
     inner: int | None = None,
     bias: bool = False,
     names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     activation: str = "hidden_act",
     default: str = "silu",
-) -> MLP:
+) -> MLPSpec:
     """A gated feed-forward block of `inner` elements (default: intermediate_size); `names`: of the
     projections, the one down last; `activation`: the key that names it, and its `default`."""
     *up, down = (f"{prefix}.{name}" for name in names)
-    return MLP(
-        inner=inner or keys.count("intermediate_size"),
-        activation=keys.choice(activation, ACTIVATIONS, default),
-        up=Linear(tuple(up), bias),
-        down=Linear((down,), bias),
+    return MLPSpec(
+        intermediate_size=inner or config.positive_int("intermediate_size"),
+        activation=config.choice(activation, ACTIVATIONS, default),
+        up_proj=LinearSpec(tuple(up), bias),
+        down_proj=LinearSpec((down,), bias),
     )
 
 
-def rms_norm(keys: Keys, name: str, offset: float = 0.0) -> Norm:
+def rms_norm(config: ConfigReader, name: str, offset: float = 0.0) -> NormSpec:
     """With the epsilon of the file."""
-    return Norm(name, "rms", keys.positive("rms_norm_eps", default=1e-6), offset=offset)
+    return NormSpec(name, "rms", config.positive_float("rms_norm_eps", default=1e-6), offset=offset)
 
 
-def pre_norm(keys: Keys, attention: Any, mlp: Any) -> Layer:
+def pre_norm_layer(config: ConfigReader, attention: Any, mlp: Any) -> LayerSpec:
     """A layer with RMSNorm before each of its halves, as Llama has it."""
-    before = rms_norm(keys, "input_layernorm"), rms_norm(keys, "post_attention_layernorm")
-    return Layer(attention, mlp, *before)
+    before = rms_norm(config, "input_layernorm"), rms_norm(config, "post_attention_layernorm")
+    return LayerSpec(attention, mlp, *before)
 
 
-def window_of(keys: Keys) -> int | None:
+def read_sliding_window(config: ConfigReader) -> int | None:
     """sliding_window, where it is set."""
-    return None if keys.get("sliding_window") in (None, 0) else keys.count("sliding_window")
+    return (
+        None if config.get("sliding_window") in (None, 0) else config.positive_int("sliding_window")
+    )
 
 
-def layer_windows(keys: Keys, default: Sequence[bool], required: bool = False) -> list[int | None]:
+def read_layer_windows(
+    config: ConfigReader, default: Sequence[bool], required: bool = False
+) -> list[int | None]:
     """The window of each layer; `default`: which have one, where layer_types does not say;
     `required`: whether these layers need one, so that sliding_window cannot be null."""
-    types = keys.get("layer_types")
+    types = config.get("layer_types")
     slides = list(default)
     if types is not None:
         known = {"full_attention": False, "sliding_attention": True}
@@ -107,9 +121,9 @@ def layer_windows(keys: Keys, default: Sequence[bool], required: bool = False) -
                 f"{len(slides)} of {', '.join(known)}"
             )
         slides = [known[one] for one in types]
-    size = window_of(keys)
+    size = read_sliding_window(config)
     if size is None and any(slides) and (required or types is not None):
-        raise keys.error(("sliding_window",), "a positive integer", keys.get("sliding_window"))
+        raise config.error(("sliding_window",), "a positive integer", config.get("sliding_window"))
     return [size if slide else None for slide in slides]
 
 
@@ -124,39 +138,39 @@ def window_notes(windows: Sequence[int | None]) -> tuple[str, ...]:
     )
 
 
-def decoder(
-    keys: Keys,
-    layers: Sequence[Layer],
+def decoder_model(
+    config: ConfigReader,
+    layers: Sequence[LayerSpec],
     tied: bool = False,
     root: str = "model.",
-    embedding: Embedding | None = None,
-    norm: Norm | None = None,
+    embedding: EmbeddingSpec | None = None,
+    norm: NormSpec | None = None,
     context_length: int | None = None,
     **changes: Any,
-) -> Model:
+) -> ModelSpec:
     """A model with Llama's names where no others are given.
 
     `tied`: whether the head's weights are the embedding's, where the file does not say; `changes`:
     further fields of the model.
     """
-    embedding = embedding or Embedding(f"{root}embed_tokens")
-    tied = keys.flag("tie_word_embeddings", default=tied)
+    embedding = embedding or EmbeddingSpec(f"{root}embed_tokens")
+    tied = config.boolean("tie_word_embeddings", default=tied)
     made: dict[str, Any] = {
-        "vocab_size": keys.count("vocab_size"),
-        "hidden_size": keys.count("hidden_size"),
+        "vocab_size": config.positive_int("vocab_size"),
+        "hidden_size": config.positive_int("hidden_size"),
         "embedding": embedding,
         "layers": tuple(layers),
-        "norm": norm or rms_norm(keys, f"{root}norm"),
-        "head": Head(embedding.name if tied else "lm_head"),
-        "context_length": context_length or context_of(keys, layers),
-        "layer_name": f"{root}layers.{{}}",
+        "norm": norm or rms_norm(config, f"{root}norm"),
+        "head": HeadSpec(embedding.name if tied else "lm_head"),
+        "context_length": context_length or read_context_length(config, layers),
+        "layer_name_format": f"{root}layers.{{}}",
     }
-    return Model(**made | changes)
+    return ModelSpec(**made | changes)
 
 
-def context_of(keys: Keys, layers: Sequence[Layer]) -> int:
+def read_context_length(config: ConfigReader, layers: Sequence[LayerSpec]) -> int:
     """Positions that the model is made for, stretched ones included."""
-    longest = keys.count("max_position_embeddings")
+    longest = config.positive_int("max_position_embeddings")
     for rope in {layer.attention.rope for layer in layers if layer.attention.rope is not None}:
         if rope.kind == "yarn":
             original = rope.parameters["original_max_position_embeddings"]
@@ -166,19 +180,19 @@ def context_of(keys: Keys, layers: Sequence[Layer]) -> int:
     return longest
 
 
-def check_experts(experts: Experts) -> Experts:
+def check_experts(experts: ExpertsSpec) -> ExpertsSpec:
     """Return experts whose numbers fit together. Raises ModelError."""
-    total, groups, picked = experts.count, experts.groups, experts.active_groups
+    total, groups, picked = experts.num_experts, experts.num_groups, experts.top_k_groups
     size = total // groups
-    least = 2 if experts.group_score == "best two" and groups > 1 else 1
+    least = 2 if experts.group_scoring == "best two" and groups > 1 else 1
     rules = (
         ("n_group", groups, total % groups == 0, f"a divisor of the {total} experts"),
         ("n_group", groups, size >= least, f"such that groups have {least} or more experts"),
         ("topk_group", picked, picked <= groups, f"at most n_group {groups}"),
         (
             "num_experts_per_tok",
-            experts.active,
-            experts.active <= picked * size,
+            experts.top_k,
+            experts.top_k <= picked * size,
             f"at most {picked * size}, the number of experts to pick from",
         ),
     )

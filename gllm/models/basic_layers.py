@@ -1,0 +1,115 @@
+"""Basic layers with their weights: linear layer and norm. The arithmetic is in gllm/kernels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gllm.kernels.layer_norm import layer_norm
+from gllm.kernels.linear import linear, prepare
+from gllm.kernels.rms_norm import add_rms_norm, rms_norm
+from gllm.kernels.weight_format import UNQUANTIZED, Weight
+from gllm.models.loader import Weights
+from gllm.models.spec import LinearSpec, NormSpec
+
+
+def read_projections(
+    spec: LinearSpec, weights: Weights, outputs: Sequence[int], inputs: int
+) -> list[Tensor]:
+    """Read the weights [outputs, inputs] of several projections as floats.
+
+    Returns:
+        One tensor per projection, or a single one if the spec has one name. Callers copy them: they
+        may be memory of the file.
+    """
+    names = spec.names
+    rows = [sum(outputs)] if len(names) == 1 else outputs
+    if spec.is_transposed:
+        return [weights.read(f"{names[0]}.weight", inputs, sum(rows)).t().contiguous()]
+    return weights.read_parts(names, "weight", rows, inputs)
+
+
+def read_matrices(
+    spec: LinearSpec, weights: Weights, outputs: Sequence[int], inputs: int
+) -> Sequence[Weight]:
+    """Read the weights of several projections as `read_projections`, or in the checkpoint's format
+    if the kernels multiply by it."""
+    if spec.is_transposed:
+        return read_projections(spec, weights, outputs, inputs)
+    rows = [sum(outputs)] if len(spec.names) == 1 else outputs
+    return weights.read_matrices(spec.names, rows, inputs)
+
+
+def read_bias(spec: LinearSpec, weights: Weights, outputs: Sequence[int]) -> Tensor | None:
+    """Read the biases of several projections, [sum of outputs]; None without biases."""
+    rows = [sum(outputs)] if len(spec.names) == 1 else outputs
+    return weights.read_stacked(spec.names, "bias", rows) if spec.has_bias else None
+
+
+class Linear:
+    """Linear layer y = x W^T + b; W is stacked from the tensors of several projections."""
+
+    def __init__(
+        self,
+        spec: LinearSpec,
+        weights: Weights,
+        outputs: Sequence[int],
+        inputs: int,
+        order: Tensor | None = None,
+        is_exact: bool = False,
+    ) -> None:
+        """Read the weights.
+
+        Args:
+            spec: names of the projections.
+            weights: weights of the layer.
+            outputs: number of outputs of each projection.
+            inputs: number of inputs.
+            order: [sum of outputs] int64: stored index of each output; None if they are in order.
+            is_exact: exempts the layer from `--quantization`.
+        """
+        quantization = UNQUANTIZED if is_exact else weights.quantization
+        self.bias = read_bias(spec, weights, outputs)
+        if order is None:
+            parts = read_matrices(spec, weights, outputs, inputs)
+            self.matrix = prepare(parts, quantization)
+            return
+        ordered = torch.cat(read_projections(spec, weights, outputs, inputs))[order]
+        self.matrix = prepare(ordered, quantization)
+        self.bias = None if self.bias is None else self.bias[order]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y [tokens, outputs] of x [tokens, inputs]."""
+        return linear(x, self.matrix, self.bias)
+
+
+class Norm:
+    """RMSNorm or LayerNorm of the last dimension."""
+
+    def __init__(self, spec: NormSpec, weights: Weights, *shape: int) -> None:
+        """Read the scale, of this shape, and the bias."""
+        self.weight = weights.read(f"{spec.name}.weight", *shape)
+        if spec.offset:
+            # The compute dtype would round the sum: it stays in float32.
+            self.weight = self.weight.to(torch.float32) + spec.offset
+        self.bias = weights.read(f"{spec.name}.bias", *shape) if spec.has_bias else None
+        self.kind, self.eps = spec.kind, spec.eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of x [..., *shape], of the same shape."""
+        if self.kind == "rms":
+            return rms_norm(x, self.weight, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add_and_normalize(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
+        """Add `delta` to `hidden` in place, both [tokens, size]; return the norm of the sum."""
+        if delta is None:
+            return self(hidden)
+        if self.kind == "rms":
+            return add_rms_norm(hidden, delta, self.weight, self.eps)
+        return self(hidden.add_(delta))
+
+
+def optional_norm(spec: NormSpec | None, weights: Weights, *shape: int) -> Norm | None:
+    """Return the norm of a spec, or None without a spec."""
+    return None if spec is None else Norm(spec, weights, *shape)
