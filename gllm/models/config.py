@@ -1,7 +1,7 @@
 """A model folder's configuration: config.json and generation_config.json, checked.
 
-Owns what is alike for all families; what a family computes it describes itself. Knows nothing of
-tensors; the frontend reads it without torch.
+It reads what all families share; a family's own keys are read by its module in families/. The
+frontend imports it without torch.
 """
 
 import json
@@ -15,49 +15,60 @@ from gllm.config.sampling import SamplingParams
 from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
 from gllm.models.quantization_config import read_quantization
-from gllm.models.registry import family, select_architecture
+from gllm.models.registry import select_architecture, spec_builder
 from gllm.models.spec import ModelSpec
 from gllm.models.weight_files import is_lfs_pointer, lfs_error, missing_weights_reason
 
 DTYPES = ("float32", "bfloat16", "float16")
-GENERATION = "generation_config.json"
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Dtypes of checkpoints."""
+GENERATION_CONFIG = "generation_config.json"
+"""File with end-of-sequence ids and sampling defaults."""
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters whose defaults that file may set."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What there is to know of a model before its weights are read."""
+    """Configuration of a model, before its weights are read."""
 
     architecture: str
     model: ModelSpec
     dtype: str
-    """Of the checkpoint: float32, bfloat16 or float16."""
+    """Dtype of the checkpoint: float32, bfloat16 or float16."""
     eos_ids: tuple[int, ...]
-    """Token ids that end a text: those of config.json and generation_config.json together."""
+    """End-of-sequence token ids of config.json and generation_config.json together."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Defaults of generation_config.json, by the names of SAMPLING."""
+    """Sampling defaults of generation_config.json, by the names of SAMPLING_KEYS."""
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The configuration of the model in a folder. Raises ModelError that names the key."""
+    """Read the configuration of the model in a folder.
+
+    Raises:
+        ModelError: a file is missing or invalid, or a key is not supported; names the key.
+    """
     raw = _read_json(folder / "config.json")
     if raw is None and any(folder.glob("*.gguf")):
         raise ModelError(f"{folder} has no config.json, and {missing_weights_reason(['.gguf'])}")
     if raw is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    generation = _read_json(folder / GENERATION) or {}
+    generation = _read_json(folder / GENERATION_CONFIG) or {}
     architecture = select_architecture(raw.get("architectures"))
     config = ConfigReader(raw)
-    model = replace(family(architecture)(config), quantization=read_quantization(config))
+    model = replace(spec_builder(architecture)(config), quantization=read_quantization(config))
     config.check_all_read()
-    eos_ids = _ids("config.json", raw) | _ids(GENERATION, generation)
+    eos_ids = _ids("config.json", raw) | _ids(GENERATION_CONFIG, generation)
     sampling = _sampling_defaults(generation)
     return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)), sampling)
 
 
 def model_notes(model: ModelSpec, max_model_len: int) -> list[str]:
-    """Return what to log of a model that serves texts of this length: where it differs from
-    transformers."""
+    """Return log notes on differences from transformers.
+
+    Args:
+        model: the model.
+        max_model_len: longest text served, in tokens.
+    """
     notes = list(model.notes)
     ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
     for rope in ropes:
@@ -65,15 +76,15 @@ def model_notes(model: ModelSpec, max_model_len: int) -> list[str]:
             original = rope.parameters["original_max_position_embeddings"]
             kind = "long" if max_model_len > original else "short"
             notes.append(
-                f"longrope: the {kind} factors rotate all texts, because max_model_len is "
-                f"{max_model_len} and the original context {original}; transformers picks them by "
-                "each text's length"
+                f"longrope: the {kind} factors apply to all texts, because max_model_len is "
+                f"{max_model_len} and the original context {original}; transformers selects "
+                "them by the length of each text"
             )
     return notes
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file, None where there is no file."""
+    """Return the JSON object in a file; None if there is no file."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
@@ -88,8 +99,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _dtype(raw: dict[str, Any]) -> str:
-    named = (raw[key] for key in ("dtype", "torch_dtype") if raw.get(key) is not None)
-    name = next(named, "float32")
+    names = (raw[key] for key in ("dtype", "torch_dtype") if raw.get(key) is not None)
+    name = next(names, "float32")
     if name not in DTYPES:
         raise ModelError(
             f"config.json: dtype {name!r:.80} is not implemented, only {', '.join(DTYPES)} are"
@@ -98,37 +109,39 @@ def _dtype(raw: dict[str, Any]) -> str:
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling defaults of generation_config.json that are set, of their fields' types.
+    """Return the sampling defaults that generation_config.json sets.
 
-    An integer that is written as 50.0 is converted. Raises ModelError for any other value that a
-    request could not have.
+    An integer written as 50.0 is converted.
+
+    Raises:
+        ModelError: a value is invalid in requests.
     """
     defaults = {}
-    for key in SAMPLING:
+    for key in SAMPLING_KEYS:
         value = generation.get(key)
         if value is None:
             continue
         try:
-            given: dict[str, Any] = {key: _whole(value) if key == "top_k" else value}
-            defaults[key] = getattr(SamplingParams(**given), key)
+            fields: dict[str, Any] = {key: _as_integer(value) if key == "top_k" else value}
+            defaults[key] = getattr(SamplingParams(**fields), key)
         except FieldError as error:
-            raise ModelError(f"{GENERATION}: {error}; correct or remove it") from error
+            raise ModelError(f"{GENERATION_CONFIG}: {error}; correct or remove it") from error
     return defaults
 
 
-def _whole(value: object) -> object:
-    """Return the integer that a float stands for, any other value as it is."""
+def _as_integer(value: object) -> object:
+    """Return the integer that equals a float, or the value itself."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= INT32_MAX:
         return int(value)
     return value
 
 
 def _ids(file: str, raw: dict[str, Any]) -> set[int]:
-    """Return the end-of-sequence ids of a file, which may be one, a list or nothing."""
+    """Return the end-of-sequence ids of a file, where they are an integer, a list or null."""
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [value] if value is not None else []
-    ids = [_whole(one) for one in ids]
-    if not all(type(one) is int and 0 <= one <= INT32_MAX for one in ids):
+    ids = [_as_integer(token) for token in ids]
+    if not all(type(token) is int and 0 <= token <= INT32_MAX for token in ids):
         raise ModelError(
             f"{file}: eos_token_id is {value!r:.80}, but has to be a token id or a list of them"
         )

@@ -1,8 +1,7 @@
-"""The keys of a config.json, read with checks.
+"""Reader of config.json that checks every value and leaves no key unread.
 
-Owns the law that nothing is ignored in silence: a family reads the keys it computes, and what
-is left unread at the end and not known to be harmless is refused by name, so that no model is ever
-computed wrongly. Knows nothing of what keys mean.
+A model family reads the keys that it implements. A key that remains unread and is not known to be
+harmless is an error that names the key, because it may change the arithmetic.
 """
 
 from typing import Any, TypeVar
@@ -11,38 +10,105 @@ from gllm.config.options import INT32_MAX
 from gllm.models.errors import ModelError
 
 HARMLESS = {
-    *("architectures", "model_type", "transformers_version", "auto_map", "custom_pipelines"),
-    *("_name_or_path", "name_or_path", "tokenizer_class", "dtype", "torch_dtype"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
-    *("forced_bos_token_id", "forced_eos_token_id", "decoder_start_token_id", "prefix"),
-    *(
-        "use_cache",
-        "return_dict",
-        "torchscript",
-        "is_decoder",
-        "is_llama_config",
-        "_from_model_config",
-    ),
-    *("initializer_range", "init_std", "use_bfloat16", "output_attentions", "output_hidden_states"),
-    *("attention_dropout", "hidden_dropout", "dropout", "activation_dropout", "layerdrop"),
-    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_type", "summary_use_proj"),
-    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-    *("attn_implementation", "_attn_implementation", "_num_labels", "num_labels", "output_past"),
-    *("gradient_checkpointing", "max_sequence_length", "bos_token", "eos_token", "pad_token"),
-    *("_attn_implementation_autoset", "unsloth_fixed", "unsloth_version", "transformers.js_config"),
-    *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "task_specific_params"),
-    # Of the training's loss and of how it was distributed.
-    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha"),
-    *("seq_aux", "ep_size", "pretraining_tp", "z_loss_weight", "finetuning_task", "tf_legacy_loss"),
-    # Of generation, which has a file of its own today.
-    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p"),
-    *("repetition_penalty", "length_penalty", "diversity_penalty", "num_beams", "num_beam_groups"),
-    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences"),
-    *("early_stopping", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
-    *("exponential_decay_length_penalty", "remove_invalid_values", "output_scores"),
-    *("return_dict_in_generate",),
+    "architectures",
+    "model_type",
+    "transformers_version",
+    "auto_map",
+    "custom_pipelines",
+    "_name_or_path",
+    "name_or_path",
+    "tokenizer_class",
+    "dtype",
+    "torch_dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "unk_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "decoder_start_token_id",
+    "prefix",
+    "use_cache",
+    "return_dict",
+    "torchscript",
+    "is_decoder",
+    "is_llama_config",
+    "_from_model_config",
+    "initializer_range",
+    "init_std",
+    "use_bfloat16",
+    "output_attentions",
+    "output_hidden_states",
+    "attention_dropout",
+    "hidden_dropout",
+    "dropout",
+    "activation_dropout",
+    "layerdrop",
+    "attn_pdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "summary_type",
+    "summary_use_proj",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "attn_implementation",
+    "_attn_implementation",
+    "_num_labels",
+    "num_labels",
+    "output_past",
+    "gradient_checkpointing",
+    "max_sequence_length",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "_attn_implementation_autoset",
+    "unsloth_fixed",
+    "unsloth_version",
+    "transformers.js_config",
+    "chunk_size_feed_forward",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "task_specific_params",
+    # Loss and distribution of the training.
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "aux_loss_alpha",
+    "seq_aux",
+    "ep_size",
+    "pretraining_tp",
+    "z_loss_weight",
+    "finetuning_task",
+    "tf_legacy_loss",
+    # Generation defaults, which are in generation_config.json today.
+    "max_length",
+    "min_length",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "repetition_penalty",
+    "length_penalty",
+    "diversity_penalty",
+    "num_beams",
+    "num_beam_groups",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "num_return_sequences",
+    "early_stopping",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "remove_invalid_values",
+    "output_scores",
+    "return_dict_in_generate",
 }
-"""Keys that change nothing of what is computed here."""
+"""Keys that do not change the results."""
 
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -63,12 +129,15 @@ HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
-"""Keys of some families with the values that ask for nothing in a family that does not read them.
-Null asks for nothing under any key."""
+"""Keys that some families read, with the values that are harmless in all others. Null is harmless
+under any key."""
 
-LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
+LAYER_COUNT_KEYS = ("num_hidden_layers", "num_layers", "n_layer")
+"""Keys that count layers, which MAX_LAYERS limits."""
 MAX_LAYERS = 10_000
+"""Largest number of layers that is accepted."""
 FLOAT32_MAX = 3.4028234663852886e38
+"""Largest finite float32."""
 
 Value = TypeVar("Value")
 
@@ -79,65 +148,66 @@ def is_finite(value: object) -> bool:
     return is_number and -FLOAT32_MAX <= value <= FLOAT32_MAX  # type: ignore[operator]
 
 
-def _are_full(types: object) -> bool:
-    """Return whether layer_types names layers that see all tokens."""
+def _are_full_attention(types: object) -> bool:
+    """Return whether layer_types lists layers with full attention only."""
     return isinstance(types, list) and bool(types) and set(map(str, types)) == {"full_attention"}
 
 
 class ConfigReader:
-    """The object of a config.json. Methods raise ModelError that names the key.
+    """Typed access to the object in a config.json.
 
-    Null is unset, but for `flag` and `optional_number`, where transformers takes it for a value.
-    Where a method takes several names, the first that is set counts: some families have renamed
-    their keys.
+    Methods raise ModelError, which names the key. Null counts as unset, except in `boolean` and
+    `optional_positive_float`, where transformers treats it as a value. Methods with several names
+    read the first that is set: some families have renamed their keys.
     """
 
     def __init__(self, raw: dict[str, Any]) -> None:
+        """Read from a parsed JSON object."""
         self._raw = raw
         self._read: set[str] = set()
-        self._assumed: dict[str, Any] = {}
+        self._defaults: dict[str, Any] = {}
 
     def set_defaults(self, **values: Any) -> None:
-        """What keys stand for in a family where a file does not have them; null is still unset."""
-        self._assumed = values
+        """Set the family's values of absent keys; null remains unset."""
+        self._defaults = values
 
     def default_of(self, name: str, default: Any) -> Any:
-        """Return what an absent key stands for, for keys whose null stands for the same."""
-        return self._assumed.get(name, default)
+        """Return the family's value of an absent key, for keys whose null means the same."""
+        return self._defaults.get(name, default)
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """A value as it is."""
+        """Return a value unchecked."""
         self._read.update(names)
-        found = self._assumed | self._raw
-        values = (found.get(name) for name in names)
+        content = self._defaults | self._raw
+        values = (content.get(name) for name in names)
         return next((value for value in values if value is not None), default)
 
     def has(self, name: str) -> bool:
-        """Whether a key is set."""
+        """Return whether a key is set."""
         return self.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Return whether the file has a key with null."""
+        """Return whether the file sets a key to null."""
         self._read.add(name)
         return name in self._raw and self._raw[name] is None
 
     def positive_int(self, *names: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return a positive integer."""
         value = self.get(*names, default=default)
-        most = MAX_LAYERS if names[0] in LAYERS else INT32_MAX
-        if type(value) is not int or not 1 <= value <= most:
-            raise self.error(names, f"a positive integer up to {most}", value)
+        limit = MAX_LAYERS if names[0] in LAYER_COUNT_KEYS else INT32_MAX
+        if type(value) is not int or not 1 <= value <= limit:
+            raise self.error(names, f"a positive integer up to {limit}", value)
         return value
 
     def non_negative_int(self, *names: str, default: int | None = None) -> int:
-        """Return an integer from 0 on."""
+        """Return an integer that is 0 or more."""
         value = self.get(*names, default=default)
         if type(value) is not int or not 0 <= value <= INT32_MAX:
             raise self.error(names, "0 or a positive integer", value)
         return value
 
     def finite_float(self, *names: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self.get(*names, default=default)
         if not is_finite(value):
             raise self.error(names, "a finite number", value)
@@ -151,7 +221,7 @@ class ConfigReader:
         return value
 
     def optional_positive_float(self, name: str, default: float | None = None) -> float | None:
-        """Return a positive number, None where the file has null, the default where it has none."""
+        """Return a positive number, None for null, or the default of an absent key."""
         if self.is_null(name):
             return None
         return (
@@ -161,7 +231,7 @@ class ConfigReader:
         )
 
     def boolean(self, *names: str, default: bool = False) -> bool:
-        """Return true or false; null is false whatever the default, as in transformers."""
+        """Return a boolean; null is False regardless of the default, as in transformers."""
         if any(map(self.is_null, names)):
             default = False
         value = self.get(*names, default=default)
@@ -170,7 +240,7 @@ class ConfigReader:
         return value
 
     def choice(self, name: str, table: dict[str, Value], default: str) -> Value:
-        """What a word stands for."""
+        """Return the entry of a table that a string selects."""
         word = self.get(name, default=default)
         if not isinstance(word, str) or word not in table:
             raise ModelError(
@@ -179,7 +249,7 @@ class ConfigReader:
         return table[word]
 
     def require_value(self, name: str, *allowed: Any) -> None:
-        """Refuse a key that has another value than those; unset is allowed."""
+        """Raise ModelError if a key is set to a value other than those allowed."""
         value = self.get(name)
         if value is not None and value not in allowed:
             good = " or ".join(repr(value) for value in allowed if value is not None) or "null"
@@ -188,14 +258,14 @@ class ConfigReader:
             )
 
     def ignore(self, *names: str) -> None:
-        """Keys that say nothing in this family."""
+        """Mark keys as read that have no effect in this family."""
         self._read.update(names)
 
     def check_all_read(self) -> None:
-        """Refuse what nobody has read, unless it is harmless."""
+        """Raise ModelError for a key that was not read, unless it is harmless."""
         for name in sorted(self._raw.keys() - self._read - HARMLESS):
             value = self._raw[name]
-            if value is None or (name == "layer_types" and _are_full(value)):
+            if value is None or (name == "layer_types" and _are_full_attention(value)):
                 continue
             if name in HARMLESS_VALUES:
                 self.require_value(name, *HARMLESS_VALUES[name])
@@ -206,7 +276,7 @@ class ConfigReader:
             )
 
     def error(self, names: tuple[str, ...], rule: str, value: object) -> ModelError:
-        """The error for a value that breaks a rule."""
-        given = [name for name in names if self._raw.get(name) is not None]
-        name = given[0] if given else " or ".join(names)
+        """Return the error for a value that violates a rule."""
+        present = [name for name in names if self._raw.get(name) is not None]
+        name = present[0] if present else " or ".join(names)
         return ModelError(f"config.json: {name} is {value!r:.80}, but has to be {rule}")

@@ -1,8 +1,8 @@
-"""The error of a model that cannot be served; its message says why and what to do.
+"""The error for a model that cannot be served.
 
-Owns the type alone, so that every part of loading can raise it without importing another.
+A module of its own, so that every part of loading can raise it without importing another.
 """
 
 
 class ModelError(ValueError):
-    """Raised for a model that is missing, broken or asks for arithmetic that is not implemented."""
+    """Model that is missing, invalid or not implemented; the message names cause and remedy."""

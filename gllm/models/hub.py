@@ -1,8 +1,4 @@
-"""From a model's name to a folder on this machine.
-
-Owns where models come from: the shipped demo, a folder, the Hugging Face hub. Knows nothing of
-what is in the folder.
-"""
+"""Resolution of model names to local folders: the demo, a path, or the Hugging Face hub."""
 
 from pathlib import Path
 
@@ -10,19 +6,28 @@ from gllm.models.errors import ModelError
 from gllm.models.weight_files import INDEX, SINGLE, missing_weights_reason, names_of_index
 
 DEMO = Path(__file__).parent.parent / "demo"
+"""Folder of the model `demo`."""
 FILES = [
-    *("config.json", "generation_config.json", INDEX),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
-    *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    "config.json",
+    "generation_config.json",
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 ]
-"""What is fetched of a hub repository before the weights. Patterns match whole paths, so copies in
-folders stay there."""
+"""Files of a hub repository that are downloaded before the weights. Patterns match whole paths, so
+that copies in subfolders are not downloaded."""
 
 
 def resolve_model(model: str) -> Path:
-    """The folder of `demo`, of a path, or of a hub name, downloaded with a progress bar if need be.
+    """Return the folder of `demo`, a path or a hub repository; download the latter if needed.
 
-    Raises ModelError that says what to do.
+    Raises:
+        ModelError: there is no such model; the message says what to do.
     """
     if model == "demo":
         return DEMO
@@ -38,7 +43,7 @@ def resolve_model(model: str) -> Path:
 
 
 def _download(name: str) -> Path:
-    """Return the folder of a hub repository's files: those of its index, or the only one."""
+    """Download a hub repository; return its folder."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -1,8 +1,4 @@
-"""What the configurations of many families have in common.
-
-Owns the parts that a family's description is put together from, with the names and keys that most
-families use. Knows no family.
-"""
+"""Spec builders that many families share, with the tensor names and keys most of them use."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +28,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Names in configurations to names in gllm/kernels/activation.py."""
+"""Activation names of config.json to those of gllm.kernels.activation."""
 
 
 def attention_spec(
@@ -43,8 +39,16 @@ def attention_spec(
     names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     prefix: str = "self_attn",
 ) -> AttentionSpec:
-    """Grouped queries with rotary positions; `rope`: options of `rope_of`; `names`: of the
-    projections, the output's last."""
+    """Build grouped-query attention with rotary positions.
+
+    Args:
+        config: the model's configuration.
+        rope: keyword arguments of `read_rope`.
+        qkv_bias: whether query, key and value projections have biases.
+        out_bias: whether the output projection has a bias.
+        names: of the projections; the output projection is last.
+        prefix: of the names.
+    """
     heads, hidden = config.positive_int("num_attention_heads"), config.positive_int("hidden_size")
     if heads > hidden:
         raise ModelError(f"config.json: num_attention_heads {heads} is above hidden_size {hidden}")
@@ -70,17 +74,26 @@ def attention_spec(
 def gated_mlp_spec(
     config: ConfigReader,
     prefix: str = "mlp",
-    inner: int | None = None,
+    intermediate_size: int | None = None,
     bias: bool = False,
     names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     activation: str = "hidden_act",
     default: str = "silu",
 ) -> MLPSpec:
-    """A gated feed-forward block of `inner` elements (default: intermediate_size); `names`: of the
-    projections, the one down last; `activation`: the key that names it, and its `default`."""
+    """Build a gated feed-forward block.
+
+    Args:
+        config: the model's configuration.
+        prefix: of the projections' names.
+        intermediate_size: default: the key intermediate_size.
+        bias: whether the projections have biases.
+        names: of the projections; the down projection is last.
+        activation: key of the activation's name.
+        default: activation without that key.
+    """
     *up, down = (f"{prefix}.{name}" for name in names)
     return MLPSpec(
-        intermediate_size=inner or config.positive_int("intermediate_size"),
+        intermediate_size=intermediate_size or config.positive_int("intermediate_size"),
         activation=config.choice(activation, ACTIVATIONS, default),
         up_proj=LinearSpec(tuple(up), bias),
         down_proj=LinearSpec((down,), bias),
@@ -88,18 +101,19 @@ def gated_mlp_spec(
 
 
 def rms_norm(config: ConfigReader, name: str, offset: float = 0.0) -> NormSpec:
-    """With the epsilon of the file."""
+    """Build an RMSNorm with the epsilon of the configuration."""
     return NormSpec(name, "rms", config.positive_float("rms_norm_eps", default=1e-6), offset=offset)
 
 
 def pre_norm_layer(config: ConfigReader, attention: Any, mlp: Any) -> LayerSpec:
-    """A layer with RMSNorm before each of its halves, as Llama has it."""
-    before = rms_norm(config, "input_layernorm"), rms_norm(config, "post_attention_layernorm")
-    return LayerSpec(attention, mlp, *before)
+    """Build a layer with RMSNorm before attention and before the feed-forward block, as Llama's."""
+    attention_norm = rms_norm(config, "input_layernorm")
+    mlp_norm = rms_norm(config, "post_attention_layernorm")
+    return LayerSpec(attention, mlp, attention_norm, mlp_norm)
 
 
 def read_sliding_window(config: ConfigReader) -> int | None:
-    """sliding_window, where it is set."""
+    """Return sliding_window, or None if it is unset or 0."""
     return (
         None if config.get("sliding_window") in (None, 0) else config.positive_int("sliding_window")
     )
@@ -108,8 +122,13 @@ def read_sliding_window(config: ConfigReader) -> int | None:
 def read_layer_windows(
     config: ConfigReader, default: Sequence[bool], required: bool = False
 ) -> list[int | None]:
-    """The window of each layer; `default`: which have one, where layer_types does not say;
-    `required`: whether these layers need one, so that sliding_window cannot be null."""
+    """Return the sliding window of each layer, None for full attention.
+
+    Args:
+        config: the model's configuration.
+        default: whether each layer has a window, without the key layer_types.
+        required: whether sliding_window must be set if layers of `default` have a window.
+    """
     types = config.get("layer_types")
     slides = list(default)
     if types is not None:
@@ -128,13 +147,13 @@ def read_layer_windows(
 
 
 def window_notes(windows: Sequence[int | None]) -> tuple[str, ...]:
-    """Return what to log of windows in a family whose layers all have one in transformers."""
-    whole = [layer for layer, window in enumerate(windows) if window is None]
-    if len(whole) in (0, len(windows)):
+    """Return log notes on layer_types for families in which transformers ignores that key."""
+    num_full = sum(window is None for window in windows)
+    if num_full in (0, len(windows)):
         return ()
     return (
-        f"config.json: {len(whole)} of {len(windows)} layers see all tokens, as layer_types says; "
-        "transformers ignores layer_types in this architecture",
+        f"config.json: {num_full} of {len(windows)} layers have full attention, as layer_types "
+        "says; transformers ignores layer_types in this architecture",
     )
 
 
@@ -148,14 +167,21 @@ def decoder_model(
     context_length: int | None = None,
     **changes: Any,
 ) -> ModelSpec:
-    """A model with Llama's names where no others are given.
+    """Build a model; names default to Llama's.
 
-    `tied`: whether the head's weights are the embedding's, where the file does not say; `changes`:
-    further fields of the model.
+    Args:
+        config: the model's configuration.
+        layers: in order.
+        tied: default of tie_word_embeddings.
+        root: prefix of tensor names.
+        embedding: default: root + embed_tokens.
+        norm: final norm; default: the RMSNorm root + norm.
+        context_length: default: max_position_embeddings, extended by YaRN.
+        changes: further fields of ModelSpec, which replace those above.
     """
     embedding = embedding or EmbeddingSpec(f"{root}embed_tokens")
     tied = config.boolean("tie_word_embeddings", default=tied)
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "vocab_size": config.positive_int("vocab_size"),
         "hidden_size": config.positive_int("hidden_size"),
         "embedding": embedding,
@@ -165,11 +191,11 @@ def decoder_model(
         "context_length": context_length or read_context_length(config, layers),
         "layer_name_format": f"{root}layers.{{}}",
     }
-    return ModelSpec(**made | changes)
+    return ModelSpec(**fields | changes)
 
 
 def read_context_length(config: ConfigReader, layers: Sequence[LayerSpec]) -> int:
-    """Positions that the model is made for, stretched ones included."""
+    """Return the context length in tokens, extended by YaRN if config.json says so."""
     longest = config.positive_int("max_position_embeddings")
     for rope in {layer.attention.rope for layer in layers if layer.attention.rope is not None}:
         if rope.kind == "yarn":
@@ -181,19 +207,19 @@ def read_context_length(config: ConfigReader, layers: Sequence[LayerSpec]) -> in
 
 
 def check_experts(experts: ExpertsSpec) -> ExpertsSpec:
-    """Return experts whose numbers fit together. Raises ModelError."""
-    total, groups, picked = experts.num_experts, experts.num_groups, experts.top_k_groups
+    """Return the experts if their numbers are consistent. Raises ModelError."""
+    total, groups, selected = experts.num_experts, experts.num_groups, experts.top_k_groups
     size = total // groups
-    least = 2 if experts.group_scoring == "best two" and groups > 1 else 1
+    minimum = 2 if experts.group_scoring == "best two" and groups > 1 else 1
     rules = (
         ("n_group", groups, total % groups == 0, f"a divisor of the {total} experts"),
-        ("n_group", groups, size >= least, f"such that groups have {least} or more experts"),
-        ("topk_group", picked, picked <= groups, f"at most n_group {groups}"),
+        ("n_group", groups, size >= minimum, f"such that groups have {minimum} or more experts"),
+        ("topk_group", selected, selected <= groups, f"at most n_group {groups}"),
         (
             "num_experts_per_tok",
             experts.top_k,
-            experts.top_k <= picked * size,
-            f"at most {picked * size}, the number of experts to pick from",
+            experts.top_k <= selected * size,
+            f"at most {selected * size}, the number of experts to select from",
         ),
     )
     for name, value, is_met, rule in rules:

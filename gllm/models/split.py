@@ -1,21 +1,24 @@
-"""How a model's layers are cut into contiguous stages.
-
-Owns the costs and the cut. Knows nothing of devices: all stages are taken to be equally fast.
-"""
+"""Partition of a model's layers into contiguous pipeline stages, which are assumed equally fast."""
 
 import math
 from collections.abc import Sequence
 
 from gllm.models.spec import ModelSpec
 
-Cut = tuple[float, tuple[int, ...]]
-"""What a cut costs, and the end of each part."""
+Partition = tuple[float, tuple[int, ...]]
+"""Objective value of a partition, and the end of each part."""
 
 
 def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = None) -> list[range]:
-    """The layers of each stage: as many as `layers` says, else balanced by cost.
+    """Return the layers of each stage.
 
-    Raises ValueError where the model has fewer layers than stages, or `layers` does not add up.
+    Args:
+        model: the model.
+        stages: number of stages.
+        layers: number of layers of each stage; None to balance their costs.
+
+    Raises:
+        ValueError: the model has fewer layers than stages, or `layers` does not fit it.
     """
     total = model.num_layers
     if layers is None:
@@ -35,10 +38,10 @@ def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = N
 
 
 def layer_costs(model: ModelSpec) -> list[float]:
-    """Cost of each layer in weights read per decode step, its neighbours' share included.
+    """Return the cost of each layer: the number of weights read per decoded token.
 
-    The embedding looks up one row per token, which is next to nothing; the LM head reads
-    vocabulary * hidden weights and weighs on the last layer.
+    The first layer's includes the embedding, which reads one row; the last layer's includes the LM
+    head, which reads vocabulary * hidden weights.
     """
     hidden = model.hidden_size
     costs = [
@@ -51,32 +54,43 @@ def layer_costs(model: ModelSpec) -> list[float]:
 
 
 def balance_costs(costs: Sequence[float], stages: int) -> list[int]:
-    """Items in each of `stages` contiguous non-empty parts, the costliest part as cheap as can be.
+    """Return the sizes of contiguous non-empty parts that minimize the cost of the costliest part.
 
-    Among the best cuts the one with the least sum of squared part costs, so that the other parts
-    are alike too. Dynamic programming over (stages, items); O(stages * items^2).
+    Ties are broken by the sum of squared costs, so that the other parts are balanced too. Dynamic
+    programming over (stages, items): O(stages * items^2).
+
+    Args:
+        costs: of each item.
+        stages: number of parts.
     """
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    ceiling = _cut(sums, stages, math.inf, worst=True)[0]
+    ceiling = _partition(sums, stages, math.inf, minimize_max=True)[0]
     # The ceiling is a sum of the very same differences, so comparing floats is exact.
-    ends = _cut(sums, stages, ceiling, worst=False)[1]
+    ends = _partition(sums, stages, ceiling, minimize_max=False)[1]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _cut(sums: Sequence[float], stages: int, ceiling: float, worst: bool) -> Cut:
-    """Least worst part, or least sum of squares under a ceiling, with the ends of the parts."""
+def _partition(sums: Sequence[float], stages: int, ceiling: float, minimize_max: bool) -> Partition:
+    """Return the best partition whose parts cost at most `ceiling`.
+
+    Args:
+        sums: cumulative costs, from 0 on.
+        stages: number of parts.
+        ceiling: largest cost of a part.
+        minimize_max: whether to minimize the largest cost instead of the sum of squares.
+    """
     items = len(sums) - 1
-    best: list[Cut] = [(math.inf, ())] * (items + 1)
+    best: list[Partition] = [(math.inf, ())] * (items + 1)
     best[0] = (0.0, ())
     for _ in range(stages):
-        following: list[Cut] = [(math.inf, ())] * (items + 1)
+        following: list[Partition] = [(math.inf, ())] * (items + 1)
         for end in range(1, items + 1):
             for begin in range(end):
                 part = sums[end] - sums[begin]
                 value, ends = best[begin]
-                value = max(value, part) if worst else value + part * part
+                value = max(value, part) if minimize_max else value + part * part
                 if part <= ceiling and value < following[end][0]:
                     following[end] = (value, (*ends, end))
         best = following

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gllm.models.config_reader import ConfigReader
-from gllm.models.registry import family, select_architecture
+from gllm.models.registry import select_architecture, spec_builder
 from gllm.models.spec import ModelSpec
 
 Config = dict[str, Any]
@@ -22,6 +22,6 @@ PUBLISHED: dict[str, Config] = json.loads(
 def read(raw: Config) -> ModelSpec:
     """The description, every key of the file accounted for."""
     keys = ConfigReader(copy.deepcopy(raw))
-    model = family(select_architecture(raw["architectures"]))(keys)
+    model = spec_builder(select_architecture(raw["architectures"]))(keys)
     keys.check_all_read()
     return model

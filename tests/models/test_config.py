@@ -14,7 +14,7 @@ from gllm.engine.engine import Engine
 from gllm.models.config import model_notes, read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO
-from gllm.models.registry import ARCHITECTURES, family
+from gllm.models.registry import ARCHITECTURES, spec_builder
 from gllm.models.spec import AttentionSpec, MLPSpec, ModelSpec, RopeSpec
 from tests.models.published import PUBLISHED, read
 
@@ -150,7 +150,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 
 def test_every_architecture_has_its_family() -> None:
     for name in ARCHITECTURES:
-        assert callable(family(name))
+        assert callable(spec_builder(name))
 
 
 def test_sampling_defaults_have_their_fields_types(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_layer_types_that_transformers_ignores_are_logged_once(name: str) -> Non
     raw = PUBLISHED[name] | {"sliding_window": 4096, "rope_scaling": None}
     types = ["sliding_attention", "full_attention"] * (raw["num_hidden_layers"] // 2)
     (note,) = model_notes(read(raw | {"layer_types": types}), 4096)
-    assert "16 of 32 layers see all tokens" in note
+    assert "16 of 32 layers have full attention" in note
     for same in (raw, raw | {"layer_types": ["sliding_attention"] * len(types)}):
         assert model_notes(read(same), 4096) == []
 
@@ -207,6 +207,6 @@ def test_notes_are_in_the_engine_s_log(tmp_path: Path, caplog: pytest.LogCapture
     shutil.copy(DEMO / "tokenizer.json", folder)
     Engine(EngineConfig(str(folder)))
     assert [record.message for record in caplog.records if "layer_types" in record.message] == [
-        "config.json: 1 of 3 layers see all tokens, as layer_types says; "
+        "config.json: 1 of 3 layers have full attention, as layer_types says; "
         "transformers ignores layer_types in this architecture"
     ]
