@@ -267,15 +267,13 @@ class DeviceExecutor(StageExecutor):
         with self.stream.current():
             shape = tokens, self.model.hidden_size
             hidden = torch.zeros(shape, dtype=self.dtype, device=self._queues.device)
-            hidden = self._stage.forward(
-                there, None if self.is_first else hidden, self._cache.layers
-            )
+            previous = None if self.is_first else hidden
+            hidden = self._stage.forward(there, previous, self._cache.layers)
             if draw is not None:
                 # As embeddings are.
                 self._stage.apply_final_norm(hidden[:1])
-                self._drawing.draw(
-                    self._stage.compute_logits(hidden[:count]), draw, self._cached_tokens
-                )
+                logits = self._stage.compute_logits(hidden[:count])
+                self._drawing.draw(logits, draw, self._cached_tokens)
         self._staging.release(self.stream)
 
     def _padded(self, rows: PagedBatch) -> PagedBatch:
