@@ -86,7 +86,6 @@ PENDING_CLASSES = frozenset(
         "Embedding",
         "Event",
         "Experts",
-        "File",
         "Head",
         "Job",
         "LatentAttention",
