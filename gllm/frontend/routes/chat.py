@@ -1,7 +1,4 @@
-"""POST /v1/chat/completions.
-
-Owns the endpoint's shape. Knows nothing of how answers are streamed.
-"""
+"""POST /v1/chat/completions."""
 
 from aiohttp import web
 
@@ -21,89 +18,107 @@ from gllm.text.tokenizer import Tokenizer
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
-    """An assistant's answer to the messages."""
+    """Generate the assistant's next message."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, ChatCompletionFields)
     context.check_model(fields.model)
     with context.admit():
-        job = await prepare_chat_request(context, fields)
-        shape = ChatChoiceFormat(context.engine.tokenizer, job)
-        return await send_answer(request, context, job, ChoiceWriter(request, job, shape))
+        prepared = await prepare_chat_request(context, fields)
+        choice_format = ChatChoiceFormat(context.engine.tokenizer, prepared)
+        writer = ChoiceWriter(request, prepared, choice_format)
+        return await send_answer(request, context, prepared, writer)
 
 
 class ChatChoiceFormat:
-    """Choices as messages and their increments."""
+    """ChoiceFormat of chat completions: messages and their increments."""
 
     prefix = "chatcmpl-"
     answer_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, job: PreparedRequest) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: PreparedRequest) -> None:
+        fields = request.fields
         self._tokenizer = tokenizer
-        self._outputs = ChatOutputParser(job.output_format)
-        self._legacy = isinstance(job.fields, ChatCompletionFields) and bool(job.fields.functions)
-        self._writers: dict[int, MessageDeltaWriter] = {}
-        self._top = job.params.logprobs
-        self._as_ids = bool(job.fields.return_tokens_as_token_ids)
-        self._prompt_top = job.params.prompt_logprobs
-        """How many likeliest tokens are told with each token of the output and of the prompt, None
-        for no log-probabilities."""
+        self._parser = ChatOutputParser(request.output_format)
+        self._uses_functions = isinstance(fields, ChatCompletionFields) and bool(fields.functions)
+        """True if the client uses the older `functions`: the answer has `function_call`."""
+        self._delta_writers: dict[int, MessageDeltaWriter] = {}
+        """Writers of the choices that have started, by index."""
+        self._num_top_logprobs = request.params.logprobs
+        """Number of most likely tokens to return per output token; None: no log-probabilities."""
+        self._num_prompt_logprobs = request.params.prompt_logprobs
+        """The same for prompt tokens."""
+        self._write_token_ids = bool(fields.return_tokens_as_token_ids)
+        """True if log-probabilities have `token_id:ID` in place of the token's text."""
 
     @property
     def is_plain_text(self) -> bool:
-        """As of Shape."""
-        return self._outputs.is_plain_text and self._top is None
+        """See ChoiceFormat."""
+        return self._parser.is_plain_text and self._num_top_logprobs is None
 
     def start_choices(self, index: int) -> list[JsonObject]:
-        """The role comes first, with an empty text."""
-        return [_piece(index, {"role": "assistant", "content": ""}, None)]
+        """Return a delta with the role and an empty text."""
+        return [_chunk_choice(index, {"role": "assistant", "content": ""}, None)]
 
     def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
-        """What is said, then the end, each by itself; what is of tokens goes with the first."""
-        ids = {"token_ids": delta.token_ids} if token_ids else {}
+        """Return a choice per output event, then one with the finish reason.
+
+        The first choice has the token ids and the log-probabilities of the whole delta.
+        """
+        token_fields: JsonObject = {"token_ids": delta.token_ids} if token_ids else {}
         logprobs = self._logprobs(delta)
-        events, reason = self._outputs.push(delta.index, delta.text, delta.finish_reason)
-        writer = self._writers.get(delta.index)
+        events, finish_reason = self._parser.push(delta.index, delta.text, delta.finish_reason)
+        writer = self._delta_writers.get(delta.index)
         if writer is None:
-            writer = self._writers[delta.index] = MessageDeltaWriter(self._legacy)
-        told = [made for made in map(writer.event_to_json, events) if made is not None]
-        if not told and reason is None and (ids.get("token_ids") or logprobs):
-            told = [{"content": ""}]
-        pieces = []
-        for made in told:
-            pieces.append({**_piece(delta.index, made, logprobs), **ids})
-            ids, logprobs = {"token_ids": []} if token_ids else {}, None
-        if reason is not None:
-            end = {"finish_reason": self._reason(reason), "stop_reason": delta.stop_reason}
-            pieces.append({**_piece(delta.index, {}, logprobs), **end, **ids})
-        return pieces
+            writer = self._delta_writers[delta.index] = MessageDeltaWriter(self._uses_functions)
+        messages = [json for json in map(writer.event_to_json, events) if json is not None]
+        if not messages and finish_reason is None and (token_fields.get("token_ids") or logprobs):
+            messages = [{"content": ""}]
+        choices = []
+        for message in messages:
+            choices.append({**_chunk_choice(delta.index, message, logprobs), **token_fields})
+            token_fields, logprobs = {"token_ids": []} if token_ids else {}, None
+        if finish_reason is not None:
+            finish = {
+                "finish_reason": self._finish_reason(finish_reason),
+                "stop_reason": delta.stop_reason,
+            }
+            choices.append({**_chunk_choice(delta.index, {}, logprobs), **finish, **token_fields})
+        return choices
 
     def whole_choice(self, choice: CollectedChoice) -> JsonObject:
-        """A message."""
-        message, reason = self._outputs.parse(choice.text, choice.finish_reason)
+        """Return a choice with its message."""
+        message, finish_reason = self._parser.parse(choice.text, choice.finish_reason)
         return {
             "index": choice.index,
-            "message": message_to_json(message, self._legacy),
+            "message": message_to_json(message, self._uses_functions),
             "logprobs": self._logprobs(choice),
-            "finish_reason": self._reason(reason),
+            "finish_reason": self._finish_reason(finish_reason),
             "stop_reason": choice.stop_reason,
         }
 
     def extra_fields(self, choices: list[CollectedChoice]) -> JsonObject:
-        """The prompt's log-probabilities."""
-        if self._prompt_top is None:
+        """Return the log-probabilities of the prompt, if requested."""
+        if self._num_prompt_logprobs is None:
             return {}
         entries = choices[0].prompt_logprobs
-        return {"prompt_logprobs": prompt_logprobs(self._tokenizer, entries, self._prompt_top)}
+        logprobs = prompt_logprobs(self._tokenizer, entries, self._num_prompt_logprobs)
+        return {"prompt_logprobs": logprobs}
 
-    def _reason(self, reason: str | None) -> str | None:
-        return "function_call" if self._legacy and reason == "tool_calls" else reason
+    def _finish_reason(self, finish_reason: str | None) -> str | None:
+        """Return the finish reason in the terms of the client's API."""
+        if self._uses_functions and finish_reason == "tool_calls":
+            return "function_call"
+        return finish_reason
 
-    def _logprobs(self, part: OutputDelta | CollectedChoice) -> JsonObject | None:
-        if self._top is None or not part.logprobs:
+    def _logprobs(self, output: OutputDelta | CollectedChoice) -> JsonObject | None:
+        """Return the log-probabilities of output tokens, if requested."""
+        if self._num_top_logprobs is None or not output.logprobs:
             return None
-        return chat_logprobs(self._tokenizer, part.logprobs, self._top, self._as_ids)
+        return chat_logprobs(
+            self._tokenizer, output.logprobs, self._num_top_logprobs, self._write_token_ids
+        )
 
 
-def _piece(index: int, delta: JsonObject, logprobs: JsonObject | None) -> JsonObject:
+def _chunk_choice(index: int, delta: JsonObject, logprobs: JsonObject | None) -> JsonObject:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

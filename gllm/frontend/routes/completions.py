@@ -1,7 +1,4 @@
-"""POST /v1/completions.
-
-Owns the endpoint's shape, the prompt's echo in it. Knows nothing of how answers are streamed.
-"""
+"""POST /v1/completions."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -36,89 +33,105 @@ from gllm.text.tokenizer import Tokenizer
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
-    """What follows the prompts."""
+    """Generate the continuation of each prompt."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, CompletionFields)
     context.check_model(fields.model)
     config, engine = context.config, context.engine
-    params = _params(fields, context)
+    params = _sampling_params(fields, context)
     texts = parse_prompts(fields.prompt, min(MAX_PROMPTS, config.max_num_queued_requests))
-    most = max(MAX_PROMPTS, config.max_choices)
-    if len(texts) * params.n > most:
-        raise FieldError("n", f"{len(texts)} prompts with n {params.n} are more than {most}")
+    max_choices = max(MAX_PROMPTS, config.max_choices)
+    num_choices = len(texts) * params.n
+    if num_choices > max_choices:
+        message = (
+            f"n is {params.n}, which is {num_choices} choices with {len(texts)} prompts, but at "
+            f"most {max_choices} are allowed"
+        )
+        raise FieldError("n", message)
     with context.admit(len(texts)):
-        prompts = await asyncio.to_thread(_prompts, engine, texts, params, bool(fields.echo))
-        shape = CompletionChoiceFormat(engine.tokenizer, fields, params, prompts)
-        ids = [prompt.ids for prompt in prompts]
-        job = PreparedRequest(fields, ids, params, fields.has_output)
-        return await send_answer(request, context, job, ChoiceWriter(request, job, shape))
+        prompts = await asyncio.to_thread(
+            _prepare_prompts, engine, texts, params, bool(fields.echo)
+        )
+        choice_format = CompletionChoiceFormat(engine.tokenizer, fields, params, prompts)
+        token_ids = [prompt.token_ids for prompt in prompts]
+        prepared = PreparedRequest(fields, token_ids, params, fields.has_output)
+        writer = ChoiceWriter(request, prepared, choice_format)
+        return await send_answer(request, context, prepared, writer)
 
 
-def _params(fields: CompletionFields, context: ServerContext) -> SamplingParams:
-    """How to sample. A request for the echo alone draws a token, which is not shown."""
+def _sampling_params(fields: CompletionFields, context: ServerContext) -> SamplingParams:
+    """Return the SamplingParams of a request.
+
+    A request without output samples one token, which is not returned.
+
+    Raises:
+        FieldError: A value is not allowed.
+    """
     if not fields.has_output and not fields.echo:
-        raise FieldError("max_tokens", "max_tokens is 0, which is only allowed with echo")
-    limit = fields.max_completion_tokens or fields.max_tokens
-    limit = limit or (DEFAULT_MAX_TOKENS if fields.has_output else 1)
-    echoed = fields.logprobs if fields.echo else None
-    asked = [count for count in (echoed, fields.prompt_logprobs) if count is not None]
-    defaults, max_choices = context.engine.model.defaults, context.config.max_choices
+        raise FieldError("max_tokens", "max_tokens is 0, but has to be at least 1 without echo")
+    max_tokens = fields.max_completion_tokens or fields.max_tokens
+    max_tokens = max_tokens or (DEFAULT_MAX_TOKENS if fields.has_output else 1)
     params = to_sampling_params(
         fields,
-        defaults,
-        max_choices,
-        max_tokens=limit,
+        context.engine.model.defaults,
+        context.config.max_choices,
+        max_tokens=max_tokens,
         logprobs=fields.logprobs,
         prompt_logprobs=fields.prompt_logprobs,
     )
-    return replace(params, prompt_logprobs=max(asked, default=None))
+    num_echo_logprobs = fields.logprobs if fields.echo else None
+    counts = [num for num in (num_echo_logprobs, fields.prompt_logprobs) if num is not None]
+    return replace(params, prompt_logprobs=max(counts, default=None))
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt as the model gets it and as an echo shows it."""
+class CompletionPrompt:
+    """A prompt of a completion."""
 
-    ids: list[int]
-    text: str = ""
-    """Empty where there is no echo."""
+    token_ids: list[int]
+    echo_text: str = ""
+    """Text in front of the output; empty without echo."""
 
 
-def _prompts(
+def _prepare_prompts(
     engine: EngineInterface,
     prompts: list[str] | list[list[int]],
     params: SamplingParams,
     echo: bool,
-) -> list[Prompt]:
-    """Prompts that may be given as text or as token ids."""
+) -> list[CompletionPrompt]:
+    """Tokenize, truncate and check prompts. Raises FieldError."""
     tokenizer = engine.tokenizer
-    made = []
+    prepared = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            ids = encode_prompt(prompt, params, engine.model, tokenizer)
+            token_ids = encode_prompt(prompt, params, engine.model, tokenizer)
         else:
-            ids = truncate_prompt(prompt, params, engine.model)
-        check_request(ids, params, engine.model)
+            token_ids = truncate_prompt(prompt, params, engine.model)
+        check_request(token_ids, params, engine.model)
         if not echo:
-            made.append(Prompt(ids))
-        elif isinstance(prompt, str) and _is_whole(tokenizer, prompt, ids, params):
-            made.append(Prompt(ids, prompt))
+            prepared.append(CompletionPrompt(token_ids))
+        elif isinstance(prompt, str) and _is_complete(tokenizer, prompt, token_ids, params):
+            prepared.append(CompletionPrompt(token_ids, prompt))
         else:
-            made.append(Prompt(ids, _text(tokenizer, ids, params)))
-    return made
+            prepared.append(CompletionPrompt(token_ids, _decode(tokenizer, token_ids, params)))
+    return prepared
 
 
-def _is_whole(tokenizer: Tokenizer, text: str, ids: list[int], params: SamplingParams) -> bool:
-    """Whether nothing of a prompt was cut off."""
-    return params.truncate_prompt_tokens is None or len(tokenizer.encode(text)) == len(ids)
+def _is_complete(
+    tokenizer: Tokenizer, text: str, token_ids: list[int], params: SamplingParams
+) -> bool:
+    """Return True if a prompt was not truncated."""
+    return params.truncate_prompt_tokens is None or len(tokenizer.encode(text)) == len(token_ids)
 
 
-def _text(tokenizer: Tokenizer, ids: list[int], params: SamplingParams) -> str:
-    stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-    return stream.push(ids)[0] + stream.finish()
+def _decode(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) -> str:
+    """Return the text of a prompt's token ids."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    return detokenizer.push(token_ids)[0] + detokenizer.finish()
 
 
 class CompletionChoiceFormat:
-    """Choices as text and its increments, behind the prompt where it is echoed."""
+    """ChoiceFormat of completions: text and its increments, after the prompt with echo."""
 
     prefix = "cmpl-"
     answer_object = "text_completion"
@@ -129,96 +142,109 @@ class CompletionChoiceFormat:
         tokenizer: Tokenizer,
         fields: CompletionFields,
         params: SamplingParams,
-        prompts: list[Prompt],
+        prompts: list[CompletionPrompt],
     ) -> None:
         self._tokenizer = tokenizer
         self._fields = fields
         self._params = params
         self._prompts = prompts
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        """Of choices that have begun."""
+        """Log-probabilities of the choices that have started, by index."""
         self._echoed: set[int] = set()
+        """Indices of the choices whose prompt has been returned."""
 
     @property
     def is_plain_text(self) -> bool:
-        """As of Shape."""
+        """See ChoiceFormat."""
         return not self._fields.echo and self._fields.logprobs is None
 
     def start_choices(self, index: int) -> list[JsonObject]:
-        """Nothing comes before the text."""
+        """Return an empty list: a stream starts with text."""
         return []
 
     def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
-        """The echo with a choice's first delta; text and end together."""
-        pieces = []
+        """Return the echo before a choice's first delta, then its text and finish reason."""
+        choices = []
         if self._fields.echo and delta.index not in self._echoed:
             self._echoed.add(delta.index)
-            logprobs = self._prompt_logprobs(delta)
-            echo = _choice(delta.index, self._prompt(delta.index).text, logprobs, None, None)
-            pieces.append({**echo, **({"token_ids": []} if token_ids else {})})
-        ids = {"token_ids": delta.token_ids} if token_ids else {}
-        shown = delta.text or delta.logprobs or ids.get("token_ids")
-        if shown or delta.finish_reason is not None:
+            logprobs = self._echo_logprobs(delta)
+            echo = _choice(delta.index, self._prompt(delta.index).echo_text, logprobs, None, None)
+            choices.append({**echo, **({"token_ids": []} if token_ids else {})})
+        token_fields: JsonObject = {"token_ids": delta.token_ids} if token_ids else {}
+        has_output = delta.text or delta.logprobs or token_fields.get("token_ids")
+        if has_output or delta.finish_reason is not None:
             logprobs = self._output_logprobs(delta)
-            ending = (delta.finish_reason, delta.stop_reason)
-            pieces.append({**_choice(delta.index, delta.text, logprobs, *ending), **ids})
-        return pieces
+            choice = _choice(
+                delta.index, delta.text, logprobs, delta.finish_reason, delta.stop_reason
+            )
+            choices.append({**choice, **token_fields})
+        return choices
 
     def whole_choice(self, choice: CollectedChoice) -> JsonObject:
-        """A text."""
+        """Return a choice with its text."""
         text, logprobs = choice.text, None
         if self._fields.echo:
-            text = self._prompt(choice.index).text + text
+            text = self._prompt(choice.index).echo_text + text
         if self._fields.logprobs is not None:
-            parts = [self._prompt_logprobs(choice)] if self._fields.echo else []
+            parts = [self._echo_logprobs(choice)] if self._fields.echo else []
             logprobs = merge_completion_logprobs(
                 [part for part in (*parts, self._output_logprobs(choice)) if part]
             )
-        made = _choice(choice.index, text, logprobs, choice.finish_reason, choice.stop_reason)
-        top = self._fields.prompt_logprobs
-        if top is None:
-            return made
-        told = prompt_logprobs(self._tokenizer, choice.prompt_logprobs, top)
-        return {**made, "prompt_logprobs": told}
+        answer = _choice(choice.index, text, logprobs, choice.finish_reason, choice.stop_reason)
+        num_prompt_logprobs = self._fields.prompt_logprobs
+        if num_prompt_logprobs is not None:
+            entries = choice.prompt_logprobs
+            answer["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, entries, num_prompt_logprobs
+            )
+        return answer
 
     def extra_fields(self, choices: list[CollectedChoice]) -> JsonObject:
-        """Nothing."""
+        """Return an empty object: completions have no further fields."""
         return {}
 
-    def _prompt(self, index: int) -> Prompt:
+    def _prompt(self, index: int) -> CompletionPrompt:
+        """Return the prompt of a choice."""
         return self._prompts[index // self._params.n]
 
-    def _prompt_logprobs(self, part: OutputDelta | CollectedChoice) -> JsonObject | None:
-        """Of the echoed prompt, where asked for."""
-        if (top := self._fields.logprobs) is None:
+    def _echo_logprobs(self, output: OutputDelta | CollectedChoice) -> JsonObject | None:
+        """Return the log-probabilities of the echoed prompt, if requested."""
+        if self._fields.logprobs is None:
             return None
-        ids = self._prompt(part.index).ids
-        skips = self._params.skip_special_tokens
-        as_ids = bool(self._fields.return_tokens_as_token_ids)
-        return CompletionLogprobs(self._tokenizer, top, skips, as_ids=as_ids).part(
-            ids, [None, *part.prompt_logprobs]
-        )
+        token_ids = self._prompt(output.index).token_ids
+        return self._new_logprobs(0).part(token_ids, [None, *output.prompt_logprobs])
 
-    def _output_logprobs(self, part: OutputDelta | CollectedChoice) -> JsonObject | None:
-        """Of a choice's next tokens, where asked for."""
-        if (top := self._fields.logprobs) is None:
+    def _output_logprobs(self, output: OutputDelta | CollectedChoice) -> JsonObject | None:
+        """Return the log-probabilities of output tokens, if requested."""
+        if self._fields.logprobs is None:
             return None
-        if part.index not in self._logprobs:
-            begin = len(self._prompt(part.index).text)
-            skips = self._params.skip_special_tokens
-            as_ids = bool(self._fields.return_tokens_as_token_ids)
-            made = CompletionLogprobs(self._tokenizer, top, skips, begin, as_ids)
-            self._logprobs[part.index] = made
-        return self._logprobs[part.index].part(part.token_ids, part.logprobs)
+        if output.index not in self._logprobs:
+            start = len(self._prompt(output.index).echo_text)
+            self._logprobs[output.index] = self._new_logprobs(start)
+        return self._logprobs[output.index].part(output.token_ids, output.logprobs)
+
+    def _new_logprobs(self, start: int) -> CompletionLogprobs:
+        """Return a writer of log-probabilities for text that starts at a character offset."""
+        return CompletionLogprobs(
+            self._tokenizer,
+            self._fields.logprobs or 0,
+            self._params.skip_special_tokens,
+            start,
+            bool(self._fields.return_tokens_as_token_ids),
+        )
 
 
 def _choice(
-    index: int, text: str, logprobs: JsonObject | None, reason: str | None, stop: int | str | None
+    index: int,
+    text: str,
+    logprobs: JsonObject | None,
+    finish_reason: str | None,
+    stop_reason: int | str | None,
 ) -> JsonObject:
     return {
         "index": index,
         "text": text,
         "logprobs": logprobs,
-        "finish_reason": reason,
-        "stop_reason": stop,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
     }
