@@ -31,6 +31,8 @@ PENDING = frozenset(
     }
 )
 """Packages whose docstrings have not been rewritten yet."""
+REWRITTEN = frozenset({"frontend/fields", "frontend/routes"})
+"""Packages within those of PENDING that have been rewritten."""
 
 
 def docstrings(source: str) -> Iterator[tuple[str, str]]:
@@ -54,8 +56,8 @@ def bad_openings(source: str) -> list[str]:
 
 @pytest.mark.parametrize("package", sorted({path.parent for path in SOURCES}), ids=str)
 def test_docstrings_say_what_an_object_is(package: Path) -> None:
-    parts = package.relative_to(ROOT / "gllm").parts
-    if parts and parts[0] in PENDING:
+    path = package.relative_to(ROOT / "gllm")
+    if path.parts and path.parts[0] in PENDING and path.as_posix() not in REWRITTEN:
         pytest.skip("not rewritten yet")
     bad = {
         str(path.relative_to(ROOT)): names
