@@ -26,7 +26,6 @@ PENDING = frozenset(
         "runtime",
         "scheduler",
         "sim",
-        "text",
         "transport",
     }
 )

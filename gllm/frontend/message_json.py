@@ -5,8 +5,8 @@ from gllm.text.output.events import (
     AssistantMessage,
     ContentDelta,
     OutputEvent,
+    ParsedToolCall,
     ReasoningDelta,
-    ToolCall,
     ToolCallArgumentsDelta,
     ToolCallStart,
 )
@@ -56,7 +56,10 @@ class MessageDeltaWriter:
             case ToolCallStart(index, call_id, name, is_custom):
                 if is_custom:
                     self._custom.add(index)
-                call = {"index": index, **ToolCall(call_id, name, is_custom=is_custom).to_dict()}
+                call = {
+                    "index": index,
+                    **ParsedToolCall(call_id, name, is_custom=is_custom).to_dict(),
+                }
                 return self._call_fields(index, call)
             case ToolCallArgumentsDelta(index, text):
                 if index in self._custom:

@@ -1,8 +1,7 @@
-"""One choice's tokens to text, while they come.
+"""Incremental detokenization: convert the tokens of one choice into text while they arrive.
 
-Owns the decoder's state between tokens: each token costs the same, however long the output is, and
-the pieces join to what decoding everything at once gives, never cut inside a character. Knows
-nothing of requests.
+Each token costs the same, however long the output is. The pieces join to the same text as decoding
+all tokens at once, and are never cut inside a character.
 """
 
 import codecs
@@ -19,16 +18,16 @@ class _Decoder(Protocol):
 
 
 class _ByteLevelDecoder:
-    """Tokens are bytes: an incremental UTF-8 decoder holds back unfinished characters."""
+    """Decoder of tokens that stand for bytes; holds back incomplete UTF-8 characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_between = True
-        """No character is unfinished."""
+        """True if no character is incomplete."""
 
     def push(self, token_id: int) -> str:
-        """Text that this token completes."""
+        """Return the text that a token completes."""
         if self._is_between:
             text = self._tokenizer.token_text(token_id)
             if text is not None:
@@ -38,15 +37,15 @@ class _ByteLevelDecoder:
         return text
 
     def finish(self) -> str:
-        """The replacement character, where the output ends inside a character."""
+        """Return the replacement character if the output ends inside a character."""
         return self._utf8.decode(b"", final=True)
 
 
 class _WindowDecoder:
-    """Any other tokenizer: decodes the new tokens after the one before them.
+    """Decoder for other tokenizers: decodes new tokens together with the token before them.
 
-    A run of byte tokens is one unit to such a tokenizer (one bad byte spoils all of it), so nothing
-    of a run is shown before its end.
+    Such a tokenizer decodes a run of byte tokens as a whole (one invalid byte changes all of it).
+    No part of a run is therefore shown before its end.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -55,7 +54,7 @@ class _WindowDecoder:
         self._shown = ""
 
     def push(self, token_id: int) -> str:
-        """Text that this token completes."""
+        """Return the text that a token completes."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
@@ -68,17 +67,23 @@ class _WindowDecoder:
         return text
 
     def finish(self) -> str:
-        """Text of the byte tokens that are left."""
+        """Return the text of the remaining byte tokens."""
         return self._tokenizer.decode(self._window, False)[len(self._shown) :]
 
 
 NO_STOPS = StopStrings()
+"""No stop strings."""
 
 
 class IncrementalDetokenizer:
-    """Tokens in, text out, up to the first stop string, with it where `include_stop`.
+    """Detokenizer of one choice: token ids in, text out, up to the first stop string.
 
-    shown: special tokens that are shown although special ones are skipped.
+    Args:
+        tokenizer: The model's tokenizer.
+        stop: Strings that end the text.
+        skip_special_tokens: Leave special tokens out of the text.
+        include_stop: Keep the stop string in the text.
+        visible_special_tokens: Special tokens that are not skipped.
     """
 
     def __init__(
@@ -87,43 +92,45 @@ class IncrementalDetokenizer:
         stop: StopStrings = NO_STOPS,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
-        shown: Sequence[str] = (),
+        visible_special_tokens: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         decoder = _ByteLevelDecoder if tokenizer.is_byte_level else _WindowDecoder
         self._decoder: _Decoder = decoder(tokenizer)
-        kept = {tokenizer.token_to_id(token) for token in shown}
-        self._skipped = tokenizer.special_token_ids - kept if skip_special_tokens else frozenset()
+        visible = {tokenizer.token_to_id(token) for token in visible_special_tokens}
+        self._skipped = (
+            tokenizer.special_token_ids - visible if skip_special_tokens else frozenset()
+        )
         self._stops = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
-        """Text that may be shown, tokens used for it, and the stop string that is complete.
+        """Return the text that can be shown, the number of tokens used, and the stop string.
 
-        Without a stop string all tokens are used; with one, those up to the token completing it.
+        Without a stop string all tokens are used; otherwise those up to the one that completes it.
         """
         skipped, decode = self._skipped, self._decoder.push
         if self._stops is None:
-            shown = [decode(token_id) for token_id in token_ids if token_id not in skipped]
-            return "".join(shown), len(token_ids), None
+            texts = [decode(token_id) for token_id in token_ids if token_id not in skipped]
+            return "".join(texts), len(token_ids), None
         pieces = []
-        for used, token_id in enumerate(token_ids, start=1):
+        for num_used, token_id in enumerate(token_ids, start=1):
             if token_id in skipped:
                 continue
             text, stop = self._stops.push(decode(token_id))
             pieces.append(text)
             if stop is not None:
-                return "".join(pieces) + self._ending(stop), used, stop
+                return "".join(pieces) + self._visible_stop(stop), num_used, stop
         return "".join(pieces), len(token_ids), None
 
     def finish(self) -> str:
-        """What was held back, when no more tokens come; cut at a stop string it completes."""
+        """Return the text that was held back, up to a stop string that it completes."""
         text = self._decoder.finish()
         if self._stops is None:
             return text
         text, stop = self._stops.push(text)
-        return text + (self._stops.finish() if stop is None else self._ending(stop))
+        return text + (self._stops.finish() if stop is None else self._visible_stop(stop))
 
-    def _ending(self, stop: str) -> str:
-        """What is shown of a stop string."""
+    def _visible_stop(self, stop: str) -> str:
+        """Return the text to show for a stop string."""
         return stop if self._include_stop else ""

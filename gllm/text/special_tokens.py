@@ -1,8 +1,8 @@
-"""Special tokens that are only text: those that a chat's messages and tools spell out.
+"""Keep special tokens that a chat's messages and tools spell out as ordinary text.
 
-A chat template writes control tokens (`<|im_end|>`) as text, so a message that holds the same text
-would end its own turn. Owns the marks that keep such text apart while a template is rendered, and
-the encoding of marked text. Text without special tokens never gets here: it is encoded as always.
+A chat template writes control tokens (`<|im_end|>`) as text, so a message that contains the same
+text would end its own turn. Such text is marked before a template is rendered, and encoded as text
+afterwards. Text without special tokens is encoded as usual.
 """
 
 import json
@@ -13,19 +13,19 @@ from typing import Any
 
 import tokenizers
 
-SEARCHED = 2**16
-"""Characters searched at once; a thread that searches lets others run in between."""
-STRUCTURAL = ("role", "type")
-"""Keys whose values templates compare, so that only whole special tokens are marked in them."""
+SEARCH_CHARACTERS = 2**16
+"""Number of characters searched at once; other threads can run in between."""
+COMPARED_KEYS = ("role", "type")
+"""Keys whose values templates compare: only whole special tokens are marked in them."""
 
 
 def new_mark() -> str:
-    """Return a mark that no text holds: digits survive JSON and changes of case."""
+    """Return a random mark that no text contains; digits survive JSON and changes of case."""
     return str(secrets.randbits(128)).zfill(39)
 
 
-class SpecialTokens:
-    """The special tokens of one tokenizer, as they are written in text."""
+class SpecialTokenMarker:
+    """Marker of the special tokens of one tokenizer, as they are spelled in text."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         added = backend.get_added_tokens_decoder()
@@ -35,15 +35,15 @@ class SpecialTokens:
         self._longest = max(map(len, names), default=0)
         self._beginnings = {name[:end] for name in names for end in range(1, len(name))}
         self._endings = {name[start:] for name in names for start in range(1, len(name))}
-        self.are_normalized = backend.normalizer is not None and any(
+        self.may_arise_from_text = backend.normalizer is not None and any(
             token.special and token.normalized for token in added.values()
         )
-        """Whether other text may become one when it is normalized."""
-        self._literal = _without_special_tokens(backend)
+        """True if normalization may turn other text into a special token."""
+        self._text_backend = _without_special_tokens(backend)
         tokens = [token for token in added.values() if token.content in self._ids]
         base = new_mark()
         self._aliases = {t.content: f"{base}{number:08}" for number, t in enumerate(tokens)}
-        self._literal.add_tokens(
+        self._text_backend.add_tokens(
             [
                 tokenizers.AddedToken(
                     self._aliases[t.content],
@@ -57,36 +57,36 @@ class SpecialTokens:
             ]
         )
         self._originals = {
-            self._literal.token_to_id(alias): self._ids[name]
+            self._text_backend.token_to_id(alias): self._ids[name]
             for name, alias in self._aliases.items()
         }
-        self._stray = frozenset(self._ids.values()) - {_unknown_id(backend)}
-        """What ordinary text must not become; unknown characters are no control tokens."""
+        self._forbidden_ids = frozenset(self._ids.values()) - {_unknown_id(backend)}
+        """Ids that ordinary text must not be encoded as; the unknown token is no control token."""
 
-    def mark_all(self, value: Any, mark: str) -> Any:
+    def mark_values(self, value: Any, mark: str) -> Any:
         """Return a copy of JSON values with a mark inside every special token in their strings.
 
-        The ends of a string are marked as well where its neighbors in the rendered text could make
-        a special token of them.
+        The ends of a string are marked as well if they could become part of a special token
+        together with the text around the string in the rendered chat.
         """
         if isinstance(value, str):
             return self.mark(value, mark)
         if isinstance(value, list):
-            return [self.mark_all(one, mark) for one in value]
+            return [self.mark_values(item, mark) for item in value]
         if not isinstance(value, dict):
             return value
         copy = {}
-        for key, one in value.items():
-            if isinstance(one, str) and key in STRUCTURAL:
-                copy[key] = self._mark_inside(one, mark)
-            elif isinstance(one, str) and key == "arguments":
-                copy[self.mark(key, mark)] = self._mark_json(one, mark)
+        for key, item in value.items():
+            if isinstance(item, str) and key in COMPARED_KEYS:
+                copy[key] = self._mark_inside(item, mark)
+            elif isinstance(item, str) and key == "arguments":
+                copy[self.mark(key, mark)] = self._mark_json(item, mark)
             else:
-                copy[self.mark(key, mark)] = self.mark_all(one, mark)
+                copy[self.mark(key, mark)] = self.mark_values(item, mark)
         return copy
 
     def mark(self, text: str, mark: str) -> str:
-        """Return a text with a mark inside every special token, and at its ends where needed."""
+        """Return a text with a mark inside every special token, and at its ends if necessary."""
         text = self._mark_inside(text, mark)
         body = text.strip()
         if self._overlap(body, self._longest, self._endings, at_end=False):
@@ -97,41 +97,44 @@ class SpecialTokens:
             text = text[:end] + mark + text[end:]
         return text
 
-    def encode(self, text: str, mark: str) -> list[int]:
-        """Token ids of a rendered text: special tokens with a mark inside are ordinary text."""
+    def encode_marked(self, text: str, mark: str) -> list[int]:
+        """Return the token ids of a rendered text; marked special tokens are ordinary text."""
         pieces, begin = [], 0
         for start, end in self._find(text):
             pieces += [text[begin:start], self._aliases[text[start:end]]]
             begin = end
-        return self.encode_literally("".join([*pieces, text[begin:]]).replace(mark, ""))
+        return self.encode_as_text("".join([*pieces, text[begin:]]).replace(mark, ""))
 
-    def encode_literally(self, text: str) -> list[int]:
-        """Token ids of a text in which special tokens are ordinary text."""
-        ids = self._literal_ids(text)
-        originals, stray = self._originals, self._stray
-        if stray.isdisjoint(ids):
+    def encode_as_text(self, text: str) -> list[int]:
+        """Return the token ids of a text in which special tokens are ordinary text."""
+        ids = self._encode_text(text)
+        originals, forbidden = self._originals, self._forbidden_ids
+        if forbidden.isdisjoint(ids):
             return [originals.get(i, i) for i in ids]
         whole: list[int] = []
         for i in ids:
-            whole += self._spelled(i) if i in stray else [originals.get(i, i)]
+            whole += self._encode_in_parts(i) if i in forbidden else [originals.get(i, i)]
         return whole
 
-    def _literal_ids(self, text: str) -> list[int]:
-        return self._literal.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def _encode_text(self, text: str) -> list[int]:
+        return self._text_backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def _spelled(self, token_id: int) -> list[int]:
-        """A special token in several others: some models have it among their ordinary pieces."""
+    def _encode_in_parts(self, token_id: int) -> list[int]:
+        """Return the ids of a special token's text, encoded in two parts to avoid the token itself.
+
+        Some models have the text of a special token among their ordinary tokens.
+        """
         name = next(name for name, i in self._ids.items() if i == token_id)
-        return [i for part in (name[:1], name[1:]) for i in self._literal_ids(part)]
+        return [i for part in (name[:1], name[1:]) for i in self._encode_text(part)]
 
     def _mark_json(self, text: str, mark: str) -> str:
-        """As `mark` for the text of a JSON object, in which characters may be escaped."""
+        """Return the text of a JSON object marked like `mark`; characters in it may be escaped."""
         if "\\" in text:
             try:
                 values = json.loads(text)
-                marked = self.mark_all(values, mark)
+                marked = self.mark_values(values, mark)
             except (ValueError, RecursionError):
-                return self.mark(text, mark)  # refused later, with its place
+                return self.mark(text, mark)  # rejected later, with its path
             if marked != values:
                 return json.dumps(marked, ensure_ascii=False)
         return self.mark(text, mark)
@@ -144,26 +147,26 @@ class SpecialTokens:
         return mark.join([*pieces, text[begin:]])
 
     def _find(self, text: str, overlapping: bool = False) -> Iterator[tuple[int, int]]:
-        """Yield where special tokens begin and end, the longest ones from left to right."""
+        """Yield the spans of special tokens from left to right, the longest at each start."""
         position, size = 0, len(text)
         while position < size:
-            stop = min(position + SEARCHED, size)
-            found = self._pattern.search(text, position, min(stop + self._longest, size))
-            if found is None or found.start() >= stop:
+            stop = min(position + SEARCH_CHARACTERS, size)
+            match = self._pattern.search(text, position, min(stop + self._longest, size))
+            if match is None or match.start() >= stop:
                 position = stop
                 continue
-            yield found.span()
-            position = found.start() + 1 if overlapping else found.end()
+            yield match.span()
+            position = match.start() + 1 if overlapping else match.end()
 
     @staticmethod
     def _overlap(text: str, longest: int, parts: set[str], at_end: bool) -> bool:
-        """Whether an end of a text is one of these parts of special tokens."""
+        """Return whether a prefix or suffix of a text is one of these parts of special tokens."""
         sizes = range(1, min(longest, len(text)) + 1)
         return any((text[-size:] if at_end else text[:size]) in parts for size in sizes)
 
 
 def _without_special_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A copy of a tokenizer that takes special tokens for ordinary text."""
+    """Return a copy of a tokenizer that treats special tokens as ordinary text."""
     copy = tokenizers.Tokenizer.from_str(backend.to_str())
     copy.no_truncation()
     copy.no_padding()
@@ -172,16 +175,16 @@ def _without_special_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokeniz
 
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
-    """The token that unknown characters become, None where there is none."""
+    """Return the id of the token for unknown characters, None if there is none."""
     if isinstance(backend.model, tokenizers.models.Unigram):
-        found = json.loads(backend.model.__getstate__())["unk_id"]
-        return found if isinstance(found, int) else None
+        unknown_id = json.loads(backend.model.__getstate__())["unk_id"]
+        return unknown_id if isinstance(unknown_id, int) else None
     name = getattr(backend.model, "unk_token", None)
     return None if name is None else backend.token_to_id(name)
 
 
 def _trie_pattern(names: list[str]) -> str:
-    """A regular expression for the longest of several strings, tried character by character."""
+    """Return a regular expression for the longest of several strings, as a trie."""
     groups: dict[str, list[str]] = {}
     for name in names:
         if name:

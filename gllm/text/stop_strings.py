@@ -1,7 +1,6 @@
-"""Stop strings over a stream of text.
+"""Match stop strings in a stream of text.
 
-Owns which text is safe to show: what may be the start of a stop string is held back, so that
-nothing of one leaks. Knows nothing of tokens.
+Text that may be the start of a stop string is held back, so that no part of a stop string is shown.
 """
 
 import re
@@ -17,33 +16,36 @@ class StopStrings:
         for stop in self._stops:
             by_first.setdefault(stop[0], []).append(stop)
         self._by_first = {char: tuple(stops) for char, stops in by_first.items()}
-        # Scans for the first characters in C; a lookahead that always fails where there are none.
+        # Finds first characters in C; without stop strings a lookahead that always fails.
         self._first = re.compile("|".join(map(re.escape, by_first)) or "(?!)")
 
     def __bool__(self) -> bool:
         return bool(self._stops)
 
     def find(self, text: str, num_searched: int) -> tuple[int, str] | None:
-        """Return the stop string that is complete first and where it begins, None without one.
+        """Return the start and the text of the stop string that ends first, None if there is none.
 
-        If several end at the same character, the longest counts. num_searched: characters at the
-        beginning of `text` in which no stop string ends.
+        Of several that end at the same character, the longest counts.
+
+        Args:
+            text: The text to search.
+            num_searched: Number of characters at the beginning in which no stop string ends.
         """
-        hits = []
+        matches = []
         for stop in self._stops:
             begin = text.find(stop, max(0, num_searched + 1 - len(stop)))
             if begin >= 0:
-                hits.append((begin + len(stop), begin, stop))
-        return None if not hits else min(hits)[1:]
+                matches.append((begin + len(stop), begin, stop))
+        return None if not matches else min(matches)[1:]
 
     def held_from(self, text: str) -> int:
-        """Return where the longest end of `text` begins that may be the start of a stop string.
+        """Return the start of the longest suffix of `text` that may begin a stop string.
 
-        `text` holds no complete stop string. The length of `text` stands for no such end.
+        `text` contains no complete stop string. Without such a suffix the result is its length.
         """
         begin = 0
-        while (found := self._first.search(text, begin)) is not None:
-            begin = found.start()
+        while (match := self._first.search(text, begin)) is not None:
+            begin = match.start()
             tail = text[begin:]
             if any(stop.startswith(tail) for stop in self._by_first[text[begin]]):
                 return begin
@@ -52,11 +54,10 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Cuts a stream at the first stop string that is complete; at a tie the longest counts.
+    """Matcher that ends a stream of text at the first complete stop string.
 
-    What comes out does not depend on how the stream is cut into pieces. The beginning of what is
-    held back only moves forward, so a stream takes one comparison per character and stop string at
-    most, made by `str.startswith`.
+    The result does not depend on how the stream is cut into pieces. The start of the held-back text
+    only moves forward, so each character costs at most one `str.startswith` per stop string.
     """
 
     def __init__(self, stops: StopStrings) -> None:
@@ -64,11 +65,11 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Text that may be shown, and the stop string that is complete now, which ends it."""
+        """Return the text that can be shown, and the stop string that ends the stream, if any."""
         window = self._held + text
-        hit = self._stops.find(window, len(self._held))
-        if hit is not None:
-            begin, stop = hit
+        match = self._stops.find(window, len(self._held))
+        if match is not None:
+            begin, stop = match
             self._held = ""
             return window[:begin], stop
         cut = self._stops.held_from(window)
@@ -76,6 +77,6 @@ class StopMatcher:
         return window[:cut], None
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """End the stream and return the text that was held back."""
         held, self._held = self._held, ""
         return held

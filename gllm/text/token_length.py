@@ -1,7 +1,6 @@
-"""How long the text of one token can be.
+"""Compute the largest number of characters that one token of a tokenizer can stand for.
 
-Owns the reading of a tokenizer's parts that decides it: a text too long for a context is refused by
-its characters alone, before it is tokenized.
+With this bound a text too long for a context is rejected by its length, before it is tokenized.
 """
 
 import json
@@ -10,56 +9,57 @@ from typing import Any
 
 import tokenizers
 
-COMPOSED = 4
-"""Characters that composition (NFC) may make one of, at most."""
-KEEPING = ("ByteLevel", "Digits", "Metaspace", "Split")
-"""Pre-tokenizers that keep every character, Split unless its behavior is to remove."""
+MAX_COMPOSED_CHARACTERS = 4
+"""Largest number of characters that Unicode composition (NFC) joins into one."""
+LOSSLESS_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split")
+"""Pre-tokenizers that keep every character; Split only if its behavior is not to remove."""
 
 
 def max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the most characters of a text that one token stands for.
+    """Return the largest number of characters of a text that one token stands for.
 
-    None where there is no such bound: unknown characters may be dropped or merged, white space may
-    vanish.
+    Returns:
+        None if there is no bound, because unknown characters may be dropped or merged, or
+        whitespace may be removed.
     """
     if not isinstance(backend.model, tokenizers.models.BPE):
         return None
-    normalizers = list(_parts(backend.normalizer, "normalizers"))
-    splitters = list(_parts(backend.pre_tokenizer, "pretokenizers"))
-    if not all(_keeps(one) for one in (*normalizers, *splitters)):
+    normalizers = list(_steps(backend.normalizer, "normalizers"))
+    pre_tokenizers = list(_steps(backend.pre_tokenizer, "pretokenizers"))
+    if not all(_is_lossless(step) for step in (*normalizers, *pre_tokenizers)):
         return None
-    if any(one.lstrip or one.rstrip for one in backend.get_added_tokens_decoder().values()):
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return None
     vocabulary = backend.get_vocab()
-    if any(one["type"] == "ByteLevel" for one in splitters):
-        bytes_ = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    if any(step["type"] == "ByteLevel" for step in pre_tokenizers):
+        byte_tokens = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     elif backend.model.byte_fallback:
-        bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+        byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     else:
         return None
-    if not all(byte in vocabulary for byte in bytes_):
+    if not all(token in vocabulary for token in byte_tokens):
         return None
-    composed = COMPOSED if any(one["type"] == "NFC" for one in normalizers) else 1
-    return composed * max(map(len, vocabulary))
+    composes = any(step["type"] == "NFC" for step in normalizers)
+    return (MAX_COMPOSED_CHARACTERS if composes else 1) * max(map(len, vocabulary))
 
 
-def _parts(part: Any, members: str) -> Iterator[dict[str, Any]]:
-    """The description of a normalizer or a pre-tokenizer, those within a sequence one by one."""
-    unseen = [] if part is None else [json.loads(part.__getstate__())]
-    while unseen:
-        one = unseen.pop()
-        if one["type"] == "Sequence":
-            unseen += one[members]
+def _steps(component: Any, members_key: str) -> Iterator[dict[str, Any]]:
+    """Yield the description of a normalizer or pre-tokenizer, or of each member of a sequence."""
+    pending = [] if component is None else [json.loads(component.__getstate__())]
+    while pending:
+        step = pending.pop()
+        if step["type"] == "Sequence":
+            pending += step[members_key]
         else:
-            yield one
+            yield step
 
 
-def _keeps(part: dict[str, Any]) -> bool:
-    """Whether no character is lost, and none made one of several but by composition."""
-    match part["type"]:
+def _is_lossless(step: dict[str, Any]) -> bool:
+    """Return whether a step keeps all characters and joins none except by composition."""
+    match step["type"]:
         case "Split":
-            return bool(part["behavior"] != "Removed")
+            return bool(step["behavior"] != "Removed")
         case "Replace":
-            return bool(part["pattern"] == {"String": " "} and part["content"])
+            return bool(step["pattern"] == {"String": " "} and step["content"])
         case kind:
-            return kind in (*KEEPING, "NFC", "Prepend")
+            return kind in (*LOSSLESS_PRE_TOKENIZERS, "NFC", "Prepend")

@@ -1,7 +1,4 @@
-"""Text to token ids and back, as a model folder's tokenizer.json says.
-
-Owns what the frontend and the engine need of the tokenizers library. Knows nothing of requests.
-"""
+"""Tokenizer of a model folder: text to token ids and back, based on the tokenizers library."""
 
 import json
 import re
@@ -12,15 +9,20 @@ from typing import Any
 import tokenizers
 
 from gllm.text.chat.template import ChatTemplate, load_chat_template
-from gllm.text.special_tokens import SpecialTokens
+from gllm.text.special_tokens import SpecialTokenMarker
 from gllm.text.token_length import max_token_characters
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""How vocabularies of text write a single byte."""
+"""Vocabulary entry of a single byte in vocabularies of text."""
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than are allowed: at least `count` if that is not exact."""
+    """A text with more tokens than permitted.
+
+    Args:
+        count: Number of tokens.
+        is_exact: False if the text has at least so many tokens.
+    """
 
     def __init__(self, count: int, is_exact: bool = True) -> None:
         super().__init__(count, is_exact)
@@ -29,12 +31,12 @@ class TooManyTokensError(ValueError):
 
 
 class Tokenizer:
-    """A tokenizer and, where the model has one, its chat template."""
+    """A tokenizer, with the chat template if the model has one."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None
     ) -> None:
-        # A folder may carry the truncation and padding of its training run.
+        # The file may contain truncation and padding of the training run.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -44,13 +46,19 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self._longest = max_token_characters(backend)
+        self._max_token_characters = max_token_characters(backend)
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | None = None) -> "Tokenizer":
-        """The tokenizer of a model folder; `chat_template` is a file in place of the folder's own.
+        """Load the tokenizer of a model folder.
 
-        Raises FileNotFoundError without a tokenizer.json, ValueError where a file is broken.
+        Args:
+            folder: The model folder.
+            chat_template: File of a chat template to be used in place of the folder's own.
+
+        Raises:
+            FileNotFoundError: The folder has no tokenizer.json.
+            ValueError: A file is invalid.
         """
         template = None if chat_template is None else Path(chat_template)
         file = Path(folder) / "tokenizer.json"
@@ -69,18 +77,25 @@ class Tokenizer:
             raise ValueError(f"{file} is no tokenizer: {error}") from error
         tokenizer = cls(backend, load_chat_template(Path(folder), template))
         if tokenizer.chat_template is not None:
-            # Made now, for it takes as long as reading the file.
-            _ = tokenizer.special_tokens
+            # Takes as long as reading the file: not during a request.
+            _ = tokenizer.special_token_marker
         return tokenizer
 
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids; the tokenizer's post-processor adds its special tokens unless told not to.
+        """Return the token ids of a text.
 
-        In a thread it lets others run: the calls for batches hold no lock of Python's. Raises
-        TooManyTokens if there are more than `max_tokens`, before tokenizing where the text's length
-        shows it.
+        Releases the GIL, so other threads run meanwhile.
+
+        Args:
+            text: The text.
+            add_special_tokens: Let the post-processor add its special tokens.
+            max_tokens: Largest permitted number of tokens; None for no limit.
+
+        Raises:
+            TooManyTokensError: The text has more tokens; a text that is far too long is not
+                tokenized.
         """
         self._check_length(text, max_tokens)
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -89,47 +104,54 @@ class Tokenizer:
         return encoding.ids
 
     def encode_chat(self, text: str, mark: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a rendered chat; special tokens with a mark inside are ordinary text.
+        """Return the token ids of a rendered chat; marked special tokens are ordinary text.
 
-        Raises TooManyTokens.
+        Args:
+            text: The rendered chat.
+            mark: The text that `SpecialTokenMarker.mark_values` has put into special tokens; empty
+                if there is none.
+            max_tokens: Largest permitted number of tokens; None for no limit.
+
+        Raises:
+            TooManyTokensError: The chat has more tokens.
         """
-        if not mark or not (mark in text or self.special_tokens.are_normalized):
+        if not mark or not (mark in text or self.special_token_marker.may_arise_from_text):
             return self.encode(text, False, max_tokens)
         self._check_length(text.replace(mark, ""), max_tokens)
-        ids = self.special_tokens.encode(text, mark)
+        ids = self.special_token_marker.encode_marked(text, mark)
         if max_tokens is not None and len(ids) > max_tokens:
             raise TooManyTokensError(len(ids))
         return ids
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
-        """Raise TooManyTokens if no text of this length has so few tokens."""
-        if max_tokens is not None and self._longest is not None:
-            fewest = -(-len(text) // self._longest)
-            if fewest > max_tokens:
-                raise TooManyTokensError(fewest, is_exact=False)
+        """Raise TooManyTokensError if a text of this length cannot have so few tokens."""
+        if max_tokens is not None and self._max_token_characters is not None:
+            min_tokens = -(-len(text) // self._max_token_characters)
+            if min_tokens > max_tokens:
+                raise TooManyTokensError(min_tokens, is_exact=False)
 
     @cached_property
-    def special_tokens(self) -> SpecialTokens:
-        """The special tokens as text may spell them."""
-        return SpecialTokens(self._backend)
+    def special_token_marker(self) -> SpecialTokenMarker:
+        """The marker of special tokens that are spelled in text."""
+        return SpecialTokenMarker(self._backend)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids that are none are skipped."""
+        """Return the text of token ids; ids outside the vocabulary are skipped."""
         (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's entry for an id, None where there is none."""
+        """Return the vocabulary entry of an id, None if there is none."""
         return self._backend.id_to_token(token_id) if token_id >= 0 else None
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a vocabulary's entry, None where there is none."""
+        """Return the id of a vocabulary entry, None if there is none."""
         return self._backend.token_to_id(token)
 
     @cached_property
     def is_byte_level(self) -> bool:
-        """Whether tokens stand for bytes, so that text is the concatenation of theirs."""
-        # As it would be pickled: all of the tokenizer in JSON would take its vocabulary along.
+        """True if tokens stand for bytes, so that text is the concatenation of their bytes."""
+        # The decoder alone: JSON of the whole tokenizer would contain the vocabulary.
         state = None if self._backend.decoder is None else self._backend.decoder.__getstate__()
         decoder: dict[str, Any] | None = None if state is None else json.loads(state)
         while decoder and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
@@ -137,7 +159,7 @@ class Tokenizer:
         return decoder is not None and decoder["type"] == "ByteLevel"
 
     def token_text(self, token_id: int) -> str | None:
-        """What a token stands for within a text, None where that is no whole characters."""
+        """Return the text of a token, None if its bytes are not whole characters."""
         try:
             return self._texts[token_id]
         except KeyError:
@@ -148,19 +170,19 @@ class Tokenizer:
             return self._texts.setdefault(token_id, text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that a token stands for within a text."""
-        found = self._bytes.get(token_id)
-        if found is None:
+        """Return the bytes that a token stands for."""
+        known = self._bytes.get(token_id)
+        if known is None:
             token = self.id_to_token(token_id) or ""
-            bytes_of = _bytes_of if self.is_byte_level else _bytes_of_piece
-            found = self._bytes[token_id] = bytes_of(token)
-        return found
+            to_bytes = _byte_level_bytes if self.is_byte_level else _piece_bytes
+            known = self._bytes[token_id] = to_bytes(token)
+        return known
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in a byte-level vocabulary.
+    """Return the byte of each character of a byte-level vocabulary.
 
-    Bytes that print stand for themselves; the others take the code points from 256 on, in order.
+    Printable bytes stand for themselves; the others have the code points from 256 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -171,17 +193,19 @@ def _byte_alphabet() -> dict[str, int]:
 _ALPHABET = _byte_alphabet()
 
 
-def _bytes_of(token: str) -> bytes:
-    """Bytes of a vocabulary entry; added tokens outside the alphabet are plain text."""
+def _byte_level_bytes(token: str) -> bytes:
+    """Return the bytes of a vocabulary entry; added tokens outside the alphabet are plain text."""
     try:
         return bytes(_ALPHABET[char] for char in token)
     except KeyError:
         return token.encode()
 
 
-def _bytes_of_piece(token: str) -> bytes:
-    """Bytes of a vocabulary entry that is text: byte tokens are named, spaces may be written as a
-    lower one eighth block."""
+def _piece_bytes(token: str) -> bytes:
+    """Return the bytes of a vocabulary entry that is text.
+
+    Byte tokens have names; a space may be written as a lower one eighth block.
+    """
     if BYTE_TOKEN.fullmatch(token):
         return bytes([int(token[3:5], 16)])
     return token.replace("▁", " ").encode()

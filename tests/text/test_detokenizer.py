@@ -136,5 +136,5 @@ def test_some_special_tokens_are_shown(kind):
     shown, hidden = sorted(names)[:2]
     ids = [i for token in (shown, hidden, shown) if (i := tokenizer.token_to_id(token)) is not None]
     assert len(ids) == 3
-    stream = IncrementalDetokenizer(tokenizer, shown=[shown, "no such token"])
+    stream = IncrementalDetokenizer(tokenizer, visible_special_tokens=[shown, "no such token"])
     assert "".join(stream.push([i])[0] for i in ids) + stream.finish() == shown * 2

@@ -63,7 +63,7 @@ def rendered(tokenizer: Tokenizer, messages: Any, tools: Any = (), marks: bool =
     """(text, mark) of a chat."""
     mark = new_mark() if marks else ""
     if marks:
-        messages, tools = tokenizer.special_tokens.mark_all([messages, list(tools)], mark)
+        messages, tools = tokenizer.special_token_marker.mark_values([messages, list(tools)], mark)
     return ChatTemplate(TEMPLATE, {}).render(messages, tools=tools), mark
 
 
@@ -88,7 +88,7 @@ def test_texts_without_special_tokens_are_encoded_as_ever(tokenizer, texts):
     text, mark = rendered(tokenizer, messages)
     assert text.replace(mark, "") == plain
     assert tokenizer.encode_chat(text, mark) == wanted
-    assert tokenizer.special_tokens.encode(text, mark) == wanted
+    assert tokenizer.special_token_marker.encode_marked(text, mark) == wanted
 
 
 tricky = st.lists(
@@ -152,7 +152,7 @@ def test_a_special_token_among_the_pieces_of_a_model():
     backend.add_special_tokens(["<unk>", "</s>"])
     tokenizer = Tokenizer(backend)
     mark = new_mark()
-    text = tokenizer.special_tokens.mark("a</s>bö", mark)
+    text = tokenizer.special_token_marker.mark("a</s>bö", mark)
     assert tokenizer.decode(tokenizer.encode_chat(text, mark), False) == "a < / s > b <unk>"
 
 
@@ -163,14 +163,14 @@ def test_normalization_makes_no_control_token():
     tokenizer = Tokenizer(backend)
     assert control(tokenizer, tokenizer.encode("a<SEP>b")) == ["<sep>"]
     mark = new_mark()
-    text = tokenizer.special_tokens.mark("a<SEP>b", mark) + "<|end|>"
+    text = tokenizer.special_token_marker.mark("a<SEP>b", mark) + "<|end|>"
     assert control(tokenizer, tokenizer.encode_chat(text, mark)) == ["<|end|>"]
 
 
 def test_thousands_of_special_tokens_and_a_long_text():
     backend = some.byte_level()
     backend.add_special_tokens([f"<unused{i}>" for i in range(7000)])
-    special = Tokenizer(backend).special_tokens
+    special = Tokenizer(backend).special_token_marker
     text = "<unused12" * 20_000 + "<unused12>" + "y" * 100_000 + "<unused6999>"
     assert [text[begin:end] for begin, end in special._find(text)] == ["<unused12>", "<unused6999>"]
     assert special.mark(text, "#") == text.replace("12>", "#12>").replace("9>", "9>").replace(

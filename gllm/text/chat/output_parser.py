@@ -22,7 +22,7 @@ class ChatOutputParser:
         self.is_plain_text = (
             output_format.reasoning_tags is None and output_format.tool_call_format is None
         )
-        """Whether all text is content, because there are neither tools nor reasoning."""
+        """True if all text is content, because there are neither tools nor reasoning."""
         self._parsers: dict[int, OutputParser] = {}
         self._calls: dict[int, set[int]] = {}
         """Indices of tool calls that were not aborted, by choice."""

@@ -76,7 +76,7 @@ def _mark_special_tokens(tokenizer: Tokenizer, values: Any, mark: str) -> Any:
     if not mark:
         return values
     try:
-        return tokenizer.special_tokens.mark_all(values, mark)
+        return tokenizer.special_token_marker.mark_values(values, mark)
     except RecursionError:
         raise FieldError("messages", "messages are nested too deeply") from None
 

@@ -74,7 +74,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the model's chat template is broken: {error}") from error
         self.supports_tools = "tools" in tool_variables
-        """Whether the template renders tools."""
+        """True if the template renders tools."""
         self.source = source if tool_source is None else source + tool_source
         """Source of the template, with that of the template for tools."""
         self.model_type = model_type

@@ -44,10 +44,10 @@ class ToolOptions:
     custom_tools: frozenset[str] = frozenset()
     """Names of the custom tools."""
     only_listed_tools: bool = False
-    """Whether calls of tools that are not in `tools` are content, because the request lists the
+    """True if calls of tools that are not in `tools` are content, because the request lists the
     allowed tools."""
     is_single_call: bool = False
-    """Whether an answer may contain at most one call."""
+    """True if an answer may contain at most one call."""
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:

@@ -28,7 +28,7 @@ class ToolCallStart:
     id: str
     name: str
     is_custom: bool = False
-    """Whether the tool is a custom tool, whose input is free text."""
+    """True if the tool is a custom tool, whose input is free text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ OutputEvent = (
 
 
 @dataclass
-class ToolCall:
+class ParsedToolCall:
     """A tool call of a message."""
 
     id: str
@@ -60,7 +60,7 @@ class ToolCall:
     arguments: str = ""
     """Text of a JSON object, or the input of a custom tool."""
     is_custom: bool = False
-    """Whether the tool is a custom tool, whose input is free text."""
+    """True if the tool is a custom tool, whose input is free text."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the call as an entry of `tool_calls` of chat completions."""
@@ -77,7 +77,7 @@ class AssistantMessage:
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: dict[int, ToolCall] = field(default_factory=dict)
+    tool_calls: dict[int, ParsedToolCall] = field(default_factory=dict)
     """Tool calls by index, without the aborted ones."""
 
     def apply(self, events: Iterable[OutputEvent]) -> None:
@@ -89,7 +89,7 @@ class AssistantMessage:
                 case ReasoningDelta(text):
                     self.reasoning += text
                 case ToolCallStart(index, call_id, name, is_custom):
-                    self.tool_calls[index] = ToolCall(call_id, name, is_custom=is_custom)
+                    self.tool_calls[index] = ParsedToolCall(call_id, name, is_custom=is_custom)
                 case ToolCallArgumentsDelta(index, text):
                     self.tool_calls[index].arguments += text
                 case ToolCallAborted(index):

@@ -94,7 +94,7 @@ class ToolCallDelimiters:
     block_suffix: str = ""
     """Text after all calls."""
     allows_parallel: bool = True
-    """Whether an answer may contain more than one call."""
+    """True if an answer may contain more than one call."""
     arguments_rule: Callable[[GrammarBuilder, Schema], str] = json_arguments_rule
     """Returns the expression of arguments that fit a schema."""
 

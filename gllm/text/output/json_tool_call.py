@@ -40,7 +40,7 @@ class _CallParser:
         self._arguments: str | None = None
         """Complete arguments that came before the name."""
         self._is_emitted = False
-        """Whether all arguments have been emitted."""
+        """True if all arguments have been emitted."""
         self._is_closed = False
 
     def finish(self) -> bool:

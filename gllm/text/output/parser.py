@@ -27,7 +27,7 @@ class OutputFormat:
     reasoning_tags: ReasoningTags | None = None
     """Tags of the reasoning section, None if reasoning is not split off."""
     starts_in_reasoning: bool = False
-    """Whether the prompt has opened a reasoning section that the output continues."""
+    """True if the prompt has opened a reasoning section that the output continues."""
     tool_call_format: ToolCallFormat | None = None
     """Format of tool calls, None if calls are not parsed."""
     tool_schemas: Mapping[str, Schema] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class OutputFormat:
     custom_tools: frozenset[str] = frozenset()
     """Names of custom tools, whose input is free text."""
     only_listed_tools: bool = False
-    """Whether only tools of `tool_schemas` can be called, in every format."""
+    """True if only tools of `tool_schemas` can be called, in every format."""
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ class ToolCallEmitter:
         self._num_finished = 0
         self._is_open = False
         self._accepts_closing_marker = False
-        """Whether a closing marker may still belong to the last call."""
+        """True if a closing marker may still belong to the last call."""
         self._content = TrailingSpaceFilter(lambda text: self.events.append(ContentDelta(text)))
 
     def add_content(self, text: str) -> None:
@@ -145,7 +145,7 @@ class ToolCallFormat:
     model_types: tuple[str, ...] = ()
     """Values of `model_type` in config.json, for chat templates that show no known format."""
     only_known_tools: bool = False
-    """Whether only the request's own tools can be called: text without markers may look like a
+    """True if only the request's own tools can be called: text without markers may look like a
     call."""
     create_call_id: Callable[[], str] = new_call_id
     """Returns a new id of a call."""
