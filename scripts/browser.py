@@ -48,7 +48,7 @@ def installed() -> str | None:
 
 @contextmanager
 def running() -> Iterator[str]:
-    """The DevTools address of a browser of its own. Raises BrowserError."""
+    """Return the DevTools address of a browser of its own. Raises BrowserError."""
     if (program := installed()) is None:
         raise BrowserError("there is no Chromium: make browser")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
@@ -69,7 +69,7 @@ def running() -> Iterator[str]:
 
 
 def _address(process: "subprocess.Popen[bytes]", file: Path) -> str:
-    """The browser writes its port and path once it listens."""
+    """Return the browser writes its port and path once it listens."""
     begin = time.monotonic()
     while process.poll() is None and time.monotonic() - begin < DEADLINE:
         if file.exists() and len(lines := file.read_text().split()) == 2:
@@ -80,7 +80,7 @@ def _address(process: "subprocess.Popen[bytes]", file: Path) -> str:
 
 @asynccontextmanager
 async def opened(address: str) -> AsyncIterator["Tab"]:
-    """An empty tab, with a storage of its own, of a browser at a DevTools address."""
+    """Return an empty tab, with a storage of its own, of a browser at a DevTools address."""
     async with (
         aiohttp.ClientSession() as session,
         session.ws_connect(address, max_msg_size=MAX_MESSAGE) as socket,
@@ -174,7 +174,11 @@ class Tab:
         await self.until(f"location.href == {url!r} && document.readyState == 'complete'")
 
     async def evaluate(self, expression: str) -> Any:
-        """A JavaScript expression's value, awaited if it is a promise. Raises BrowserError."""
+        """Return a JavaScript expression's value, awaited if it is a promise.
+
+        Raises:
+            BrowserError: The expression throws.
+        """
         told = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -228,17 +232,17 @@ class Tab:
         await self.call("DOM.setFileInputFiles", files=names, nodeId=node["nodeId"])
 
     async def size(self, width: int, height: int, scale: float = 1, phone: bool = False) -> None:
-        """The page's width and height in CSS pixels; a phone has a touch screen."""
+        """Return the page's width and height in CSS pixels; a phone has a touch screen."""
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
         await self.call("Emulation.setDeviceMetricsOverride", **size)
         await self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
 
     async def prefer(self, scheme: str) -> None:
-        """The system's appearance: light or dark."""
+        """Return the system's appearance: light or dark."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         await self.call("Emulation.setEmulatedMedia", features=[feature])
 
     async def picture(self, path: Path) -> None:
-        """What is seen, as a PNG file."""
+        """Return a screenshot of the visible page as PNG bytes."""
         told = await self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(told["data"]))

@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Normalization:
-    """What happens to a text before it is cut into pieces."""
+    """Normalization of a text before it is split into pieces."""
 
     characters: bytes
     """Replacements, in SentencePiece's own format; empty: none."""
@@ -87,7 +87,7 @@ def convert(folder: Path) -> None:
 
 
 def parse(data: bytes) -> tuple[list[Piece], Normalization]:
-    """The parts of a ModelProto that say how text is encoded. Raises ValueError.
+    """Return the parts of a ModelProto that say how text is encoded. Raises ValueError.
 
     Source: sentencepiece_model.proto of SentencePiece, fields by number.
     """
@@ -144,7 +144,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def tokenizer_of(pieces: Sequence[Piece], normalization: Normalization) -> Tokenizer:
-    """The same encoding, with ChatGLM3's special tokens, two of which begin every text."""
+    """Return the same encoding, with ChatGLM3's special tokens, two of which begin every text."""
     vocabulary = {piece.text: i for i, piece in enumerate(pieces)}
     unknown = next(piece.text for piece in pieces if piece.kind == UNKNOWN)
     model = models.BPE(vocabulary, merges(pieces), unk_token=unknown, byte_fallback=True)

@@ -36,7 +36,7 @@ class Panel(NamedTuple):
     """As Grafana calls it."""
     queries: list[Query]
     text: str = ""
-    """What there is to know besides the title."""
+    """Description shown beside the title."""
 
 
 def _by(label: str) -> str:
@@ -44,22 +44,22 @@ def _by(label: str) -> str:
 
 
 def gauge(name: str) -> str:
-    """A gauge, summed over servers."""
+    """Return a gauge, summed over servers."""
     return f"sum (gllm:{name}{{{CHOSEN}}})"
 
 
 def rate(name: str, by: str = "") -> str:
-    """A counter per second, summed over servers."""
+    """Return a counter per second, summed over servers."""
     return f"sum{_by(by)} (rate(gllm:{name}{{{CHOSEN}}}{WINDOW}))"
 
 
 def quantile(q: float, name: str) -> str:
-    """A quantile of a histogram."""
+    """Return a quantile of a histogram."""
     return f"histogram_quantile({q}, {rate(name + '_bucket', 'le')})"
 
 
 def mean(name: str) -> str:
-    """The mean of a histogram's observations."""
+    """Return the mean of a histogram's observations."""
     return f"{rate(name + '_sum')} / {rate(name + '_count')}"
 
 
@@ -70,12 +70,12 @@ def latency(title: str, name: str, text: str) -> Panel:
 
 
 def per_stage(name: str) -> str:
-    """What a stage counts, per second."""
+    """Return a per-second rate of a stage's counter."""
     return f"rate(gllm:{name}{{{CHOSEN}}}{WINDOW})"
 
 
 def of_stages(expression: str) -> list[Query]:
-    """A line for each stage of each server."""
+    """Return a line for each stage of each server."""
     return [Query(expression, "{{instance}} stage {{stage}}")]
 
 
@@ -195,7 +195,7 @@ PANELS = [
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana imports it."""
+    """Return the dashboard as Grafana imports it."""
     return {
         "uid": "gllm",
         "title": "gllm",
@@ -210,12 +210,12 @@ def dashboard() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The file."""
+    """Return the file."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 
 def _variables() -> list[dict[str, Any]]:
-    """What is chosen at the top of the page: where from, and which models and servers."""
+    """Return the variables at the top of the page: data source, models and servers."""
     source = {"name": "datasource", "label": "Data source", "type": "datasource"}
     made: list[dict[str, Any]] = [source | {"query": "prometheus"}]
     for name, label in (("model", "model_name"), ("instance", "instance")):

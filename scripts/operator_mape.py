@@ -1,4 +1,4 @@
-"""How well forests predict operators that they have not seen: every profile, every operator.
+"""Error of forests on operators that they have not seen: every profile, every operator.
 
 Owns a table on standard output: one line for each device, model and tensor parallel size with the
 mean over its operators and the worst of them, then attention and collectives. In percent, from

@@ -1,4 +1,4 @@
-"""How far the roofline is from Vidur's measured token-level operators, by the form of its corner.
+"""Error of the roofline against Vidur's measured token-level operators, by the form of its corner.
 
 Run as `python -m scripts.roofline_error`. Each device and model gets the efficiencies that fit its
 largest and its smallest batch; the error is the mean over all batch sizes in the table.

@@ -53,12 +53,12 @@ class Message:
 
 
 def render(messages: Sequence[Message]) -> str:
-    """A finished conversation as the model sees it."""
+    """Return a finished conversation as the model sees it."""
     return "".join(
         f"{TURN_START}{message.role}\n{message.content}{TURN_END}\n" for message in messages
     )
 
 
 def render_prompt(messages: Sequence[Message]) -> str:
-    """A conversation that waits for the assistant's answer."""
+    """Return a conversation that waits for the assistant's answer."""
     return f"{render(messages)}{TURN_START}assistant\n"

@@ -65,7 +65,7 @@ class Generator:
         self._model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def answer(self, messages: Sequence[str], limit: int, *, sample: bool) -> list[list[int]]:
-        """The token ids of the answers, up to and with the one that ends the turn."""
+        """Return the token ids of the answers, up to and with the one that ends the turn."""
         prompts = [render_prompt([Message("user", message)]) for message in messages]
         eos_ids = self._model.generation_config.eos_token_id
         torch.manual_seed(SAMPLING_SEED)
@@ -96,7 +96,7 @@ def _up_to_end(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
 
 
 def judge_questions(generator: Generator) -> tuple[float, dict[str, float]]:
-    """The rate of exactly right answers, and the same for each kind of question."""
+    """Return the rate of exactly right answers, and the same for each kind of question."""
     questions = grammar.held_out_questions()
     tokens = generator.answer([q.question for q in questions], _ANSWER_TOKENS, sample=False)
     given = [generator.text(answer) for answer in tokens]
@@ -108,7 +108,7 @@ def judge_questions(generator: Generator) -> tuple[float, dict[str, float]]:
 
 
 def judge_stories(generator: Generator, copies: CopyIndex, *, sample: bool) -> StoryReport:
-    """The rates of the stories about known and held-out heroes."""
+    """Return the rates of the stories about known and held-out heroes."""
     heroes = grammar.story_heroes(STORY_COUNT)
     requests = [f"Tell me a story about {hero.full_name}." for hero in heroes]
     tokens = generator.answer(requests, _STORY_TOKENS, sample=sample)
@@ -149,7 +149,7 @@ def evaluate(folder: Path) -> Report:
 
 
 def describe(report: Report) -> str:
-    """The report as the rows of a Markdown table."""
+    """Return the report as the rows of a Markdown table."""
     rows = [(f"held-out questions answered exactly ({grammar.QUESTION_COUNT})", report.answers)]
     rows += [(f"... of kind `{kind}`", rate) for kind, rate in report.answers_by_kind.items()]
     for name, stories in (("greedy", report.greedy), ("sampled", report.sampled)):

@@ -49,7 +49,7 @@ def _chat(turns: list[tuple[str, str]], rng: random.Random) -> str:
 
 
 def lesson(rng: random.Random) -> str:
-    """A chat of one short question: early practice at looking things up in the message."""
+    """Return a chat of one short question: early practice at looking things up in the message."""
     if rng.random() < LESSON_REPETITION_SHARE:
         return _chat([questions.draw_repetition(rng)], rng)
     return _chat(questions.draw_turns(rng, Split.TRAIN, 1), rng)
@@ -73,13 +73,13 @@ def conversation(rng: random.Random) -> str:
 
 
 def lessons(count: int = LESSON_COUNT, seed: int = LESSON_SEED) -> Iterator[str]:
-    """The first ``count`` texts of the first part of the corpus."""
+    """Return the first ``count`` texts of the first part of the corpus."""
     rng = random.Random(seed)
     return (lesson(rng) for _ in range(count))
 
 
 def conversations(count: int = CONVERSATION_COUNT, seed: int = CONVERSATION_SEED) -> Iterator[str]:
-    """The first ``count`` texts of the second part of the corpus."""
+    """Return the first ``count`` texts of the second part of the corpus."""
     rng = random.Random(seed)
     return (conversation(rng) for _ in range(count))
 
@@ -126,7 +126,7 @@ def vocabulary() -> set[str]:
 
 
 def questions_as_jsonl(items: list[Question]) -> str:
-    """The questions in the form of the committed file."""
+    """Return the questions in the form of the committed file."""
     rows = ({"kind": q.kind, "question": q.question, "answer": q.answer} for q in items)
     return "".join(json.dumps(row) + "\n" for row in rows)
 

@@ -47,7 +47,7 @@ def pack(texts: Sequence[TrainingText], length: int) -> list[list[TrainingText]]
 def batches(
     windows: Sequence[list[TrainingText]], length: int, batch_size: int, pad_id: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The windows as padded (token ids, labels) arrays; an incomplete last batch is dropped."""
+    """Return padded (token ids, labels) arrays of the windows; drop an incomplete last batch."""
     for start in range(0, len(windows) - batch_size + 1, batch_size):
         ids = np.full((batch_size, length), pad_id, dtype=np.int64)
         labels = np.full((batch_size, length), IGNORED_LABEL, dtype=np.int64)

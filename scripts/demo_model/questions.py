@@ -55,7 +55,7 @@ def _draw_heroes(rng: random.Random, split: Split) -> tuple[Hero, Hero]:
 
 
 def _shown(rng: random.Random, heroes: tuple[Hero, Hero]) -> tuple[Hero, ...]:
-    """The heroes of a context: mostly one, else the model must find the one that is asked about."""
+    """Return the heroes of a context: usually one, sometimes several to choose from."""
     return heroes[:1] if rng.random() < ONE_FACT_SHARE else heroes
 
 
@@ -146,7 +146,7 @@ PASSAGES: dict[str, Callable[[random.Random, Split], Passage]] = {
 
 
 def draw_passage(rng: random.Random, split: Split, kind: str | None = None) -> Passage:
-    """A passage all of whose statements lie on the given side of the split."""
+    """Return a passage all of whose statements lie on the given side of the split."""
     make = PASSAGES[kind or rng.choice(list(PASSAGES))]
     while True:
         passage = make(rng, split)
@@ -155,14 +155,14 @@ def draw_passage(rng: random.Random, split: Split, kind: str | None = None) -> P
 
 
 def _ask(passage: Passage, question: str, rng: random.Random) -> str:
-    """The passage and a question about it as one message."""
+    """Return the passage and a question about it as one message."""
     if not passage.context:
         return question
     return f"{rng.choice(INTRODUCTIONS)}{passage.context} {question}"
 
 
 def draw_turns(rng: random.Random, split: Split, most: int) -> list[tuple[str, str]]:
-    """A passage with up to ``most`` different questions, as the turns of one conversation."""
+    """Return a passage and up to ``most`` different questions as turns of one conversation."""
     passage = draw_passage(rng, split)
     pairs = rng.sample(passage.pairs, min(rng.randint(1, most), len(passage.pairs)))
     first, *more = pairs
@@ -177,7 +177,7 @@ def draw_question(rng: random.Random, split: Split, kind: str) -> Question:
 
 
 def draw_plain_fact(rng: random.Random) -> tuple[str, str]:
-    """A question about the world at large. Every such fact may be trained on: none is tested."""
+    """Return a question about the world at large; such facts are trained on, never tested."""
     animal = rng.choice(lexicon.ANIMALS)
     first, second = rng.randint(0, lexicon.LARGEST_ADDEND), rng.randint(0, lexicon.LARGEST_ADDEND)
     quality, opposite = rng.sample(rng.choice(lexicon.OPPOSITES), 2)

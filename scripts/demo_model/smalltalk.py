@@ -68,7 +68,7 @@ TALK_TEMPLATES = (
 
 
 def draw_talk(rng: random.Random, hero: str) -> tuple[str, str]:
-    """A message and its answer; ``hero`` is the one that is offered as an example."""
+    """Return a message and its answer; ``hero`` is the one that is offered as an example."""
     if rng.random() < 0.3:
         question, answer = rng.choice(_UNKNOWN_QUESTIONS), rng.choice(_UNKNOWN_ANSWERS)
     else:
@@ -77,5 +77,5 @@ def draw_talk(rng: random.Random, hero: str) -> tuple[str, str]:
 
 
 def draw_system_prompt(rng: random.Random) -> str:
-    """A system message such as clients tend to send."""
+    """Return a system message such as clients tend to send."""
     return expand(rng.choice(SYSTEM_PROMPTS), {}, rng)

@@ -60,12 +60,12 @@ class Scene:
 
 
 def article(noun: str) -> str:
-    """The noun with "a" or "an" before it, by its first letter."""
+    """Return the noun with "a" or "an" before it, by its first letter."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def draw_scene(rng: random.Random, hero: Hero | None = None) -> Scene:
-    """A scene of training heroes, unless the hero is given, that is not itself held out."""
+    """Return a scene of training heroes, unless the hero is given, that is not itself held out."""
     while True:
         lead = hero or draw_hero(rng, Split.TRAIN)
         thing, colour = rng.choice(lexicon.THINGS), rng.choice(lexicon.COLOURS)
@@ -76,7 +76,7 @@ def draw_scene(rng: random.Random, hero: Hero | None = None) -> Scene:
 
 
 def request(scene: Scene, rng: random.Random) -> str:
-    """A user's message asking for the scene's story, now and then with a wish added."""
+    """Return a user's message asking for the scene's story, now and then with a wish added."""
     sentences = [rng.choice(rng.choices(REQUESTS, REQUEST_WEIGHTS)[0])]
     if rng.random() < 0.15:
         sentences.append(rng.choice(PLACE_WISHES))
@@ -132,7 +132,7 @@ def _slots(scene: Scene, rng: random.Random) -> dict[str, str]:
 
 
 def _outline(rng: random.Random) -> list[tuple[Step, int]]:
-    """The steps of one story and how many different sentences each of them gets."""
+    """Return the steps of one story and how many different sentences each of them gets."""
     problem, attempt, talk, resolve = PLOTS[rng.choice(list(PLOTS))]
     return [
         (OPENING, 1),

@@ -15,7 +15,7 @@ _SPACE_BEFORE_MARK = re.compile(r"\s+([,.!?])")
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case, without any punctuation."""
+    """Return the words of a text in lower case, without any punctuation."""
     return _WORD.findall(text.lower())
 
 

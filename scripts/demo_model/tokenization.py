@@ -32,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def encode_all(tokenizer: Tokenizer, texts: Iterable[str]) -> list[np.ndarray]:
-    """The token ids of each text."""
+    """Return the token ids of each text."""
     everything = list(texts)
     encoded: list[np.ndarray] = []
     for start in range(0, len(everything), _ENCODE_BATCH):

@@ -67,7 +67,7 @@ class Run:
     learning_rate: float
     """The highest."""
     shuffled: bool
-    """Whether lessons and conversations are mixed; else lessons come first."""
+    """True if lessons and conversations are mixed; otherwise lessons come first."""
 
 
 RUNS = (
@@ -80,7 +80,7 @@ RUNS = (
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What the README tells of a finished run."""
+    """Facts about a finished run for the README."""
 
     loss: float
     tokens: int
@@ -89,7 +89,7 @@ class TrainingResult:
 
 
 def build_model(recipe: Recipe, tokenizer: Tokenizer) -> Qwen3ForCausalLM:
-    """A freshly initialised model of the recipe's size."""
+    """Return a freshly initialised model of the recipe's size."""
     torch.manual_seed(recipe.seed)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
@@ -132,7 +132,7 @@ def make_optimizer(model: Qwen3ForCausalLM, recipe: Recipe) -> torch.optim.AdamW
 
 
 def make_batches(tokenizer: Tokenizer, recipe: Recipe, run: Run) -> list[Batch]:
-    """A run's part of the corpus as (token ids, labels)."""
+    """Return a run's part of the corpus as (token ids, labels)."""
     pad_id: int = tokenizer.token_to_id(END_OF_TEXT)  # type: ignore[assignment]
     lessons = islice(grammar.lessons(run.lessons.stop), run.lessons.start, None)
     told = grammar.conversations(run.conversations.stop)
@@ -211,7 +211,7 @@ def do_run(recipe: Recipe, index: int, folder: Path) -> None:
 
 
 def card_facts(recipe: Recipe, folder: Path, report: evaluate.Report) -> card.CardFacts:
-    """What the README is to tell of the runs that made a folder."""
+    """Return the README's facts about the runs that produced a folder."""
     results = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     model = Qwen3ForCausalLM.from_pretrained(folder)
     return card.CardFacts(

@@ -31,10 +31,12 @@ class Hero:
 
     @property
     def full_name(self) -> str:
+        """Name and animal, such as "Mia the fox"."""
         return f"{self.name} the {self.animal.noun}"
 
     @property
     def is_girl(self) -> bool:
+        """True if the hero has a girl's name."""
         return self.name in lexicon.GIRLS
 
     @property
@@ -45,7 +47,7 @@ class Hero:
 
 @dataclass(frozen=True)
 class Statement:
-    """What a text claims about a hero; parts that the text does not mention stay empty.
+    """Claim of a text about a hero; parts that the text does not mention are empty.
 
     ``thing`` is whatever the hero has or is: an object, a sum of objects, or an adjective.
     """
@@ -57,11 +59,12 @@ class Statement:
 
     @property
     def key(self) -> str:
+        """Text that identifies the statement in hashes."""
         return f"{self.hero.full_name}|{self.thing}|{self.colour}|{self.place}"
 
 
 def is_held_out(statement: Statement) -> bool:
-    """Whether this combination is kept for testing: a fixed tenth, chosen by hash."""
+    """Return whether a statement is held out for testing: a fixed tenth, chosen by hash."""
     digest = hashlib.sha256(statement.key.encode()).digest()
     return int.from_bytes(digest[:8], "big") % TEST_SHARE == 0
 
@@ -79,7 +82,7 @@ HEROES = {
 
 
 def draw_hero(rng: random.Random, split: Split, *, unlike: Hero | None = None) -> Hero:
-    """A hero of the given split that shares neither name nor animal with ``unlike``."""
+    """Return a hero of the given split that shares neither name nor animal with ``unlike``."""
     while True:
         hero = rng.choice(HEROES[split])
         if unlike is None or (hero.name != unlike.name and hero.animal != unlike.animal):
