@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "StructuredOutput"]
 
-_HOMES = {
+_MODULES = {
     "Engine": "gllm.engine.engine",
     "LLM": "gllm.engine.llm",
     "EngineConfig": "gllm.config.engine",
@@ -21,9 +21,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for, so that `import gllm` stays light."""
-    if name not in _HOMES:
+    """Import a public name on first use, so that `import gllm` is fast."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'gllm' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,6 +1,6 @@
 """The console script `gllm` and its sub-commands.
 
-Owns the table of commands. Knows nothing of what they do: each is imported when it is called.
+A command is imported when it is called.
 """
 
 import importlib
@@ -23,24 +23,24 @@ COMMANDS = {
 }
 
 
-def usage() -> str:
-    """The help text."""
+def help_text() -> str:
+    """Return the help text."""
     lines = [f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: gllm COMMAND [ARGUMENTS]", "", *lines])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the arguments name; its own arguments follow."""
+    """Run the sub-command named by the first argument; return the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        print(usage())
+        print(help_text())
         return 0
     if name in ("-V", "--version"):
         print(__version__)
         return 0
     if name not in COMMANDS:
-        print(f"gllm: no command {name!r}\n\n{usage()}", file=sys.stderr)
+        print(f"gllm: no command {name!r}\n\n{help_text()}", file=sys.stderr)
         return 2
     module, function = COMMANDS[name][0].split(":")
     command = importlib.import_module(module).__dict__[function]
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gllm {name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has enough; nothing is left to be flushed at the end.
+        # The reader closed the pipe; do not flush to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -1,7 +1,7 @@
-"""`python -m gllm.serve MODEL`: one pipeline behind HTTP, this process being parent and frontend.
+"""`python -m gllm.serve MODEL`: serve one pipeline over HTTP.
 
-Owns the command line and the exit status: 0 after SIGTERM or SIGINT, 1 when the engine died, 2 for
-a command line or a model that cannot be. Knows nothing of what is served (server.py).
+This process is the HTTP frontend and the parent of the workers. Exit status: 0 after SIGTERM or
+SIGINT, 1 if the engine failed, 2 for an invalid command line or a model that cannot be served.
 """
 
 import argparse
@@ -23,47 +23,50 @@ from gllm.runtime.launch import Workers
 log = logging.getLogger("gllm")
 
 KEY_VARIABLE = "GLLM_API_KEY"
+"""Environment variable with API keys, separated by commas."""
 TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+"""Environment variable with the default of --otlp-traces-endpoint."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line: the model, and a flag for each field of the configurations."""
-    made = FlagParser(prog="gllm.serve", description="Serve a model over HTTP in OpenAI's API.")
-    made.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model")
-    made.add_argument("--version", action="version", version=__version__)
-    made.add_config_flag()
-    add_flags(made, EngineConfig)
-    add_flags(made, ServerConfig)
-    return made
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line: the model and a flag per configuration field."""
+    parser = FlagParser(prog="gllm.serve", description="Serve a model over HTTP in OpenAI's API.")
+    parser.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_config_flag()
+    add_flags(parser, EngineConfig)
+    add_flags(parser, ServerConfig)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until told to end; the exit status."""
-    values = parser().parse_args(argv)
+    """Serve until a signal or a failure of the engine; return the exit status."""
+    values = build_parser().parse_args(argv)
     values.model = values.positional or values.model
     values.otlp_traces_endpoint = values.otlp_traces_endpoint or os.environ.get(TRACES_VARIABLE)
     logs = LogConfig(values.log_level, values.log_format)
     configure_logging(logs)
     setproctitle.setproctitle("gllm-frontend")
     try:
-        values.api_key = [*(values.api_key or ()), *keys_of_environment(os.environ)]
+        values.api_key = [*(values.api_key or ()), *pop_environment_keys(os.environ)]
         engine_config = config_from_flags(EngineConfig, values)
         server_config = config_from_flags(ServerConfig, values)
-        # Before the workers, which take seconds and memory to start.
+        # Before the workers start, which takes seconds and memory.
         plan_model(engine_config)
         workers = Workers(engine_config.pipeline_parallel_size)
     except (ValueError, OSError) as error:
-        return _refuse(error, 2, logs)
+        return _report_error(error, 2, logs)
     try:
         return _serve(engine_config, server_config, workers, logs)
     finally:
         workers.kill()
 
 
-def keys_of_environment(environment: MutableMapping[str, str]) -> list[str]:
-    """The API keys of a variable, which is taken out: workers inherit the environment.
+def pop_environment_keys(environment: MutableMapping[str, str]) -> list[str]:
+    """Return the API keys of KEY_VARIABLE and remove it, because workers inherit the environment.
 
-    Raises ValueError for one without any: a server without keys has to be meant.
+    Raises ValueError if the variable is set but has no key, so that a server never runs without
+    keys by accident.
     """
     if KEY_VARIABLE not in environment:
         return []
@@ -76,7 +79,7 @@ def keys_of_environment(environment: MutableMapping[str, str]) -> list[str]:
 
 
 def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers, logs: LogConfig) -> int:
-    # Here, not above: the workers import torch beside this process's own imports.
+    # Imported after the workers have started, so that they import torch at the same time.
     import uvloop
 
     from gllm.engine.engine import Engine, EngineError
@@ -87,12 +90,12 @@ def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers, logs: L
         served = Engine(engine, server.served_model_name, logs, shows_progress, workers)
         return uvloop.run(Server(served, server).run())
     except (ValueError, OSError) as error:
-        return _refuse(error, 2, logs)
+        return _report_error(error, 2, logs)
     except EngineError as error:
-        return _refuse(error, 1, logs)
+        return _report_error(error, 1, logs)
 
 
-def _refuse(error: Exception, status: int, logs: LogConfig) -> int:
+def _report_error(error: Exception, status: int, logs: LogConfig) -> int:
     if logs.format == "json":
         log.critical("%s", error)
     else:

@@ -14,15 +14,12 @@ OPENINGS = re.compile(r"(What|Whether|How|As of|Where|Why|That|Who|Of|So that)\b
 """First words that hide what an object is or does."""
 PENDING = frozenset(
     {
-        "config",
-        "engine",
         "experiments",
         "frontend",
         "grammar",
         "kernels",
         "messages",
         "models",
-        "observability",
         "runtime",
         "scheduler",
         "sim",

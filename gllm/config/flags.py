@@ -1,7 +1,8 @@
 """Command-line flags of configuration dataclasses.
 
-Owns the way from a dataclass field to a flag, from a flag's text to its value, and from parsed
-flags to the dataclass. A number out of its range is an error that names the flag and the range.
+Builds a flag from each dataclass field, parses flags from the command line and from YAML files, and
+builds the dataclass from the parsed values. A number out of its range is an error that names the
+flag and the range.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from gllm.config.options import Range, describe_range, number_type_of
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, which names the flag and suggests one for an unknown."""
+    """Parser whose errors are one line; for an unknown flag it suggests the closest one."""
 
     _config_action: argparse.Action | None = None
     _source = ""
@@ -31,7 +32,7 @@ class FlagParser(argparse.ArgumentParser):
         self._config_action = self.add_argument(
             "--config",
             metavar="FILE",
-            help="YAML file of flags, as `max-model-len: 4096`; flags of the command line win",
+            help="YAML file of flags, such as `max-model-len: 4096`; the command line overrides it",
         )
 
     def error(self, message: str) -> typing.NoReturn:
@@ -40,7 +41,7 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {source}{message} (--help lists all flags)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As of ArgumentParser; the command line overrides flags of the `--config` file."""
+        """Parse arguments; flags of the command line override those of the `--config` file."""
         given = sys.argv[1:] if args is None else list(args)
         if self._config_action is not None:
             given = [*self._flags_of_file(given), *given]
@@ -55,7 +56,7 @@ class FlagParser(argparse.ArgumentParser):
         return values
 
     def _flags_of_file(self, given: list[str]) -> list[str]:
-        """Return the flags of the `--config` file as arguments, without those that are given."""
+        """Return the flags that only the `--config` file sets, as arguments."""
         named = self._parse_given(given)
         path = getattr(named, "config", None)
         if path is None:
@@ -76,12 +77,12 @@ class FlagParser(argparse.ArgumentParser):
         return arguments
 
     def _parse_given(self, given: list[str]) -> argparse.Namespace:
-        """Return what a command line sets, None for the rest."""
+        """Return the values of a command line's flags, None for flags that it does not set."""
         blank = argparse.Namespace(**{action.dest: None for action in self._actions})
         return self.parse_known_args(given, blank)[0]
 
     def _action_of(self, key: str) -> argparse.Action:
-        """Return the flag that a key of a file names. Raises ValueError for none."""
+        """Return the flag of a file's key. Raises ValueError for an unknown key."""
         flag = "--" + key.lstrip("-").replace("_", "-")
         action = self._option_string_actions.get(flag)
         if action is None or flag.startswith("--no-") or action.dest in ("help", "version"):
@@ -93,14 +94,14 @@ class FlagParser(argparse.ArgumentParser):
         return action
 
     def closest(self, flag: str) -> str | None:
-        """Return the flag that is spelled most alike, None where none is."""
+        """Return the flag with the most similar spelling, or None if none is similar."""
         known = [name for action in self._actions for name in action.option_strings]
         return next(iter(difflib.get_close_matches(flag, known, 1)), None)
 
 
 def read_flags(path: str) -> dict[str, Any]:
-    """Return the keys and values of a YAML file. Raises ValueError that says what is wrong."""
-    # Only for those who have such a file.
+    """Return the keys and values of a YAML file. Raises ValueError if it is not a mapping."""
+    # Imported late: most runs have no such file.
     import yaml
 
     try:
@@ -112,15 +113,15 @@ def read_flags(path: str) -> dict[str, Any]:
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from None
     values = {} if values is None else values
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError("has to be a mapping of flags to values, as `max-model-len: 4096`")
+        raise ValueError("has to be a mapping of flags to values, such as `max-model-len: 4096`")
     return values
 
 
 def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) -> list[str]:
-    """Return a value of a YAML file as arguments of a command line, none for null.
+    """Return a value of a YAML file as command-line arguments; null gives none.
 
-    Lists repeat a flag that may be repeated, and are joined by commas for others. Raises ValueError
-    for a value of another shape than the flag's.
+    A list repeats a repeatable flag and is joined by commas for other flags. Raises ValueError if
+    the flag cannot have such a value.
     """
     if value is None:
         return []
@@ -143,10 +144,12 @@ def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) 
 
 
 class FlagType:
-    """The `type` of a flag: parses its text and checks the range of numbers.
+    """The `type` of a flag for argparse: parses the text and checks the range of numbers.
 
-    kind: int or float for flags of numbers, which need a range; None for others.
-    parse: from text to the value; a ValueError becomes the flag's error.
+    Args:
+        parse: Converts the text to the value; a ValueError becomes the flag's error.
+        kind: int or float for numbers, None for other values.
+        allowed: Range of the number, or of each number of a tuple.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class FlagType:
         self.range = allowed
 
     def __call__(self, text: str) -> Any:
-        """Return the value. Raises ArgumentTypeError, before which argparse puts the flag."""
+        """Return the value. Raises ArgumentTypeError, to which argparse adds the flag."""
         rule = (
             "" if self.kind is None or self.range is None else describe_range(self.kind, self.range)
         )
@@ -193,7 +196,7 @@ def parse_bytes(text: str) -> int:
         if lowered.endswith(unit):
             number = float(lowered[: -len(unit)]) * factor
             if not math.isfinite(number):
-                raise ValueError(f"{text!r} is no number of bytes")
+                raise ValueError(f"{text!r} is not a number of bytes")
             return int(number)
     return int(lowered)
 
@@ -211,12 +214,12 @@ def parse_url(text: str) -> str:
     except ValueError:
         good = False
     if not good or any(not "!" <= char <= "~" for char in text):
-        raise ValueError("it is not a URL as http://127.0.0.1:8000")
+        raise ValueError("it is not a URL such as http://127.0.0.1:8000")
     return text
 
 
 def input_file(text: str) -> str:
-    """Return the path of a file to read. Raises ValueError that says why it cannot be read."""
+    """Return the path of a file to read. Raises ValueError if it cannot be read."""
     try:
         with open(text, "rb"):
             return text
@@ -225,9 +228,9 @@ def input_file(text: str) -> str:
 
 
 def output_file(text: str) -> str:
-    """Return the path of a file to write. Raises ValueError that says why it cannot be written.
+    """Return the path of a file to write. Raises ValueError if it cannot be written.
 
-    The folder has to exist. Nothing is written.
+    The folder has to exist. Writes nothing.
     """
     path = Path(text)
     if path.is_dir():
@@ -240,7 +243,7 @@ def output_file(text: str) -> str:
 
 
 def output_folder(text: str) -> str:
-    """Return the path of a folder to write to, which may be made later. Raises ValueError."""
+    """Return the path of a folder to write to, which need not exist. Raises ValueError."""
     path = Path(text).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -252,7 +255,7 @@ def output_folder(text: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """One flag for each field of a configuration dataclass, nested ones included."""
+    """Add a flag for each field of a configuration dataclass, including nested dataclasses."""
     hints = typing.get_type_hints(config)
     for spec in dataclasses.fields(config):
         if dataclasses.is_dataclass(hints[spec.name]):
@@ -263,7 +266,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def config_from_flags(config: type, values: argparse.Namespace) -> Any:
-    """The configuration that parsed flags describe. Raises ValueError as its fields' checks do."""
+    """Return the configuration of parsed flags. Raises ValueError for invalid values."""
     hints = typing.get_type_hints(config)
     given = {}
     for spec in dataclasses.fields(config):
@@ -276,7 +279,7 @@ def config_from_flags(config: type, values: argparse.Namespace) -> Any:
 
 
 def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
-    """What argparse needs for one field: default, type, choices, help with the default."""
+    """Return argparse's options of one field: default, type, choices and help."""
     text = spec.metadata["help"]
     if spec.default not in (None, ()) and "default" not in text:
         text += f" (default {spec.default})"
@@ -284,7 +287,7 @@ def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
     if hint is bool:
         return options | {"action": argparse.BooleanOptionalAction}
     if "repeat" in spec.metadata:
-        # argparse appends to the default, which a tuple does not take.
+        # argparse appends to the default, which cannot be a tuple.
         options |= {"action": "append", "default": None}
     kind = number_type_of(hint)
     parse = spec.metadata.get("parse", kind or str)

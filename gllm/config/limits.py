@@ -1,9 +1,8 @@
-"""Largest sizes that a request may have, checked before any work on it.
+"""Maximum sizes of request fields, checked before any work on a request.
 
-docs/api.md has the table. `gllm.config` has the limits that flags set, and
-`gllm.grammar.sources.structured_output` those of grammars.
-docs/benchmarks/frontend-gaps.md shows for how long a request of each size keeps the event loop from
-other requests.
+docs/api.md has the table. `gllm.config.server` has the limits that flags set,
+`gllm.grammar.sources.structured_output` those of grammars. docs/benchmarks/frontend-gaps.md has the
+time for which a request of each size blocks the event loop.
 """
 
 from collections.abc import Collection, Iterable
@@ -12,30 +11,53 @@ from typing import NamedTuple
 from gllm.config.field_types import FieldError as FieldError
 
 MAX_STOP_STRINGS = 32
+"""Entries of `stop`."""
 MAX_STOP_CHARACTERS = 1024
+"""Characters of a stop string."""
 MAX_STOP_TOKEN_IDS = 4096
+"""Entries of `stop_token_ids`."""
 MAX_BAD_WORDS = 1024
+"""Entries of `bad_words`."""
 MAX_BAD_WORD_CHARACTERS = 256
+"""Characters of a bad word."""
 MAX_LOGIT_BIASES = 4096
+"""Entries of `logit_bias`."""
 MAX_ALLOWED_TOKEN_IDS = 2**16
+"""Entries of `allowed_token_ids`."""
 MAX_LOGPROBS = 20
-"""Most likeliest tokens that are returned for one position of a text."""
+"""Most likely tokens returned per position."""
 MAX_LOGPROBS_PER_STEP = 512
+"""Choices times log-probabilities per position."""
 MAX_PROMPT_LOGPROBS = 2**18
+"""Prompt tokens times log-probabilities per position."""
 MAX_MESSAGES = 4096
+"""Messages of a chat."""
 MAX_CALLS = 128
+"""Tool calls of a message."""
 MAX_TOOLS = 128
+"""Entries of `tools`."""
 MAX_TOOL_BYTES = 2**19
+"""Bytes of `tools` as JSON."""
 MAX_TOOL_DEPTH = 64
+"""Nesting depth of a tool's parameters."""
 MAX_PROMPTS = 1024
+"""Prompts of a request."""
 MAX_METADATA = 16
+"""Entries of `metadata`."""
 MAX_METADATA_KEY = 64
+"""Characters of a metadata key."""
 MAX_METADATA_VALUE = 512
+"""Characters of a metadata value."""
 MAX_TOKENIZE_BYTES = 2**20
+"""Bytes of a text to tokenize, in UTF-8."""
 MAX_JSON_DEPTH = 100
+"""Nesting depth of a body."""
 MAX_JSON_FIELDS = 1024
+"""Fields of a body."""
 MAX_JSON_VALUES = 2**16
+"""Strings, lists and objects of a body, including keys."""
 MAX_JSON_NUMBERS = 2**18
+"""Commas between values of a body, about its number of token ids."""
 
 
 SAMPLING_SIZES: dict[str, tuple[int, int | None]] = {
@@ -45,17 +67,17 @@ SAMPLING_SIZES: dict[str, tuple[int, int | None]] = {
     "logit_bias": (MAX_LOGIT_BIASES, None),
     "allowed_token_ids": (MAX_ALLOWED_TOKEN_IDS, None),
 }
-"""Most entries of a field of SamplingParams, and most characters of each where they are strings."""
+"""Maximum number of entries of a field of SamplingParams, and of characters of an entry."""
 
 
 class RequestLimit(NamedTuple):
     """One limit of the API."""
 
     fields: str
-    """Their names, in Markdown; empty for the whole body."""
-    largest: int
+    """Names of the limited fields, in Markdown; empty for the whole body."""
+    maximum: int
     unit: str
-    """What is counted."""
+    """Unit of the limit."""
 
 
 LIMITS = (
@@ -89,13 +111,15 @@ LIMITS = (
     RequestLimit("`metadata` of responses", MAX_METADATA_KEY, "characters of each key"),
     RequestLimit("`metadata` of responses", MAX_METADATA_VALUE, "characters of each value"),
 )
-"""All of them, for docs/api.md."""
+"""All limits, in the order of the table in docs/api.md."""
 
 
 def limits_table() -> str:
     """Return the limits as a table in Markdown."""
     lines = ["| field | largest | of |", "| --- | --- | --- |"]
-    lines += [f"| {one.fields or 'the body'} | {one.largest:,} | {one.unit} |" for one in LIMITS]
+    lines += [
+        f"| {limit.fields or 'the body'} | {limit.maximum:,} | {limit.unit} |" for limit in LIMITS
+    ]
     return "\n".join(lines) + "\n"
 
 

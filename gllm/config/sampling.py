@@ -9,31 +9,34 @@ from gllm.config.limits import MAX_LOGPROBS, check_sampling_sizes
 from gllm.config.options import INT32_MAX, INT64_MAX, bounded_field
 
 MAX_N = 16384
-"""Largest number of choices of one request; a server allows fewer (`--max-choices`)."""
+"""Maximum number of choices per request; a server allows fewer (`--max-choices`)."""
 
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What an output has to be, exactly one of: `json` that fits a JSON Schema, which is given as
-    values or as text; a match of a regular expression; one of several strings; a text of a grammar
-    in Lark or GBNF. docs/structured-output.md has what each may hold.
+    """Constraint on an output; exactly one of the first four fields is set.
+
+    docs/structured-output.md lists the supported features of each.
     """
 
     json: Mapping[str, Any] | str | None = None
+    """JSON Schema, as values or as text."""
     regex: str | None = None
+    """Regular expression that the whole output matches."""
     choice: tuple[str, ...] | None = None
+    """Strings of which the output is one."""
     grammar: str | None = None
+    """Grammar in Lark or GBNF."""
     param: str = "structured"
-    """The request's field that asks for it, for errors."""
+    """Name of the request's field, for errors."""
     strict: bool = False
-    """Close every object of the JSON Schema that does not say so itself, also one that lists no
-    properties."""
+    """Forbid additional properties in every object of the JSON Schema that does not specify it."""
 
     def __post_init__(self) -> None:
-        """Raises FieldError for a value of another type, and unless there is exactly one."""
+        """Check the fields. Raises FieldError unless exactly one constraint is set."""
         convert_fields(self)
-        given = [self.json, self.regex, self.choice, self.grammar]
-        if sum(one is not None for one in given) != 1:
+        constraints = [self.json, self.regex, self.choice, self.grammar]
+        if sum(constraint is not None for constraint in constraints) != 1:
             raise FieldError(
                 self.param, f"{self.param} needs exactly one of json, regex, choice and grammar"
             )
@@ -41,22 +44,30 @@ class StructuredOutput:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are drawn and when it ends. None of `max_tokens`: up to the context.
+    """Sampling parameters of one request; names and meanings are those of vLLM.
 
-    `n` choices are drawn independently. `stop` strings are cut off the text unless
-    `include_stop_str_in_output`; `stop_token_ids` end it as the model's own end-of-sequence ids do,
-    which `ignore_eos` switches off.
+    Values and arrays of numpy are converted. Other types are refused: a float for an integer (also
+    3.0), a boolean for a number, NaN. A string stands for a tuple with it, None for an empty tuple.
 
-    `repetition_penalty` is over prompt and output, `presence_penalty` and `frequency_penalty` are
-    over the output. `logit_bias` is by token id; `allowed_token_ids` are the only ones drawn;
-    `bad_words` never come out. `logprobs` and `prompt_logprobs`: how many of the likeliest tokens
-    to tell with each token, None for none of it. `truncate_prompt_tokens` keeps the prompt's last
-    so many tokens, -1 as many as leave room for the output. `shown_tokens` are special tokens that
-    are text although `skip_special_tokens`. `structured` says what the output has to be; it ends
-    where nothing can follow, whatever `ignore_eos` says.
-
-    Numbers and arrays of numpy are converted; a float for an integer, 3.0 too, or a boolean for a
-    number is refused, and so is NaN. One string stands for a sequence of it; None for an empty one.
+    Attributes:
+        n: Number of choices, sampled independently.
+        max_tokens: Maximum number of output tokens; None for the rest of the context.
+        stop: Strings that end the output; cut off unless `include_stop_str_in_output` is set.
+        stop_token_ids: Token ids that end the output like the model's EOS.
+        ignore_eos: Do not end at EOS, unless `structured` is set.
+        repetition_penalty: Penalty of tokens in the prompt and the output.
+        presence_penalty: Penalty of tokens in the output.
+        frequency_penalty: Penalty per occurrence in the output.
+        logit_bias: Values added to the logits, by token id.
+        allowed_token_ids: The only token ids that may be sampled; None for all.
+        bad_words: Words that are never generated.
+        logprobs: Number of most likely tokens returned with each output token; None for no
+            log-probabilities.
+        prompt_logprobs: The same for prompt tokens.
+        truncate_prompt_tokens: Keep this many of the prompt's last tokens; -1: as many as leave
+            space for the output.
+        shown_tokens: Special tokens that stay in the text although `skip_special_tokens` is set.
+        structured: Constraint on the output.
     """
 
     temperature: float = bounded_field(1.0, ge=0, le=2)
@@ -85,7 +96,7 @@ class SamplingParams:
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
-        """Raises FieldError for a value of another type or out of its range."""
+        """Convert and check the fields. Raises FieldError."""
         convert_fields(self)
         check_sampling_sizes(self)
         if self.min_tokens:
@@ -100,7 +111,7 @@ class SamplingParams:
             self._check("logit_bias", ids_fit, "token ids, 0 or above")
             biases_fit = all(-100 <= bias <= 100 for bias in self.logit_bias.values())
             self._check("logit_bias", biases_fit, "token ids with values in [-100, 100]")
-        # That ids are in the vocabulary is for the model to say.
+        # check_request checks that ids are in the vocabulary.
         self._check("allowed_token_ids", self.allowed_token_ids != (), "None or some token ids")
         self._check("truncate_prompt_tokens", self.truncate_prompt_tokens != 0, "-1 or >= 1")
 

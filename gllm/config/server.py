@@ -1,4 +1,4 @@
-"""Configuration of the HTTP server around an engine."""
+"""Configuration of the HTTP server: address, limits, timeouts, access, logs."""
 
 import re
 from dataclasses import dataclass
@@ -16,125 +16,133 @@ from gllm.observability.logs import LOG_FORMATS
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The HTTP server around an engine."""
+    """Configuration of the HTTP server."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one", ge=0, le=65535)
-    served_model_name: str | None = option(None, "the name clients ask for; default: the model's")
+    served_model_name: str | None = option(
+        None, "name of the model in requests and answers; default: that of --model"
+    )
     shutdown_timeout: float = option(
-        30.0, "seconds that running requests get after SIGTERM", ge=0, le=MAX_TIMEOUT_SECONDS
+        30.0, "seconds for running requests to finish after SIGTERM", ge=0, le=MAX_TIMEOUT_SECONDS
     )
     max_num_queued_requests: int = option(
-        2048, "requests in the engine; more get 503", ge=1, le=INT32_MAX
+        2048, "maximum requests in the engine; further ones get 503", ge=1, le=INT32_MAX
     )
     profile_dir: str | None = option(
         None,
-        "folder of the profiles that /start_profile records; default: none are",
+        "folder for the profiles of /start_profile; default: profiling is disabled",
         parse=output_folder,
     )
-    max_choices: int = option(128, "largest n of a request", ge=1, le=INT32_MAX)
+    max_choices: int = option(128, "maximum n of a request", ge=1, le=INT32_MAX)
     max_body_bytes: int = option(
-        8 * 2**20, "largest request body, as 8MiB", ge=1, le=INT64_MAX, parse=parse_bytes
+        8 * 2**20,
+        "maximum size of a request body, such as 8MiB",
+        ge=1,
+        le=INT64_MAX,
+        parse=parse_bytes,
     )
     api_key: tuple[str, ...] = option(
         (),
-        "a key that clients have to send, any number of times, besides those in $GLLM_API_KEY, "
-        "separated by commas; ps may show it: a file is safer",
+        "API key that clients have to send; repeatable, in addition to the comma-separated keys of "
+        "$GLLM_API_KEY; process lists may show it, a file is safer",
         repeat=True,
         secret=True,
     )
     api_key_file: str | None = option(
-        None, "file of such keys, one a line, with # before comments; default: none"
+        None, "file of API keys, one per line, with # before comments; default: none"
     )
     rate_limit: int | None = option(
         None,
-        "requests a minute for each key, or each address without keys; default: no limit",
+        "requests per minute for each API key, or each address without keys; default: no limit",
         ge=1,
         le=INT32_MAX,
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "origin whose pages may use the server (CORS), any number of times, * for all; default: "
-        "only the server's own pages",
+        "origin whose pages may use the server (CORS); repeatable, * for all; default: only the "
+        "server's own pages",
         repeat=True,
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "host name that requests may be sent to, any number of times, *.example.com for all below "
-        "it, * for all; default: localhost on a loopback --host, else all",
+        "host name accepted in the Host header; repeatable, *.example.com for all subdomains, * "
+        "for all; default: localhost if --host is a loopback address, otherwise all",
         repeat=True,
     )
     ssl_certfile: str | None = option(
-        None, "PEM file of the certificate and those above it, for https; default: plain http"
+        None, "PEM file of the certificate chain, for https; default: plain http"
     )
     ssl_keyfile: str | None = option(None, "PEM file of the certificate's private key")
     ssl_ca_certs: str | None = option(
-        None, "PEM file of those whose certificates clients have to show; default: none has to"
+        None,
+        "PEM file of the authorities that sign client certificates; default: clients need none",
     )
     header_timeout: float = option(
         30.0,
-        "seconds in which a request's headers come; a connection that says nothing is closed",
+        "seconds for a request's headers to arrive; a silent connection is closed",
         gt=0,
         le=MAX_TIMEOUT_SECONDS,
     )
     read_timeout: float = option(
-        60.0, "seconds in which a request's body comes", gt=0, le=MAX_TIMEOUT_SECONDS
+        60.0, "seconds for a request's body to arrive", gt=0, le=MAX_TIMEOUT_SECONDS
     )
     keep_alive_timeout: float = option(
         75.0,
-        "seconds for which a connection may be idle; more than a proxy keeps its own for",
+        "seconds after which an idle connection is closed; set it above a proxy's own timeout",
         gt=0,
         le=MAX_TIMEOUT_SECONDS,
     )
     write_timeout: float = option(
         300.0,
-        "seconds without reading after which a client is cut off",
+        "seconds after which a client that reads nothing is disconnected",
         gt=0,
         le=MAX_TIMEOUT_SECONDS,
     )
     tool_call_parser: str = option(
         "auto",
-        "how the model writes tool calls; auto: as its chat template shows; none: left in the text",
+        "format of the model's tool calls; auto: from its chat template; none: calls stay in the "
+        "text",
         choices=TOOL_CALL_PARSERS,
     )
     reasoning_parser: str = option(
         "auto",
-        "how the model encloses its reasoning; auto: as its chat template shows; none: left in the "
+        "tags of the model's reasoning; auto: from its chat template; none: reasoning stays in the "
         "text",
         choices=REASONING_PARSERS,
     )
-    log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
-    log_format: str = option(
-        "text", "log lines for people, or a JSON object each", choices=LOG_FORMATS
+    log_level: str = option(
+        "info", "minimum level of log lines", choices=("debug", "info", "warning", "error")
     )
+    log_format: str = option("text", "log lines as text or as JSON objects", choices=LOG_FORMATS)
     otlp_traces_endpoint: str | None = option(
         None,
-        "URL that gets a span of each request by OTLP over HTTP, as "
+        "URL to which a span per request is sent by OTLP over HTTP, such as "
         "http://localhost:4318/v1/traces; default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none",
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and the fix, and no key."""
+        """Convert and check the fields. Raises ValueError that names the field, without secrets."""
         convert_fields(self)
         for number, key in enumerate(self.api_key, 1):
             check_api_key(key, f"api_key {number}")
         for origin in self.allowed_origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s,]+", origin):
                 raise ValueError(
-                    f"allowed_origins has {origin!r}, but has to have * or origins as "
+                    f"allowed_origins has {origin!r}, but has to have * or origins such as "
                     "https://example.com, with a port where there is one, without a path"
                 )
         for host in self.allowed_hosts:
             if not re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?", host):
                 raise ValueError(
-                    f"allowed_hosts has {host!r}, but has to have * or host names as example.com "
-                    "or *.example.com, without scheme, port and path"
+                    f"allowed_hosts has {host!r}, but has to have * or host names such as "
+                    "example.com or *.example.com, without scheme, port and path"
                 )
         pair = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
         missing = [name for name, value in pair.items() if value is None]
         if len(missing) == 1:
-            given = next(name for name in pair if name not in missing)
-            raise ValueError(f"{given} is given without {missing[0]}: https needs both")
+            present = next(name for name in pair if name not in missing)
+            raise ValueError(f"{present} is given without {missing[0]}: https needs both")
         if missing and self.ssl_ca_certs is not None:
             raise ValueError("ssl_ca_certs is given without ssl_certfile and ssl_keyfile")
 
@@ -145,6 +153,6 @@ class ServerConfig:
 
 
 def check_api_key(key: str, origin: str) -> None:
-    """Raises ValueError for a key that no header can carry; it names the origin, not the key."""
+    """Raise ValueError if a key cannot be sent in a header; name its origin, not the key."""
     if not key or not all("!" <= char <= "~" for char in key):
         raise ValueError(f"{origin}: a key has to be printable ASCII without spaces, not empty")

@@ -1,7 +1,6 @@
-"""The embeddable engine: pipeline, tokenizer and requests behind one object.
+"""The embeddable asyncio engine: worker pipeline, tokenizer, grammar compiler and requests.
 
-Owns the way from a prompt to text. Knows nothing of HTTP and of processes; imports no torch, which
-is the workers' business.
+Imports no torch: the worker processes compute.
 """
 
 import asyncio
@@ -49,10 +48,20 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One pipeline. `async with Engine(EngineConfig("demo")) as engine: ...`
+    """An engine: one pipeline of worker processes and its requests.
 
-    Construction reads the model's configuration and raises ModelError or ValueError; `start` makes
-    the workers, if none are given that were made before. `progress`: show a bar for the weights.
+    Use it as `async with Engine(EngineConfig("demo")) as engine: ...`, or call `start` and `stop`.
+
+    Args:
+        config: Model, stages, memory and scheduler.
+        served_model_name: Public name of the model; by default `config.model`.
+        logs: Level and format of the workers' logs.
+        progress: Show a progress bar while the weights load.
+        workers: Worker processes that were started before; by default `start` starts them.
+
+    Raises:
+        ModelError: The model cannot be served.
+        ValueError: The configuration does not fit the model.
     """
 
     def __init__(
@@ -79,16 +88,16 @@ class Engine:
         )
         self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
         self._compiling: dict[asyncio.Future[str], str] = {}
-        """Grammars that requests wait for, by whose id; an abort takes them out."""
+        """Running grammar compilations and the ids of their requests; `abort` removes them."""
         self._pipeline = WorkerPipeline(self.config, plan.layers, self._show_progress)
         self._client = self._pipeline.client
         self._logs = logs
-        self._given = workers
+        self._workers = workers
         self._seeds = secrets.SystemRandom() if config.seed is None else Random(config.seed)
-        """Gives seeds to requests that have none."""
+        """Source of seeds for requests without one."""
         self._progress = progress
         self._bar: tqdm | None = None
-        """Of the weights, from their first bytes on: an error before shows no empty bar."""
+        """Progress bar of the weights; None until the first bytes are loaded."""
 
     async def __aenter__(self) -> "Engine":
         await self.start()
@@ -120,11 +129,11 @@ class Engine:
         await self._pipeline.died.wait()
 
     async def start(self) -> None:
-        """Start the workers and wait until a step has gone through all of them.
+        """Start the workers and wait until a warm-up step has run on all of them.
 
-        Raises EngineError where one fails.
+        Raises EngineError if a worker fails.
         """
-        workers = self._given or Workers(len(self._pipeline.layers))
+        workers = self._workers or Workers(len(self._pipeline.layers))
         try:
             await self._pipeline.start(self._folder, workers, self._logs)
         finally:
@@ -132,11 +141,11 @@ class Engine:
                 self._bar.close()
 
     async def drain(self, seconds: float) -> None:
-        """Take no new requests and give running ones this long to end."""
+        """Reject new requests and wait at most `seconds` for the running ones."""
         await self._pipeline.drain(seconds)
 
     async def stop(self) -> None:
-        """End the workers; requests that still run end with an error."""
+        """Stop the workers; running requests end with an error."""
         await self._pipeline.stop()
         await self._grammars.close()
 
@@ -149,11 +158,20 @@ class Engine:
         cache_salt: str = "",
         request_id: str = "",
     ) -> AsyncGenerator[OutputDelta, None]:
-        """The deltas of the request's choices, interleaved; closing the generator aborts it, and so
-        does `abort` by its id.
+        """Generate the choices of a prompt; yield their deltas, interleaved.
 
-        prompt: text, or token ids. Raises FieldError for a request that cannot be,
-        EngineUnavailableError before the first delta.
+        Closing the generator aborts the request.
+
+        Args:
+            prompt: Text or token ids.
+            params: Sampling parameters.
+            priority: Requests of lower values run first.
+            cache_salt: Prefix-cache entries are shared only by requests with the same salt.
+            request_id: Id by which `abort` finds the request.
+
+        Raises:
+            FieldError: The engine cannot run such a request.
+            EngineUnavailableError: The engine accepts no requests at present.
         """
         if isinstance(prompt, str):
             text = to_str("prompt", prompt)
@@ -178,8 +196,11 @@ class Engine:
         cache_salt: str = "",
         request_id: str = "",
     ) -> list[RequestState]:
-        """As `generate`, for several prompts and for who takes the deltas within the step that
-        brings them. A request for each prompt, all or none; each has to be closed."""
+        """Start one request per prompt, all or none; each handle has to be closed.
+
+        In contrast to `generate`, the caller can read the deltas while the engine handles the step
+        that produced them. Arguments and errors are those of `generate`.
+        """
         priority, cache_salt = check_options(params, priority, cache_salt, request_id)
         prompts = [to_token_ids("prompt", prompt) for prompt in prompts]
         prompts = [truncate_prompt(prompt, params, self.model) for prompt in prompts]
@@ -212,10 +233,15 @@ class Engine:
         cache_salt: str = "",
         request_id: str = "",
     ) -> list[float]:
-        """What the model knows at the prompt's last token: its hidden state behind the final norm,
-        as many numbers as the model is wide.
+        """Return the embedding of a prompt.
 
-        Raises FieldError, EngineUnavailableError, and EmbeddingError where it cannot be computed.
+        The embedding is the hidden state of the prompt's last token after the final norm,
+        `hidden_size` numbers.
+
+        Raises:
+            FieldError: The engine cannot run such a request.
+            EngineUnavailableError: The engine accepts no requests at present.
+            EmbeddingError: The embedding could not be computed.
         """
         params = SamplingParams(max_tokens=1, temperature=0)
         priority, cache_salt = check_options(params, priority, cache_salt, request_id)
@@ -225,7 +251,7 @@ class Engine:
         prompt = to_token_ids("prompt", prompt)
         check_request(prompt, params, self.model)
         self._check_ready()
-        # The first token is drawn on the way, and not looked at.
+        # Each request samples a token; it is not used.
         sampling = SequenceSamplingParams(temperature=0, embeds=True)
         stream = self._client.submit(
             prompt,
@@ -249,8 +275,10 @@ class Engine:
         return array("f", embedding).tolist()
 
     def abort(self, request_id: str | None) -> int:
-        """End the requests of this id, all for None; their choices finish with reason `abort`.
-        The number of requests."""
+        """Abort the requests with this id, or all if it is None; return their number.
+
+        Their choices finish with reason `abort`.
+        """
         if self._pipeline.state not in ("ready", "draining"):
             return 0
         compiling = [task for task, named in self._compiling.items() if request_id in (None, named)]
@@ -260,7 +288,7 @@ class Engine:
         return self._client.end(request_id) + len(compiling)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what the prefix cache holds. Raises EngineUnavailableError."""
+        """Empty the prefix cache. Raises EngineUnavailableError."""
         self._check_ready()
         if cause := await self._pipeline.forget_prefixes():
             raise EngineUnavailableError("dead", cause)
@@ -301,8 +329,11 @@ class Engine:
             raise EngineUnavailableError(state, cause or f"the engine is {state}")
 
     async def _grammar(self, params: SamplingParams, request_id: str) -> str | None:
-        """What the output has to fit, compiled; empty for anything, None where the request was
-        aborted meanwhile."""
+        """Return the compiled grammar of the output.
+
+        Returns an empty string if the output is unconstrained, None if the request was aborted
+        while the grammar compiled.
+        """
         if params.structured is None:
             return ""
         task = asyncio.ensure_future(self._grammars.compile_structured_output(params.structured))
@@ -320,12 +351,12 @@ class Engine:
         return encode_prompt(prompt, params, self.model, self.tokenizer)
 
     def _token_sequences(self, words: tuple[str, ...]) -> BadWords:
-        """What the model may write the words with: each alone and behind a space."""
+        """Return the token sequences of words, each with and without a leading space."""
         bare = {word.removeprefix(" ") for word in words}
         texts = bare | {" " + word for word in bare}
-        found = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        sequences = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         vocabulary = self.model.vocab_size
-        return tuple(sorted({ids for ids in found if ids and max(ids) < vocabulary}))
+        return tuple(sorted({ids for ids in sequences if ids and max(ids) < vocabulary}))
 
     def _send(
         self,
@@ -337,14 +368,14 @@ class Engine:
         grammar: str,
         prompt: list[int],
     ) -> RequestStream:
-        room = self.model.max_model_len - len(prompt)
-        # A grammar's end is the text's, which nothing can follow.
+        num_free = self.model.max_model_len - len(prompt)
+        # At the end of a grammar only EOS is allowed, so EOS has to end the output.
         ends = not params.ignore_eos or grammar
         stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
         return self._client.submit(
             prompt,
             build_sequence_params(params, stop_ids, bad_words, grammar, self._seeds),
-            min(params.max_tokens or room, room),
+            min(params.max_tokens or num_free, num_free),
             sorted(stop_ids),
             params.n,
             priority,

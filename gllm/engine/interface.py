@@ -66,7 +66,7 @@ class EngineStatus:
     state: str
     """loading, ready, draining or dead."""
     cause_of_death: str = ""
-    """Why the engine is dead; empty in every other state."""
+    """Reason of the death, if the engine is dead; otherwise empty."""
     is_healthy: bool = False
     """True if the engine is ready or draining and its pending work makes progress."""
     num_requests: int = 0

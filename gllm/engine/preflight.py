@@ -1,7 +1,7 @@
 """Check a configuration against its model's config.json, before any worker process starts.
 
-Owns what the parent process can know without torch: the folder, the stages' layers, the context
-length, and a KV cache that cannot hold one sequence.
+Runs in the parent process, without torch: resolves the model's folder, splits its layers into
+stages, and checks the context length and the size of the KV cache.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from gllm.models.hub import resolve_model
 from gllm.models.split import split_layers
 
 KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
-"""Bytes of a cached number by `kv_cache_dtype`; `auto` and the others: at least 2."""
+"""Bytes of one element of the KV cache by `kv_cache_dtype`; other values have at least 2."""
 
 
 BACKEND_DEVICES = {
@@ -28,21 +28,22 @@ BACKEND_DEVICES = {
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model and how a configuration serves it."""
+    """A model and its division into stages."""
 
     folder: Path
     config: ModelConfig
     layers: list[range]
-    """Of each stage."""
+    """Layers of each stage."""
     max_model_len: int
-    """Tokens of the longest sequence."""
+    """Maximum number of tokens of a sequence."""
 
 
 def plan_model(config: EngineConfig) -> ModelPlan:
-    """Read the model's configuration, downloading the model if necessary, and cut it into stages.
+    """Read the model's configuration, downloading the model if necessary; split it into stages.
 
-    Raises ModelError for a model that cannot be served, and ValueError for a configuration that the
-    model cannot have; both say what to change.
+    Raises:
+        ModelError: The model cannot be served.
+        ValueError: The configuration does not fit the model; the message says what to change.
     """
     if config.step_log is not None:
         try:
@@ -64,8 +65,10 @@ def plan_model(config: EngineConfig) -> ModelPlan:
 
 
 def _check_device(config: EngineConfig) -> None:
-    """Raises ValueError for what the requested device does not compute; for `auto`, the worker that
-    finds a GPU checks it."""
+    """Raise ValueError if the device lacks a requested backend or quantization.
+
+    With device `auto`, the worker checks it on the device it selects.
+    """
     for field, devices_of in (
         ("attention_backend", BACKEND_DEVICES),
         ("quantization", QUANTIZATION_DEVICES),
@@ -81,7 +84,7 @@ def _check_device(config: EngineConfig) -> None:
 
 
 def _check_kv_cache(config: EngineConfig, read: ModelConfig, length: int) -> None:
-    """Raises ValueError where `kv_cache_memory` is certainly too small for one sequence."""
+    """Raise ValueError if `kv_cache_memory` is certainly too small for one sequence."""
     if config.kv_cache_memory is None:
         return
     elements = sum(layer.attention.kv_entry.num_elements for layer in read.model.layers)

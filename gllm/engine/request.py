@@ -1,7 +1,6 @@
-"""One request in the engine: its tokens as text.
+"""State of a running request: converts the tokens of its choices into text deltas.
 
-Owns where the output of each choice ends, and what the last stage has to know of a request. Knows
-nothing of how tokens come and of who shows the text.
+Detects stop strings, which only the text shows; the scheduler detects stop tokens and lengths.
 """
 
 from collections.abc import Callable
@@ -17,14 +16,14 @@ from gllm.text.stop_strings import StopStrings
 from gllm.text.tokenizer import Tokenizer
 
 BadWords = tuple[tuple[int, ...], ...]
-"""Bad words as token sequences."""
+"""Token sequences that must not be generated."""
 
 NOT_FIRST = FirstToken(0, 0, 0.0)
-"""Of a piece that does not begin its choice."""
+"""Values of a delta that is not the first of its choice."""
 
 
 class RequestState:
-    """A request that the driver has got, as of RequestHandle."""
+    """RequestHandle of a request that was submitted to the worker processes."""
 
     def __init__(
         self,
@@ -37,47 +36,49 @@ class RequestState:
         self._stream = stream
         self._params = params
         stops = StopStrings(params.stop)
-        self._texts = {i: _text_stream(tokenizer, params, stops) for i in range(params.n)}
-        """Of the choices that have not ended."""
+        self._detokenizers = {
+            i: _new_detokenizer(tokenizer, params, stops) for i in range(params.n)
+        }
+        """Detokenizers of the choices that have not finished, by choice index."""
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     @property
     def is_finished(self) -> bool:
-        """Whether all choices have ended."""
-        return not self._texts
+        """True if all choices have finished."""
+        return not self._detokenizers
 
     def set_listener(self, listener: Callable[[], None]) -> None:
-        """As of RequestHandle."""
+        """Set the function that is called when output arrives and none was pending."""
         self._stream.listen(listener)
 
     async def wait(self) -> None:
-        """Until something has come, for who does not listen."""
+        """Wait until output is pending; not to be used together with a listener."""
         await self._stream.wait()
 
     def pop_deltas(self) -> list[OutputDelta]:
-        """As of RequestHandle."""
+        """Return the deltas since the last call."""
         deltas = []
         for choice, piece in self._stream.take().items():
-            text = self._texts.get(choice)
-            if text is None:
+            detokenizer = self._detokenizers.get(choice)
+            if detokenizer is None:
                 continue
             if piece.first is not None:
-                # The first choice speaks for all: no other one begins before it.
+                # Only the first choice has them, and no other choice starts before it.
                 self._prompt_logprobs = piece.prompt_logprobs or self._prompt_logprobs
                 piece.prompt_logprobs = self._prompt_logprobs
-            delta = _delta(choice, piece, text, self._params)
+            delta = _delta(choice, piece, detokenizer, self._params)
             if delta.finish_reason is not None:
-                del self._texts[choice]
+                del self._detokenizers[choice]
                 self._client.abort([self._stream.seq + choice])
             deltas.append(delta)
         return deltas
 
     def close(self) -> None:
-        """As of RequestHandle."""
+        """Release the request; choices that have not finished are aborted."""
         self._client.release(self._stream)
 
 
-def _text_stream(
+def _new_detokenizer(
     tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings
 ) -> IncrementalDetokenizer:
     return IncrementalDetokenizer(
@@ -90,37 +91,50 @@ def _text_stream(
 
 
 def _delta(
-    choice: int, piece: TokenDelta, text: IncrementalDetokenizer, params: SamplingParams
+    choice: int, piece: TokenDelta, detokenizer: IncrementalDetokenizer, params: SamplingParams
 ) -> OutputDelta:
-    """A piece as text. A token that ends the choice is counted, but is no part of the text unless
-    the request asks for what stopped it."""
+    """Return a delta of tokens as a delta of text.
+
+    A stop token is among the token ids, but in the text only if `include_stop_str_in_output` is
+    set.
+    """
     end, tokens = piece.end, piece.tokens
     if end is None and piece.first is None and not piece.logprobs:
-        shown, used, stop = text.push(tokens)
+        new_text, num_used, stop = detokenizer.push(tokens)
         if stop is None:
-            return OutputDelta(choice, shown, tokens)
-        return OutputDelta(choice, shown, tokens[:used], "stop", stop)
+            return OutputDelta(choice, new_text, tokens)
+        return OutputDelta(choice, new_text, tokens[:num_used], "stop", stop)
     stopped_by_token = end is not None and end.stop_token_id is not None
     hides_last = stopped_by_token and not params.include_stop_str_in_output
-    shown, used, stop = text.push(tokens[:-1] if hides_last else tokens)
+    new_text, num_used, stop = detokenizer.push(tokens[:-1] if hides_last else tokens)
     logprobs, error = piece.logprobs, ""
     reason: str | None = None
-    why: int | str | None = None
+    stop_reason: int | str | None = None
     if stop is not None:
-        tokens, logprobs, reason, why = tokens[:used], logprobs[:used], "stop", stop
+        tokens, logprobs, reason, stop_reason = tokens[:num_used], logprobs[:num_used], "stop", stop
     elif end is not None:
-        shown += text.finish()
+        new_text += detokenizer.finish()
         reason, error = end.finish_reason, end.error
-        why = end.stop_token_id if end.stop_token_id in params.stop_token_ids else None
+        stop_reason = end.stop_token_id if end.stop_token_id in params.stop_token_ids else None
     first = piece.first or NOT_FIRST
-    known = first.num_cached_tokens, first.queue_seconds, logprobs, piece.prompt_logprobs
-    return OutputDelta(choice, shown, tokens, reason, why, error, *known)
+    return OutputDelta(
+        index=choice,
+        text=new_text,
+        token_ids=tokens,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        error=error,
+        cached_tokens=first.num_cached_tokens,
+        queue_seconds=first.queue_seconds,
+        logprobs=logprobs,
+        prompt_logprobs=piece.prompt_logprobs,
+    )
 
 
 def build_sequence_params(
     params: SamplingParams, stop_ids: set[int], bad_words: BadWords, grammar: str, seeds: Random
 ) -> SequenceSamplingParams:
-    """Return what the last stage has to know to sample; a request without a seed gets one.
+    """Return the parameters that the last stage needs to sample; draw a seed if there is none.
 
     Args:
         params: The request's parameters.

@@ -1,11 +1,11 @@
-"""Bubbles: time in which a stage of a pipeline is idle though work is at hand.
+"""Pipeline bubbles: time in which a stage is idle although work is available.
 
-Owns their definition, for a run read off its step log and for one that goes on. Knows no clock and
-nothing of who computes: times are given, in seconds.
+Used for finished runs, read from a step log, and for running pipelines. Times are arguments, in
+seconds.
 
-At any moment the work at hand could keep some number of stages busy, however it is cut
-(`Scheduler.available_parallelism`). What is missing to that number is bubble, shared by the idle
-stages.
+At any time the available work could keep some number of stages busy, however it is divided into
+micro-batches (`Scheduler.available_parallelism`). The difference between that number and the number of busy
+stages is bubble; the idle stages share it equally.
 """
 
 import heapq
@@ -17,91 +17,91 @@ from gllm.scheduler.plan import StepTime
 
 
 class ActivityChange(NamedTuple):
-    """From `time` on a stage computes `value` steps more, or less; or the work at hand could keep
-    `value` stages busy."""
+    """Change of a stage's activity, or of the parallelism of the available work."""
 
     time: float
     stage: int | None
-    """None for the latter."""
+    """The stage; None for a change of the parallelism."""
     value: int
+    """Number of steps that the stage starts (or ends, if negative); the new parallelism."""
 
 
 class Interval(NamedTuple):
-    """A stretch of time in which nothing changed."""
+    """Interval of time in which neither activity nor parallelism changes."""
 
     begin: float
     end: float
     busy: tuple[int, ...]
-    """Stages that computed."""
+    """Stages that compute."""
     idle: tuple[int, ...]
-    """The others."""
+    """The other stages."""
     parallelism: int
-    """Stages that the work at hand could keep busy, whatever the plans were."""
+    """Number of stages that the available work could keep busy."""
 
     @property
     def bubble_share(self) -> float:
-        """Of an idle stage's time, 0..1."""
+        """Share of an idle stage's time that is bubble, 0..1."""
         missing = max(0, self.parallelism - len(self.busy))
         return missing / len(self.idle) if self.idle else 0.0
 
 
 class IntervalSweep:
-    """Cuts time into spells, from `begin` on, while changes come in their order."""
+    """Divides time into intervals, from `begin` on; changes are applied in order of time."""
 
     def __init__(self, stages: int, begin: float) -> None:
         self._now = begin
         self._running = [0] * stages
-        self._wanted = 0
+        self._parallelism = 0
 
     def advance(self, time: float) -> Interval | None:
-        """The interval from the last one's end to `time`; None where that is over already."""
+        """Return the interval from the end of the last one to `time`, or None if it is empty."""
         if time <= self._now:
             return None
         busy = tuple(stage for stage, steps in enumerate(self._running) if steps)
         idle = tuple(stage for stage, steps in enumerate(self._running) if not steps)
-        interval = Interval(self._now, time, busy, idle, self._wanted)
+        interval = Interval(self._now, time, busy, idle, self._parallelism)
         self._now = time
         return interval
 
     def apply(self, change: ActivityChange) -> None:
-        """Things stand otherwise behind the last interval."""
+        """Apply a change at the end of the last interval."""
         if change.stage is None:
-            self._wanted = change.value
+            self._parallelism = change.value
         else:
             self._running[change.stage] += change.value
 
 
 class BubbleMeter:
-    """Adds bubbles up while a pipeline runs.
+    """Sums the bubbles of a running pipeline.
 
-    Stages tell of their steps late, so a moment counts when all have told what they did until then.
+    Stages report their steps late, so a time is counted once all stages have reported up to it.
     """
 
     def __init__(self, stages: int, begin: float) -> None:
         self.seconds = [0.0] * stages
-        """What each stage lost."""
+        """Bubble of each stage."""
         self.work_seconds = 0.0
         """Time in which there was work for at least one stage."""
         self._sweep = IntervalSweep(stages, begin)
-        self._told = [begin] * stages
+        self._reported_until = [begin] * stages
         self._order = count()
         self._changes: list[tuple[float, int, ActivityChange]] = []
-        """To come; a heap by time and who came first."""
-        self._wanted = 0
+        """Changes that have not been applied: a heap by time and order of arrival."""
+        self._parallelism = 0
 
     def record_parallelism(self, time: float, stages: int) -> None:
-        """From `time` on the work at hand could keep so many stages busy."""
-        if stages != self._wanted:
-            self._wanted = stages
+        """Record that from `time` on the available work could keep `stages` stages busy."""
+        if stages != self._parallelism:
+            self._parallelism = stages
             self._push(ActivityChange(time, None, stages))
 
     def record_steps(self, stage: int, steps: Iterable[StepTime], until: float) -> None:
-        """A stage tells of `steps`, and with them of all that it began before `until`."""
+        """Record the steps of a stage: all steps it has started before `until`."""
         for _, start, end in steps:
             self._push(ActivityChange(start, stage, 1))
             self._push(ActivityChange(end, stage, -1))
-        self._told[stage] = until
-        self._advance(min(self._told))
+        self._reported_until[stage] = until
+        self._advance(min(self._reported_until))
 
     def _push(self, change: ActivityChange) -> None:
         heapq.heappush(self._changes, (change.time, next(self._order), change))
@@ -109,12 +109,12 @@ class BubbleMeter:
     def _advance(self, until: float) -> None:
         while self._changes and self._changes[0][0] <= until:
             time, _, change = heapq.heappop(self._changes)
-            self._count(time)
+            self._add_interval(time)
             self._sweep.apply(change)
-        self._count(until)
+        self._add_interval(until)
 
-    def _count(self, time: float) -> None:
-        interval = self._sweep.advance(time)
+    def _add_interval(self, until: float) -> None:
+        interval = self._sweep.advance(until)
         if interval is None or not interval.parallelism:
             return
         seconds = interval.end - interval.begin

@@ -1,7 +1,7 @@
-"""Latency of requests: timelines, and what is read off them.
+"""Latency metrics of requests: TTFT, TPOT, ITL, E2EL and SLO attainment.
 
-Owns the definitions of TTFT, TPOT, ITL, E2EL and SLO attainment for the server, the simulator and
-the benchmarks. Knows no clock: times are given, in seconds, and only their differences count.
+The server, the simulator and the benchmarks share these definitions. Times are arguments, in
+seconds of any clock.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,15 +11,15 @@ from itertools import pairwise
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """When a request arrived and when its output did. Only tokens count as output."""
+    """Times of a request's arrival and of its output tokens."""
 
     arrival: float
     times: list[float] = field(default_factory=list)
-    """One for each arrival of output, which may be several tokens at once."""
+    """Times at which output arrived, possibly several tokens at once."""
     num_tokens: int = 0
 
     def record_output(self, now: float, tokens: int = 1) -> None:
-        """Output has come: `tokens` of it."""
+        """Record that `tokens` tokens of output arrived; none are ignored."""
         if tokens:
             self.times.append(now)
             self.num_tokens += tokens
@@ -38,7 +38,7 @@ class RequestTimeline:
     def tpot(self) -> float | None:
         """Time per output token: from first to last output, shared by all tokens but the first.
 
-        None with fewer than two tokens, or none that was seen: some have no text.
+        None with fewer than two tokens, or if no arrival was recorded because no token had text.
         """
         if self.num_tokens < 2 or not self.times:
             return None
@@ -51,9 +51,9 @@ class RequestTimeline:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` (0..100) of the values lie, linear between neighbours.
+    """Return a percentile (0..100) of the values, interpolated linearly.
 
-    Raises ValueError without values.
+    Raises ValueError if there are no values.
     """
     if not values:
         raise ValueError("a percentile of no values")
@@ -65,7 +65,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def collect_latencies(timelines: Sequence[RequestTimeline]) -> dict[str, list[float]]:
-    """All values of ttft, tpot, itl and e2el, in seconds; requests without one are left out."""
+    """Return all values of ttft, tpot, itl and e2el, in seconds, without those that are None."""
     return {
         "ttft": [line.ttft for line in timelines if line.ttft is not None],
         "tpot": [line.tpot for line in timelines if line.tpot is not None],
@@ -80,10 +80,10 @@ def slo_attainment(
     tpot: float | None = None,
     e2el: float | None = None,
 ) -> float:
-    """Share (0..1) of requests whose latencies are within all given limits, in seconds.
+    """Return the share (0..1) of requests whose latencies are within all given limits, in seconds.
 
-    A request without output misses any TTFT and E2EL; one of a single token has no TPOT and meets
-    it. 0 without requests.
+    A request without output misses every limit of TTFT and E2EL. A request with a single token has
+    no TPOT and meets every limit of it. The share is 0 if there are no requests.
     """
     met = [
         (ttft is None or (line.ttft is not None and line.ttft <= ttft))

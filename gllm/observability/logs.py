@@ -1,7 +1,6 @@
 """Log lines of every process, as text or as JSON.
 
-Owns their shape and the id of the request that a line is about. Knows nothing of who logs what, but
-that no line has prompts, outputs or keys in it.
+Each line has the id of the request it belongs to. No line contains prompts, outputs or keys.
 """
 
 import contextvars
@@ -19,32 +18,34 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple, TextIO
 
 LOG_FORMATS = ("text", "json")
+"""Values of --log-format."""
 
 LOG_REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""The id of the request that this task works for; empty where there is none."""
+"""Id of the request that the current task serves; empty outside requests."""
 
 
 class LogConfig(NamedTuple):
-    """What is logged, and how it looks."""
+    """Level and format of a process's log."""
 
     level: str = "warning"
     format: str = "text"
 
 
 REPEAT_SECONDS = 60.0
+"""Interval at which a repeating warning is written."""
 MAX_TRACKED_WARNINGS = 64
-"""Warnings whose repetitions are counted apart."""
+"""Different warnings whose repetitions are counted separately."""
 
 DEFAULT_LOG_CONFIG = LogConfig()
-"""Of an engine that nobody told otherwise."""
+"""Configuration of an engine that is embedded in a program."""
 
 
 def configure_logging(config: LogConfig, stage: int | None = None) -> None:
-    """Have this process log to stderr: that of a stage, or the frontend's."""
+    """Make this process log to stderr; `stage` is the worker's stage, None in the frontend."""
     handler = DeduplicatingHandler()
     if config.format == "json":
         handler.setFormatter(JsonFormatter("frontend" if stage is None else f"stage {stage}"))
-        _keep_other_text_out()
+        _redirect_other_output()
     else:
         where = "" if stage is None else f" stage {stage}:"
         handler.setFormatter(TextFormatter(f"%(levelname)s{where} %(message)s"))
@@ -53,21 +54,21 @@ def configure_logging(config: LogConfig, stage: int | None = None) -> None:
 
 @dataclass
 class _Window:
-    """A warning's last minute."""
+    """Repetitions of a warning since it was last written."""
 
     begin: float
-    """When it was written last, in seconds of the handler's clock."""
+    """Time of the last line, in seconds of the handler's clock."""
     repeats: int = 0
-    """How often it came since, without being written."""
+    """Number of repetitions since."""
     last: logging.LogRecord | None = None
 
 
 class DeduplicatingHandler(logging.StreamHandler[TextIO]):
-    """Writes log lines; a warning of gllm that repeats is written once a minute, with a count.
+    """Handler that writes a repeating warning of gllm once per minute, with a count.
 
-    Two warnings are alike if they have the same text before its arguments are filled in, and the
-    same `about`, which a caller gives as `extra={"about": ...}` where the text alone says too
-    little. The count is written with the next one, or with any line after the minute.
+    Two warnings are equal if they have the same format string and the same `about`, which a caller
+    passes as `extra={"about": ...}` to distinguish warnings of one format string. The count is
+    written with the next such warning, or with any line after the minute.
     """
 
     def __init__(
@@ -92,28 +93,28 @@ class DeduplicatingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def _key(self, record: logging.LogRecord) -> tuple[str, str, str] | None:
-        """Return what is the same for warnings that are alike; None for what is always written."""
+        """Return the key of equal warnings; None for records that are always written."""
         if record.levelno != logging.WARNING or not record.name.startswith("gllm"):
             return None
         key = (record.name, str(record.msg), str(getattr(record, "about", ""))[:200])
-        # Who makes up names cannot make up lines without end.
+        # Clients that invent names cannot cause an unlimited number of lines.
         if key not in self._windows and len(self._windows) >= MAX_TRACKED_WARNINGS:
             return (*key[:2], "")
         return key
 
     def _write_counts(self, now: float) -> None:
-        """Write the counts of minutes that are over."""
+        """Write the counts of warnings whose minute has passed."""
         for key, window in list(self._windows.items()):
             if now - window.begin >= REPEAT_SECONDS:
                 del self._windows[key]
                 if window.last is not None:
-                    # Not about the request that this process works for now.
+                    # An empty context: the line does not belong to the current request.
                     counted = _repeated(window.last, window, now)
                     contextvars.Context().run(super().emit, counted)
 
 
 def _repeated(record: logging.LogRecord, window: _Window, now: float) -> logging.LogRecord:
-    """Return a record with the count of those before it."""
+    """Return a record whose message has the number of repetitions before it."""
     if not window.repeats:
         return record
     counted = copy.copy(record)
@@ -123,26 +124,26 @@ def _repeated(record: logging.LogRecord, window: _Window, now: float) -> logging
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people; the request's id comes last."""
+    """Formatter of plain text, with the request's id at the end of the line."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """As of Formatter."""
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Return the line without an exception's traceback."""
         line = super().formatMessage(record)
         request = LOG_REQUEST_ID.get()
         return f"{line} (request {request})" if request else line
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, which has what a record was given as `extra={"fields": {...}}`."""
+    """Formatter of JSON objects, which include the record's `extra={"fields": {...}}`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """As of Formatter."""
+        """Return the line."""
         moment = datetime.fromtimestamp(record.created, UTC)
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "process": self._process,
@@ -150,23 +151,25 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         if request := LOG_REQUEST_ID.get():
-            told["request_id"] = request
-        told |= getattr(record, "fields", {})
+            fields["request_id"] = request
+        fields |= getattr(record, "fields", {})
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
 
 
-def _keep_other_text_out() -> None:
-    """Warnings and exceptions that nobody catches, which Python would print as text; and no bars of
-    downloads, which huggingface_hub would draw."""
+def _redirect_other_output() -> None:
+    """Log warnings and uncaught exceptions, and disable progress bars.
+
+    Python would print the former, and huggingface_hub the latter, as plain text.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.captureWarnings(True)
     log = logging.getLogger("gllm")
 
-    def died(args: threading.ExceptHookArgs) -> None:
+    def log_thread_error(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None:
             log.critical("a thread failed", exc_info=args.exc_value)
 
     sys.excepthook = lambda kind, error, trace: log.critical("the process failed", exc_info=error)
-    threading.excepthook = died
+    threading.excepthook = log_thread_error

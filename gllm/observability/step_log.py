@@ -1,8 +1,7 @@
-"""The step log: every call of the scheduler and every stage's time, as JSON lines.
+"""Step log: every call of the scheduler and every stage's step times, as JSON lines.
 
-Owns the format of one run's record, written by the driver and by the simulator alike, and read by
-whatever looks at a run afterwards. Times are seconds of one monotonic clock. Knows nothing of what
-is made of it.
+The driver and the simulator write the same format. Times are seconds of one monotonic clock. An
+event's `event` field on disk is the tag of its class.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,27 +15,28 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 
 BUFFER_BYTES = 2**18
+"""Size of the file buffer."""
 ASYNC_SCHEDULING, ASYNC_SCHEDULING_ON_DISK = b'"async_scheduling":', b'"lookahead":'
-"""Key of a scheduler option in JSON, and the one that files have: keys on disk never change."""
+"""Key of a scheduler option in JSON, and its key in step logs, which never changes."""
 
 
 class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
-    """The first line: what was run."""
+    """First line: the model and the configuration."""
 
     time: float
     model: str
     layers: list[int]
-    """Of each stage."""
+    """Number of layers per stage."""
     scheduler: SchedulerConfig
-    """Resolved."""
+    """Configuration after `resolve`."""
     source: str
     """`driver` or `simulator`."""
     warm_ups: int = 0
-    """Requests at the beginning that nobody asked for."""
+    """Number of warm-up requests at the beginning."""
 
 
 class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
-    """A request came: the fields of scheduler.sequence.Request."""
+    """Arrival of a request: the fields of `SchedulerRequest`."""
 
     time: float
     seq: int
@@ -50,39 +50,39 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
 
 
 class AbortEvent(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):
-    """Sequences were ended from outside."""
+    """Abort of sequences."""
 
     time: float
     seqs: list[int]
 
 
 class ResetPrefixCacheEvent(msgspec.Struct, frozen=True, tag_field="event", tag="forget"):
-    """The prefix cache was emptied."""
+    """Reset of the prefix cache."""
 
     time: float
 
 
 class ScheduleEvent(msgspec.Struct, frozen=True, tag_field="event", tag="schedule"):
-    """A plan was asked for; None where there was none."""
+    """Call of `Scheduler.schedule`; its plan, or None."""
 
     time: float
     plan: StepPlan | None
     parallelism: int
-    """Stages that the work at hand could keep busy after it (Scheduler.available_parallelism)."""
+    """Number of stages that the available work could keep busy after the call."""
 
 
 class CommitEvent(msgspec.Struct, frozen=True, tag_field="event", tag="commit"):
-    """A step's result came back."""
+    """Commit of a step's result."""
 
     time: float
     result: StepResult
 
 
 class StageTimesEvent(msgspec.Struct, frozen=True, tag_field="event", tag="times"):
-    """What a stage computed since its last line."""
+    """Steps that a stage has computed since its last report."""
 
     time: float
-    """When the driver heard of it."""
+    """Time at which the driver received the report."""
     stage: int
     steps: list[StepTime]
 
@@ -99,9 +99,12 @@ StepLogEvent = (
 
 
 class LoggedScheduler(Scheduler):
-    """A scheduler whose calls are written down; it decides what the plain one decides.
+    """Scheduler that logs its calls; its decisions are those of `Scheduler`.
 
-    write: takes each event, in the order of the calls. clock: seconds now.
+    Args:
+        config: The resolved configuration.
+        write: Receives each event, in the order of the calls.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -115,41 +118,41 @@ class LoggedScheduler(Scheduler):
         self._clock = clock
 
     def add(self, request: SchedulerRequest, now: float) -> None:
-        """As Scheduler.add; a refused request is not written."""
+        """Add a request; one that the scheduler rejects is not logged."""
         super().add(request, now)
         seq, prompt, max_tokens, stop_ids, priority, salt, n, reads = request
         stops = sorted(stop_ids)
         self._write(AddEvent(now, seq, list(prompt), max_tokens, stops, priority, salt, n, reads))
 
     def abort(self, seqs: list[int]) -> None:
-        """As Scheduler.abort."""
+        """Abort sequences."""
         self._write(AbortEvent(self._clock(), seqs))
         super().abort(seqs)
 
     def reset_prefix_cache(self) -> None:
-        """As Scheduler.reset_prefix_cache."""
+        """Empty the prefix cache."""
         self._write(ResetPrefixCacheEvent(self._clock()))
         super().reset_prefix_cache()
 
     def schedule(self, now: float) -> StepPlan | None:
-        """As Scheduler.schedule."""
+        """Return the next plan."""
         plan = super().schedule(now)
         self._write(ScheduleEvent(now, plan, self.available_parallelism()))
         return plan
 
     def commit(self, result: StepResult) -> StepOutput:
-        """As Scheduler.commit."""
+        """Commit the result of a step."""
         self._write(CommitEvent(self._clock(), result))
         return super().commit(result)
 
     def record_step_times(self, stage: int, times: list[StepTime]) -> None:
-        """As Scheduler.record_step_times."""
+        """Record the step times of a stage."""
         self._write(StageTimesEvent(self._clock(), stage, times))
         super().record_step_times(stage, times)
 
 
 def to_request(event: AddEvent) -> SchedulerRequest:
-    """The request that came."""
+    """Return the request of an event."""
     return SchedulerRequest(
         *(event.seq, event.prompt, event.max_tokens, frozenset(event.stop_ids)),
         *(event.priority, event.cache_salt, event.n, event.reads_cache),
@@ -157,7 +160,7 @@ def to_request(event: AddEvent) -> SchedulerRequest:
 
 
 def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
-    """Make the call that an event tells of; the plan, where one was asked for and there is one."""
+    """Repeat the call of an event on a scheduler; return the plan of a ScheduleEvent."""
     match event:
         case ScheduleEvent():
             return scheduler.schedule(event.time)
@@ -175,14 +178,16 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
 
 
 class StepLogError(ValueError):
-    """A file that is no step log; the message names file, line and fix."""
+    """A file is not a step log; the message names the file and the line."""
 
 
 class StepLogWriter:
-    """Writes events to a file. Lines reach the disk when the buffer is full or at `flush`."""
+    """Writes events to a file, buffered until `flush`.
+
+    Raises OSError if the file cannot be written.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        """Raises OSError where the file cannot be written."""
         self._file = open(path, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
         self._encoder = msgspec.json.Encoder()
 
@@ -195,19 +200,22 @@ class StepLogWriter:
         self._file.write(b"\n")
 
     def flush(self) -> None:
-        """Hand what was written to the system."""
+        """Write the buffered lines to the file."""
         self._file.flush()
 
     def close(self) -> None:
-        """No more lines."""
+        """Write the buffered lines and close the file."""
         self._file.close()
 
 
 def read_step_log(path: str | Path) -> Iterator[StepLogEvent]:
-    """The events of a file, in the order of the calls.
+    """Yield the events of a file, in the order of the calls.
 
-    The last line may be cut off, as a killed process leaves it. Raises StepLogError for another
-    line that is no event, or a file that does not begin with a start; OSError as open does.
+    A truncated last line, as a killed process leaves it, is ignored.
+
+    Raises:
+        StepLogError: Another line is not an event, or the first event is not a StartEvent.
+        OSError: The file cannot be read.
     """
     decoder = msgspec.json.Decoder(StepLogEvent)
     lines = Path(path).read_bytes().split(b"\n")

@@ -12,13 +12,13 @@ from gllm.config.sampling import SamplingParams
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.serve import parser
+from gllm.serve import build_parser
 
 
 def parse(folder: Path, flags: object, *arguments: str) -> tuple[EngineConfig, ServerConfig]:
     file = folder / "flags.yaml"
     file.write_text(flags if isinstance(flags, str) else yaml.safe_dump(flags))
-    values = parser().parse_args([*arguments, "--config", str(file)])
+    values = build_parser().parse_args([*arguments, "--config", str(file)])
     return config_from_flags(EngineConfig, values), config_from_flags(ServerConfig, values)
 
 
@@ -101,7 +101,7 @@ def test_files_that_cannot_be(
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parser().parse_args(["--config", "/nowhere.yaml"])
+        build_parser().parse_args(["--config", "/nowhere.yaml"])
     assert "--config /nowhere.yaml: cannot be read: No such file" in capsys.readouterr().err
 
 

@@ -19,7 +19,7 @@ from gllm.config.options import INT32_MAX, Range, describe_range
 from gllm.config.server import ServerConfig
 
 PARSERS = {
-    "serve": ("gllm.serve", "parser"),
+    "serve": ("gllm.serve", "build_parser"),
     "profile": ("gllm.experiments.profile", "make_parser"),
     "experiment": ("gllm.commands.experiment", "make_parser"),
     "simulate": ("gllm.commands.simulate", "make_parser"),

@@ -15,7 +15,7 @@ from gllm.config.server import ServerConfig
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.routes.registry import ENDPOINTS
 from gllm.runtime.launch import STOP_SECONDS
-from gllm.serve import parser
+from gllm.serve import build_parser
 from gllm.text.tokenizer import Tokenizer
 from scripts import grafana_dashboard
 from tests.frontend.fake_engine import FakeEngine
@@ -95,7 +95,7 @@ def test_prometheus_asks_where_the_server_answers() -> None:
 def time_to_stop(command: list[str]) -> float:
     """Seconds that a server with this command line may take to end."""
     at = command.index("serve")
-    values = parser().parse_args(command[at + 1 :])
+    values = build_parser().parse_args(command[at + 1 :])
     assert values.log_format == "json"
     return values.shutdown_timeout + STOP_SECONDS
 

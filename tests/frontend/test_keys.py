@@ -7,7 +7,7 @@ import pytest
 from gllm.config.server import ServerConfig
 from gllm.frontend.middleware.keys import ApiKeys, read_api_keys
 from gllm.frontend.routes.registry import ENDPOINTS
-from gllm.serve import keys_of_environment
+from gllm.serve import pop_environment_keys
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 from tests.frontend.raw import connected
 
@@ -157,9 +157,9 @@ def test_files_that_cannot_be(tmp_path, text, why):
 
 def test_keys_of_the_environment():
     environment = {"GLLM_API_KEY": f"{KEY}, {OTHER},", "HOME": "/"}
-    assert keys_of_environment(environment) == [KEY, OTHER]
+    assert pop_environment_keys(environment) == [KEY, OTHER]
     assert environment == {"HOME": "/"}
-    assert keys_of_environment(environment) == []
+    assert pop_environment_keys(environment) == []
     for wrong in ("", " , ", "two words"):
         with pytest.raises(ValueError, match="GLLM_API_KEY"):
-            keys_of_environment({"GLLM_API_KEY": wrong})
+            pop_environment_keys({"GLLM_API_KEY": wrong})
