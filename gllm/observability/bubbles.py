@@ -4,8 +4,8 @@ Used for finished runs, read from a step log, and for running pipelines. Times a
 seconds.
 
 At any time the available work could keep some number of stages busy, however it is divided into
-micro-batches (`Scheduler.available_parallelism`). The difference between that number and the number of busy
-stages is bubble; the idle stages share it equally.
+micro-batches (`Scheduler.available_parallelism`). The difference between that number and the number
+of busy stages is bubble; the idle stages share it equally.
 """
 
 import heapq
