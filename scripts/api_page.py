@@ -44,13 +44,13 @@ def _field_lines(endpoints: Iterable[Endpoint]) -> Iterator[str]:
         bases = [base for base in bases if base not in (RequestFields, ModelRequestFields)]
         shared.update(dict.fromkeys(bases))
         yield from (f"## {endpoint.method} {endpoint.path}", "")
-        yield from _field_table(fields)
+        yield from _field_tables(fields)
         if bases:
             yield from ("", "Also accepted:", "")
             yield from (f"- [{_title(base)}](#{_anchor(_title(base))})" for base in bases)
         yield ""
     for base in shared:
-        yield from (f"## {_title(base)}", "", *_field_table(base), "")
+        yield from (f"## {_title(base)}", "", *_field_tables(base), "")
 
 
 def _title(fields: type[RequestFields]) -> str:
@@ -63,27 +63,33 @@ def _anchor(title: str) -> str:
     return title.lower().replace(" ", "-").replace(",", "")
 
 
-def _field_table(fields: type[RequestFields]) -> Iterator[str]:
-    """Yield the lines of a table of the fields that a schema adds to its bases."""
+def _field_tables(fields: type[RequestFields]) -> Iterator[str]:
+    """Yield tables of the fields that a schema adds to its bases: supported, ignored, rejected."""
     (_,), schemas = msgspec.json.schema_components([fields])
     properties = schemas[fields.__name__]["properties"]
     own_names = set(fields.__annotations__)
     if ModelRequestFields in fields.__bases__:
         own_names |= ModelRequestFields.__annotations__.keys()
-    yield "| field | type | effect |"
-    yield "| --- | --- | --- |"
+    yield from ("| field | type | effect |", "| --- | --- | --- |")
     for name, schema in properties.items():
         if name in own_names:
-            yield f"| `{name}` | {_type_name(schema)} | {schema.get('description', '')} |"
-    for name, purpose in vars(fields).get("ignored_fields", {}).items():
-        yield f"| `{name}` | any | ignored: {purpose} |"
-    for name, unsupported in vars(fields).get("unsupported_fields", {}).items():
-        if name not in properties:
-            values = " or ".join(
-                f"`{msgspec.json.encode(value).decode()}`" for value in unsupported.accepted_values
-            )
-            effect = f"not supported: {unsupported.reason}"
-            yield f"| `{name}` | {values or 'none'} | {effect} |"
+            yield _row(f"`{name}`", _type_name(schema), schema.get("description", ""))
+    if ignored := vars(fields).get("ignored_fields"):
+        yield from ("", "| ignored field | purpose in other servers |", "| --- | --- |")
+        yield from (_row(f"`{name}`", purpose) for name, purpose in ignored.items())
+    if unsupported := vars(fields).get("unsupported_fields"):
+        yield from ("", "| rejected field | accepted values | error |", "| --- | --- | --- |")
+        for name, field in unsupported.items():
+            if name not in properties:
+                values = [msgspec.json.encode(value).decode() for value in field.accepted_values]
+                accepted = " or ".join(f"`{value}`" for value in values)
+                yield _row(f"`{name}`", accepted or "none", f"{name} {field.reason}")
+
+
+def _row(*cells: str) -> str:
+    """Return a row of a table."""
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
 
 
 def _type_name(schema: dict[str, Any]) -> str:

@@ -106,6 +106,6 @@ def register_endpoints(app: web.Application, endpoints: Iterable[Endpoint]) -> N
     }
 
 
-def endpoint_of(request: web.Request) -> Endpoint | None:
+def find_endpoint(request: web.Request) -> Endpoint | None:
     """Return the endpoint of a request, or None if no endpoint has its path and method."""
     return request.app[ENDPOINTS_BY_ROUTE].get(request.match_info.route)

@@ -1,18 +1,15 @@
 """Generate the OpenAPI document from the table of endpoints and the schemas of their fields."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from gllm import __version__
 from gllm.frontend.endpoint import Endpoint
 from gllm.frontend.errors import ERROR_TYPES
-from gllm.frontend.fields.base import RequestFields
+from gllm.frontend.fields.base import JsonObject, RequestFields
 
-Json = dict[str, Any]
-
-ERROR_SCHEMA: Json = {
+ERROR_SCHEMA: JsonObject = {
     "type": "object",
     "required": ["error"],
     "additionalProperties": False,
@@ -32,16 +29,16 @@ ERROR_SCHEMA: Json = {
 }
 """JSON Schema of the body of an error."""
 
-SECURITY_SCHEMES: Json = {
+SECURITY_SCHEMES: JsonObject = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 """Headers that can carry an API key. The document does not say if the server requires one."""
 
 
-def openapi_document(endpoints: Sequence[Endpoint]) -> Json:
+def build_openapi_document(endpoints: Sequence[Endpoint]) -> JsonObject:
     """Return the OpenAPI 3.1 document of endpoints."""
-    paths: dict[str, Json] = {}
+    paths: dict[str, JsonObject] = {}
     for endpoint in endpoints:
         for method in endpoint.methods:
             paths.setdefault(endpoint.path, {})[method.lower()] = _operation(endpoint, method)
@@ -54,25 +51,25 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> Json:
     }
 
 
-def _schemas(endpoints: Sequence[Endpoint]) -> Json:
+def _schemas(endpoints: Sequence[Endpoint]) -> JsonObject:
     """Return the JSON Schemas of all requests, answers and events by name."""
     request_schemas = {
         endpoint.request_schema for endpoint in endpoints if endpoint.request_schema is not None
     }
-    answer_schemas = {
+    response_schemas = {
         schema
         for endpoint in endpoints
         for schema in (endpoint.response_schema, endpoint.event_schema)
         if schema is not None
     }
-    types = sorted({*request_schemas, *answer_schemas}, key=lambda schema: schema.__name__)
+    types = sorted({*request_schemas, *response_schemas}, key=lambda schema: schema.__name__)
     _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for fields in request_schemas:
         _add_field_rules(schemas[fields.__name__], fields)
     return {**schemas, "Error": ERROR_SCHEMA}
 
 
-def _add_field_rules(schema: Json, fields: type[RequestFields]) -> None:
+def _add_field_rules(schema: JsonObject, fields: type[RequestFields]) -> None:
     """Add the rules of a request body that the types of its fields do not express."""
     properties = schema["properties"]
     for each in properties.values():
@@ -88,15 +85,13 @@ def _add_field_rules(schema: Json, fields: type[RequestFields]) -> None:
     if fields.required_any_of:
         schema["anyOf"] = [{"required": [name]} for name in fields.required_any_of]
     for name, purpose in fields.ignored_fields.items():
-        properties.setdefault(name, {"description": f"no effect: {purpose}"})
+        properties.setdefault(name, {"description": f"ignored; purpose in other servers: {purpose}"})
     for name, unsupported in fields.unsupported_fields.items():
         values = [None, *unsupported.accepted_values]
-        properties.setdefault(
-            name, {"enum": values, "description": f"not supported: {unsupported.reason}"}
-        )
+        properties.setdefault(name, {"enum": values, "description": f"{name} {unsupported.reason}"})
 
 
-def _forbid_null(field_schema: Json) -> None:
+def _forbid_null(field_schema: JsonObject) -> None:
     """Remove null and the default from the schema of a field, because the field is required."""
     members = field_schema.get("anyOf", [])
     field_schema.pop("default", None)
@@ -106,10 +101,10 @@ def _forbid_null(field_schema: Json) -> None:
             field_schema |= field_schema.pop("anyOf")[0]
 
 
-def _operation(endpoint: Endpoint, method: str) -> Json:
+def _operation(endpoint: Endpoint, method: str) -> JsonObject:
     """Return the OpenAPI operation of an endpoint and one of its methods."""
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    operation: Json = {"summary": endpoint.summary}
+    operation: JsonObject = {"summary": endpoint.summary}
     if endpoint.unsupported_reason:
         operation["responses"] = {
             "501": {"description": endpoint.unsupported_reason, "content": error}
@@ -135,9 +130,9 @@ def _operation(endpoint: Endpoint, method: str) -> Json:
     return operation
 
 
-def _responses(endpoint: Endpoint, method: str, error: Json) -> Json:
+def _responses(endpoint: Endpoint, method: str, error: JsonObject) -> JsonObject:
     """Return the responses of an endpoint by status."""
-    content: Json = {}
+    content: JsonObject = {}
     if method != "HEAD":
         content[endpoint.content_type] = _reference(endpoint.response_schema)
     if endpoint.can_stream:
@@ -149,7 +144,7 @@ def _responses(endpoint: Endpoint, method: str, error: Json) -> Json:
     }
 
 
-def _reference(schema: type[msgspec.Struct] | None) -> Json:
+def _reference(schema: type[msgspec.Struct] | None) -> JsonObject:
     """Return an OpenAPI media type object that refers to a schema; empty if there is none."""
     if schema is None:
         return {}

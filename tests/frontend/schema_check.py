@@ -8,10 +8,10 @@ from typing import Any
 from aiohttp import web
 from jsonschema import Draft202012Validator
 
-from gllm.frontend.endpoint import Endpoint, endpoint_of
+from gllm.frontend.endpoint import Endpoint, find_endpoint
 from gllm.frontend.errors import Handler
 from gllm.frontend.fields.content_encoding import decompress
-from gllm.frontend.openapi import openapi_document
+from gllm.frontend.openapi import build_openapi_document
 from gllm.frontend.routes.registry import ENDPOINTS
 
 MOST_BYTES = 2**20
@@ -22,7 +22,7 @@ BY_PATH = {one.path: one for one in ENDPOINTS if one.method == "POST"}
 
 @functools.cache
 def document() -> dict[str, Any]:
-    return openapi_document(ENDPOINTS)
+    return build_openapi_document(ENDPOINTS)
 
 
 @functools.cache
@@ -55,7 +55,7 @@ class SchemaCheck:
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
             response = await handler(request)
-            endpoint = endpoint_of(request)
+            endpoint = find_endpoint(request)
             if isinstance(response, web.Response) and request.method != "HEAD":
                 self._answer(endpoint, response)
             has_body = endpoint is not None and endpoint.request_schema is not None

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from aiohttp.web import Application
 
-from gllm.frontend.openapi import openapi_document
+from gllm.frontend.openapi import build_openapi_document
 from gllm.frontend.routes.registry import ENDPOINTS
 from scripts import api_page
 
@@ -21,11 +21,11 @@ def test_the_page_is_as_the_code():
 
 async def test_the_document_is_served(server):
     async with server.client.get("/openapi.json") as response:
-        assert await response.json() == json.loads(json.dumps(openapi_document(ENDPOINTS)))
+        assert await response.json() == json.loads(json.dumps(build_openapi_document(ENDPOINTS)))
 
 
 def test_the_document_says_what_needs_no_key():
-    document = openapi_document(ENDPOINTS)
+    document = build_openapi_document(ENDPOINTS)
     assert set(document["components"]["securitySchemes"]) == {"bearer", "header"}
     for endpoint in ENDPOINTS:
         described = document["paths"][endpoint.path][endpoint.method.lower()]
@@ -37,7 +37,7 @@ def test_the_document_has_every_route(server):
     resources = [(route.method, route.resource) for route in app.router.routes()]
     routed = {(method, one.canonical) for method, one in resources if one is not None}
     assert all(one is not None for _, one in resources)
-    paths = openapi_document(ENDPOINTS)["paths"]
+    paths = build_openapi_document(ENDPOINTS)["paths"]
     described = {(method.upper(), path) for path, one in paths.items() for method in one}
     assert described == routed
 
@@ -59,7 +59,7 @@ def test_every_field_is_described(endpoint):
 
 @pytest.mark.parametrize("endpoint", BODIES, ids=lambda one: one.path)
 def test_references_lead_somewhere(endpoint):
-    document = openapi_document(ENDPOINTS)
+    document = build_openapi_document(ENDPOINTS)
 
     def references(value):
         if isinstance(value, dict):

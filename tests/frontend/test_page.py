@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from yarl import URL
 
-from gllm.frontend.routes.page import FOLDER
+from gllm.frontend.routes.page import PAGE_FOLDER
 
 KINDS = {
     "css": "text/css",
@@ -17,8 +17,8 @@ KINDS = {
     "woff2": "font/woff2",
 }
 FILES = sorted(
-    path.relative_to(FOLDER).as_posix()
-    for path in FOLDER.rglob("*")
+    path.relative_to(PAGE_FOLDER).as_posix()
+    for path in PAGE_FOLDER.rglob("*")
     if path.suffix.removeprefix(".") in KINDS
 )
 OWN = [name for name in FILES if not name.startswith("vendor/")]
@@ -32,7 +32,7 @@ async def test_files_are_sent_whole_and_once(server, path):
     async with server.client.get(path) as response:
         body, tag = await response.read(), response.headers["ETag"]
         assert response.status == 200
-        assert body == (FOLDER / name).read_bytes()
+        assert body == (PAGE_FOLDER / name).read_bytes()
         assert response.content_type == KINDS[name.rpartition(".")[2]]
         assert response.charset == (None if name.endswith(".woff2") else "utf-8")
         assert response.headers["Cache-Control"] == "no-cache"
@@ -83,12 +83,12 @@ async def test_the_policy_allows_this_server_alone(server):
 
 
 def test_the_page_keeps_to_its_policy_and_to_relative_addresses():
-    page = (FOLDER / "index.html").read_text()
+    page = (PAGE_FOLDER / "index.html").read_text()
     assert not re.search(r"\s(on\w+|style)\s*=", page)
     assert not re.search(r"<(script|style)(?![^>]*\ssrc=)[^>]*>", page)
     linked = re.findall(r'(?:src|href)="([^"#]+)"', page)
     assert {name.removeprefix("page/") for name in linked} <= set(FILES)
-    for path in FOLDER.glob("*.js"):
+    for path in PAGE_FOLDER.glob("*.js"):
         text = path.read_text()
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
         assert set(re.findall(r'(?: from |import\()"\./([^"]+)"', text)) <= set(FILES)
@@ -98,7 +98,7 @@ def test_the_page_keeps_to_its_policy_and_to_relative_addresses():
 
 
 def test_vendored_libraries_are_named_with_their_licences():
-    folder = FOLDER / "vendor"
+    folder = PAGE_FOLDER / "vendor"
     readme = (folder / "README.md").read_text()
     for library in filter(Path.is_dir, folder.iterdir()):
         assert f"`{library.name}/`" in readme
@@ -118,15 +118,15 @@ def test_vendored_libraries_are_named_with_their_licences():
 
 
 def test_languages_that_the_page_names_are_vendored():
-    text = (FOLDER / "code.js").read_text()
+    text = (PAGE_FOLDER / "code.js").read_text()
     [table] = re.findall(r"const ALIASES = \{(.*?)\n\};", text, re.S)
     named = set(re.findall(r"^  (\w+): \[", table, re.M))
-    folder = FOLDER / "vendor" / "highlight" / "languages"
+    folder = PAGE_FOLDER / "vendor" / "highlight" / "languages"
     assert named == {path.name.removesuffix(".min.js") for path in folder.iterdir()}
 
 
 def test_styles_load_fonts_of_this_server_alone():
-    for path in FOLDER.rglob("*.css"):
+    for path in PAGE_FOLDER.rglob("*.css"):
         text = path.read_text()
         assert not re.search(r"@import|https?:|url\(\s*[\"']?(?:/|data:)", text), path
         for name in re.findall(r"url\(([^)]+\.woff2)\)", text):
@@ -135,4 +135,4 @@ def test_styles_load_fonts_of_this_server_alone():
 
 def test_the_page_stays_small():
     """What a browser may have to load, fonts and all languages included."""
-    assert sum((FOLDER / name).stat().st_size for name in FILES) < 1_000_000
+    assert sum((PAGE_FOLDER / name).stat().st_size for name in FILES) < 1_000_000

@@ -1,13 +1,14 @@
 """Base classes of request bodies: supported, ignored and unsupported fields."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from gllm.config.options import INT32_MAX
 
+JsonObject = dict[str, Any]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)]
 PositiveInt = Annotated[int, Meta(ge=1, le=INT32_MAX)]

@@ -1,11 +1,9 @@
 """Build chat messages from the items and content blocks of other chat APIs."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from gllm.frontend.fields.base import JsonObject
 from gllm.frontend.fields.value_errors import raise_field_error, raise_unsupported
-
-Json = dict[str, Any]
 
 
 class ChatMessageBuilder:
@@ -16,7 +14,7 @@ class ChatMessageBuilder:
     """
 
     def __init__(self, merge_user_messages: bool = False) -> None:
-        self.messages: list[Json] = []
+        self.messages: list[JsonObject] = []
         self._merge_user_messages = merge_user_messages
 
     def add_message(self, role: str, text: str) -> None:
@@ -52,7 +50,7 @@ class ChatMessageBuilder:
         """Add the result of a tool call."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
-    def _assistant_message(self, *absent_keys: str) -> Json:
+    def _assistant_message(self, *absent_keys: str) -> JsonObject:
         """Return the last message if it is the assistant's and lacks the keys, else add one."""
         last = self.messages[-1] if self.messages else {"role": ""}
         if last["role"] != "assistant" or any(last.get(key) for key in absent_keys):
@@ -61,7 +59,7 @@ class ChatMessageBuilder:
         return last
 
 
-def parse_object_list(value: object, path: str) -> list[Json]:
+def parse_object_list(value: object, path: str) -> list[JsonObject]:
     """Return a list of JSON objects. Raises FieldError."""
     if not isinstance(value, list):
         raise_field_error(path, "a list of objects", value)
@@ -71,7 +69,7 @@ def parse_object_list(value: object, path: str) -> list[Json]:
     return value
 
 
-def get_string(values: Json, name: str, path: str) -> str:
+def get_string(values: JsonObject, name: str, path: str) -> str:
     """Return a required string of an object. Raises FieldError."""
     value = values.get(name)
     if not isinstance(value, str):
@@ -102,7 +100,7 @@ def parse_text(content: object, path: str, part_types: Sequence[str]) -> str:
     return "\n".join(texts)
 
 
-def check_type(value: Json, path: str, supported_types: Sequence[str]) -> None:
+def check_type(value: JsonObject, path: str, supported_types: Sequence[str]) -> None:
     """Raise FieldError if the `type` of an object is not supported."""
     kind = value.get("type")
     if kind in supported_types:

@@ -34,22 +34,22 @@ ParseSpecial = Annotated[
     ),
 ]
 
-BEAM_SEARCH = "selects beam search, which is not supported: use n to sample several choices"
-NO_SPEECH = "requests speech, but the models generate text only"
-NO_WEB_SEARCH = "requests a web search, but only the client can run tools"
-CHAT_ONLY = "is only supported by chat completions"
-VALUE_UNSUPPORTED = "is not supported with this value"
-RENAMED = "is an old name that is not supported: use structured_outputs"
-NO_LAZY_GRAMMAR = "is not supported: a grammar applies from the first token"
+BEAM_SEARCH_REASON = "selects beam search, which is not supported: use n to sample several choices"
+SPEECH_REASON = "requests speech, but the models generate text only"
+WEB_SEARCH_REASON = "requests a web search, but only the client can run tools"
+CHAT_ONLY_REASON = "is only supported by chat completions"
+VALUE_REASON = "is not supported with this value"
+OLD_NAME_REASON = "is an old name that is not supported: use structured_outputs"
+LAZY_GRAMMAR_REASON = "is not supported: a grammar applies from the first token"
 
-UNSUPPORTED: Mapping[str, UnsupportedField] = {
+COMMON_UNSUPPORTED_FIELDS: Mapping[str, UnsupportedField] = {
     "modalities": UnsupportedField("requests an output that is not text", (["text"], [])),
-    "audio": UnsupportedField(NO_SPEECH),
+    "audio": UnsupportedField(SPEECH_REASON),
     "prediction": UnsupportedField("is not supported: predicted outputs are not used"),
-    "web_search_options": UnsupportedField(NO_WEB_SEARCH),
+    "web_search_options": UnsupportedField(WEB_SEARCH_REASON),
     "documents": UnsupportedField("is not supported: put the texts into messages", ([],)),
-    "grammar_lazy": UnsupportedField(NO_LAZY_GRAMMAR, (False,)),
-    "grammar_triggers": UnsupportedField(NO_LAZY_GRAMMAR, ([],)),
+    "grammar_lazy": UnsupportedField(LAZY_GRAMMAR_REASON, (False,)),
+    "grammar_triggers": UnsupportedField(LAZY_GRAMMAR_REASON, ([],)),
 }
 """Fields of OpenAI, vLLM and llama.cpp that no endpoint supports."""
 
@@ -179,26 +179,26 @@ class BaseCompletionFields(SamplingFields):
         "metadata": "holds labels for the client's own use",
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
-        **UNSUPPORTED,
-        "suffix": UnsupportedField(VALUE_UNSUPPORTED, ("",)),
-        "guided_json": UnsupportedField(RENAMED),
-        "guided_regex": UnsupportedField(RENAMED),
-        "guided_choice": UnsupportedField(RENAMED),
-        "guided_grammar": UnsupportedField(RENAMED),
-        "tools": UnsupportedField(CHAT_ONLY, ([],)),
-        "tool_choice": UnsupportedField(CHAT_ONLY, ("none", "auto")),
-        "parallel_tool_calls": UnsupportedField(CHAT_ONLY, (True, False)),
-        "functions": UnsupportedField(VALUE_UNSUPPORTED, ([],)),
-        "function_call": UnsupportedField(VALUE_UNSUPPORTED, ("none", "auto")),
-        "reasoning_effort": UnsupportedField(CHAT_ONLY),
+        **COMMON_UNSUPPORTED_FIELDS,
+        "suffix": UnsupportedField(VALUE_REASON, ("",)),
+        "guided_json": UnsupportedField(OLD_NAME_REASON),
+        "guided_regex": UnsupportedField(OLD_NAME_REASON),
+        "guided_choice": UnsupportedField(OLD_NAME_REASON),
+        "guided_grammar": UnsupportedField(OLD_NAME_REASON),
+        "tools": UnsupportedField(CHAT_ONLY_REASON, ([],)),
+        "tool_choice": UnsupportedField(CHAT_ONLY_REASON, ("none", "auto")),
+        "parallel_tool_calls": UnsupportedField(CHAT_ONLY_REASON, (True, False)),
+        "functions": UnsupportedField(VALUE_REASON, ([],)),
+        "function_call": UnsupportedField(VALUE_REASON, ("none", "auto")),
+        "reasoning_effort": UnsupportedField(CHAT_ONLY_REASON),
         "chat_template": UnsupportedField("is not supported: the model's own template is used"),
-        "continue_final_message": UnsupportedField(CHAT_ONLY, (False,)),
-        "top_logprobs": UnsupportedField(f"{CHAT_ONLY}: set logprobs to the number", (0,)),
+        "continue_final_message": UnsupportedField(CHAT_ONLY_REASON, (False,)),
+        "top_logprobs": UnsupportedField(f"{CHAT_ONLY_REASON}: set logprobs to the number", (0,)),
         "echo": UnsupportedField("is only supported by completions", (False,)),
-        "use_beam_search": UnsupportedField(BEAM_SEARCH, (False,)),
-        "best_of": UnsupportedField(BEAM_SEARCH, (1,)),
-        "length_penalty": UnsupportedField(BEAM_SEARCH, (1,)),
-        "early_stopping": UnsupportedField(BEAM_SEARCH, (False,)),
+        "use_beam_search": UnsupportedField(BEAM_SEARCH_REASON, (False,)),
+        "best_of": UnsupportedField(BEAM_SEARCH_REASON, (1,)),
+        "length_penalty": UnsupportedField(BEAM_SEARCH_REASON, (1,)),
+        "early_stopping": UnsupportedField(BEAM_SEARCH_REASON, (False,)),
     }
 
     stop: Annotated[

@@ -10,7 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from gllm.config.field_types import FieldError
-from gllm.frontend.fields.base import ModelRequestFields, PositiveInt, UnsupportedField, doc
+from gllm.frontend.fields.base import (
+    JsonObject,
+    ModelRequestFields,
+    PositiveInt,
+    UnsupportedField,
+    doc,
+)
 from gllm.frontend.fields.chat_messages import (
     ChatMessageBuilder,
     check_type,
@@ -18,10 +24,8 @@ from gllm.frontend.fields.chat_messages import (
     parse_object_list,
     parse_text,
 )
-from gllm.frontend.fields.generation import UNSUPPORTED, ParseSpecial, SamplingFields
+from gllm.frontend.fields.generation import COMMON_UNSUPPORTED_FIELDS, ParseSpecial, SamplingFields
 from gllm.frontend.fields.value_errors import raise_field_error
-
-Json = dict[str, Any]
 
 TEXT_ONLY = ("text",)
 BLOCK_TYPES = {
@@ -34,7 +38,7 @@ TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """`tool_choice` of chat completions for each type except `tool`."""
 ENABLES_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 """`enable_thinking` of the chat template for each type of `thinking`."""
-FIELD_NAMES = {
+CLIENT_FIELD_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config",
     "reasoning_effort": "output_config",
@@ -42,7 +46,7 @@ FIELD_NAMES = {
     "continue_final_message": "messages",
 }
 """Fields of this API for fields of chat completions, where the names differ."""
-IGNORED: Mapping[str, str] = {
+IGNORED_FIELDS: Mapping[str, str] = {
     "metadata": "identifies the end user",
     "service_tier": "selects a service tier; there is only one",
     "speed": "selects a speed; there is only one",
@@ -53,8 +57,8 @@ IGNORED: Mapping[str, str] = {
     "diagnostics": "requests the reason of a cache miss",
     "context_management": "selects content to remove from long contexts; nothing is removed",
 }
-NOT_SUPPORTED: Mapping[str, UnsupportedField] = {
-    **UNSUPPORTED,
+UNSUPPORTED_FIELDS: Mapping[str, UnsupportedField] = {
+    **COMMON_UNSUPPORTED_FIELDS,
     "container": UnsupportedField("is not supported"),
     "mcp_servers": UnsupportedField("is not supported: only the client can run tools", ([],)),
     "output_format": UnsupportedField("is an old name that is not supported: use output_config"),
@@ -116,8 +120,8 @@ class MessagesFields(SamplingFields):
     """POST /v1/messages."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")
-    ignored_fields: ClassVar[Mapping[str, str]] = IGNORED
-    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = NOT_SUPPORTED
+    ignored_fields: ClassVar[Mapping[str, str]] = IGNORED_FIELDS
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = UNSUPPORTED_FIELDS
 
     messages: MessagesField = None
     system: SystemField = None
@@ -142,8 +146,8 @@ class CountTokensFields(ModelRequestFields):
     """POST /v1/messages/count_tokens."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("messages",)
-    ignored_fields: ClassVar[Mapping[str, str]] = IGNORED
-    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = NOT_SUPPORTED
+    ignored_fields: ClassVar[Mapping[str, str]] = IGNORED_FIELDS
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = UNSUPPORTED_FIELDS
 
     messages: MessagesField = None
     system: SystemField = None
@@ -154,11 +158,11 @@ class CountTokensFields(ModelRequestFields):
     parse_special: ParseSpecial = None
 
 
-def convert_to_chat(fields: MessagesFields | CountTokensFields) -> Json:
+def convert_to_chat(fields: MessagesFields | CountTokensFields) -> JsonObject:
     """Return the fields of the equivalent chat completion. Raises FieldError."""
     output_config = fields.output_config or OutputConfig()
     tools = [_convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
-    values: Json = {
+    values: JsonObject = {
         "messages": _convert_messages(fields),
         "tools": tools or None,
         "reasoning_effort": output_config.effort,
@@ -178,7 +182,7 @@ def convert_to_chat(fields: MessagesFields | CountTokensFields) -> Json:
     return values
 
 
-def _convert_messages(fields: MessagesFields | CountTokensFields) -> list[Json]:
+def _convert_messages(fields: MessagesFields | CountTokensFields) -> list[JsonObject]:
     """Return the system message and the messages in the form of chat completions."""
     builder = ChatMessageBuilder(merge_user_messages=True)
     if fields.system:
@@ -198,7 +202,9 @@ def _convert_messages(fields: MessagesFields | CountTokensFields) -> list[Json]:
     return builder.messages
 
 
-def _add_blocks(builder: ChatMessageBuilder, role: str, blocks: list[Json], path: str) -> None:
+def _add_blocks(
+    builder: ChatMessageBuilder, role: str, blocks: list[JsonObject], path: str
+) -> None:
     """Add the content blocks of a message; consecutive text blocks are joined by newlines."""
     texts: list[str] = []
 
@@ -221,7 +227,7 @@ def _add_blocks(builder: ChatMessageBuilder, role: str, blocks: list[Json], path
     add_texts()
 
 
-def _add_block(builder: ChatMessageBuilder, block: Json, path: str) -> None:
+def _add_block(builder: ChatMessageBuilder, block: JsonObject, path: str) -> None:
     """Add a content block that is not text. Redacted thinking is unreadable and is left out."""
     match block["type"]:
         case "thinking":
@@ -237,7 +243,7 @@ def _add_block(builder: ChatMessageBuilder, block: Json, path: str) -> None:
             builder.add_tool_result(get_string(block, "tool_use_id", path), text)
 
 
-def _convert_tool(tool: Json, path: str) -> Json:
+def _convert_tool(tool: JsonObject, path: str) -> JsonObject:
     """Return a tool in the form of chat completions. Raises FieldError."""
     if tool.get("type") is not None:
         check_type(tool, path, ("custom",))
@@ -246,7 +252,7 @@ def _convert_tool(tool: Json, path: str) -> Json:
     return {"type": "function", "function": function}
 
 
-def _convert_tool_choice(tool_choice: MessagesToolChoice) -> str | Json:
+def _convert_tool_choice(tool_choice: MessagesToolChoice) -> str | JsonObject:
     """Return `tool_choice` in the form of chat completions. Raises FieldError."""
     if tool_choice.type != "tool":
         return TOOL_CHOICES[tool_choice.type]
@@ -255,7 +261,7 @@ def _convert_tool_choice(tool_choice: MessagesToolChoice) -> str | Json:
     return {"type": "function", "function": {"name": tool_choice.name}}
 
 
-def _convert_format(output_config: OutputConfig) -> Json | None:
+def _convert_format(output_config: OutputConfig) -> JsonObject | None:
     """Return `output_config.format` as `response_format`. Raises FieldError."""
     if output_config.format is None:
         return None

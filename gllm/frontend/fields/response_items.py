@@ -3,9 +3,9 @@
 import base64
 import binascii
 import json
-from typing import Any
 
 from gllm.config.field_types import FieldError
+from gllm.frontend.fields.base import JsonObject
 from gllm.frontend.fields.chat_messages import (
     ChatMessageBuilder,
     check_type,
@@ -15,8 +15,6 @@ from gllm.frontend.fields.chat_messages import (
 )
 from gllm.frontend.fields.value_errors import raise_field_error, raise_unsupported
 from gllm.text.chat.tools import CUSTOM_INPUT_KEY, TOOL_TYPES
-
-Json = dict[str, Any]
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PART_TYPES = ("input_text", "output_text", "text")
@@ -36,7 +34,9 @@ FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 CUSTOM_TOOL_KEYS = ("name", "description", "format")
 
 
-def convert_input(input_items: str | list[Json] | None, instructions: str | None) -> list[Json]:
+def convert_input(
+    input_items: str | list[JsonObject] | None, instructions: str | None
+) -> list[JsonObject]:
     """Return the chat messages of an input, after the instructions. Raises FieldError."""
     items = input_items
     if isinstance(items, str):
@@ -55,7 +55,7 @@ def convert_input(input_items: str | list[Json] | None, instructions: str | None
     return builder.messages
 
 
-def convert_format(text_format: Json | None) -> Json | None:
+def convert_format(text_format: JsonObject | None) -> JsonObject | None:
     """Return `text.format` as `response_format`."""
     if text_format is None or text_format.get("type") != "json_schema":
         return text_format
@@ -63,7 +63,7 @@ def convert_format(text_format: Json | None) -> Json | None:
     return {"type": "json_schema", "json_schema": json_schema}
 
 
-def convert_tool(tool: Json, path: str) -> Json:
+def convert_tool(tool: JsonObject, path: str) -> JsonObject:
     """Return a tool in the form of chat completions. Raises FieldError."""
     check_type(tool, path, TOOL_TYPES)
     get_string(tool, "name", path)
@@ -77,7 +77,7 @@ def convert_tool(tool: Json, path: str) -> Json:
     return {"type": kind, kind: body}
 
 
-def convert_tool_choice(tool_choice: str | Json | None) -> str | Json | None:
+def convert_tool_choice(tool_choice: str | JsonObject | None) -> str | JsonObject | None:
     """Return `tool_choice` in the form of chat completions. Raises FieldError."""
     if not isinstance(tool_choice, dict):
         return tool_choice
@@ -93,14 +93,14 @@ def convert_tool_choice(tool_choice: str | Json | None) -> str | Json | None:
     return {"type": "allowed_tools", "allowed_tools": allowed_tools}
 
 
-def _convert_tool_name(tool: Json, path: str) -> Json:
+def _convert_tool_name(tool: JsonObject, path: str) -> JsonObject:
     """Return a tool's type and name in the form of chat completions. Raises FieldError."""
     check_type(tool, path, TOOL_TYPES)
     kind = tool["type"]
     return {"type": kind, kind: {"name": get_string(tool, "name", path)}}
 
 
-def _add_item(builder: ChatMessageBuilder, item: Json, path: str) -> None:
+def _add_item(builder: ChatMessageBuilder, item: JsonObject, path: str) -> None:
     """Add an input item to the chat messages. Raises FieldError."""
     check_type({"type": "message", **item}, path, ITEM_TYPES)
     match item.get("type", "message"):
@@ -127,7 +127,7 @@ def _add_item(builder: ChatMessageBuilder, item: Json, path: str) -> None:
             builder.add_assistant_text(_decode_summary(item, path))
 
 
-def _add_message(builder: ChatMessageBuilder, item: Json, path: str) -> None:
+def _add_message(builder: ChatMessageBuilder, item: JsonObject, path: str) -> None:
     """Add an input item of type message to the chat messages. Raises FieldError."""
     role = item.get("role")
     if role not in ROLES:
@@ -147,7 +147,7 @@ def encode_summary(summary: str) -> str:
     return SUMMARY_PREFIX + base64.b64encode(summary.encode()).decode()
 
 
-def _decode_summary(item: Json, path: str) -> str:
+def _decode_summary(item: JsonObject, path: str) -> str:
     """Return the summary of a compaction item. Raises FieldError."""
     content = get_string(item, "encrypted_content", path)
     try:

@@ -20,12 +20,13 @@ from gllm.config.limits import (
 )
 from gllm.frontend.fields.base import (
     Int64,
+    JsonObject,
     ModelRequestFields,
     PositiveInt,
     UnsupportedField,
     doc,
 )
-from gllm.frontend.fields.generation import UNSUPPORTED, SamplingFields
+from gllm.frontend.fields.generation import COMMON_UNSUPPORTED_FIELDS, SamplingFields
 from gllm.frontend.fields.response_items import (
     ITEM_TYPES,
     convert_format,
@@ -35,18 +36,16 @@ from gllm.frontend.fields.response_items import (
 )
 from gllm.frontend.fields.value_errors import raise_unsupported
 
-Json = dict[str, Any]
-
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that requests log-probabilities."""
-NOTHING_STORED = (
+NOTHING_STORED_REASON = (
     "refers to a stored answer, but this server stores none: send the whole conversation as input"
 )
-PREFIX_CACHE_KEY = "selects a prefix cache; prefixes are found by their content"
-PREFIX_CACHE_RETENTION = "time to keep cached prefixes; they are kept while memory allows"
-SERVICE_TIER = "selects a service tier; there is only one"
-IMAGE_OPTIONS = "options for images, which are not supported"
-FIELD_NAMES = {
+CACHE_KEY_PURPOSE = "selects a prefix cache; prefixes are found by their content"
+CACHE_RETENTION_PURPOSE = "time to keep cached prefixes; they are kept while memory allows"
+SERVICE_TIER_PURPOSE = "selects a service tier; there is only one"
+IMAGE_PURPOSE = "options for images, which are not supported"
+CLIENT_FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text",
@@ -110,18 +109,18 @@ class ResponsesFields(SamplingFields):
         "store": "requests that the answer is stored; this server stores nothing",
         "user": "identifies the end user",
         "safety_identifier": "identifies the end user",
-        "service_tier": SERVICE_TIER,
-        "prompt_cache_key": PREFIX_CACHE_KEY,
-        "prompt_cache_retention": PREFIX_CACHE_RETENTION,
+        "service_tier": SERVICE_TIER_PURPOSE,
+        "prompt_cache_key": CACHE_KEY_PURPOSE,
+        "prompt_cache_retention": CACHE_RETENTION_PURPOSE,
         "stream_options": "enables padding that hides the sizes of events from eavesdroppers",
         "max_tool_calls": "limits calls of tools that the server runs; this server runs none",
-        "image": IMAGE_OPTIONS,
+        "image": IMAGE_PURPOSE,
         "access_programs": "applies to OpenAI's models only",
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
-        **UNSUPPORTED,
-        "previous_response_id": UnsupportedField(NOTHING_STORED),
-        "conversation": UnsupportedField(NOTHING_STORED),
+        **COMMON_UNSUPPORTED_FIELDS,
+        "previous_response_id": UnsupportedField(NOTHING_STORED_REASON),
+        "conversation": UnsupportedField(NOTHING_STORED_REASON),
         "background": UnsupportedField(
             "requests an answer that is stored, which is not supported", (False,)
         ),
@@ -192,8 +191,8 @@ class InputTokensFields(ModelRequestFields):
         "truncation": "truncates the input; tokens are counted before truncation",
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
-        "previous_response_id": UnsupportedField(NOTHING_STORED),
-        "conversation": UnsupportedField(NOTHING_STORED),
+        "previous_response_id": UnsupportedField(NOTHING_STORED_REASON),
+        "conversation": UnsupportedField(NOTHING_STORED_REASON),
     }
 
     input: InputField = None
@@ -209,21 +208,21 @@ class CompactFields(ModelRequestFields):
 
     required_fields: ClassVar[tuple[str, ...]] = ("input",)
     ignored_fields: ClassVar[Mapping[str, str]] = {
-        "prompt_cache_key": PREFIX_CACHE_KEY,
+        "prompt_cache_key": CACHE_KEY_PURPOSE,
         "prompt_cache_options": "options of the prefix cache; all prefixes are cached",
-        "prompt_cache_retention": PREFIX_CACHE_RETENTION,
-        "service_tier": SERVICE_TIER,
-        "image": IMAGE_OPTIONS,
+        "prompt_cache_retention": CACHE_RETENTION_PURPOSE,
+        "service_tier": SERVICE_TIER_PURPOSE,
+        "image": IMAGE_PURPOSE,
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
-        "previous_response_id": UnsupportedField(NOTHING_STORED)
+        "previous_response_id": UnsupportedField(NOTHING_STORED_REASON)
     }
 
     input: InputField = None
     instructions: InstructionsField = None
 
 
-def convert_prompt_to_chat(fields: ResponsesFields | InputTokensFields) -> Json:
+def convert_prompt_to_chat(fields: ResponsesFields | InputTokensFields) -> JsonObject:
     """Return the fields of the chat completion with the same prompt. Raises FieldError."""
     tools = [convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     return {
@@ -235,10 +234,10 @@ def convert_prompt_to_chat(fields: ResponsesFields | InputTokensFields) -> Json:
     }
 
 
-def convert_to_chat(fields: ResponsesFields) -> Json:
+def convert_to_chat(fields: ResponsesFields) -> JsonObject:
     """Return the fields of the equivalent chat completion. Raises FieldError."""
     has_logprobs = INCLUDE_LOGPROBS in (fields.include or ()) or fields.top_logprobs
-    values: Json = {
+    values: JsonObject = {
         **convert_prompt_to_chat(fields),
         "parallel_tool_calls": fields.parallel_tool_calls,
         "max_tokens": fields.max_output_tokens,

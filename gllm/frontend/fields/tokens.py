@@ -11,7 +11,7 @@ from gllm.frontend.fields.chat import (
 )
 from gllm.text.chat.request import ReasoningEffort
 
-AS_IN_CHAT = "as in chat completions"
+SAME_AS_CHAT = "as in chat completions"
 
 
 class TokenizeFields(ModelRequestFields):
@@ -27,17 +27,17 @@ class TokenizeFields(ModelRequestFields):
     messages: Annotated[
         Any, doc("messages of a chat, as in chat completions; exclusive with prompt")
     ] = None
-    add_generation_prompt: Annotated[bool | None, doc(AS_IN_CHAT)] = None
-    continue_final_message: Annotated[bool | None, doc(AS_IN_CHAT)] = None
-    tools: Annotated[Any, doc(AS_IN_CHAT)] = None
-    tool_choice: Annotated[Any, doc(AS_IN_CHAT)] = None
-    functions: Annotated[Any, doc(AS_IN_CHAT)] = None
-    function_call: Annotated[Any, doc(AS_IN_CHAT)] = None
-    reasoning_effort: Annotated[ReasoningEffort | None, doc(AS_IN_CHAT)] = None
-    chat_template_kwargs: Annotated[ChatTemplateOptions | None, doc(AS_IN_CHAT)] = None
+    add_generation_prompt: Annotated[bool | None, doc(SAME_AS_CHAT)] = None
+    continue_final_message: Annotated[bool | None, doc(SAME_AS_CHAT)] = None
+    tools: Annotated[Any, doc(SAME_AS_CHAT)] = None
+    tool_choice: Annotated[Any, doc(SAME_AS_CHAT)] = None
+    functions: Annotated[Any, doc(SAME_AS_CHAT)] = None
+    function_call: Annotated[Any, doc(SAME_AS_CHAT)] = None
+    reasoning_effort: Annotated[ReasoningEffort | None, doc(SAME_AS_CHAT)] = None
+    chat_template_kwargs: Annotated[ChatTemplateOptions | None, doc(SAME_AS_CHAT)] = None
     parse_special: Annotated[
         bool | None,
-        doc(f"{AS_IN_CHAT}; special tokens of a prompt are always control tokens"),
+        doc(f"{SAME_AS_CHAT}; special tokens of a prompt are always control tokens"),
     ] = None
     return_token_strs: Annotated[bool | None, doc("return token_strs, the text of each token")] = (
         None

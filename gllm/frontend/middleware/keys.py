@@ -13,7 +13,7 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig, check_api_key
 from gllm.frontend.context import CLIENT_ID
-from gllm.frontend.endpoint import endpoint_of
+from gllm.frontend.endpoint import find_endpoint
 from gllm.frontend.errors import ApiError, Handler
 
 
@@ -67,7 +67,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
 
     @web.middleware
     async def ask_for_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        endpoint = endpoint_of(request)
+        endpoint = find_endpoint(request)
         # Where there is no endpoint, who has no key is not told so.
         if endpoint is None or not endpoint.is_public:
             request[CLIENT_ID] = f"key {_check(request, keys)}"

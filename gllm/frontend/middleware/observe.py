@@ -13,7 +13,7 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.frontend.context import ARRIVAL, CONTEXT
-from gllm.frontend.endpoint import endpoint_of
+from gllm.frontend.endpoint import find_endpoint
 from gllm.frontend.errors import Handler
 from gllm.frontend.request_summary import SUMMARY
 from gllm.frontend.status_line import StatusLine
@@ -60,7 +60,7 @@ async def _end(app: web.Application) -> None:
 
 @web.middleware
 async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse:
-    endpoint = endpoint_of(request)
+    endpoint = find_endpoint(request)
     path = "" if endpoint is None else endpoint.path
     operation = None if endpoint is None else endpoint.operation
     if operation is not None:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.frontend.context import CLIENT_ID
-from gllm.frontend.endpoint import endpoint_of
+from gllm.frontend.endpoint import find_endpoint
 from gllm.frontend.errors import ApiError, Handler
 
 MAX_CLIENTS = 16384
@@ -71,7 +71,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
 
     @web.middleware
     async def limit(request: web.Request, handler: Handler) -> web.StreamResponse:
-        endpoint = endpoint_of(request)
+        endpoint = find_endpoint(request)
         if endpoint is None or not endpoint.is_rate_limited:
             return await handler(request)
         level = buckets.consume(request.get(CLIENT_ID) or rate_limit_key(request.remote))

@@ -10,7 +10,7 @@ from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.converted_chat import count_prompt_tokens, prepare_converted_chat
 from gllm.frontend.errors import to_api_error
 from gllm.frontend.fields.messages import (
-    FIELD_NAMES,
+    CLIENT_FIELD_NAMES,
     CountTokensFields,
     MessagesFields,
     convert_to_chat,
@@ -23,7 +23,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     with _convert_errors():
         async with prepare_converted_chat(
-            request, MessagesFields, convert_to_chat, FIELD_NAMES
+            request, MessagesFields, convert_to_chat, CLIENT_FIELD_NAMES
         ) as (_, job):
             writer = MessagesWriter(context.engine, job, request[REQUEST_ID])
             return await send_answer(request, context, job, writer)
@@ -33,7 +33,7 @@ async def count_message_tokens(request: web.Request) -> web.StreamResponse:
     """Count the tokens of a prompt."""
     with _convert_errors():
         num_tokens = await count_prompt_tokens(
-            request, CountTokensFields, convert_to_chat, FIELD_NAMES
+            request, CountTokensFields, convert_to_chat, CLIENT_FIELD_NAMES
         )
         return web.json_response({"input_tokens": num_tokens})
 

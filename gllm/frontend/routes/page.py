@@ -9,7 +9,7 @@ from aiohttp import ETag, web
 
 from gllm.frontend.errors import ApiError
 
-FOLDER = Path(__file__).parents[1] / "page"
+PAGE_FOLDER = Path(__file__).parents[1] / "page"
 CONTENT_TYPES = {
     ".html": "text/html",
     ".css": "text/css",
@@ -34,7 +34,7 @@ CONTENT_SECURITY_POLICY = (
     "trusted-types 'none'",
 )
 """Restricts the page to its own files and this server, without inline scripts and styles."""
-HEADERS = {
+RESPONSE_HEADERS = {
     # Browsers revalidate cached files each time (304), so that an upgrade of gllm takes effect.
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "; ".join(CONTENT_SECURITY_POLICY),
@@ -76,13 +76,13 @@ def _send_file(request: web.Request, path: str) -> web.Response:
         raise ApiError(404, f"The chat page has no file {path!r}.", code="http_404")
     client_tags = request.if_none_match or ()
     if any(tag.value in (page_file.etag, "*") for tag in client_tags):
-        response = web.Response(status=304, headers=HEADERS)
+        response = web.Response(status=304, headers=RESPONSE_HEADERS)
     else:
         response = web.Response(
             body=page_file.body,
             content_type=page_file.content_type,
             charset=page_file.charset,
-            headers=HEADERS,
+            headers=RESPONSE_HEADERS,
         )
     response.etag = ETag(page_file.etag)
     return response
@@ -92,10 +92,10 @@ def _send_file(request: web.Request, path: str) -> web.Response:
 def _load_files() -> dict[str, PageFile]:
     """Return the page's files by path relative to their folder, with slashes. Loaded once."""
     files = {}
-    for path in sorted(FOLDER.rglob("*")):
+    for path in sorted(PAGE_FOLDER.rglob("*")):
         if path.suffix in CONTENT_TYPES:
             body = path.read_bytes()
-            name = path.relative_to(FOLDER).as_posix()
+            name = path.relative_to(PAGE_FOLDER).as_posix()
             etag = hashlib.sha256(body).hexdigest()[:16]
             files[name] = PageFile(body, CONTENT_TYPES[path.suffix], etag)
     return files

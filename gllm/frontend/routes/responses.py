@@ -10,7 +10,7 @@ from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.converted_chat import count_prompt_tokens, prepare_converted_chat
 from gllm.frontend.fields.response_items import convert_input
 from gllm.frontend.fields.responses import (
-    FIELD_NAMES,
+    CLIENT_FIELD_NAMES,
     CompactFields,
     InputTokensFields,
     ResponsesFields,
@@ -23,7 +23,9 @@ from gllm.frontend.responses_writer import ResponsesWriter
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Generate an answer to the input, in the format of OpenAI's Responses API."""
     context = request.app[CONTEXT]
-    async with prepare_converted_chat(request, ResponsesFields, convert_to_chat, FIELD_NAMES) as (
+    async with prepare_converted_chat(
+        request, ResponsesFields, convert_to_chat, CLIENT_FIELD_NAMES
+    ) as (
         fields,
         job,
     ):
@@ -34,7 +36,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 async def count_input_tokens(request: web.Request) -> web.Response:
     """Count the tokens of an input."""
     num_tokens = await count_prompt_tokens(
-        request, InputTokensFields, convert_prompt_to_chat, FIELD_NAMES
+        request, InputTokensFields, convert_prompt_to_chat, CLIENT_FIELD_NAMES
     )
     return web.json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
@@ -42,7 +44,9 @@ async def count_input_tokens(request: web.Request) -> web.Response:
 async def compact_conversation(request: web.Request) -> web.StreamResponse:
     """Compact a conversation to the user's messages and a summary by the model."""
     context = request.app[CONTEXT]
-    async with prepare_converted_chat(request, CompactFields, _summary_fields, FIELD_NAMES) as (
+    async with prepare_converted_chat(
+        request, CompactFields, _summary_fields, CLIENT_FIELD_NAMES
+    ) as (
         _,
         job,
     ):
