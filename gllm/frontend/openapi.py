@@ -85,7 +85,7 @@ def _add_field_rules(schema: JsonObject, fields: type[RequestFields]) -> None:
     if fields.required_any_of:
         schema["anyOf"] = [{"required": [name]} for name in fields.required_any_of]
     for name, purpose in fields.ignored_fields.items():
-        properties.setdefault(name, {"description": f"ignored; purpose in other servers: {purpose}"})
+        properties.setdefault(name, {"description": f"ignored: {purpose}"})
     for name, unsupported in fields.unsupported_fields.items():
         values = [None, *unsupported.accepted_values]
         properties.setdefault(name, {"enum": values, "description": f"{name} {unsupported.reason}"})
