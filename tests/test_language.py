@@ -85,14 +85,12 @@ PENDING_CLASSES = frozenset(
         "Event",
         "Experts",
         "Head",
-        "Job",
         "LatentAttention",
         "Layer",
         "Linear",
         "MLP",
         "Norm",
         "Profile",
-        "Result",
         "Step",
     ]
 )

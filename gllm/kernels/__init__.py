@@ -1,4 +1,4 @@
-"""Operations on tensors, one per file: reference in torch and dispatch to a faster kernel.
+"""Tensor operations, one per file: a torch reference and the dispatch to a faster kernel.
 
-native/ has compiled kernels for CPUs, triton/ those for GPUs.
+native/ has compiled kernels for CPUs, triton/ has kernels for GPUs.
 """

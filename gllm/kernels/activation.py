@@ -1,7 +1,4 @@
-"""The activations of feed-forward blocks.
-
-Owns the formulas. Does not know the projections around them.
-"""
+"""Activation functions of feed-forward blocks, plain and gated."""
 
 from collections.abc import Callable
 
@@ -27,12 +24,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def apply_activation(kind: str, x: Tensor) -> Tensor:
-    """The activation of x, of its shape."""
+    """Return the activation of x, elementwise."""
     return ACTIVATIONS[kind](x)
 
 
 def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:
-    """act(gate) * up for gate_up [tokens, 2 * n], gate in the first half; the result [tokens, n].
+    """Return act(gate) * up, [tokens, n], for gate_up [tokens, 2 * n] with gate in the first half.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), equations 5 and 6.
     """

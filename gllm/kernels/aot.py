@@ -1,10 +1,8 @@
-"""`python -m gllm.kernels.aot`: compiles the kernels for GPUs, without a GPU, and judges them.
+"""`python -m gllm.kernels.aot`: compile the Triton kernels without a GPU and check the binaries.
 
-Owns what a compiled kernel has to satisfy to run well on an architecture: no registers spilled to
-memory, no more shared memory than a block can have, tensor cores where there are products, loads of
-later tiles under way while one is computed where the kernel has the stages for that. What is
-compiled is listed by the kernels' own files (COMPILED; gllm/kernels/triton/ahead.py). Does not know
-what kernels compute.
+A compiled kernel must not spill registers to memory, must fit into the shared memory of a block,
+must use tensor cores where it multiplies tiles, and must prefetch tiles where it has the pipeline
+stages for it. Each kernel module lists its variants in KERNEL_SPECS (triton/kernel_specs.py).
 
 Limits of shared memory: NVIDIA, "CUDA C++ Programming Guide", table of technical specifications by
 compute capability.
@@ -26,118 +24,130 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gllm.kernels.triton.ahead import Compiled
+    from gllm.kernels.triton.kernel_specs import KernelSpec
 
-ROOM = "gllm.kernels.triton"
+KERNEL_PACKAGE = "gllm.kernels.triton"
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
-"""Bytes that a block can have, by architecture."""
+"""Bytes of shared memory per block, by architecture."""
 TENSOR_CORES = re.compile(r"^\s*(?:@\S+\s+)?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\.", re.M)
 BUFFERS = re.compile(
     r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x[^>]*\bmutable\b", re.M
 )
-"""A tile's buffers in shared memory, [buffers, rows, columns], as the software pipeliner makes them
-for a load within a loop."""
+"""Buffers of a tile in shared memory, [buffers, rows, columns], that the software pipeliner
+allocates for a load within a loop."""
 PIPELINED_STAGES = 3
-"""Fewest stages by which a load is under way while another tile is computed: with n of them there
-are n - 1 buffers, and one more where products are asynchronous (from sm_90 on)."""
+"""Minimum number of stages at which a load overlaps the computation of another tile: n stages use
+n - 1 buffers, one more where products are asynchronous (from sm_90 on)."""
 USAGE = re.compile(r"\bREG:(\d+)\s+STACK:(\d+).*?\bLOCAL:(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One compilation, named so that another process can find it."""
+class CompileJob:
+    """One compilation, identified so that another process can run it."""
 
     module: str
     index: int
-    """In the module's COMPILED."""
+    """Index in the KERNEL_SPECS of the module."""
     arch: int
     use: tuple[tuple[str, int], ...] = ()
-    """Tiles to be tried in place of those that the architecture's table says."""
+    """Tile sizes that replace those of the table for the architecture."""
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What came of a job."""
+class CompileResult:
+    """Resource usage of a compiled kernel, or the error of the compiler."""
 
     kernel: str
     label: str
     arch: int
     wants_tensor_cores: bool
     registers: int = 0
-    """Of a thread."""
+    """Registers per thread."""
     spilled: int = 0
-    """Bytes of a thread's memory in place of registers."""
+    """Bytes of local memory per thread for spilled registers."""
     shared: int = 0
-    """Bytes of a block."""
-    tensor_core_instructions: int = 0
+    """Bytes of shared memory per block."""
+    num_tensor_core_instructions: int = 0
     stages: int = 1
-    """Of the software pipeline, as requested."""
+    """Requested stages of the software pipeline."""
     buffers: int = 0
-    """Fewest buffers of a tile that is loaded within a loop; 0 where there is no such load."""
+    """Smallest number of buffers of a tile loaded within a loop; 0 without such loads."""
     error: str = ""
-    """Why it does not compile."""
+    """Message of the compiler; empty if the kernel compiles."""
 
 
-def usage(text: str) -> tuple[int, int]:
-    """Registers and bytes of local memory of a thread, from `cuobjdump --dump-resource-usage`.
+def parse_resource_usage(text: str) -> tuple[int, int]:
+    """Return registers and bytes of local memory per thread from the output of cuobjdump.
 
-    The most of all functions. Raises ValueError where the text names none.
+    Returns the maxima over all functions in the output of `cuobjdump --dump-resource-usage`.
+
+    Raises:
+        ValueError: The text contains no resource usage.
     """
-    found = [tuple(map(int, groups)) for groups in USAGE.findall(text)]
-    if not found:
+    functions = [tuple(map(int, groups)) for groups in USAGE.findall(text)]
+    if not functions:
         raise ValueError(f"no resource usage in {text!r}")
-    return max(one[0] for one in found), max(max(one[1:]) for one in found)
+    return max(usage[0] for usage in functions), max(max(usage[1:]) for usage in functions)
 
 
-def tensor_core_instructions(ptx: str) -> int:
-    """How many instructions of a kernel in PTX multiply on tensor cores."""
+def count_tensor_core_instructions(ptx: str) -> int:
+    """Return the number of tensor-core instructions in PTX."""
     return len(TENSOR_CORES.findall(ptx))
 
 
-def num_buffers(ttgir: str) -> int:
+def count_buffers(ttgir: str) -> int:
     """Return the fewest buffers that a tile loaded within a loop has, from Triton's GPU dialect.
 
-    1 means that the load waits for the products of the tile before; 0 that nothing is buffered.
+    1: the load waits for the products of the previous tile; 0: no tile is buffered.
     """
     return min(map(int, BUFFERS.findall(ttgir)), default=0)
 
 
-def complaints(result: Result) -> list[str]:
-    """What is wrong with a compiled kernel, in words."""
+def find_problems(result: CompileResult) -> list[str]:
+    """Return messages about what is wrong with a compiled kernel; empty if nothing is."""
     name = f"{result.kernel} ({result.label}) for sm_{result.arch}"
     if result.error:
         return [f"{name} does not compile: {result.error}"]
-    found = []
+    problems = []
     if result.spilled:
-        found.append(f"{name} spills {result.spilled} bytes")
+        problems.append(f"{name} spills {result.spilled} bytes")
     limit = SHARED_MEMORY[result.arch]
     if result.shared > limit:
-        found.append(f"{name} needs {result.shared:,} bytes of shared memory; {limit:,} are there")
-    if result.wants_tensor_cores and not result.tensor_core_instructions:
-        found.append(f"{name} does not multiply on tensor cores")
+        problems.append(
+            f"{name} needs {result.shared:,} bytes of shared memory; {limit:,} are available"
+        )
+    if result.wants_tensor_cores and not result.num_tensor_core_instructions:
+        problems.append(f"{name} does not multiply on tensor cores")
     if result.wants_tensor_cores and result.stages >= PIPELINED_STAGES and result.buffers < 2:
-        found.append(
+        problems.append(
             f"{name} prefetches no tile: its loads have {result.buffers} buffers, "
             f"but there are {result.stages} stages"
         )
-    return found
+    return problems
 
 
-def table(results: Iterable[Result]) -> str:
-    """One line for each result, below a head, in columns."""
+def format_table(results: Iterable[CompileResult]) -> str:
+    """Return a text table with a header and one line per result."""
     head = (
-        *("kernel", "label", "arch", "registers", "spilled", "shared memory", "tensor cores"),
-        *("stages", "buffers"),
+        "kernel",
+        "label",
+        "arch",
+        "registers",
+        "spilled",
+        "shared memory",
+        "tensor cores",
+        "stages",
+        "buffers",
     )
     rows: list[tuple[str, ...]] = [head]
-    for one in results:
-        shared = f"{one.shared:,} of {SHARED_MEMORY[one.arch]:,}"
+    for result in results:
+        shared = f"{result.shared:,} of {SHARED_MEMORY[result.arch]:,}"
         numbers = (
-            *(one.registers, one.spilled, shared, one.tensor_core_instructions),
-            *(one.stages, one.buffers),
+            *(result.registers, result.spilled, shared, result.num_tensor_core_instructions),
+            *(result.stages, result.buffers),
         )
-        shown = ("failed", *"-----") if one.error else tuple(map(str, numbers))
-        rows.append((one.kernel, one.label, f"sm_{one.arch}", *shown))
+        shown = ("failed", *"-----") if result.error else tuple(map(str, numbers))
+        rows.append((result.kernel, result.label, f"sm_{result.arch}", *shown))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -147,76 +157,79 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join(lines)
 
 
-def chosen(compiled: Sequence["Compiled"], arch: int, everything: bool) -> list[int]:
-    """Indices of what is compiled for an architecture: all, or the first of each kernel."""
-    found: dict[object, int] = {}
-    for index, one in enumerate(compiled):
-        if one.least <= arch:
-            found.setdefault(index if everything else one.kernel.__name__, index)
-    return list(found.values())
+def select_specs(compiled: Sequence["KernelSpec"], arch: int, everything: bool) -> list[int]:
+    """Return indices of the specs for an architecture: all, or the first of each kernel."""
+    indices: dict[object, int] = {}
+    for index, spec in enumerate(compiled):
+        if spec.min_arch <= arch:
+            indices.setdefault(index if everything else spec.kernel.__name__, index)
+    return list(indices.values())
 
 
-def jobs(modules: Iterable[str], archs: Sequence[int], everything: bool) -> list[Job]:
-    """What there is to do for these modules."""
-    made = []
+def list_jobs(modules: Iterable[str], archs: Sequence[int], everything: bool) -> list[CompileJob]:
+    """Return the compilations of some kernel modules for some architectures."""
+    jobs = []
     for name in modules:
-        compiled = listed(name)
-        indices = {arch: chosen(compiled, arch, everything) for arch in archs}
+        compiled = load_kernel_specs(name)
+        indices = {arch: select_specs(compiled, arch, everything) for arch in archs}
         for index in range(len(compiled)):
-            made += [Job(name, index, arch) for arch in archs if index in indices[arch]]
-    return made
+            jobs += [CompileJob(name, index, arch) for arch in archs if index in indices[arch]]
+    return jobs
 
 
-def room() -> list[str]:
-    """The names of the files of kernels."""
-    return [found.name for found in pkgutil.iter_modules(importlib.import_module(ROOM).__path__)]
+def list_kernel_modules() -> list[str]:
+    """Return the names of the modules in gllm.kernels.triton."""
+    return [
+        module.name
+        for module in pkgutil.iter_modules(importlib.import_module(KERNEL_PACKAGE).__path__)
+    ]
 
 
-def listed(module: str) -> Sequence["Compiled"]:
-    """What a file of kernels has compiled."""
-    return getattr(importlib.import_module(f"{ROOM}.{module}"), "COMPILED", ())
+def load_kernel_specs(module: str) -> Sequence["KernelSpec"]:
+    """Return the KERNEL_SPECS of a kernel module, empty if it has none."""
+    return getattr(importlib.import_module(f"{KERNEL_PACKAGE}.{module}"), "KERNEL_SPECS", ())
 
 
-def run(job: Job) -> Result:
-    """Compile, in this process."""
+def compile_kernel(job: CompileJob) -> CompileResult:
+    """Compile one kernel in this process and measure its resource usage."""
     from gllm.kernels.triton import tiles
 
-    one = listed(job.module)[job.index]
-    name = f"{job.module}.{one.kernel.__name__}"
+    spec = load_kernel_specs(job.module)[job.index]
+    name = f"{job.module}.{spec.kernel.__name__}"
     tried = {}
-    if job.use and one.tiled is not None:
-        row = tiles.row_for(one.tiled.table, one.tiled.sizes)
-        tried[one.tiled.table] = [tiles.Row(row.up_to, dict(job.use))]
+    if job.use and spec.tuned is not None:
+        row = tiles.find_default_row(spec.tuned.table, spec.tuned.sizes)
+        tried[spec.tuned.table] = [tiles.TileRow(row.up_to, dict(job.use))]
     try:
-        with tiles.using(tried, tiles.tables_for("", job.arch)):
-            figures = _figures(one, job.arch)
+        with tiles.override_tiles(tried, tiles.load_tables("", job.arch)):
+            figures = _figures(spec, job.arch)
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
-        return Result(name, one.label, job.arch, one.tensor_cores, error=reason)
-    return Result(name, one.label, job.arch, one.tensor_cores, *figures)
+        return CompileResult(name, spec.label, job.arch, spec.tensor_cores, error=reason)
+    return CompileResult(name, spec.label, job.arch, spec.tensor_cores, *figures)
 
 
-def _figures(one: "Compiled", arch: int) -> tuple[int, int, int, int, int, int]:
-    """Registers, spilled, shared, instructions of tensor cores, stages, buffers."""
+def _figures(spec: "KernelSpec", arch: int) -> tuple[int, int, int, int, int, int]:
+    """Return registers, spilled and shared bytes, tensor-core instructions, stages, buffers."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    constants, warps, stages = one.launch()
-    signature = {**one.signature, **dict.fromkeys(constants, "constexpr")}
-    places = {name: (place,) for place, name in enumerate(one.kernel.arg_names)}
-    attributes = {places[name]: [["tt.divisibility", 16]] for name in one.aligned}
-    source = ASTSource(one.kernel, signature, constants, attributes)
+    constants, warps, stages = spec.launch()
+    signature = {**spec.signature, **dict.fromkeys(constants, "constexpr")}
+    places = {name: (place,) for place, name in enumerate(spec.kernel.arg_names)}
+    attributes = {places[name]: [["tt.divisibility", 16]] for name in spec.aligned}
+    source = ASTSource(spec.kernel, signature, constants, attributes)
     options = {"num_warps": warps, "num_stages": stages}
     kernel = compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, spilled = usage(_resource_usage(kernel.asm["cubin"]))
-    instructions = tensor_core_instructions(kernel.asm["ptx"])
-    buffers = num_buffers(kernel.asm["ttgir"])
+    registers, spilled = parse_resource_usage(_resource_usage(kernel.asm["cubin"]))
+    instructions = count_tensor_core_instructions(kernel.asm["ptx"])
+    buffers = count_buffers(kernel.asm["ttgir"])
     return registers, spilled, kernel.metadata.shared, instructions, stages, buffers
 
 
 def _resource_usage(cubin: bytes) -> str:
-    """What cuobjdump says of a binary."""
+    """Return the resource usage that cuobjdump prints for a binary."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -226,21 +239,23 @@ def _resource_usage(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
-    made = argparse.ArgumentParser(prog="python -m gllm.kernels.aot", description=__doc__)
+def build_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of the command."""
+    parser = argparse.ArgumentParser(prog="python -m gllm.kernels.aot", description=__doc__)
     known = sorted(SHARED_MEMORY)
-    made.add_argument("modules", nargs="*", help="files of gllm/kernels/triton; all by default")
-    made.add_argument("--all", action="store_true", help="not only the first of each kernel")
-    made.add_argument("--arch", type=int, nargs="+", choices=known, default=known)
-    made.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    made.add_argument("--triton", metavar="VERSION", help="fail unless this version is installed")
-    return made
+    parser.add_argument("modules", nargs="*", help="files of gllm/kernels/triton; all by default")
+    parser.add_argument(
+        "--all", action="store_true", help="compile all variants, not only the first one per kernel"
+    )
+    parser.add_argument("--arch", type=int, nargs="+", choices=known, default=known)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--triton", metavar="VERSION", help="fail unless this version is installed")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table and what is wrong; the status is 1 where something is."""
-    options = parser().parse_args(arguments)
+    """Print a table and the problems; return 1 if there are any."""
+    options = build_parser().parse_args(arguments)
     from triton import __version__, knobs
 
     if options.triton not in (None, __version__):
@@ -249,18 +264,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if knobs.runtime.interpret:
         print("TRITON_INTERPRET is set: kernels would be interpreted", file=sys.stderr)
         return 2
-    work = jobs(options.modules or room(), options.arch, options.all)
-    # Workers are started afresh: the compiler has threads, which forks would lose.
+    jobs = list_jobs(options.modules or list_kernel_modules(), options.arch, options.all)
+    # Spawned, not forked: the compiler has threads, which a fork would lose.
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        results = list(pool.map(run, work))
-    print(table(results))
-    found = [complaint for result in results for complaint in complaints(result)]
+        results = list(pool.map(compile_kernel, jobs))
+    print(format_table(results))
+    problems = [problem for result in results for problem in find_problems(result)]
     print(
-        "\n".join(["", *found])
-        if found
+        "\n".join(["", *problems])
+        if problems
         else f"\n{len(results)} compiled by Triton {__version__}, all well"
     )
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-"""Layer normalisation.
-
-Owns the formula and its precision. Does not know where in a model it is used.
-"""
+"""Layer normalization."""
 
 from torch import Tensor
 from torch.nn import functional
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
 
-    x [..., n]; weight [n], or [m, n] for x [..., m, n]; bias alike. Mean and variance are taken in
-    float32; the result has x's shape and dtype. Source: Ba, Kiros and Hinton, "Layer Normalization"
-    (2016), equation 4.
+    x is [..., n]; weight [n], or [m, n] for x [..., m, n]; bias likewise. Mean and variance are
+    computed in float32; the result has the shape and dtype of x. Source: Ba, Kiros and Hinton,
+    "Layer Normalization" (2016), equation 4.
     """
     if weight.dim() == 1:
         return functional.layer_norm(x, weight.shape, weight, bias, eps)

@@ -1,7 +1,7 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones.
+"""Log-probabilities of given tokens and of the top tokens per row of logits.
 
-Owns the log-softmax and the ranking. Does not know why a token was chosen: the one that was drawn,
-or the next one of a prompt. What is computed for a row depends on that row alone.
+A given token is a sampled one or the next one of a prompt. The result of a row depends on that row
+alone.
 """
 
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """One token in each row, and the likeliest of that row."""
+    """Log-probabilities of one token per row, and the top tokens of each row."""
 
     tokens: Tensor
-    """[rows] int64"""
+    """[rows] int64: token ids."""
     logprobs: Tensor
     """[rows] float32, natural logarithms."""
     ranks: Tensor
     """[rows] int64: 1 for the likeliest token."""
     top_ids: Tensor
-    """[rows, top] int64, likeliest first."""
+    """[rows, top] int64: ids of the top tokens, likeliest first."""
     top_logprobs: Tensor
-    """[rows, top] float32"""
+    """[rows, top] float32: their log-probabilities."""
 
 
 def compute_logprobs(logits: Tensor) -> Tensor:
-    """Log-softmax [rows, vocabulary] float32 of logits alike."""
+    """Return the log-softmax [rows, vocabulary] float32 of logits [rows, vocabulary]."""
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
 def gather_logprobs(logprobs: Tensor, tokens: Tensor, top: int) -> LogprobTensors:
-    """The scores of tokens [rows] int64 under logprobs [rows, vocabulary] float32.
+    """Gather the log-probabilities and ranks of tokens [rows] int64, and the top tokens.
 
-    top: how many of the likeliest tokens come along, the whole vocabulary at most.
+    logprobs: [rows, vocabulary] float32; top: number of top tokens, limited to the vocabulary.
     """
     chosen = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1
@@ -43,20 +43,22 @@ def gather_logprobs(logprobs: Tensor, tokens: Tensor, top: int) -> LogprobTensor
 
 
 def packed_logprobs_width(top: int) -> int:
-    """Numbers of a packed row that tells so many of the likeliest tokens."""
+    """Return the number of columns of a packed row with `top` top tokens."""
     return 3 + 2 * top
 
 
 def pack_logprobs(scores: LogprobTensors) -> Tensor:
-    """Scores as one table [rows, packed_width(top)] float64, to be copied at a stroke; its numbers
-    are exact."""
+    """Pack into one table [rows, packed_logprobs_width(top)] float64, exactly.
+
+    One tensor needs a single copy to the host.
+    """
     columns = [scores.tokens, scores.logprobs, scores.ranks]
     tables = [column[:, None] for column in columns] + [scores.top_ids, scores.top_logprobs]
     return torch.cat([table.double() for table in tables], dim=1)
 
 
 def unpack_logprobs(table: Tensor) -> LogprobTensors:
-    """Scores from a table as `packed` makes it."""
+    """Unpack a table made by `pack_logprobs`."""
     tokens, logprobs, ranks = table[:, :3].unbind(dim=1)
     top_ids, top_logprobs = table[:, 3:].chunk(2, dim=1)
     return LogprobTensors(

@@ -1,7 +1,7 @@
-"""What a row of logits must not, may only and should rather bring.
+"""Constraints on logits: banned tokens, allowed tokens, biases and bad words.
 
-Owns bans, allowed tokens and biases: on one row of a CPU by lists of ids, on rows of a device by
-bits, by places and by what the row's history ends with. Does not know where the ids come from.
+On the CPU they are applied to one row by lists of token ids. On a device they are applied to many
+rows by bitmasks, by flat indices and by the end of the token history of a row.
 """
 
 import math
@@ -13,44 +13,51 @@ from gllm.kernels.bad_words import BadWords
 from gllm.kernels.history import TokenHistories, gather_tokens
 
 BITS_PER_WORD = 32
-"""Tokens of a mask's word, the first one in its lowest bit."""
+"""Tokens per word of a bitmask; the first one is in the lowest bit."""
 
 
 def allow_only_tokens(logits: Tensor, ids: Tensor) -> None:
-    """Forbid all but some tokens, in place. logits [vocabulary] float32, ids [n] int64."""
+    """Ban all tokens except ids [n] int64, in place. logits: [vocabulary] float32."""
     kept = logits[ids]
     logits.fill_(-math.inf)
     logits[ids] = kept
 
 
 def ban_tokens(logits: Tensor, ids: Tensor) -> None:
-    """Forbid tokens, in place. logits [vocabulary] float32, ids [n] int64."""
+    """Ban tokens ids [n] int64, in place. logits: [vocabulary] float32."""
     logits[ids] = -math.inf
 
 
 def add_token_bias(logits: Tensor, ids: Tensor, bias: Tensor) -> None:
-    """Add to some logits, in place. logits [vocabulary] float32, ids [n] int64, each once, bias [n]
-    float32."""
+    """Add bias [n] float32 to the logits of ids [n] int64, in place.
+
+    logits: [vocabulary] float32; each id occurs once.
+    """
     logits[ids] += bias
 
 
 def num_bitmask_words(vocabulary: int) -> int:
-    """Words of a mask."""
+    """Return the number of words of a bitmask."""
     return -(-vocabulary // BITS_PER_WORD)
 
 
 def build_token_bitmask(ids: Tensor, vocabulary: int) -> Tensor:
-    """A mask [words] int32 that allows ids [n] int64 of a vocabulary alone; others are left out."""
+    """Return a bitmask [words] int32 that allows only ids [n] int64; ids outside are ignored."""
     allowed = torch.zeros(num_bitmask_words(vocabulary) * BITS_PER_WORD, dtype=torch.bool)
     allowed[ids[ids < vocabulary]] = True
     bits = allowed.view(-1, BITS_PER_WORD).long() << torch.arange(BITS_PER_WORD)
-    # As unsigned words: the highest bit is a sign.
+    # Words are unsigned: the highest bit becomes the sign.
     return bits.sum(dim=-1).to(torch.int32)
 
 
 def apply_token_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """Forbid all tokens whose bit is 0, in place. logits [rows, vocabulary] float32; masks [masks,
-    words] int32, each for one of rows [masks] int64. Nobody waits for the device."""
+    """Ban all tokens whose bit is 0, in place and without synchronization.
+
+    Args:
+        logits: [rows, vocabulary] float32.
+        rows: [masks] int64: row that each mask applies to.
+        masks: [masks, words] int32.
+    """
     if logits.is_cuda:
         from gllm.kernels.triton import masking
 
@@ -63,10 +70,12 @@ def apply_token_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 
 def add_to_logits(logits: Tensor, places: Tensor, values: Tensor) -> None:
-    """Add to some logits, in place; -inf forbids. logits [rows, vocabulary] float32, contiguous;
-    places [n] int64: row * vocabulary + id, values [n] float32. Nobody waits for the device.
+    """Add values to single logits, in place and without synchronization; -inf bans a token.
 
-    Of a place's values at most one is finite, so that their order does not matter.
+    Args:
+        logits: [rows, vocabulary] float32, contiguous.
+        places: [n] int64: row * vocabulary + id.
+        values: [n] float32; at most one value per place is finite, so their order does not matter.
     """
     logits.view(-1).index_add_(0, places, values)
 
@@ -74,8 +83,16 @@ def add_to_logits(logits: Tensor, places: Tensor, values: Tensor) -> None:
 def apply_bad_words(
     logits: Tensor, table: Tensor, histories: TokenHistories, phrases: BadWords
 ) -> None:
-    """Forbid the last tokens of phrases whose others end an output, in place. logits [rows,
-    vocabulary] float32, contiguous, table [slots] int64. Nobody waits for the device."""
+    """Ban the last token of each phrase whose other tokens end the output, in place.
+
+    Does not synchronize.
+
+    Args:
+        logits: [rows, vocabulary] float32, contiguous.
+        table: [slots] int64: token per KV-cache slot.
+        histories: Token histories of the rows.
+        phrases: Forbidden token sequences.
+    """
     if logits.is_cuda:
         from gllm.kernels.triton import masking
 

@@ -1,7 +1,6 @@
-"""Penalties on tokens that were there before.
+"""Repetition, frequency and presence penalties on the logits of seen tokens.
 
-Owns the arithmetic of repetition, frequency and presence penalty. Does not know requests: which
-tokens a row has seen comes as a list of entries, or as where its history is.
+The seen tokens of a row are given as a list of entries (CPU) or as its token history (device).
 
 Repetition penalty: Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
 Generation" (2019), section 4.1; here a negative logit is multiplied, so that it falls as well.
@@ -18,23 +17,23 @@ from gllm.kernels.history import TokenHistories, gather_tokens
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """Tokens that rows of logits have seen; all tensors are [entries], a (row, id) comes once."""
+    """Seen tokens per row of logits; tensors are [entries], each (row, id) occurs once."""
 
     rows: Tensor
-    """int64"""
+    """int64: row of the logits."""
     ids: Tensor
-    """int64"""
+    """int64: token id."""
     counts: Tensor
-    """float64: occurrences in the output; 0 for a token of the prompt alone."""
+    """float64: occurrences in the output; 0 for a token that is only in the prompt."""
 
 
 def apply_penalties(
     logits: Tensor, seen: SeenTokens, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> None:
-    """Lower the logits [rows, vocabulary] float32 of seen tokens, in place.
+    """Apply penalties to logits [rows, vocabulary] float32 in place.
 
-    repetition, frequency, presence: [rows] float64; 1, 0 and 0 are off. A forbidden token (-inf)
-    stays forbidden, a finite logit stays finite. The work depends on the entries alone.
+    repetition, frequency and presence are [rows] float64; 1, 0 and 0 are off. A forbidden token
+    (-inf) stays forbidden, a finite logit stays finite. The cost is proportional to the entries.
     """
     rows = seen.rows
     before = logits[rows, seen.ids]
@@ -45,10 +44,13 @@ def apply_penalties(
 def apply_history_penalties(
     logits: Tensor, table: Tensor, histories: TokenHistories, settings: Tensor
 ) -> None:
-    """The same for rows of logits [rows, vocabulary] float32 that have histories in a table [slots]
-    int64; nobody waits for the device.
+    """Apply penalties for the tokens of histories, in place and without synchronization.
 
-    settings [3, histories] float64: repetition, frequency, presence.
+    Args:
+        logits: [rows, vocabulary] float32.
+        table: [slots] int64: token per KV-cache slot.
+        histories: Histories of the rows to penalize.
+        settings: [3, histories] float64: repetition, frequency, presence.
     """
     if logits.is_cuda:
         from gllm.kernels.triton import penalties
@@ -59,7 +61,7 @@ def apply_history_penalties(
     owners = torch.arange(count, device=logits.device)
     ids = gather_tokens(table, histories, owners, positions)
     inside = (positions < histories.lengths[:, None]) & (ids >= 0) & (ids < size)
-    # One column more, for what is no token.
+    # One extra column for positions without a token.
     ids = torch.where(inside, ids, size)
     shape = (count, size + 1)
     seen = torch.zeros(shape, dtype=torch.bool, device=logits.device).scatter_(1, ids, True)
@@ -75,7 +77,7 @@ def apply_history_penalties(
 def _penalized(
     before: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """Logits of seen tokens, penalized; counts, of before's shape, and settings are float64."""
+    """Return penalized logits; counts, of the shape of before, and settings are float64."""
     values = before.double()
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * counts + presence * (counts > 0)

@@ -1,7 +1,6 @@
-"""Counter-based random numbers: a number depends on its counters alone, not on call order.
+"""Counter-based random numbers: a number depends on its counters alone, not on the call order.
 
-Owns the generator. Does not know what the numbers decide. Integer arithmetic makes the stream the
-same on every device.
+The arithmetic is on integers, so the numbers are the same on every device.
 
 Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014),
 the SplitMix64 generator, here chained as a hash over the counters.
@@ -12,29 +11,32 @@ from torch import Tensor
 
 
 def _signed(bits: int) -> int:
-    """An unsigned 64-bit constant as torch's int64 holds it."""
+    """Reinterpret an unsigned 64-bit constant as int64."""
     return bits - 2**64 if bits >= 2**63 else bits
 
 
 GAMMA = _signed(0x9E3779B97F4A7C15)
+"""Increment of SplitMix64."""
 MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+"""First multiplier of the SplitMix64 mix function."""
 MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+"""Second multiplier of the SplitMix64 mix function."""
 
 
 def _xor_shifted(x: Tensor, bits: int) -> Tensor:
-    """x ^ (x >>> bits); int64 shifts are arithmetic, so the copies of the sign are masked off."""
+    """Return x ^ (x >>> bits); int64 shifts are arithmetic, so sign copies are masked off."""
     return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))
 
 
 def splitmix64(state: Tensor) -> Tensor:
-    """The SplitMix64 output for each state of an int64 tensor (two's complement, wrapping)."""
+    """Return the SplitMix64 output for each state of an int64 tensor (wrapping arithmetic)."""
     mixed = _xor_shifted(state + GAMMA, 30) * MULTIPLIER_1
     mixed = _xor_shifted(mixed, 27) * MULTIPLIER_2
     return _xor_shifted(mixed, 31)
 
 
 def random_uniform(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64 with 53 random bits, for counters of one shape, all int64."""
+    """Return float64 numbers in [0, 1) with 53 random bits for int64 counters of one shape."""
     mixed = splitmix64(splitmix64(splitmix64(seed) ^ choice) ^ index)
     top_bits = (mixed >> 11) & ((1 << 53) - 1)
     return top_bits.to(torch.float64) * 2.0**-53

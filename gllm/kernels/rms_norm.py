@@ -1,7 +1,4 @@
-"""Root-mean-square normalisation, alone and behind the residual sum.
-
-Owns the formula and its precision. Does not know where in a model it is used.
-"""
+"""RMSNorm, with and without a preceding residual addition."""
 
 import torch
 from torch import Tensor
@@ -17,7 +14,7 @@ from gllm.kernels.native.library import (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean taken in float32.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, with a float32 mean.
 
     x [..., n], weight [n] of the same dtype or of float32; the result has x's shape and dtype.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
@@ -33,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `rms_norm` of hidden + delta, which hidden [tokens, n] becomes; delta is alike."""
+    """Add delta to hidden in place, both [tokens, n], and return the `rms_norm` of the sum."""
     if hidden.is_cuda:
         from gllm.kernels.triton import rms_norm as gpu
 

@@ -1,8 +1,8 @@
-"""Rotary position embedding: frequencies for each kind of scaling, angles of a step, rotation.
+"""Rotary position embedding: inverse frequencies per kind of scaling, angles of a step, rotation.
 
-Owns the formulas; everything is computed in float32. Does not know configuration files: kinds and
-their parameters come checked (gllm/models/describe.py). Angles are computed for the positions of a
-step, once for all layers, so that no table has to be as long as the context.
+Everything is computed in float32. Kinds and parameters are validated by gllm/models/describe.py.
+Angles are computed for the positions of a step, once for all layers, so that no table of the length
+of the context is needed.
 
 Source: Su et al., "RoFormer" (2021), equation 34. In the half-split layout element i of the rotated
 part is paired with element i + dim / 2, in the interleaved one with its neighbour.
@@ -23,7 +23,7 @@ RotaryAngles = tuple[Tensor, Tensor]
 def compute_inverse_frequencies(
     kind: str, dim: int, theta: float, parameters: Parameters
 ) -> tuple[Tensor, float]:
-    """Radians per position of each pair, [dim / 2] float32, and the factor on cos and sin."""
+    """Return radians per position of each pair, [dim / 2] float32, and a factor on cos and sin."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return SCALINGS[kind](1.0 / theta**exponents, theta, parameters)
 
@@ -40,7 +40,7 @@ def _linear(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tensor
 def _llama3(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tensor, float]:
     """Llama 3.1: slow pairs interpolated, fast ones kept, a linear blend between the two.
 
-    What counts is how often a pair turns within the original context.
+    The blend depends on the number of rotations of a pair within the original context.
     """
     turns = parameters["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
@@ -86,8 +86,8 @@ def _yarn_attention_factor(parameters: Parameters) -> float:
 def _longrope(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tensor, float]:
     """Ding et al., "LongRoPE" (2024), equation 1: searched factors, short or long ones.
 
-    All positions of a text have to be rotated alike, so the longest text that is served decides,
-    `longest` in parameters, and not the length of each.
+    All positions of a sequence must use the same factors, so the maximum context length of the
+    server (`longest` in parameters) selects them, not the length of each sequence.
     """
     original = parameters["original_max_position_embeddings"]
     is_long = parameters["longest"] > original
@@ -109,15 +109,15 @@ SCALINGS: dict[str, Callable[[Tensor, float, Parameters], tuple[Tensor, float]]]
 
 
 def compute_rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> RotaryAngles:
-    """cos and sin, each [tokens, 1, dim / 2] float32, for positions [tokens] int64."""
+    """Return cos and sin, each [tokens, 1, dim / 2] float32, for positions [tokens] int64."""
     angles = positions.to(torch.float32)[:, None, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rotary(x: Tensor, angles: RotaryAngles, interleaved: bool = False) -> Tensor:
-    """x [tokens, heads, head_dim], its first `dim` elements rotated by the angles of its tokens.
+    """Rotate the first `dim` elements of x [tokens, heads, head_dim] by the angles of its tokens.
 
-    Same shape and dtype.
+    Returns a tensor of the shape and dtype of x.
     """
     cos, sin = angles
     dim = 2 * cos.shape[-1]

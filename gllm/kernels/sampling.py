@@ -1,13 +1,12 @@
-"""Drawing one token for each row of logits.
+"""Sampling of one token per row of logits, with temperature, top-k, top-p and min-p.
 
-Owns the arithmetic of temperature, top-k, top-p and min-p. Does not know requests: rows come
-planned by `plan_sampling`, logits come masked. What is drawn for a row depends on that row alone,
-whatever else is in the batch.
+Rows are planned by `plan_sampling`; logits are already masked. The token of a row depends on that
+row alone, not on the rest of the batch.
 
-The filters apply in the order temperature, top-k, top-p, min-p; among equal logits they keep those
-of smaller ids. A token is found by inverting the cumulative distribution of what is kept, in the
+The filters apply in the order temperature, top-k, top-p, min-p; among equal logits they keep the
+smaller ids. The token is found by inverting the cumulative distribution of the kept tokens, in the
 order of ids, at one uniform number per row (Devroye, "Non-Uniform Random Variate Generation"
-(1986), section III.2). So a set and a number decide, and no order of sorting does: on GPUs
+(1986), section III.2). The result therefore does not depend on how equal logits are sorted; on GPUs
 (triton/sampling.py) nothing is sorted. Top-p: Holtzman et al., "The Curious Case of Neural Text
 Degeneration" (2020). Min-p: Nguyen et al., "Turning Up the Heat" (2024).
 """
@@ -25,13 +24,13 @@ from gllm.kernels.sampling_plan import (
 )
 
 TOP_P_CANDIDATES = 1024
-"""Sorted first for a row with top-p alone; they nearly always hold its whole nucleus."""
+"""Tokens that are sorted first for a row with top-p alone: nearly always the whole nucleus."""
 SPAN_TOKENS = 512
-"""Tokens summed at once on the way to the cumulative distribution of a whole vocabulary."""
+"""Tokens per partial sum of the cumulative distribution over a whole vocabulary."""
 
 
 def sample(logits: Tensor, plan: SamplingPlan) -> Tensor:
-    """Token ids [rows] int64 from logits [rows, vocabulary] float32, -inf where forbidden."""
+    """Sample token ids [rows] int64 from logits [rows, vocabulary] float32 (-inf: forbidden)."""
     if logits.is_cuda:
         from gllm.kernels.triton import sampling
 
@@ -47,18 +46,18 @@ def sample(logits: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """Index [rows] of the largest of logits [rows, vocabulary], the first where several are."""
+    """Return the index [rows] of the largest of logits [rows, vocabulary], the first if equal."""
     if logits.is_cpu:
-        # numpy compares whole vectors of floats where torch goes one by one: 14 times the speed.
+        # 14 times as fast as torch, whose argmax on CPUs is not vectorized.
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
 
 
 def list_finite_rows(logits: Tensor) -> list[bool]:
-    """Whether all logits of each row of [rows, vocabulary], on the CPU, are finite.
+    """Return for each row of logits [rows, vocabulary] on the CPU if all its values are finite.
 
-    On one thread: a second thread that forks would have OpenMP count more threads than cores and
-    put those of the stage's arithmetic to sleep at each of their barriers.
+    Runs on one thread: a second thread that starts OpenMP threads would make OpenMP count more
+    threads than cores and put the threads of the stage to sleep at each of their barriers.
     """
     array = logits.numpy()
     finite = np.isfinite(array.min(axis=-1)) & np.isfinite(array.max(axis=-1))
@@ -66,18 +65,18 @@ def list_finite_rows(logits: Tensor) -> list[bool]:
 
 
 def find_finite_rows(logits: Tensor) -> Tensor:
-    """As `all_finite` on any device, [rows] bool; nobody waits for it."""
-    # Both in one pass: logits are the largest tensor of a decode step.
+    """Return `list_finite_rows` as a tensor [rows] bool, without synchronization."""
+    # One pass for both: logits are the largest tensor of a decode step.
     least, largest = logits.aminmax(dim=-1)
     return torch.isfinite(least) & torch.isfinite(largest)
 
 
 def _sample_group(logits: Tensor, group: RandomSamplingGroup) -> Tensor:
-    """Tokens [rows] for logits [rows, vocabulary], which are overwritten."""
+    """Sample tokens [rows] from logits [rows, vocabulary], which are overwritten."""
     # Relative to the maximum before the division: a tiny temperature cannot overflow.
     logits -= logits.amax(dim=-1, keepdim=True)
     if group.candidates != WHOLE_VOCABULARY:
-        # One more than can be kept, to see whether the last that is kept has an equal.
+        # One more than can be kept, to detect tokens equal to the last kept one.
         count = TOP_P_CANDIDATES if group.candidates == TOP_P_NUCLEUS else group.candidates
         return _sample_filtered(logits, group, count + 1)
     weights = logits.div_(group.temperature[:, None]).exp_()
@@ -86,8 +85,11 @@ def _sample_group(logits: Tensor, group: RandomSamplingGroup) -> Tensor:
 
 
 def _sample_filtered(logits: Tensor, group: RandomSamplingGroup, count: int) -> Tensor:
-    """Tokens [rows] for logits [rows, vocabulary] relative to their maxima, among what top-k and
-    top-p keep; the `count` likeliest tokens are looked at first."""
+    """Sample tokens [rows] from logits [rows, vocabulary] with top-k or top-p.
+
+    logits are relative to their maxima. The `count` likeliest tokens are tried first; rows for
+    which they do not suffice are repeated with the whole vocabulary.
+    """
     temperature = group.temperature[:, None]
     is_all = count >= logits.shape[1]
     if is_all:
@@ -102,18 +104,18 @@ def _sample_filtered(logits: Tensor, group: RandomSamplingGroup, count: int) -> 
         weights.masked_fill_(ranks >= group.top_k[:, None], 0)
         total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
     before = functional.pad(weights.cumsum(dim=-1, dtype=torch.float64)[:, :-1], (1, 0))
-    # The likeliest token always stays: nothing is before it.
+    # The likeliest token is always kept: the sum before it is 0.
     weights.masked_fill_(before >= group.top_p[:, None] * total, 0)
     kept = (weights > 0).sum(dim=-1, keepdim=True)
     weights.masked_fill_(weights < group.min_p[:, None], 0)
     if is_all:
-        # Back to their places: cheaper than to sort them again.
+        # Scattering back by id is cheaper than sorting again.
         return _invert_cumulative(torch.zeros_like(logits).scatter_(1, ids, weights), group.number)
     width = max(int(kept.max()), 1)
     ids, order = ids[:, :width].sort(dim=-1)
     column = _invert_cumulative(weights.gather(1, order), group.number)
     tokens = ids.gather(1, column[:, None])[:, 0]
-    # Equal to the first that is dropped, or the last that was looked at: others may be equal.
+    # The last kept logit equals the first dropped one: further logits may be equal.
     last = likeliest.gather(1, (kept - 1).clamp_min(0))
     unsure = (last == likeliest.gather(1, kept.clamp_max(count - 1)))[:, 0]
     if bool(unsure.any()):
@@ -123,22 +125,25 @@ def _sample_filtered(logits: Tensor, group: RandomSamplingGroup, count: int) -> 
 
 
 def _invert_cumulative(weights: Tensor, number: Tensor) -> Tensor:
-    """Indices [rows] at which the cumulative share of weights [rows, n] passes number [rows]."""
+    """Return indices [rows] where the cumulative share of weights [rows, n] exceeds number."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     return _passed(cumulative, number[:, None] * cumulative[:, -1:])
 
 
 def _passed(cumulative: Tensor, target: Tensor) -> Tensor:
-    """First index of cumulative [rows, n] above target [rows, 1], one of positive weight always."""
+    """Return the first index of cumulative [rows, n] above target [rows, 1].
+
+    The weight at the index is always positive.
+    """
     above = torch.searchsorted(cumulative, target, right=True)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.minimum(above, last)[:, 0]
 
 
 def _invert_whole(weights: Tensor, number: Tensor) -> Tensor:
-    """As `_invert` for a whole vocabulary: spans first, then tokens within the span.
+    """Invert over a whole vocabulary: find the span first, then the token within it.
 
-    Summing spans is several times faster than a cumulative sum over everything.
+    Sums per span are several times faster than a cumulative sum over the vocabulary.
     """
     spans = _spans(weights)
     sums = _cumulative_spans(spans)
@@ -151,15 +156,16 @@ def _invert_whole(weights: Tensor, number: Tensor) -> Tensor:
 
 
 def _spans(weights: Tensor) -> Tensor:
-    """weights [rows, vocabulary] as [rows, spans, SPAN], padded with zeros."""
+    """Reshape weights [rows, vocabulary] to [rows, spans, SPAN_TOKENS], zero-padded."""
     return functional.pad(weights, (0, -weights.shape[1] % SPAN_TOKENS)).unflatten(
         1, (-1, SPAN_TOKENS)
     )
 
 
 def _cumulative_spans(spans: Tensor) -> Tensor:
-    """Weight up to the end of each span, [rows, spans] float64.
+    """Return the weight up to the end of each span, [rows, spans] float64.
 
-    Short sums, so that no row is summed by several threads, in an order that the batch decides.
+    The sums are short, so that no row is summed by several threads in an order that depends on the
+    batch.
     """
     return spans.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)

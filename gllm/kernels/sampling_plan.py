@@ -1,6 +1,6 @@
-"""Plans of a batch's sampling: which rows are greedy, and the settings and numbers of the others.
+"""Sampling plan of a batch: greedy rows, and parameters and random numbers of the other rows.
 
-The arithmetic is in sampling.py, and for GPUs in triton/sampling.py.
+`sampling.py` executes it on CPUs, `triton/sampling.py` on GPUs.
 """
 
 from dataclasses import dataclass, replace
@@ -16,19 +16,19 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 WHOLE_VOCABULARY, TOP_P_NUCLEUS = 0, -1
-"""Drawn from the whole vocabulary, with no need to sort; from the nucleus of top-p."""
+"""Values of RandomSamplingGroup.candidates: whole vocabulary without sorting; top-p alone."""
 MIN_NORMAL_FLOAT32 = np.finfo(np.float32).tiny
-"""The smallest normal float32. Smaller temperatures and top-p values are raised to it: they keep
-the same tokens, and arithmetic that flushes denormals does not turn them into 0."""
+"""Smallest normal float32. Smaller temperatures and top-p values are raised to it: they keep the
+same tokens, and arithmetic that flushes denormals does not turn them into 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomSamplingGroup:
-    """Rows that are drawn in one way. Tensors are [rows], int64 or float32."""
+    """Rows sampled by the same code path. Tensors are [rows], int64 or float32."""
 
     rows: Tensor
     candidates: int
-    """At least top-k of each row; WHOLE or NUCLEUS for rows without top-k."""
+    """Upper bound of top-k; WHOLE_VOCABULARY or TOP_P_NUCLEUS for rows without top-k."""
     temperature: Tensor
     top_k: Tensor
     """0 means off."""
@@ -36,10 +36,10 @@ class RandomSamplingGroup:
     """Infinite means off."""
     min_p: Tensor
     number: Tensor
-    """float64 in [0, 1): what decides."""
+    """float64 in [0, 1): the uniform random number of each row."""
 
     def select(self, chosen: Tensor) -> "RandomSamplingGroup":
-        """Those where `chosen` [rows] bool holds."""
+        """Return the rows selected by the mask `chosen` [rows] bool."""
         columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.number)
         kept = (column[chosen] for column in columns)
         return RandomSamplingGroup(self.rows[chosen], self.candidates, *kept)
@@ -47,20 +47,21 @@ class RandomSamplingGroup:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """How each row of a batch is drawn."""
+    """Sampling parameters of a batch, by group for CPUs and by row for GPUs."""
 
     greedy: Tensor
-    """[greedy rows] int64."""
+    """[greedy rows] int64: rows that take the argmax."""
     random: list[RandomSamplingGroup]
+    """Groups of the other rows."""
     settings: Tensor
     """[3, rows] float32, for a GPU: temperature, top-p (infinite means off), min-p."""
     counters: Tensor
     """[4, rows] int64, for a GPU: top-k (0 means off), seed, choice, index."""
     has_filters: bool
-    """Whether a row has top-k or top-p."""
+    """True if a row has top-k or top-p."""
 
     def for_gpu(self) -> "SamplingPlan":
-        """The same without what a GPU does not read: less to be copied there."""
+        """Return the plan without the fields that a GPU does not read, to copy less."""
         return replace(self, greedy=self.greedy[:0], random=[])
 
 
@@ -73,17 +74,22 @@ def plan_sampling(
     choice: Ints,
     index: Ints,
 ) -> SamplingPlan:
-    """Sort rows by the way they are drawn; all arguments [rows].
+    """Group the rows of a batch by sampling method; all arguments are [rows].
 
-    temperature 0 is greedy whatever the rest, top_k 0 and top_p 1 are off; a top_p that rounds to 0
-    keeps the best token. seed, choice (of its request) and index (of the token in the output) are
-    the counters of the random number.
+    Args:
+        temperature: 0 means greedy, regardless of the other arguments.
+        top_k: 0 means off.
+        top_p: 1 means off; a value that rounds to 0 keeps the likeliest token.
+        min_p: 0 means off.
+        seed: Seed of the request.
+        choice: Index of the choice within its request.
+        index: Index of the token in the output. seed, choice and index determine the random number.
     """
     top_p = np.maximum(top_p, MIN_NORMAL_FLOAT32)
     temperature = np.where(
         temperature > 0, np.maximum(temperature, MIN_NORMAL_FLOAT32), temperature
     )
-    # Powers of two, so that few groups arise, and so that a row's group is its own affair.
+    # Powers of two: few groups, and the group of a row does not depend on other rows.
     by_k = 2 ** np.ceil(np.log2(np.maximum(top_k, 1))).astype(np.int64)
     candidates = np.where(top_k > 0, by_k, np.where(top_p < 1, TOP_P_NUCLEUS, WHOLE_VOCABULARY))
     limit = np.where(top_p < 1, top_p, np.float32(np.inf))

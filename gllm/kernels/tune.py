@@ -1,13 +1,12 @@
-"""`python -m gllm.kernels.tune`: times tiles of kernels on the GPU at hand, and writes a file.
+"""`python -m gllm.kernels.tune`: time tile sizes of kernels on the local GPU and write its file.
 
-Owns which tiles are tried, which of them are trusted, and which one is taken. Trusted is what
-computes what the reference does, on all that its row of a table is timed by, and, compiled for all
-that the row is for, neither spills registers nor needs more shared memory than there is. Taken is
-the fastest of those, by the product of times. What is timed: gllm/kernels/triton/workloads.py; what
-a file looks like: gllm/kernels/triton/tiles.py.
+For each row of a table the fastest trusted candidate is chosen, by the product of its times. A
+candidate is trusted if its results match the reference in all workloads of the row and if, compiled
+for all kernel variants of the row, it neither spills registers nor exceeds the shared memory.
+Workloads: gllm/kernels/triton/workloads.py; file format: gllm/kernels/triton/tiles.py.
 
-Every time is written down as it is measured (tune_journal.py) and the GPU's file after each row, so
-that the command may be stopped and goes on where it was; `--minutes` stops it by itself.
+Every time is written to a journal as it is measured (tune_journal.py), and the file of the GPU
+after each row, so that an interrupted command resumes. `--minutes` limits the running time.
 """
 
 import argparse
@@ -30,21 +29,21 @@ import torch
 
 from gllm.kernels import aot
 from gllm.kernels.triton import tiles
-from gllm.kernels.triton.tiles import Row, TilesError
-from gllm.kernels.tune_journal import Journal
+from gllm.kernels.triton.tiles import TileRow, TilesError
+from gllm.kernels.tune_journal import TuneJournal
 
 if TYPE_CHECKING:
-    from gllm.kernels.triton.workloads import Prepared, Workload
+    from gllm.kernels.triton.workloads import PreparedWorkload, Workload
 
-Use = Mapping[str, int]
-Bench = Callable[["Prepared"], float]
-"""Seconds, or any other unit, of one run."""
-Fits = Callable[[str, Row, Use], bool]
-"""Whether a row of a table can have these tiles on the GPU, for all that it is compiled for."""
-Measure = Callable[[str, Row, Use], float | None]
-"""Time with these tiles; None where they do not run or compute something wrong."""
+TileConfig = Mapping[str, int]
+BenchmarkFunction = Callable[["PreparedWorkload"], float]
+"""Function that returns the time of one run, in any unit."""
+TrustFunction = Callable[[str, TileRow, TileConfig], bool]
+"""Predicate (table, row, tile sizes): all kernel variants of the row compile without problems."""
+MeasureFunction = Callable[[str, TileRow, TileConfig], float | None]
+"""Function (table, row, tile sizes) to the time; None for wrong results or failed launches."""
 
-TRIED: dict[str, dict[str, Sequence[int]]] = {
+CANDIDATE_VALUES: dict[str, dict[str, Sequence[int]]] = {
     "prefill": {"rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8)},
     "decode": {"rows": (16,), "keys": (16, 32, 64, 128), "warps": (2, 4, 8)},
     "experts": {"rows": (32, 64, 128), "columns": (64, 128), "inner": (32, 64), "warps": (4, 8)},
@@ -56,36 +55,36 @@ TRIED: dict[str, dict[str, Sequence[int]]] = {
     "activation": {"elements": (512, 1024, 2048, 4096), "warps": (2, 4, 8)},
     "qkv": {"elements": (512, 1024, 2048, 4096), "warps": (2, 4, 8)},
 }
-"""Of each table's choices; stages, where a row has them, are STAGES."""
-STAGES = (1, 2, 3, 4, 5, 6)
+"""Candidate values per table; for stages, where a row has them, see CANDIDATE_STAGES."""
+CANDIDATE_STAGES = (1, 2, 3, 4, 5, 6)
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """What came of one row."""
+class TuneResult:
+    """Result of tuning one row."""
 
-    row: Row
-    """With the tiles that are best."""
+    row: TileRow
+    """The row with the best tile sizes."""
     default: float
-    """Time of what was there before, and of the best; as products over what was timed, the times'
-    geometric means."""
+    """Time of the previous tile sizes: the geometric mean over the workloads."""
     best: float
+    """Time of the best tile sizes, likewise."""
     timed: int
-    """Tiles whose results were right."""
+    """Number of candidates with correct results."""
     is_complete: bool = True
-    """Whether all candidates were tried."""
+    """True if all candidates were tried."""
 
-    def said(self, table: str) -> str:
-        """A line about it."""
+    def describe(self, table: str) -> str:
+        """Return a line for the log."""
         share, use = self.best / self.default, dict(self.row.use)
         rest = "" if self.is_complete else ", not all tried"
         return f"{table} {dict(self.row.up_to)}: {use}, {share:.2f} of the time before{rest}"
 
 
-def candidates(table: str, row: Row) -> Iterator[dict[str, int]]:
-    """Tiles to be tried for a row; first what it has."""
+def list_candidates(table: str, row: TileRow) -> Iterator[dict[str, int]]:
+    """Yield the candidate tile sizes of a row, its current ones first."""
     yield dict(row.use)
-    tried = {"stages": STAGES, **TRIED[table]}
+    tried = {"stages": CANDIDATE_STAGES, **CANDIDATE_VALUES[table]}
     for values in product(*(tried[name] for name in row.use)):
         use = dict(zip(row.use, values, strict=True))
         if use != row.use:
@@ -94,19 +93,21 @@ def candidates(table: str, row: Row) -> Iterator[dict[str, int]]:
 
 def tune_row(
     table: str,
-    row: Row,
-    measure: Measure,
-    fits: Fits,
+    row: TileRow,
+    measure: MeasureFunction,
+    is_trusted: TrustFunction,
     is_late: Callable[[], bool] = lambda: False,
-) -> Tuned:
-    """The fastest tiles of a row that are trusted; its own where there are no others.
+) -> TuneResult:
+    """Return the fastest trusted tile sizes of a row, or its current ones if no other is trusted.
 
-    No more tiles are tried once is_late says so. Raises ValueError where its own do not compute
-    what they should.
+    Stops trying candidates once is_late returns True.
+
+    Raises:
+        ValueError: The current tile sizes of the row give wrong results.
     """
     times: list[tuple[float, int, dict[str, int]]] = []
     is_complete = True
-    for number, use in enumerate(candidates(table, row)):
+    for number, use in enumerate(list_candidates(table, row)):
         if number and is_late():
             is_complete = False
             break
@@ -117,46 +118,55 @@ def tune_row(
             raise ValueError(f"{table} {dict(row.up_to)} is wrong with its own tiles {use}")
     default = times[0][0]
     for best, number, use in sorted(times, key=lambda one: one[:2]):
-        if not number or fits(table, row, use):
-            return Tuned(Row(row.up_to, dict(use)), default, best, len(times), is_complete)
+        if not number or is_trusted(table, row, use):
+            return TuneResult(TileRow(row.up_to, dict(use)), default, best, len(times), is_complete)
     raise AssertionError("a row's own tiles are among those that are timed")
 
 
-class Measurements:
-    """Measures a row's tiles, but for those that a journal has."""
+class JournaledMeasurement:
+    """Measurement of tile sizes that skips those with a time in the journal."""
 
     def __init__(
-        self, journal: Journal, prepare: Callable[[], Sequence["Prepared"]], bench: Bench
+        self,
+        journal: TuneJournal,
+        prepare: Callable[[], Sequence["PreparedWorkload"]],
+        bench: BenchmarkFunction,
     ) -> None:
-        """`prepare`: makes what is timed, which takes seconds and memory; called once at most."""
+        """Measure with `bench`; `prepare` allocates the workloads and is called at most once."""
         self._journal, self._prepare, self._bench = journal, prepare, bench
-        self._prepared: Sequence[Prepared] | None = None
+        self._prepared: Sequence[PreparedWorkload] | None = None
 
-    def __call__(self, table: str, row: Row, use: Use) -> float | None:
+    def __call__(self, table: str, row: TileRow, use: TileConfig) -> float | None:
         """As Measure; written down at once."""
         if (table, row, use) in self._journal:
             return self._journal.time(table, row, use)
         if self._prepared is None:
             self._prepared = self._prepare()
-        found = measured(self._prepared, self._bench, table, row, use)
+        found = measure_tiles(self._prepared, self._bench, table, row, use)
         self._journal.add(table, row, use, found)
         return found
 
 
-def measured(
-    prepared: Sequence["Prepared"], bench: Bench, table: str, row: Row, use: Use
+def measure_tiles(
+    prepared: Sequence["PreparedWorkload"],
+    bench: BenchmarkFunction,
+    table: str,
+    row: TileRow,
+    use: TileConfig,
 ) -> float | None:
-    """The geometric mean of times with these tiles; None where a kernel does not run with them, or
-    a result is wrong."""
+    """Return the geometric mean of the times with these tile sizes.
+
+    Returns None if a kernel does not run with them or a result is wrong.
+    """
     logarithms = []
-    with tiles.using({table: [Row(row.up_to, dict(use))]}):
+    with tiles.override_tiles({table: [TileRow(row.up_to, dict(use))]}):
         for one in prepared:
             try:
                 error = one.error()
-            except Exception as failure:  # what a compiler refuses has no type of its own
+            except Exception as failure:  # the compiler raises many types
                 print(f"  {use}: {type(failure).__name__}", file=sys.stderr)
                 return None
-            # Written so that NaN is wrong.
+            # `not <=`, so that NaN counts as wrong.
             if not error <= one.limit:
                 print(f"  {use}: off by {error:.2g}", file=sys.stderr)
                 return None
@@ -164,55 +174,55 @@ def measured(
     return math.exp(sum(logarithms) / len(logarithms))
 
 
-def jobs_for(table: str, row: Row, use: Use, arch: int) -> list[aot.Job]:
-    """Everything of an architecture that a row's tiles are used for."""
+def list_compile_jobs(table: str, row: TileRow, use: TileConfig, arch: int) -> list[aot.CompileJob]:
+    """Return the compilations of all kernel variants that use a row, for one architecture."""
     return [
-        aot.Job(module, index, arch, tuple(use.items()))
-        for module in aot.room()
-        for index, one in enumerate(aot.listed(module))
-        if one.tiled is not None
-        and one.tiled.table == table
-        and one.least <= arch
-        and tiles.row_for(table, one.tiled.sizes).up_to == row.up_to
+        aot.CompileJob(module, index, arch, tuple(use.items()))
+        for module in aot.list_kernel_modules()
+        for index, one in enumerate(aot.load_kernel_specs(module))
+        if one.tuned is not None
+        and one.tuned.table == table
+        and one.min_arch <= arch
+        and tiles.find_default_row(table, one.tuned.sizes).up_to == row.up_to
     ]
 
 
-def fits(
+def is_trusted(
     arch: int,
-    compiled: Callable[[Iterable[aot.Job]], Iterable[aot.Result]],
+    compiled: Callable[[Iterable[aot.CompileJob]], Iterable[aot.CompileResult]],
     table: str,
-    row: Row,
-    use: Use,
+    row: TileRow,
+    use: TileConfig,
 ) -> bool:
-    """Whether nothing is wrong with what these tiles are compiled to."""
-    return not any(map(aot.complaints, compiled(jobs_for(table, row, use, arch))))
+    """Return True if all kernel variants of the row compile without problems."""
+    return not any(map(aot.find_problems, compiled(list_compile_jobs(table, row, use, arch))))
 
 
-def rows_of(
+def list_rows(
     tables: Sequence[str], every: Sequence["Workload"]
-) -> Iterator[tuple[str, Row, list["Workload"]]]:
-    """Rows of the default's tables, with what each is timed by."""
+) -> Iterator[tuple[str, TileRow, list["Workload"]]]:
+    """Yield the rows of default.json with the workloads that time each row."""
     for table in tables:
-        for row in tiles.read(tiles.DEFAULT).tables[table]:
+        for row in tiles.read_tile_file(tiles.DEFAULT).tables[table]:
             own = [
                 one
                 for one in every
-                if one.table == table and tiles.row_for(table, one.sizes) == row
+                if one.table == table and tiles.find_default_row(table, one.sizes) == row
             ]
             yield table, row, own
 
 
-def time_on_gpu(prepared: "Prepared") -> float:
-    """Milliseconds, the median of many runs, each with cold caches."""
+def time_on_gpu(prepared: "PreparedWorkload") -> float:
+    """Return the median time of many runs with cold caches, in milliseconds."""
     from triton.testing import do_bench
 
     return float(do_bench(prepared.run, quantiles=[0.5]))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
+    """Return the argument parser of the command."""
     made = argparse.ArgumentParser(prog="python -m gllm.kernels.tune", description=__doc__)
-    made.add_argument("tables", nargs="*", help=f"of {', '.join(TRIED)}; all by default")
+    made.add_argument("tables", nargs="*", help=f"of {', '.join(CANDIDATE_VALUES)}; all by default")
     made.add_argument("--output", type=Path, default=tiles.FOLDER, help="folder of the file")
     made.add_argument("--jobs", type=int, default=8, help="processes that compile")
     made.add_argument(
@@ -230,22 +240,22 @@ def minutes(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune, and write the file of this GPU; tables that were not asked for stay as they are."""
+    """Tune the requested tables and write the file of this GPU; other tables stay unchanged."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given)
-    unknown = sorted({*options.tables} - {*TRIED})
+    unknown = sorted({*options.tables} - {*CANDIDATE_VALUES})
     if unknown:
-        print(f"no table {unknown[0]}: there are {', '.join(TRIED)}", file=sys.stderr)
+        print(f"no table {unknown[0]}: there are {', '.join(CANDIDATE_VALUES)}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
-        print("there is no GPU here, and tiles are timed on one", file=sys.stderr)
+        print("tuning needs a GPU, and none is available", file=sys.stderr)
         return 2
     major, minor = torch.cuda.get_device_capability()
-    gpu = Gpu(torch.cuda.get_device_name(), 10 * major + minor)
+    gpu = GpuInfo(torch.cuda.get_device_name(), 10 * major + minor)
     command = shlex.join(["python", "-m", "gllm.kernels.tune", *given])
     try:
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            trusted = partial(fits, gpu.arch, partial(pool.map, aot.run))
+            trusted = partial(is_trusted, gpu.arch, partial(pool.map, aot.compile_kernel))
             return tune(options, gpu, command, time_on_gpu, trusted)
     except TilesError as error:
         print(error, file=sys.stderr)
@@ -253,67 +263,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """What tiles are tuned for."""
+class GpuInfo:
+    """Name and architecture of the GPU that is tuned for."""
 
     name: str
     arch: int
-    """As 90 for sm_90."""
+    """For example 90 for sm_90."""
 
 
-def tune(options: argparse.Namespace, gpu: Gpu, command: str, bench: Bench, fits: Fits) -> int:
-    """Tune row by row, each written as it is done; the exit status.
+def tune(
+    options: argparse.Namespace,
+    gpu: GpuInfo,
+    command: str,
+    bench: BenchmarkFunction,
+    is_trusted: TrustFunction,
+) -> int:
+    """Tune row by row, write each row when it is done, and return the exit status.
 
-    Rows are begun until `options.minutes` have passed. Those of the journal are not timed again.
+    Starts rows until `options.minutes` have passed. Times in the journal are not measured again.
     """
-    from gllm.kernels.triton.workloads import workloads
+    from gllm.kernels.triton.workloads import list_workloads
 
     stop = time.monotonic() + 60 * options.minutes
-    path = options.output / f"{tiles.file_name(gpu.name)}.journal"
-    journal = Journal(path, {"device": gpu.name, "architecture": gpu.arch, **versions()})
+    path = options.output / f"{tiles.tile_file_name(gpu.name)}.journal"
+    journal = TuneJournal(path, {"device": gpu.name, "architecture": gpu.arch, **versions()})
     if len(journal):
         print(f"{len(journal)} times are in {path}")
     wrong, left = False, 0
-    for table, row, own in rows_of(options.tables or [*TRIED], workloads()):
+    for table, row, own in list_rows(options.tables or [*CANDIDATE_VALUES], list_workloads()):
         if time.monotonic() > stop:
             left += 1
             continue
         prepare = partial(_prepare, own)
         try:
-            measure = Measurements(journal, prepare, bench)
-            tuned = tune_row(table, row, measure, fits, lambda: time.monotonic() > stop)
+            measure = JournaledMeasurement(journal, prepare, bench)
+            tuned = tune_row(table, row, measure, is_trusted, lambda: time.monotonic() > stop)
         except ValueError as error:
             print(error, file=sys.stderr)
             wrong = True
             continue
         left += not tuned.is_complete
-        write(options.output, gpu.name, gpu.arch, command, {table: [tuned.row]})
-        print(tuned.said(table), flush=True)
+        write_gpu_file(options.output, gpu.name, gpu.arch, command, {table: [tuned.row]})
+        print(tuned.describe(table), flush=True)
     if left:
-        print(f"{left} rows are left: the same command goes on with them")
+        print(f"{left} rows are left: run the same command to continue")
     return int(wrong)
 
 
-def _prepare(own: Sequence["Workload"]) -> list["Prepared"]:
+def _prepare(own: Sequence["Workload"]) -> list["PreparedWorkload"]:
     return [one.prepare(torch.device("cuda")) for one in own]
 
 
 def versions() -> dict[str, str]:
-    """Return what else times depend on."""
+    """Return the package versions that times depend on."""
     import triton
 
     return {"torch": torch.__version__, "triton": triton.__version__}
 
 
-def write(
-    folder: Path, device: str, arch: int, command: str, found: Mapping[str, Sequence[Row]]
+def write_gpu_file(
+    folder: Path, device: str, arch: int, command: str, found: Mapping[str, Sequence[TileRow]]
 ) -> Path:
-    """The file of a GPU; rows that it had and that are not among the found ones are kept."""
-    path = folder / f"{tiles.file_name(device)}.json"
-    default = tiles.read(tiles.DEFAULT).tables
+    """Write the file of a GPU, keeping its rows that are not in `found`; return the path."""
+    path = folder / f"{tiles.tile_file_name(device)}.json"
+    default = tiles.read_tile_file(tiles.DEFAULT).tables
     tables = {name: list(rows) for name, rows in found.items()}
     if path.exists():
-        before = tiles.parse(str(path), json.loads(path.read_text()), default).tables
+        before = tiles.parse_tile_file(str(path), json.loads(path.read_text()), default).tables
         kept = {name: list(rows) for name, rows in before.items()}
         for name, rows in tables.items():
             new = [row.up_to for row in rows]
@@ -321,10 +337,10 @@ def write(
             kept[name] = [*own, *rows]
         tables = kept
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    made = tiles.File(device, arch, True, command, date, versions(), tables)
+    made = tiles.TileFile(device, arch, True, command, date, versions(), tables)
     partly = path.with_suffix(".part")
-    partly.write_text(made.text())
-    # At once: a server that starts meanwhile reads one or the other.
+    partly.write_text(made.to_json())
+    # Atomic: a server that starts meanwhile reads the old or the new file.
     partly.replace(path)
     return path
 

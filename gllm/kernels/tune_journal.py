@@ -1,25 +1,28 @@
-"""Times of kernel tiles on one GPU, kept in a file as they are measured.
+"""Journal of measured times of tile sizes on one GPU, stored in a file.
 
-Owns the file, by which `python -m gllm.kernels.tune` resumes: a line for each choice of tiles,
-below a first line that names the GPU and the versions that the times hold for.
+`python -m gllm.kernels.tune` resumes from it. The first line names the GPU and the package
+versions; each other line is one time.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from gllm.kernels.triton.tiles import Row, TilesError
+from gllm.kernels.triton.tiles import TileRow, TilesError
 
 Key = tuple[str, str, str]
 
 
-class Journal:
-    """Measured times by table, row and tiles."""
+class TuneJournal:
+    """Measured times by table, row and tile sizes, stored in a file."""
 
     def __init__(self, path: Path, about: Mapping[str, object]) -> None:
-        """Read the file, or begin a new one where it is about another GPU or other versions.
+        """Read the file, or start a new one if it is for another GPU or other versions.
 
-        A last line that was cut off is dropped. Raises TilesError for a file that is no journal.
+        Drops a truncated last line.
+
+        Raises:
+            TilesError: The file is not a journal.
         """
         self._times: dict[Key, float | None] = {}
         lines = path.read_text().splitlines() if path.exists() else []
@@ -36,7 +39,7 @@ class Journal:
                 if number == len(lines):
                     break
                 raise TilesError(
-                    f"{path}, line {number} is no time of tiles: {line:.80}"
+                    f"{path}, line {number} is not a journal entry: {line:.80}"
                 ) from error
             kept.append(line)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,22 +49,22 @@ class Journal:
     def __len__(self) -> int:
         return len(self._times)
 
-    def __contains__(self, key: tuple[str, Row, Mapping[str, int]]) -> bool:
+    def __contains__(self, key: tuple[str, TileRow, Mapping[str, int]]) -> bool:
         return _key(*key) in self._times
 
-    def time(self, table: str, row: Row, use: Mapping[str, int]) -> float | None:
-        """Return what was measured; None where the tiles do not run, or compute something wrong."""
+    def time(self, table: str, row: TileRow, use: Mapping[str, int]) -> float | None:
+        """Return the measured time; None if the tile sizes do not run or give wrong results."""
         return self._times[_key(table, row, use)]
 
-    def add(self, table: str, row: Row, use: Mapping[str, int], time: float | None) -> None:
-        """Write a measurement down at once."""
+    def add(self, table: str, row: TileRow, use: Mapping[str, int], time: float | None) -> None:
+        """Append a measurement to the file."""
         self._times[_key(table, row, use)] = time
         entry = {"table": table, "up_to": dict(row.up_to), "use": dict(use), "time": time}
         with self._path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
 
-def _key(table: str, row: Row, use: Mapping[str, int]) -> Key:
+def _key(table: str, row: TileRow, use: Mapping[str, int]) -> Key:
     return table, _text(row.up_to), _text(use)
 
 

@@ -7,13 +7,13 @@ import pytest
 
 from gllm.kernels.aot import (
     SHARED_MEMORY,
-    Result,
-    chosen,
-    complaints,
-    num_buffers,
-    table,
-    tensor_core_instructions,
-    usage,
+    CompileResult,
+    count_buffers,
+    count_tensor_core_instructions,
+    find_problems,
+    format_table,
+    parse_resource_usage,
+    select_specs,
 )
 
 DUMP = """
@@ -23,21 +23,21 @@ Resource usage:
  Function _norm:
   REG:{} STACK:{} SHARED:0 LOCAL:{} CONSTANT[0]:580 TEXTURE:0 SURFACE:0 SAMPLER:0
 """
-GOOD = Result("norm._norm", "bf16", 90, True, 168, 0, 232_448, 16, stages=3, buffers=2)
+GOOD = CompileResult("norm._norm", "bf16", 90, True, 168, 0, 232_448, 16, stages=3, buffers=2)
 
 
 @pytest.mark.parametrize(("stack", "local", "wanted"), [(0, 0, 0), (24, 0, 24), (0, 8, 8)])
 def test_usage_is_registers_and_local_memory(stack: int, local: int, wanted: int) -> None:
-    assert usage(DUMP.format(40, stack, local)) == (40, wanted)
+    assert parse_resource_usage(DUMP.format(40, stack, local)) == (40, wanted)
 
 
 def test_usage_is_that_of_the_largest_function() -> None:
-    assert usage(DUMP.format(255, 0, 0) + DUMP.format(32, 16, 0)) == (255, 16)
+    assert parse_resource_usage(DUMP.format(255, 0, 0) + DUMP.format(32, 16, 0)) == (255, 16)
 
 
 def test_usage_has_to_be_there() -> None:
     with pytest.raises(ValueError, match="no resource usage in 'cuobjdump fatal'"):
-        usage("cuobjdump fatal")
+        parse_resource_usage("cuobjdump fatal")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_usage_has_to_be_there() -> None:
 )
 def test_tensor_cores_are_counted(line: str, count: int) -> None:
     ptx = f".entry _norm(\n{line}\n\tret;\n{line}\n"
-    assert tensor_core_instructions(ptx) == 2 * count
+    assert count_tensor_core_instructions(ptx) == 2 * count
 
 
 LOOP = """
@@ -66,26 +66,26 @@ LOOP = """
 
 @pytest.mark.parametrize(("keys", "values", "fewest"), [(2, 2, 2), (3, 2, 2), (1, 5, 1)])
 def test_buffers_are_those_of_the_tile_that_has_fewest(keys: int, values: int, fewest: int) -> None:
-    assert num_buffers(LOOP.format(keys, values)) == fewest
+    assert count_buffers(LOOP.format(keys, values)) == fewest
 
 
 def test_tiles_that_are_not_loaded_within_a_loop_have_no_buffers() -> None:
-    assert num_buffers("\n".join(LOOP.splitlines()[:3])) == 0
+    assert count_buffers("\n".join(LOOP.splitlines()[:3])) == 0
 
 
 def test_a_kernel_within_its_limits_is_well() -> None:
-    assert complaints(GOOD) == []
-    plain = replace(GOOD, tensor_core_instructions=0, wants_tensor_cores=False, buffers=0)
-    assert complaints(plain) == []
-    assert complaints(replace(GOOD, stages=2, buffers=1)) == []
+    assert find_problems(GOOD) == []
+    plain = replace(GOOD, num_tensor_core_instructions=0, wants_tensor_cores=False, buffers=0)
+    assert find_problems(plain) == []
+    assert find_problems(replace(GOOD, stages=2, buffers=1)) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
         ({"spilled": 4}, ["spills 4 bytes"]),
-        ({"shared": 232_449}, ["needs 232,449 bytes of shared memory; 232,448 are there"]),
-        ({"tensor_core_instructions": 0}, ["does not multiply on tensor cores"]),
+        ({"shared": 232_449}, ["needs 232,449 bytes of shared memory; 232,448 are available"]),
+        ({"num_tensor_core_instructions": 0}, ["does not multiply on tensor cores"]),
         ({"buffers": 1}, ["prefetches no tile: its loads have 1 buffers, but there are 3 stages"]),
         ({"buffers": 0, "stages": 6}, ["prefetches no tile: its loads have 0 buffers"]),
         ({"error": "ValueError: no"}, ["does not compile: ValueError: no"]),
@@ -93,7 +93,7 @@ def test_a_kernel_within_its_limits_is_well() -> None:
     ],
 )
 def test_every_fault_is_found(changes: dict[str, Any], reasons: list[str]) -> None:
-    found = complaints(replace(GOOD, **changes))
+    found = find_problems(replace(GOOD, **changes))
     assert len(found) == len(reasons)
     for complaint, reason in zip(found, reasons, strict=True):
         assert complaint.startswith(f"norm._norm (bf16) for sm_90 {reason}")
@@ -102,12 +102,14 @@ def test_every_fault_is_found(changes: dict[str, Any], reasons: list[str]) -> No
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_shared_memory_is_judged_by_architecture(arch: int) -> None:
     limit = SHARED_MEMORY[arch]
-    assert complaints(replace(GOOD, arch=arch, shared=limit)) == []
-    assert complaints(replace(GOOD, arch=arch, shared=limit + 1)) != []
+    assert find_problems(replace(GOOD, arch=arch, shared=limit)) == []
+    assert find_problems(replace(GOOD, arch=arch, shared=limit + 1)) != []
 
 
 def test_the_table_has_a_line_for_each() -> None:
-    lines = table([GOOD, replace(GOOD, label="fp16, wide", arch=100, error="no")]).splitlines()
+    lines = format_table(
+        [GOOD, replace(GOOD, label="fp16, wide", arch=100, error="no")]
+    ).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split()[:4] == ["kernel", "label", "arch", "registers"]
     words = [" ".join(line.split()) for line in lines[1:]]
@@ -120,7 +122,7 @@ class Listed:
     """As much of a compilation as is needed to choose it."""
 
     kernel: Any
-    least: int = 80
+    min_arch: int = 80
 
 
 def one() -> None: ...
@@ -130,9 +132,9 @@ def other() -> None: ...
 
 
 def test_the_first_of_each_kernel_that_an_architecture_has() -> None:
-    listed: list[Any] = [Listed(one, 89), Listed(one), Listed(other, 90), Listed(one)]
-    assert chosen(listed, 80, everything=False) == [1]
-    assert chosen(listed, 80, everything=True) == [1, 3]
-    assert chosen(listed, 89, everything=False) == [0]
-    assert chosen(listed, 90, everything=False) == [0, 2]
-    assert chosen(listed, 100, everything=True) == [0, 1, 2, 3]
+    load_kernel_specs: list[Any] = [Listed(one, 89), Listed(one), Listed(other, 90), Listed(one)]
+    assert select_specs(load_kernel_specs, 80, everything=False) == [1]
+    assert select_specs(load_kernel_specs, 80, everything=True) == [1, 3]
+    assert select_specs(load_kernel_specs, 89, everything=False) == [0]
+    assert select_specs(load_kernel_specs, 90, everything=False) == [0, 2]
+    assert select_specs(load_kernel_specs, 100, everything=True) == [0, 1, 2, 3]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gllm.kernels.triton import tiles
-from gllm.kernels.triton.tiles import Row, TilesError
+from gllm.kernels.triton.tiles import TileRow, TilesError
 
 SHIPPED = sorted(path.stem for path in tiles.FOLDER.glob("*.json"))
 
@@ -18,11 +18,11 @@ SHIPPED = sorted(path.stem for path in tiles.FOLDER.glob("*.json"))
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_files_are_well(name: str) -> None:
     """And written as the command writes them."""
-    assert tiles.read(name).text() == (tiles.FOLDER / f"{name}.json").read_text()
+    assert tiles.read_tile_file(name).to_json() == (tiles.FOLDER / f"{name}.json").read_text()
 
 
 def test_the_default_was_not_timed_and_is_for_every_gpu() -> None:
-    default = tiles.read(tiles.DEFAULT)
+    default = tiles.read_tile_file(tiles.DEFAULT)
     assert (default.timed, default.architecture) == (False, 0)
 
 
@@ -42,14 +42,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """One that has the default alone."""
     (tmp_path / "default.json").write_text((tiles.FOLDER / "default.json").read_text())
     monkeypatch.setattr(tiles, "FOLDER", tmp_path)
-    tiles.read.cache_clear()
+    tiles.read_tile_file.cache_clear()
     yield tmp_path
-    tiles.read.cache_clear()
+    tiles.read_tile_file.cache_clear()
 
 
 def test_a_gpu_has_its_file_or_that_of_its_architecture(folder: Path) -> None:
-    default = tiles.read(tiles.DEFAULT).tables
-    assert tiles.tables_for("NVIDIA H200", 90) == default
+    default = tiles.read_tile_file(tiles.DEFAULT).tables
+    assert tiles.load_tables("NVIDIA H200", 90) == default
     write(folder, "nvidia-h200", content())
     other = content()
     other["device"], other["tables"]["linear_fp8"][0]["warps"] = "NVIDIA H100", 8
@@ -60,32 +60,36 @@ def test_a_gpu_has_its_file_or_that_of_its_architecture(folder: Path) -> None:
         ("NVIDIA H20", 90, 8),
         ("NVIDIA L4", 89, default["linear_fp8"][0].use["warps"]),
     ):
-        found = tiles.tables_for(device, architecture)
+        found = tiles.load_tables(device, architecture)
         assert found["linear_fp8"][0].use["warps"] == warps
         assert found["linear_fp8"][1:] == default["linear_fp8"][1:]
         assert found["prefill"] == default["prefill"]
 
 
 def test_the_first_row_that_fits_is_chosen_and_replaced_rows_come_back() -> None:
-    assert tiles.choose("linear_fp8", tokens=1) == tiles.choose("linear_fp8", tokens=16)
-    assert tiles.choose("linear_fp8", tokens=16) != tiles.choose("linear_fp8", tokens=17)
-    before = tiles.choose("linear_fp8", tokens=16)
-    with tiles.using({"linear_fp8": [Row({"tokens": 16}, {"rows": 32})]}):
-        assert tiles.choose("linear_fp8", tokens=3) == {"rows": 32}
-        with tiles.using({"linear_fp8": [Row({"tokens": 32}, {"rows": 64})]}):
-            assert tiles.choose("linear_fp8", tokens=3) == {"rows": 32}
-            assert tiles.choose("linear_fp8", tokens=30) == {"rows": 64}
-        assert tiles.choose("linear_fp8", tokens=30) != {"rows": 64}
-    assert tiles.choose("linear_fp8", tokens=16) == before
+    assert tiles.choose_tiles("linear_fp8", tokens=1) == tiles.choose_tiles("linear_fp8", tokens=16)
+    assert tiles.choose_tiles("linear_fp8", tokens=16) != tiles.choose_tiles(
+        "linear_fp8", tokens=17
+    )
+    before = tiles.choose_tiles("linear_fp8", tokens=16)
+    with tiles.override_tiles({"linear_fp8": [TileRow({"tokens": 16}, {"rows": 32})]}):
+        assert tiles.choose_tiles("linear_fp8", tokens=3) == {"rows": 32}
+        with tiles.override_tiles({"linear_fp8": [TileRow({"tokens": 32}, {"rows": 64})]}):
+            assert tiles.choose_tiles("linear_fp8", tokens=3) == {"rows": 32}
+            assert tiles.choose_tiles("linear_fp8", tokens=30) == {"rows": 64}
+        assert tiles.choose_tiles("linear_fp8", tokens=30) != {"rows": 64}
+    assert tiles.choose_tiles("linear_fp8", tokens=16) == before
 
 
 def test_sizes_that_no_row_is_for() -> None:
     with pytest.raises(ValueError, match="no tiles for decode of head 1024, bytes 2: kernels"):
-        tiles.choose("decode", head=1024, bytes=2)
+        tiles.choose_tiles("decode", head=1024, bytes=2)
 
 
 def test_names_of_files() -> None:
-    assert tiles.file_name("NVIDIA GeForce RTX 4090 (laptop)") == "nvidia-geforce-rtx-4090-laptop"
+    assert (
+        tiles.tile_file_name("NVIDIA GeForce RTX 4090 (laptop)") == "nvidia-geforce-rtx-4090-laptop"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,14 +126,14 @@ def test_a_bad_file_is_named_with_its_field(
     inside[place[-1]] = copy.deepcopy(value)
     write(folder, "nvidia-h200", made)
     with pytest.raises(TilesError, match=re.escape(said)) as caught:
-        tiles.read("nvidia-h200")
+        tiles.read_tile_file("nvidia-h200")
     assert str(folder / "nvidia-h200.json") in str(caught.value)
 
 
 def test_what_is_no_json(folder: Path) -> None:
     (folder / "nvidia-h200.json").write_text("{")
     with pytest.raises(TilesError, match=r"nvidia-h200.json is no JSON"):
-        tiles.read("nvidia-h200")
+        tiles.read_tile_file("nvidia-h200")
     write(folder, "other", [])
     with pytest.raises(TilesError, match=r"other.json is no object"):
-        tiles.read("other")
+        tiles.read_tile_file("other")

@@ -10,14 +10,14 @@ import pytest
 
 from gllm.kernels import tune
 from gllm.kernels.triton import tiles, workloads
-from gllm.kernels.triton.tiles import Row, TilesError
-from gllm.kernels.tune import Use
-from gllm.kernels.tune_journal import Journal
+from gllm.kernels.triton.tiles import TileRow, TilesError
+from gllm.kernels.tune import TileConfig
+from gllm.kernels.tune_journal import TuneJournal
 
-GPU = tune.Gpu("NVIDIA H200", 90)
+GPU = tune.GpuInfo("NVIDIA H200", 90)
 ABOUT = {"device": GPU.name, "architecture": GPU.arch}
 TABLES = ["activation", "quantize"]
-ROW = Row({}, {"elements": 1024, "warps": 4})
+ROW = TileRow({}, {"elements": 1024, "warps": 4})
 
 
 class Timed:
@@ -33,10 +33,10 @@ class Clock:
     """Counts what is timed; the larger the tiles, the faster."""
 
     def __init__(self) -> None:
-        self.seen: list[Use] = []
+        self.seen: list[TileConfig] = []
 
     def __call__(self, prepared: object) -> float:
-        use = tiles.choose(self.table)
+        use = tiles.choose_tiles(self.table)
         self.seen.append(use)
         return 1.0 / sum(use.values())
 
@@ -47,15 +47,15 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
 
-    def rows_of(tables: Sequence[str], every: object) -> object:
+    def list_rows(tables: Sequence[str], every: object) -> object:
         for table in tables:
             made.table = table
-            for row in tiles.read(tiles.DEFAULT).tables[table]:
+            for row in tiles.read_tile_file(tiles.DEFAULT).tables[table]:
                 yield table, row, []
 
-    monkeypatch.setattr(tune, "rows_of", rows_of)
+    monkeypatch.setattr(tune, "list_rows", list_rows)
     monkeypatch.setattr(tune, "_prepare", lambda own: [Timed()])
-    monkeypatch.setattr(workloads, "workloads", list)
+    monkeypatch.setattr(workloads, "list_workloads", list)
     return made
 
 
@@ -64,9 +64,11 @@ def run(folder: Path, clock: Clock, *arguments: str, tables: Sequence[str] = TAB
     return tune.tune(options, GPU, "the command", clock, lambda table, row, use: True)
 
 
-def written(folder: Path) -> dict[str, list[Row]]:
+def written(folder: Path) -> dict[str, list[TileRow]]:
     path = folder / "nvidia-h200.json"
-    found = tiles.parse(str(path), json.loads(path.read_text()), tiles.read(tiles.DEFAULT).tables)
+    found = tiles.parse_tile_file(
+        str(path), json.loads(path.read_text()), tiles.read_tile_file(tiles.DEFAULT).tables
+    )
     return {name: list(rows) for name, rows in found.tables.items()}
 
 
@@ -93,8 +95,8 @@ def test_each_row_is_written_as_it_is_done(tmp_path: Path, clock: Clock) -> None
     assert run(tmp_path, clock) == 0
     assert {*written(tmp_path)} == {*TABLES}
     # Nothing is timed twice, and nothing is left out.
-    (own,) = tiles.read(tiles.DEFAULT).tables[TABLES[1]]
-    every = list(tune.candidates(TABLES[1], own))
+    (own,) = tiles.read_tile_file(tiles.DEFAULT).tables[TABLES[1]]
+    every = list(tune.list_candidates(TABLES[1], own))
     assert [use for use in clock.seen if "groups" in use] == every
     assert clock.seen[: len(before)] == before
 
@@ -114,19 +116,19 @@ def test_minutes_stop_the_tuner_between_two_tiles(
     assert run(tmp_path, clock, "--minutes", "1") == 0
     assert "left" not in capsys.readouterr().out
     count = sum(
-        len(list(tune.candidates(table, row)))
+        len(list(tune.list_candidates(table, row)))
         for table in TABLES
-        for row in tiles.read(tiles.DEFAULT).tables[table]
+        for row in tiles.read_tile_file(tiles.DEFAULT).tables[table]
     )
     assert len(clock.seen) == count
     best = {"elements": 4096, "warps": 8}
-    assert written(tmp_path)[TABLES[0]] == [Row({}, best)]
+    assert written(tmp_path)[TABLES[0]] == [TileRow({}, best)]
 
 
 def test_rows_of_one_table_are_written_beside_each_other(tmp_path: Path) -> None:
-    first, second = tiles.read(tiles.DEFAULT).tables["rms_norm"][:2]
-    for row in (first, second, Row(first.up_to, {**first.use, "warps": 8})):
-        tune.write(tmp_path, GPU.name, GPU.arch, "", {"rms_norm": [row]})
+    first, second = tiles.read_tile_file(tiles.DEFAULT).tables["rms_norm"][:2]
+    for row in (first, second, TileRow(first.up_to, {**first.use, "warps": 8})):
+        tune.write_gpu_file(tmp_path, GPU.name, GPU.arch, "", {"rms_norm": [row]})
     assert {row.use["warps"] for row in written(tmp_path)["rms_norm"]} == {8}
     assert len(written(tmp_path)["rms_norm"]) == 2
 
@@ -138,12 +140,12 @@ def test_minutes_are_a_positive_number(minutes: str, capsys: pytest.CaptureFixtu
     assert "--minutes" in capsys.readouterr().err
 
 
-def reopened(path: Path, change: Callable[[str], str], **about: object) -> Journal:
-    journal = Journal(path, ABOUT)
+def reopened(path: Path, change: Callable[[str], str], **about: object) -> TuneJournal:
+    journal = TuneJournal(path, ABOUT)
     journal.add("activation", ROW, ROW.use, 1.5)
     journal.add("activation", ROW, {**ROW.use, "warps": 2}, None)
     path.write_text(change(path.read_text()))
-    return Journal(path, ABOUT | about)
+    return TuneJournal(path, ABOUT | about)
 
 
 def test_a_journal_is_read_again(tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
     again = reopened(path, lambda text: text[:-9])
     assert len(again) == 1
     again.add("activation", ROW, {**ROW.use, "warps": 8}, 2.0)
-    assert len(Journal(path, ABOUT)) == 2
+    assert len(TuneJournal(path, ABOUT)) == 2
 
 
 def test_times_of_other_versions_do_not_count(tmp_path: Path) -> None:
@@ -167,5 +169,5 @@ def test_times_of_other_versions_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TilesError, match="journal, line 2 is no time of tiles: nonsense"):
+    with pytest.raises(TilesError, match="journal, line 2 is not a journal entry: nonsense"):
         reopened(tmp_path / "journal", lambda text: text.replace("\n", "\nnonsense\n", 1))

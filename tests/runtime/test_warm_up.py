@@ -113,7 +113,7 @@ def test_products_by_8_bit_floats_are_known_by_the_numbers_of_tokens_at_which_ti
     None
 ):
     """For weights whose inputs are cut into parts, and for others."""
-    counts = [1, *tiles.token_counts(), 2000]
+    counts = [1, *tiles.list_token_boundaries(), 2000]
     for outputs, inputs in ((3584, 3584), (28_672, 4096), (256, 14_336)):
         codes = torch.zeros(1, dtype=torch.float8_e4m3fn).expand(outputs, inputs)
         matrix = Fp8Matrix(

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from gllm.kernels.activation import ACTIVATIONS
 from gllm.kernels.triton.activation import KINDS, act_and_mul
-from gllm.kernels.triton.tiles import choose
+from gllm.kernels.triton.tiles import choose_tiles
 
 # What is beyond float32 is infinite, as meant; NumPy would have it said.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
-BLOCK = choose("activation")["elements"]
+BLOCK = choose_tiles("activation")["elements"]
 STEP = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 

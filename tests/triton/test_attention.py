@@ -31,8 +31,8 @@ from gllm.kernels.triton import attention, attention_shapes, common, decode_atte
 
 CPU = torch.device("cpu")
 SMALL = [
-    tiles.Row(row.up_to, {"rows": 16, "keys": 16, "warps": 4, "stages": 2})
-    for row in tiles.read(tiles.DEFAULT).tables["decode"]
+    tiles.TileRow(row.up_to, {"rows": 16, "keys": 16, "warps": 4, "stages": 2})
+    for row in tiles.read_tile_file(tiles.DEFAULT).tables["decode"]
 ]
 LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 0.03}
 GUARD = 64
@@ -88,13 +88,13 @@ def launched(
                 else new_empty(self, *size, **more)
             ),
         )
-        patch.setattr(common, "processors", lambda device: processors)
+        patch.setattr(common, "count_processors", lambda device: processors)
         tables = {}
         if small:
-            patch.setattr(attention_shapes, "LEAST", 16)
-            patch.setattr(attention_shapes, "LEAST_OF_CHUNKS", 16)
+            patch.setattr(attention_shapes, "MIN_DECODE_SPLIT_TOKENS", 16)
+            patch.setattr(attention_shapes, "MIN_PREFILL_SPLIT_TOKENS", 16)
             tables = dict.fromkeys(("prefill", "decode"), SMALL)
-        with tiles.using(tables):
+        with tiles.override_tiles(tables):
             output = attention.paged_attention(query, *caches, plan, scores)
     assert poison.intact()
     return output
@@ -332,7 +332,7 @@ def test_a_long_context_among_short_ones_is_split() -> None:
 
 
 def test_what_is_compiled_ahead_has_all_arguments() -> None:
-    for entry in attention.COMPILED + decode_attention.COMPILED:
+    for entry in attention.KERNEL_SPECS + decode_attention.KERNEL_SPECS:
         given = [*entry.signature, *entry.launch()[0]]
         assert sorted(given) == sorted(inspect.signature(entry.kernel.fn).parameters), entry.label
         assert set(entry.aligned) <= set(entry.signature), entry.label

@@ -81,7 +81,7 @@ def test_inputs_are_cut_into_parts(
     processors: int, fp8: bool, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into 2 and 3 of 9 groups, the last one smaller; each output is the same however often."""
-    monkeypatch.setattr(common, "processors", lambda device: processors)
+    monkeypatch.setattr(common, "count_processors", lambda device: processors)
     monkeypatch.setattr("gllm.kernels.triton.linear_fp8.LEAST", 3)
     monkeypatch.setattr("gllm.kernels.triton.linear_fp8.IN_FLIGHT", 10_000)
     asked: list[tuple[int, ...]] = []
@@ -116,8 +116,8 @@ def test_as_many_parts_as_an_h200_needs(
     tokens: int, outputs: int, inputs: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the linear maps of Qwen2.5-7B and Llama-3.1-8B."""
-    monkeypatch.setattr(common, "processors", lambda device: 132)
-    use = tiles.row_for("linear_fp8", {"tokens": tokens}).use
+    monkeypatch.setattr(common, "count_processors", lambda device: 132)
+    use = tiles.find_default_row("linear_fp8", {"tokens": tokens}).use
     grid = -(-outputs // use["columns"]), -(-tokens // use["rows"])
     assert parts_of(tokens, inputs, inputs // 128, grid, use, torch.device("cpu")) == parts
 

@@ -9,27 +9,31 @@ import torch
 
 from gllm.kernels import tune
 from gllm.kernels.triton import tiles, workloads
-from gllm.kernels.triton.attention_shapes import Shape
-from gllm.kernels.triton.workloads import Prepared
+from gllm.kernels.triton.attention_shapes import AttentionShape
+from gllm.kernels.triton.workloads import PreparedWorkload
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
-TINY: dict[str, Callable[[torch.device], Prepared]] = {
-    "decode": partial(workloads.attend, Shape(4, 2, 16, 16, 4), 3, 1, 21),
-    "prefill": partial(workloads.attend, Shape(4, 2, 16, 16, 4), 2, 5, 21),
-    "latent": partial(workloads.attend, Shape(3, 1, 24, 16, 4, shared=True), 2, 1, 9),
-    "float32": partial(workloads.attend, Shape(2, 2, 16, 16, 4, wide=True), 1, 3, 9),
-    "linear": partial(workloads.multiply_fp8, 3, 40, 150),
-    "experts": partial(workloads.mix, 3, (4, 2, 24, 16), 2, False),
-    "experts in float32": partial(workloads.mix, 3, (4, 2, 24, 16), 4, False),
-    "experts, 16-bit products": partial(workloads.mix, 3, (4, 2, 24, 16), 2, True),
-    "experts, 8-bit products": partial(workloads.mix, 3, (4, 2, 24, 16), 1, True),
-    "sum": partial(workloads.add_up, 3, 2, 24),
-    "quantize": partial(workloads.quantize, 2, 256),
-    "norm": partial(workloads.norm, 3, 40),
-    "gate": partial(workloads.gated, 3, 40),
-    "qkv": partial(workloads.turn, 5, 4, 2, 16),
+TINY: dict[str, Callable[[torch.device], PreparedWorkload]] = {
+    "decode": partial(workloads.prepare_attention, AttentionShape(4, 2, 16, 16, 4), 3, 1, 21),
+    "prefill": partial(workloads.prepare_attention, AttentionShape(4, 2, 16, 16, 4), 2, 5, 21),
+    "latent": partial(
+        workloads.prepare_attention, AttentionShape(3, 1, 24, 16, 4, shared=True), 2, 1, 9
+    ),
+    "float32": partial(
+        workloads.prepare_attention, AttentionShape(2, 2, 16, 16, 4, wide=True), 1, 3, 9
+    ),
+    "linear": partial(workloads.prepare_linear_fp8, 3, 40, 150),
+    "experts": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 2, False),
+    "experts in float32": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 4, False),
+    "experts, 16-bit products": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 2, True),
+    "experts, 8-bit products": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 1, True),
+    "sum": partial(workloads.prepare_experts_sum, 3, 2, 24),
+    "quantize": partial(workloads.prepare_quantize, 2, 256),
+    "norm": partial(workloads.prepare_rms_norm, 3, 40),
+    "gate": partial(workloads.prepare_activation, 3, 40),
+    "qkv": partial(workloads.prepare_qkv, 5, 4, 2, 16),
 }
 
 
@@ -39,17 +43,17 @@ def test_results_are_right_again_and_again_and_wrong_ones_are_seen(name: str) ->
     assert prepared.run().shape == prepared.expected.shape
     for _ in range(2):
         assert prepared.error() <= prepared.limit
-    wrong = Prepared(prepared.run, 1.2 * prepared.expected, prepared.limit)
+    wrong = PreparedWorkload(prepared.run, 1.2 * prepared.expected, prepared.limit)
     assert not wrong.error() <= wrong.limit
-    spoiled = Prepared(lambda: prepared.run() * math.nan, prepared.expected, 1.0)
+    spoiled = PreparedWorkload(lambda: prepared.run() * math.nan, prepared.expected, 1.0)
     assert not spoiled.error() <= spoiled.limit
 
 
 def test_every_row_is_timed_by_something() -> None:
-    tables = tiles.read(tiles.DEFAULT).tables
-    assert {*tables} == {*tune.TRIED}
-    every = workloads.workloads()
-    rows = list(tune.rows_of([*tables], every))
+    tables = tiles.read_tile_file(tiles.DEFAULT).tables
+    assert {*tables} == {*tune.CANDIDATE_VALUES}
+    every = workloads.list_workloads()
+    rows = list(tune.list_rows([*tables], every))
     assert len(rows) == sum(map(len, tables.values()))
     assert sum(len(own) for *_, own in rows) == len(every)
     for table, row, own in rows:
@@ -57,8 +61,8 @@ def test_every_row_is_timed_by_something() -> None:
 
 
 def test_every_row_is_compiled_for_something() -> None:
-    for table, rows in tiles.read(tiles.DEFAULT).tables.items():
+    for table, rows in tiles.read_tile_file(tiles.DEFAULT).tables.items():
         for row in rows:
-            jobs = tune.jobs_for(table, row, row.use, 90)
+            jobs = tune.list_compile_jobs(table, row, row.use, 90)
             assert jobs, (table, row)
             assert {job.use for job in jobs} == {tuple(row.use.items())}

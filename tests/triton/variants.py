@@ -45,7 +45,7 @@ def recorded_variants() -> Iterator[set[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", run)
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
-        patch.setattr(common, "processors", lambda device: PROCESSORS)
+        patch.setattr(common, "count_processors", lambda device: PROCESSORS)
         # Numbers that other operations may take for tokens.
         patch.setattr(torch, "empty", torch.zeros)
         yield variants

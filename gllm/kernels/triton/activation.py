@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.triton.ahead import Compiled, Tiled
-from gllm.kernels.triton.tiles import choose
+from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
+from gllm.kernels.triton.tiles import choose_tiles
 
 KINDS = ("silu", "relu", "gelu", "gelu_tanh")
 
@@ -50,24 +50,24 @@ def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:
     tokens, size = len(gate_up), gate_up.shape[1] // 2
     output = gate_up.new_empty(tokens, size)
     if output.numel():
-        use = choose("activation")
+        use = choose_tiles("activation")
         grid = (tokens, triton.cdiv(size, use["elements"]))
         arguments = (gate_up, output, size, gate_up.stride(0))
         _gate[grid](*arguments, KIND=kind, BLOCK=use["elements"], num_warps=use["warps"])
     return output
 
 
-def _compiled(kind: str, activation: str) -> Compiled:
+def _compiled(kind: str, activation: str) -> KernelSpec:
     signature = {"both": f"*{kind}", "output": f"*{kind}", "size": "i32", "row": "i32"}
-    return Compiled(
+    return KernelSpec(
         f"{activation}, {kind}",
         _gate,
         signature,
         {"KIND": activation},
         stages=3,
         aligned=tuple(signature),
-        tiled=Tiled("activation", {}, lambda use: {"BLOCK": use["elements"]}),
+        tuned=TunedConstants("activation", {}, lambda use: {"BLOCK": use["elements"]}),
     )
 
 
-COMPILED = [_compiled(kind, activation) for activation in KINDS for kind in ("bf16", "fp16")]
+KERNEL_SPECS = [_compiled(kind, activation) for activation in KINDS for kind in ("bf16", "fp16")]

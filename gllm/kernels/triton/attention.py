@@ -13,15 +13,15 @@ from torch import Tensor
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.triton import attention_shapes, common
-from gllm.kernels.triton.attention_shapes import Shape
+from gllm.kernels.triton.attention_shapes import AttentionShape
 from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
 from gllm.kernels.triton.decode_attention import decode_attention
 from gllm.kernels.triton.split_attention import (
     PARTIAL,
-    add_parts,
-    part_of,
-    parts_for,
-    store_part,
+    allocate_split_results,
+    combine_splits,
+    split_range,
+    store_split,
 )
 
 
@@ -44,7 +44,7 @@ def paged_attention(
     tokens, heads, _ = query.shape
     output = query.new_empty(tokens, heads, value_cache.shape[3])
     features = scaling.softcap is not None, scaling.alibi_slopes is not None, plan.window
-    shape = attention_shapes.shape_of(query, key_cache, value_cache, features)
+    shape = attention_shapes.describe_shape(query, key_cache, value_cache, features)
     tensors = (output, query, key_cache, value_cache, scaling.alibi_slopes)
     factors = _factors(scaling)
     if plan.rows.num_decodes:
@@ -71,24 +71,24 @@ def _prefill(
     value_cache: Tensor,
     slopes: Tensor | None,
     plan: AttentionPlan,
-    shape: Shape,
+    shape: AttentionShape,
     factors: tuple[float, float],
 ) -> None:
     """Fill the rows of prefill chunks of output [tokens, heads, value_dim]."""
     tables, rows = plan.tables, plan.rows
     assert tables is not None, "attention was not planned for a device"
-    tiles = attention_shapes.tiles_for(shape, "prefill")
-    packed = attention_shapes.packing(tiles, shape)
+    tiles = attention_shapes.choose_attention_tiles(shape, "prefill")
+    packed = attention_shapes.pack_queries(tiles, shape)
     listed = tables.get_prefill_tiles(rows, packed.tokens)
     programs = shape.kv_heads * packed.parts
     longest = int(rows.context_len[rows.num_decodes :].max())
     if shape.window is not None:
         longest = min(longest, shape.window + packed.tokens)
-    busy = common.processors(query.device)
+    busy = common.count_processors(query.device)
     splits = attention_shapes.prefill_splits(len(listed) * programs, longest, busy)
     # Each decode is one token, and they come first.
     own = output[rows.num_decodes :]
-    parts = parts_for(len(own), splits, shape, query.device)
+    parts = allocate_split_results(len(own), splits, shape, query.device)
     prefill_kernel[(len(listed), programs, splits)](
         *(output, *parts, query, key_cache, value_cache, slopes),
         *(listed, tables.block_table, tables.query_start, tables.context_len),
@@ -98,11 +98,11 @@ def _prefill(
         *factors,
         **attention_shapes.constants(tiles, shape),
         SPLIT=splits > 1,
-        LEAST=attention_shapes.LEAST_OF_CHUNKS,
+        LEAST=attention_shapes.MIN_PREFILL_SPLIT_TOKENS,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    add_parts(own, parts, shape)
+    combine_splits(own, parts, shape)
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def prefill_kernel(
         oldest = tl.maximum(nearest - WINDOW + 1, 0)
     begin = oldest // KEYS * KEYS
     if SPLIT:
-        begin, end = part_of(begin, end, tl.program_id(2), tl.num_programs(2), KEYS, LEAST)
+        begin, end = split_range(begin, end, tl.program_id(2), tl.num_programs(2), KEYS, LEAST)
     if WINDOW == 0:
         # The first token, and so every one, sees all keys before `seen`.
         seen = tl.minimum((nearest + 1) // KEYS * KEYS, end)
@@ -233,7 +233,7 @@ def prefill_kernel(
         each = tokens.to(tl.int64) * heads * tl.num_programs(2)
         at = ((start + token - skipped).to(tl.int64) * heads + head) * tl.num_programs(2)
         at += tl.program_id(2)
-        store_part(
+        store_split(
             *(partial, statistics, at, there, each, highest, total, attended),
             *(VALUE, VALUE_PAD),
         )
@@ -250,17 +250,17 @@ def prefill_kernel(
 
 
 OTHERS = {"tiles": "*i32", "query_start": "*i32", "skipped": "i32", "tokens": "i32"}
-COMPILED = [
+KERNEL_SPECS = [
     *attention_shapes.compiled(
         *("prefill", prefill_kernel, "prefill", OTHERS),
         {
             **dict.fromkeys(PARTIAL),
             "SPLIT": False,
-            "LEAST": attention_shapes.LEAST_OF_CHUNKS,
+            "LEAST": attention_shapes.MIN_PREFILL_SPLIT_TOKENS,
         },
     ),
     *attention_shapes.compiled(
         *("split prefill", prefill_kernel, "prefill", {**OTHERS, **PARTIAL}),
-        {"SPLIT": True, "LEAST": attention_shapes.LEAST_OF_CHUNKS},
+        {"SPLIT": True, "LEAST": attention_shapes.MIN_PREFILL_SPLIT_TOKENS},
     ),
 ]

@@ -15,12 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
-from gllm.kernels.triton.ahead import Compiled, Tiled
-from gllm.kernels.triton.tiles import choose
+from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
+from gllm.kernels.triton.tiles import choose_tiles
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileSizes:
     """One choice of sizes."""
 
     rows: int
@@ -34,14 +34,14 @@ class Tiles:
 
 SPLITS = 128
 """Most parts of a context."""
-LEAST = 128
+MIN_DECODE_SPLIT_TOKENS = 128
 """Fewest tokens of a decode's part: below, the reduction costs more than parallelism saves."""
-LEAST_OF_CHUNKS = 1024
+MIN_PREFILL_SPLIT_TOKENS = 1024
 """The same for a prefill chunk. A row of a tile writes and reads 1 KB for each part of its context
 (128 elements, float32); at 4.8 TB/s that takes as long as 166 keys do at 400 TFLOP/s."""
-WAVES = 2
+PROGRAMS_PER_PROCESSOR = 2
 """Programs for each processor that splitting of decodes aims at; a chunk's fill one each."""
-LONGEST_PART = 8192
+MAX_DECODE_SPLIT_TOKENS = 8192
 """Most tokens of a decode's part, however many other programs there are: one program alone reads
 slowly, so that a single long context would hold up a whole step. 64 KB under way (two tiles of 64
 keys and values of 128 16-bit elements) and 0.8 us of latency are 80 GB/s, so 8192 tokens of a KV
@@ -49,7 +49,7 @@ head take about 50 us."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """What a stage's attention always looks like."""
 
     heads: int
@@ -76,33 +76,33 @@ class Shape:
         return self.value_dim if self.shared else self.key_dim
 
 
-def shape_of(
+def describe_shape(
     query: Tensor, keys: Tensor, values: Tensor, features: tuple[bool, bool, int | None]
-) -> Shape:
+) -> AttentionShape:
     """The shape of query [tokens, heads, key_dim] against caches [blocks, block_size, kv_heads,
     key_dim and value_dim]; features: softcap, alibi, window."""
     shared = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
-    return Shape(
+    return AttentionShape(
         *(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1], shared),
         *features,
         query.dtype == torch.float32,
     )
 
 
-def sizes_of(shape: Shape) -> dict[str, int]:
+def tile_lookup_sizes(shape: AttentionShape) -> dict[str, int]:
     """What tiles are looked up by: the padded dimensions of a head (512 stands for latent
     attention, which has 64 more of the keys alone), bytes of a query's element."""
     head = max(_padded(shape.main), _padded(shape.value_dim))
     return {"head": head, "bytes": 4 if shape.wide else 2}
 
 
-def tiles_for(shape: Shape, table: str) -> Tiles:
+def choose_attention_tiles(shape: AttentionShape, table: str) -> TileSizes:
     """The table's choice for heads of this size. Raises ValueError where there is none."""
-    return Tiles(**choose(table, **sizes_of(shape)))
+    return TileSizes(**choose_tiles(table, **tile_lookup_sizes(shape)))
 
 
 @dataclass(frozen=True)
-class Packing:
+class QueryPacking:
     """How the queries of a group of heads fill tiles."""
 
     heads: int
@@ -113,15 +113,15 @@ class Packing:
     """In one tile."""
 
 
-def packing(tiles: Tiles, shape: Shape) -> Packing:
+def pack_queries(tiles: TileSizes, shape: AttentionShape) -> QueryPacking:
     """Tokens are packed where the heads of a group leave room."""
     heads = min(shape.group, tiles.rows)
-    return Packing(heads, -(-shape.group // heads), tiles.rows // heads)
+    return QueryPacking(heads, -(-shape.group // heads), tiles.rows // heads)
 
 
-def constants(tiles: Tiles, shape: Shape) -> dict[str, int | bool]:
+def constants(tiles: TileSizes, shape: AttentionShape) -> dict[str, int | bool]:
     """The constants that the kernels of decodes and of prefill chunks have in common."""
-    packed = packing(tiles, shape)
+    packed = pack_queries(tiles, shape)
     rest = shape.key_dim - shape.main
     return {
         "ROWS": tiles.rows,
@@ -159,17 +159,19 @@ def decode_splits(contexts: npt.NDArray[np.int64], programs: int, processors: in
         processors: streaming multiprocessors of the device.
     """
     longest = int(contexts.max())
-    share = -(-int(contexts.sum()) * programs // (WAVES * processors))
-    return _splits(-(-longest // min(max(share, 1), LONGEST_PART)), longest, LEAST)
+    share = -(-int(contexts.sum()) * programs // (PROGRAMS_PER_PROCESSOR * processors))
+    return _splits(
+        -(-longest // min(max(share, 1), MAX_DECODE_SPLIT_TOKENS)), longest, MIN_DECODE_SPLIT_TOKENS
+    )
 
 
 def prefill_splits(programs: int, longest: int, processors: int) -> int:
     """The same for tiles of prefill chunks, which are split where processors would be idle."""
-    return _splits(processors // programs, longest, LEAST_OF_CHUNKS)
+    return _splits(processors // programs, longest, MIN_PREFILL_SPLIT_TOKENS)
 
 
-def _splits(wanted: int, longest: int, least: int) -> int:
-    return max(1, min(wanted, -(-longest // least), SPLITS))
+def _splits(wanted: int, longest: int, min_arch: int) -> int:
+    return max(1, min(wanted, -(-longest // min_arch), SPLITS))
 
 
 def _padded(size: int) -> int:
@@ -177,32 +179,32 @@ def _padded(size: int) -> int:
     return max(int(triton.next_power_of_2(size)), 16)
 
 
-def widened(shape: Shape) -> Shape:
+def with_float32_queries(shape: AttentionShape) -> AttentionShape:
     """The same in float32."""
     return replace(shape, wide=True)
 
 
-HEADS_OF = {
-    "groups of 7 heads of 128": Shape(28, 4, 128, 128, 16),
-    "groups of 4 heads of 128": Shape(32, 8, 128, 128, 16),
-    "groups of 7 heads of 64": Shape(14, 2, 64, 64, 16),
-    "32 heads of 96": Shape(32, 32, 96, 96, 16),
-    "groups of 2 heads of 256": Shape(16, 8, 256, 256, 16),
-    "16 latent heads": Shape(16, 1, 576, 512, 16, shared=True),
+HEAD_CONFIGS = {
+    "groups of 7 heads of 128": AttentionShape(28, 4, 128, 128, 16),
+    "groups of 4 heads of 128": AttentionShape(32, 8, 128, 128, 16),
+    "groups of 7 heads of 64": AttentionShape(14, 2, 64, 64, 16),
+    "32 heads of 96": AttentionShape(32, 32, 96, 96, 16),
+    "groups of 2 heads of 256": AttentionShape(16, 8, 256, 256, 16),
+    "16 latent heads": AttentionShape(16, 1, 576, 512, 16, shared=True),
 }
 """As of Qwen2.5-7B, Llama-3.1-8B, Qwen2.5-0.5B, Phi-3-mini, Gemma-2-9B and DeepSeek-V2-Lite."""
 CASES = [
     *(
-        (f"{label}, {query} on {cached}", shape, query, cached, least)
-        for label, shape in HEADS_OF.items()
-        for query, cached, least in (
+        (f"{label}, {query} on {cached}", shape, query, cached, min_arch)
+        for label, shape in HEAD_CONFIGS.items()
+        for query, cached, min_arch in (
             ("bf16", "bf16", 80),
             ("fp16", "fp16", 80),
             ("bf16", "fp8e4nv", 89),
         )
     ),
     *(
-        (label, replace(HEADS_OF[heads], **features), "bf16", "bf16", 80)
+        (label, replace(HEAD_CONFIGS[heads], **features), "bf16", "bf16", 80)
         for label, heads, features in (
             ("softcap, heads of 256", "groups of 2 heads of 256", {"softcap": True}),
             ("window, heads of 128", "groups of 4 heads of 128", {"window": 4096}),
@@ -210,8 +212,8 @@ CASES = [
         )
     ),
     *(
-        (f"{label}, fp32 on fp32", widened(shape), "fp32", "fp32", 80)
-        for label, shape in HEADS_OF.items()
+        (f"{label}, fp32 on fp32", with_float32_queries(shape), "fp32", "fp32", 80)
+        for label, shape in HEAD_CONFIGS.items()
     ),
 ]
 """Label, shape, types of queries and cache, oldest architecture."""
@@ -223,27 +225,29 @@ def compiled(
     table: str,
     types: Mapping[str, str],
     more: Mapping[str, Any],
-) -> list[Compiled]:
+) -> list[KernelSpec]:
     """A kernel with the arguments that those of decodes and prefill share, for all of CASES; types
     and constants of its others."""
     return [
-        Compiled(
+        KernelSpec(
             f"{name}, {label}",
             kernel,
             {**_types(query, cached, shape), **types},
             {**({} if shape.alibi else {"slopes": None}), **more},
-            tiled=tiled(table, shape),
+            tuned=tiled(table, shape),
             tensor_cores=True,
-            least=least,
+            min_arch=min_arch,
             aligned=tuple(name for name in _types(query, cached, shape) if name in ALIGNED),
         )
-        for label, shape, query, cached, least in CASES
+        for label, shape, query, cached, min_arch in CASES
     ]
 
 
-def tiled(table: str, shape: Shape) -> Tiled:
+def tiled(table: str, shape: AttentionShape) -> TunedConstants:
     """The constants of a shape by its row of a table."""
-    return Tiled(table, sizes_of(shape), lambda use: constants(Tiles(**use), shape))
+    return TunedConstants(
+        table, tile_lookup_sizes(shape), lambda use: constants(TileSizes(**use), shape)
+    )
 
 
 ALIGNED = (
@@ -252,7 +256,7 @@ ALIGNED = (
 )
 
 
-def _types(query: str, cached: str, shape: Shape) -> dict[str, str]:
+def _types(query: str, cached: str, shape: AttentionShape) -> dict[str, str]:
     pointers = {"output": query, "query": query, "keys": cached, "values": cached}
     if shape.alibi:
         pointers["slopes"] = "fp32"

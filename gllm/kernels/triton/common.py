@@ -33,7 +33,7 @@ def tokens_of(table, blocks, positions, there, BLOCK_SIZE: tl.constexpr):
 
 
 @cache
-def processors(device: torch.device) -> int:
+def count_processors(device: torch.device) -> int:
     """Streaming multiprocessors of a device; 1 for one that has none."""
     if device.type != "cuda":
         return 1

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.triton import attention_shapes, common
-from gllm.kernels.triton.attention_shapes import Shape
+from gllm.kernels.triton.attention_shapes import AttentionShape
 from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
 from gllm.kernels.triton.split_attention import (
     PARTIAL,
-    add_parts,
-    part_of,
-    parts_for,
-    store_part,
+    allocate_split_results,
+    combine_splits,
+    split_range,
+    store_split,
 )
 
 
@@ -29,7 +29,7 @@ def decode_attention(
     value_cache: Tensor,
     slopes: Tensor | None,
     plan: AttentionPlan,
-    shape: Shape,
+    shape: AttentionShape,
     factors: tuple[float, float],
 ) -> None:
     """Fill the decodes' rows of output [tokens, heads, value_dim] from query [tokens, heads,
@@ -40,14 +40,14 @@ def decode_attention(
     """
     tables, rows = plan.tables, plan.rows.num_decodes
     assert tables is not None, "attention was not planned for a device"
-    tiles = attention_shapes.tiles_for(shape, "decode")
-    programs = shape.kv_heads * attention_shapes.packing(tiles, shape).parts
+    tiles = attention_shapes.choose_attention_tiles(shape, "decode")
+    programs = shape.kv_heads * attention_shapes.pack_queries(tiles, shape).parts
     contexts = plan.rows.context_len[:rows]
     if shape.window is not None:
         contexts = np.minimum(contexts, shape.window)
-    busy = common.processors(query.device)
+    busy = common.count_processors(query.device)
     splits = attention_shapes.decode_splits(contexts, programs, busy)
-    parts = parts_for(rows, splits, shape, query.device)
+    parts = allocate_split_results(rows, splits, shape, query.device)
     decode_kernel[(programs, splits, rows)](
         *(output, *parts, query, key_cache, value_cache, slopes),
         *(tables.block_table, tables.context_len, tables.block_table.stride(0)),
@@ -55,11 +55,11 @@ def decode_attention(
         *factors,
         **attention_shapes.constants(tiles, shape),
         SPLIT=splits > 1,
-        LEAST=attention_shapes.LEAST,
+        LEAST=attention_shapes.MIN_DECODE_SPLIT_TOKENS,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    add_parts(output, parts, shape)
+    combine_splits(output, parts, shape)
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def decode_kernel(
     begin = oldest // KEYS * KEYS
     end = context
     if SPLIT:
-        begin, end = part_of(begin, context, split, tl.num_programs(1), KEYS, LEAST)
+        begin, end = split_range(begin, context, split, tl.num_programs(1), KEYS, LEAST)
         if begin >= end:
             at = place_of(row, head, split, GROUP, PARTS)
             tl.store(statistics + at, tl.full([ROWS], LOWEST, dtype=tl.float32), mask=there)
@@ -160,7 +160,7 @@ def decode_kernel(
     at = place_of(row, head, split, GROUP, PARTS)
     if SPLIT:
         each = tl.num_programs(2).to(tl.int64) * heads * tl.num_programs(1)
-        store_part(
+        store_split(
             *(partial, statistics, at, there, each, highest, total, attended),
             *(VALUE, VALUE_PAD),
         )
@@ -173,13 +173,18 @@ def decode_kernel(
         tl.store(output + at[:, None] * VALUE + columns[None, :], stored, mask=mask)
 
 
-COMPILED = [
+KERNEL_SPECS = [
     *attention_shapes.compiled(
         *("decode", decode_kernel, "decode", {}),
-        {"partial": None, "statistics": None, "SPLIT": False, "LEAST": attention_shapes.LEAST},
+        {
+            "partial": None,
+            "statistics": None,
+            "SPLIT": False,
+            "LEAST": attention_shapes.MIN_DECODE_SPLIT_TOKENS,
+        },
     )[:1],
     *attention_shapes.compiled(
         *("split decode", decode_kernel, "decode", PARTIAL),
-        {"SPLIT": True, "LEAST": attention_shapes.LEAST},
+        {"SPLIT": True, "LEAST": attention_shapes.MIN_DECODE_SPLIT_TOKENS},
     ),
 ]

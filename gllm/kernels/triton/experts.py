@@ -16,7 +16,6 @@ from torch import Tensor
 from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.triton import experts_fp8
 from gllm.kernels.triton.activation import KINDS
-from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.common import dot
 from gllm.kernels.triton.expert_blocks import (
     Sorted,
@@ -27,7 +26,8 @@ from gllm.kernels.triton.expert_blocks import (
     store_tile,
     tile_sizes,
 )
-from gllm.kernels.triton.tiles import choose
+from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
+from gllm.kernels.triton.tiles import choose_tiles
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """[tokens, hidden]: the weighted sum of parts [tokens * active, hidden] by rising number of
     their experts [tokens, active], weights alike."""
     tokens, picked = experts.shape
-    hidden, use = parts.shape[1], choose("experts_sum")
+    hidden, use = parts.shape[1], choose_tiles("experts_sum")
     output = parts.new_empty(tokens, hidden)
     _add[(tokens, triton.cdiv(hidden, use["elements"]))](
         *(parts, experts, weights, output),
@@ -158,7 +158,7 @@ def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
 
 def _launch(source: Tensor, weight: Tensor, to: Tensor, pairs: Sorted, gate: str) -> None:
     """Fill `to` [rows, outputs] from source [tokens or rows, inputs], as _multiply says."""
-    use = choose("experts", **tile_sizes(gate, source.element_size()))
+    use = choose_tiles("experts", **tile_sizes(gate, source.element_size()))
     grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
     _multiply[grid](
         *(source, weight, to, pairs.order, pairs.bounds, source.stride(0)),
@@ -185,37 +185,37 @@ def _sums(hidden: int, picked: int, use: Mapping[str, int]) -> dict[str, int]:
     return {"HIDDEN": hidden, "PICKED": picked, "PICKED_BLOCK": block, "BLOCK": use["elements"]}
 
 
-def _product(kind: str, sizes: tuple[int, int], experts: tuple[int, int], gate: str) -> Compiled:
+def _product(kind: str, sizes: tuple[int, int], experts: tuple[int, int], gate: str) -> KernelSpec:
     names = ("x", "weight", "output")
     signature = {**dict.fromkeys(names, f"*{kind}"), "order": "*i64", "bounds": "*i64"}
-    return Compiled(
+    return KernelSpec(
         f"{sizes[0]} to {sizes[1]}, {experts[0]} experts, {gate or 'plain'}, {kind}",
         _multiply,
         {**signature, "x_row": "i32"},
         counted(*experts),
         tensor_cores=True,
         aligned=(*signature, "x_row"),
-        tiled=Tiled(
+        tuned=TunedConstants(
             *("experts", tile_sizes(gate, 4 if kind == "fp32" else 2)),
             lambda use: _constants(*sizes, gate, use),
         ),
     )
 
 
-def _sum(kind: str, hidden: int, picked: int) -> Compiled:
+def _sum(kind: str, hidden: int, picked: int) -> KernelSpec:
     tensors = {"parts": f"*{kind}", "experts": "*i64", "weights": "*fp32", "output": f"*{kind}"}
-    return Compiled(
+    return KernelSpec(
         f"{hidden} of {picked} experts, {kind}",
         _add,
         tensors,
         {},
         stages=3,
         aligned=(*tensors,),
-        tiled=Tiled("experts_sum", {}, lambda use: _sums(hidden, picked, use)),
+        tuned=TunedConstants("experts_sum", {}, lambda use: _sums(hidden, picked, use)),
     )
 
 
-COMPILED = [
+KERNEL_SPECS = [
     _product("bf16", (2048, 768), (128, 8), "silu"),
     _product("bf16", (768, 2048), (128, 8), ""),
     _product("fp16", (4096, 14336), (8, 2), "silu"),

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.fp8_weights import Fp8Stack
-from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.expert_blocks import (
     Sorted,
     block_of,
@@ -22,6 +21,7 @@ from gllm.kernels.triton.expert_blocks import (
     store_tile,
     tile_sizes,
 )
+from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.linear_fp8 import (
     GROUP,
     add_group,
@@ -29,7 +29,7 @@ from gllm.kernels.triton.linear_fp8 import (
     multiplies_fp8,
     quantize,
 )
-from gllm.kernels.triton.tiles import choose
+from gllm.kernels.triton.tiles import choose_tiles
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def multiply(
     scales = weight.scales
     if fp8:
         source, scales = quantize(source, group)
-    use = choose("experts_fp8", **tile_sizes(gate, source.element_size()))
+    use = choose_tiles("experts_fp8", **tile_sizes(gate, source.element_size()))
     grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
     _multiply[grid](
         *(source, scales, weight.codes.view(torch.uint8), weight.scales, to),
@@ -122,7 +122,7 @@ def _constants(
 
 def _compiled(
     kind: str, sizes: tuple[int, int], experts: tuple[int, int], gate: str, fp8: bool
-) -> Compiled:
+) -> KernelSpec:
     pointers = {
         "x": "*u8" if fp8 else f"*{kind}",
         "x_scales": "*fp32",
@@ -134,22 +134,22 @@ def _compiled(
     }
     element = 1 if fp8 else 4 if kind == "fp32" else 2
     products = f"{8 * element}-bit products"
-    return Compiled(
+    return KernelSpec(
         f"{sizes[0]} to {sizes[1]}, {experts[0]} experts, {gate or 'plain'}, {kind}, {products}",
         _multiply,
         {**pointers, "x_row": "i32"},
         counted(*experts),
         tensor_cores=True,
-        least=89 if fp8 else 80,
+        min_arch=89 if fp8 else 80,
         aligned=(*pointers, "x_row"),
-        tiled=Tiled(
+        tuned=TunedConstants(
             *("experts_fp8", tile_sizes(gate, element)),
             lambda use: _constants(sizes, gate, (GROUP, 1), fp8, GROUP, use),
         ),
     )
 
 
-COMPILED = [
+KERNEL_SPECS = [
     *(
         _compiled(kind, sizes, (128, 8), gate, fp8)
         for kind in ("bf16", "fp16")

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.triton import common
-from gllm.kernels.triton.ahead import Compiled, Tiled
 from gllm.kernels.triton.common import INTERPRETED, dot
-from gllm.kernels.triton.tiles import choose
+from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
+from gllm.kernels.triton.tiles import choose_tiles
 
 GROUP = 128
 """Inputs that are multiplied at once, of one block."""
@@ -179,7 +179,7 @@ def quantize(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=x.device)
     scales = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
     if tokens:
-        use = choose("quantize")
+        use = choose_tiles("quantize")
         _quantize_kernel[(tokens, triton.cdiv(groups, use["groups"]))](
             *(x, codes, scales, inputs, groups, x.stride(0)),
             GROUP=group,
@@ -212,7 +212,7 @@ def linear_fp8(
     fp8 = multiplies_fp8(x.device) if fp8 is None else fp8
     if fp8:
         x, scales = quantize(x, group)
-    use = choose("linear_fp8", tokens=tokens)
+    use = choose_tiles("linear_fp8", tokens=tokens)
     grid = triton.cdiv(outputs, use["columns"]), triton.cdiv(tokens, use["rows"])
     groups = triton.cdiv(inputs, group)
     part = triton.cdiv(groups, parts_of(tokens, inputs, groups, grid, use, x.device))
@@ -261,7 +261,7 @@ def parts_of(
     """
     programs = grid[0] * grid[1]
     reading = max(use["stages"] - 1, 1) * use["columns"] * GROUP
-    wanted = -(-IN_FLIGHT * common.processors(device) // (reading * programs))
+    wanted = -(-IN_FLIGHT * common.count_processors(device) // (reading * programs))
     return max(1, min(wanted, inputs // (16 * tokens), groups // LEAST))
 
 
@@ -274,7 +274,7 @@ def _constants(
 
 def _compiled(
     label: str, tokens: int, floats: str, fp8: bool, bias: bool, out: str = ""
-) -> Compiled:
+) -> KernelSpec:
     tensors = {
         "out": f"*{out or floats}",
         "x": "*u8" if fp8 else f"*{floats}",
@@ -284,22 +284,22 @@ def _compiled(
         "bias": f"*{floats}",
     }
     numbers = ("tokens", "outputs", "inputs", "groups", "part", "blocks", "x_row")
-    return Compiled(
+    return KernelSpec(
         label=f"{label}, {floats}, {'8-bit' if fp8 else '16-bit'} products",
         kernel=_linear_kernel,
         signature=tensors | dict.fromkeys(numbers, "i32"),
         constants={},
         tensor_cores=True,
-        least=89 if fp8 else 80,
+        min_arch=89 if fp8 else 80,
         aligned=(*tensors, "outputs", "inputs", "x_row"),
-        tiled=Tiled(
+        tuned=TunedConstants(
             *("linear_fp8", {"tokens": tokens}),
             lambda use: _constants(128, 1, fp8, bias, GROUP, use),
         ),
     )
 
 
-COMPILED = [
+KERNEL_SPECS = [
     *(
         _compiled(label, tokens, floats, fp8, floats == "bf16")
         for label, tokens in (("decode", 16), ("small batch", 32), ("prefill", 64))
@@ -307,7 +307,7 @@ COMPILED = [
         for fp8 in (False, True)
     ),
     *(
-        Compiled(
+        KernelSpec(
             label=f"activations to 8 bits, {floats}",
             kernel=_quantize_kernel,
             signature={
@@ -319,7 +319,7 @@ COMPILED = [
             constants={"GROUP": GROUP},
             aligned=("x", "codes", "scales", "inputs", "x_row"),
             stages=3,
-            tiled=Tiled("quantize", {}, lambda use: {"TILE": use["groups"]}),
+            tuned=TunedConstants("quantize", {}, lambda use: {"TILE": use["groups"]}),
         )
         for floats in ("bf16", "fp16")
     ),
@@ -329,7 +329,7 @@ COMPILED = [
         for fp8 in (False, True)
     ),
     *(
-        Compiled(
+        KernelSpec(
             label=f"sum of parts, {floats}",
             kernel=_add_kernel,
             signature={

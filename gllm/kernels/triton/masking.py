@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gllm.kernels.bad_words import BadWords
 from gllm.kernels.history import TokenHistories
-from gllm.kernels.triton.ahead import Compiled
 from gllm.kernels.triton.common import tokens_of
+from gllm.kernels.triton.kernel_specs import KernelSpec
 
 TILE = 4096
 """Tokens of the vocabulary per program."""
@@ -106,8 +106,8 @@ _PHRASES = {
     "table_row": "i32",
     "longest": "i32",
 }
-COMPILED = [
-    Compiled(
+KERNEL_SPECS = [
+    KernelSpec(
         label=label,
         kernel=kernel,
         signature=signature,

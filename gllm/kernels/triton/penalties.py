@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.history import TokenHistories
-from gllm.kernels.triton.ahead import Compiled
 from gllm.kernels.triton.common import tokens_of
+from gllm.kernels.triton.kernel_specs import KernelSpec
 
 TILE = 512
 """Tokens of a history that a program looks at."""
@@ -117,8 +117,8 @@ _TYPES = {
     "size": "i32",
     "table_row": "i32",
 }
-COMPILED = [
-    Compiled(
+KERNEL_SPECS = [
+    KernelSpec(
         label=f"penalties, {name}, blocks of 16",
         kernel=kernel,
         signature=_TYPES | more,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import RotaryAngles
-from gllm.kernels.triton.ahead import Compiled, Tiled
-from gllm.kernels.triton.tiles import choose
+from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
+from gllm.kernels.triton.tiles import choose_tiles
 
 LARGEST = tl.constexpr(448.0)
 """Of FP8 E4M3."""
@@ -181,7 +181,7 @@ def rotate_and_store(
     norms = layout.query_norm, layout.key_norm
     query_norm, key_norm = (fused if norm is None else norm for norm in norms)
     dim = 0 if angles is None else 2 * cosine.shape[-1]
-    use = choose("qkv")
+    use = choose_tiles("qkv")
     like = (layout.num_kv_heads, head_dim, dim, layout.interleaved, None not in norms)
     constants = _constants(*like, use["elements"])
     rows = (fused.stride(0), *(one.stride(1) for one in cache))
@@ -219,8 +219,8 @@ def _compiled(
     kind: str,
     cached: str,
     like: tuple[int, int, int, bool, bool],
-    least: int = 80,
-) -> Compiled:
+    min_arch: int = 80,
+) -> KernelSpec:
     signature = {
         **dict.fromkeys(("fused", "query_norm", "key_norm"), f"*{kind}"),
         **dict.fromkeys(("cosine", "sine"), "*fp32"),
@@ -232,19 +232,19 @@ def _compiled(
     }
     aligned = tuple(name for name, type_ in signature.items() if type_.startswith("*"))
     aligned += ("fused_row", "key_row", "value_row")
-    return Compiled(
+    return KernelSpec(
         label,
         _rotate_and_store,
         signature,
         {},
-        least=least,
+        min_arch=min_arch,
         stages=3,
         aligned=aligned,
-        tiled=Tiled("qkv", {}, lambda use: _constants(*like, use["elements"])),
+        tuned=TunedConstants("qkv", {}, lambda use: _constants(*like, use["elements"])),
     )
 
 
-COMPILED = [
+KERNEL_SPECS = [
     _compiled("norms, heads of 128, bf16", "bf16", "bf16", (8, 128, 128, False, True)),
     _compiled("heads of 128, bf16", "bf16", "bf16", (4, 128, 128, False, False)),
     _compiled("heads of 128, fp16", "fp16", "fp16", (8, 128, 128, False, False)),

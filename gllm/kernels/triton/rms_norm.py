@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.triton.ahead import Compiled, Tiled
-from gllm.kernels.triton.tiles import choose
+from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
+from gllm.kernels.triton.tiles import choose_tiles
 
 LONGEST = 16384
 """Elements of a row that registers hold."""
@@ -83,7 +83,7 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tens
     added = x if delta is None else delta
     output = x.new_empty(rows, size)
     if rows:
-        use = choose("rms_norm", size=size)
+        use = choose_tiles("rms_norm", size=size)
         constants = _constants(size, delta is not None, use)
         grid = (triton.cdiv(rows, constants["ROWS"]),)
         strides = (x.stride(0), added.stride(0))
@@ -98,15 +98,15 @@ def _constants(size: int, add: bool, use: Mapping[str, int]) -> dict[str, Any]:
     return {"ADD": add, "ROWS": max(use["elements"] // block, 1), "BLOCK": block}
 
 
-def _compiled(label: str, size: int, add: bool, kind: str, scale: str) -> Compiled:
+def _compiled(label: str, size: int, add: bool, kind: str, scale: str) -> KernelSpec:
     tensors = {"x": f"*{kind}", "delta": f"*{kind}", "weight": f"*{scale}", "output": f"*{kind}"}
     numbers = dict.fromkeys(("rows", "size", "x_row", "delta_row"), "i32") | {"eps": "fp32"}
     aligned = (*tensors, "size", "x_row", "delta_row")
-    tiled = Tiled("rms_norm", {"size": size}, lambda use: _constants(size, add, use))
-    return Compiled(label, _rms_norm, tensors | numbers, {}, aligned=aligned, tiled=tiled)
+    tiled = TunedConstants("rms_norm", {"size": size}, lambda use: _constants(size, add, use))
+    return KernelSpec(label, _rms_norm, tensors | numbers, {}, aligned=aligned, tuned=tiled)
 
 
-COMPILED = [
+KERNEL_SPECS = [
     _compiled("sum, rows of 3584, bf16", 3584, True, "bf16", "bf16"),
     _compiled("sum, rows of 4096, fp16", 4096, True, "fp16", "fp16"),
     _compiled("sum, rows of 8192, bf16", 8192, True, "bf16", "bf16"),

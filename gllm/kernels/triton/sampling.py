@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gllm.kernels.random_numbers import GAMMA, MULTIPLIER_1, MULTIPLIER_2
 from gllm.kernels.sampling_plan import SamplingPlan
-from gllm.kernels.triton.ahead import Compiled
+from gllm.kernels.triton.kernel_specs import KernelSpec
 
 TILE = 4096
 """Tokens that a program looks at at once."""
@@ -277,8 +277,8 @@ def sample(logits: Tensor, plan: "SamplingPlan", tile: int = TILE) -> Tensor:
     return tokens
 
 
-COMPILED = [
-    Compiled(
+KERNEL_SPECS = [
+    KernelSpec(
         label=f"sampling, vocabulary of {size}{', top-k and top-p' * has_filters}",
         kernel=_sample_kernel,
         signature={

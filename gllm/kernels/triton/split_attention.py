@@ -13,18 +13,20 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.triton import attention_shapes
-from gllm.kernels.triton.ahead import Compiled
-from gllm.kernels.triton.attention_shapes import Shape
+from gllm.kernels.triton.attention_shapes import AttentionShape
 from gllm.kernels.triton.attention_tiles import LOWEST
+from gllm.kernels.triton.kernel_specs import KernelSpec
 
-REDUCED = 8
+SPLITS_PER_STEP = 8
 """Parts of a context added up at once."""
-Parts = tuple[Tensor, Tensor] | tuple[None, None]
+SplitResults = tuple[Tensor, Tensor] | tuple[None, None]
 """Weighted sums [tokens, heads, splits, value_dim], highest scores and total weights together [2,
 tokens, heads, splits], all float32; nothing where contexts are not split."""
 
 
-def parts_for(tokens: int, splits: int, shape: Shape, device: torch.device) -> Parts:
+def allocate_split_results(
+    tokens: int, splits: int, shape: AttentionShape, device: torch.device
+) -> SplitResults:
     """Memory for the parts of so many tokens' contexts."""
     if splits == 1:
         return None, None
@@ -33,7 +35,7 @@ def parts_for(tokens: int, splits: int, shape: Shape, device: torch.device) -> P
     return sums, torch.empty(2, *size, dtype=torch.float32, device=device)
 
 
-def add_parts(output: Tensor, parts: Parts, shape: Shape) -> None:
+def combine_splits(output: Tensor, parts: SplitResults, shape: AttentionShape) -> None:
     """Fill output [tokens, heads, value_dim] from the parts of its tokens' contexts.
 
     Tokens without context become zero.
@@ -45,18 +47,18 @@ def add_parts(output: Tensor, parts: Parts, shape: Shape) -> None:
     reduce_kernel[(heads, tokens)](output, sums, statistics, splits, **_reduced(shape), num_warps=4)
 
 
-def _reduced(shape: Shape) -> dict[str, int | bool]:
+def _reduced(shape: AttentionShape) -> dict[str, int | bool]:
     """Constants of reduce_kernel."""
     return {
         "VALUE": shape.value_dim,
         "VALUE_PAD": int(triton.next_power_of_2(shape.value_dim)),
         "SPLITS": attention_shapes.SPLITS,
-        "CHUNK": REDUCED,
+        "CHUNK": SPLITS_PER_STEP,
     }
 
 
 @triton.jit
-def part_of(begin, end, split, splits, KEYS: tl.constexpr, LEAST: tl.constexpr):
+def split_range(begin, end, split, splits, KEYS: tl.constexpr, LEAST: tl.constexpr):
     """Where a part of begin .. end - 1 begins and ends: whole tiles of KEYS from begin on, LEAST
     tokens at least. The end is not behind the beginning where nothing is left for it."""
     tiles = tl.cdiv(end - begin, KEYS)
@@ -65,7 +67,7 @@ def part_of(begin, end, split, splits, KEYS: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
-def store_part(
+def store_split(
     partial,
     statistics,
     at,
@@ -128,8 +130,8 @@ def reduce_kernel(
 
 
 PARTIAL = {"partial": "*fp32", "statistics": "*fp32"}
-COMPILED = [
-    Compiled(
+KERNEL_SPECS = [
+    KernelSpec(
         f"reduction of splits, {label}",
         reduce_kernel,
         {"output": "*bf16", **PARTIAL, "splits": "i32"},
@@ -137,5 +139,5 @@ COMPILED = [
         stages=3,
         aligned=("output", *PARTIAL),
     )
-    for label, shape in attention_shapes.HEADS_OF.items()
+    for label, shape in attention_shapes.HEAD_CONFIGS.items()
 ]

@@ -1,11 +1,11 @@
-"""Which tiles, warps and stages a kernel is launched with: tables, read from files.
+"""Tables of tile sizes, warps and stages of kernel launches, read from tuned/*.json.
 
-Owns the files' format (tuned/*.json) and which file is for which GPU. `tuned/default.json` says
-what is used where nothing else is known; its rows are all that there are. The file of a GPU, found
-by its name, else by its architecture, replaces some of them; `python -m gllm.kernels.tune` writes
-it (gllm/kernels/tune.py). Does not know what kernels compute.
+`tuned/default.json` has all tables and rows. The file of a GPU, found by the name of the device or
+else by its architecture, replaces some rows; `python -m gllm.kernels.tune` writes it
+(gllm/kernels/tune.py).
 
-A table has rows in order. A row is for sizes up to its `up_to`; the first that fits is used.
+The rows of a table are ordered. A row applies to problem sizes up to its `up_to`; the first
+matching row is used.
 """
 
 import json
@@ -31,45 +31,45 @@ LIMITS = {
     "warps": (1, 32),
     "stages": (1, 8),
 }
-"""Least and largest of each choice; all but stages are powers of two."""
+"""Smallest and largest value of each launch parameter; all but stages are powers of two."""
 ABOUT = {"device": str, "architecture": int, "timed": bool, "how": str, "date": str}
-"""What a file says of itself, by the types; architecture 0 stands for every one."""
+"""Metadata fields of a file and their types; architecture 0 stands for all."""
 
 Sizes = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One choice."""
+class TileRow:
+    """Row of a table: launch parameters for a range of problem sizes."""
 
     up_to: Mapping[str, int]
-    """Largest sizes that it is for; a size that is not named may be any."""
+    """Largest supported value per problem size; sizes that are not named are not limited."""
     use: Mapping[str, int]
-    """By names of LIMITS."""
+    """Launch parameters by names of LIMITS."""
 
     def fits(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it is for these sizes."""
+        """Return True if the row applies to these problem sizes."""
         return all(sizes[name] <= most for name, most in self.up_to.items())
 
 
-Tables = Mapping[str, Sequence[Row]]
+Tables = Mapping[str, Sequence[TileRow]]
 
 
 @dataclass(frozen=True)
-class File:
-    """The content of one file."""
+class TileFile:
+    """Content of one file of tables."""
 
     device: str
     architecture: int
     timed: bool
     how: str
-    """The command that made it, or what it was chosen by."""
+    """The command that wrote the file, or how the values were chosen."""
     date: str
     versions: Mapping[str, str]
     tables: Tables
 
-    def text(self) -> str:
-        """The file, a row on a line."""
+    def to_json(self) -> str:
+        """Return the JSON text of the file, one line per row."""
         about = {name: getattr(self, name) for name in (*ABOUT, "versions")}
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in about.items()]
         tables = []
@@ -80,20 +80,23 @@ class File:
 
 
 class TilesError(ValueError):
-    """A file that is not as it has to be."""
+    """Invalid file of tile sizes."""
 
 
-def choose(table: str, **sizes: int) -> Mapping[str, int]:
-    """What the first row of a table that fits these sizes says.
+def choose_tiles(table: str, **sizes: int) -> Mapping[str, int]:
+    """Return the launch parameters of the first row of a table that applies to these sizes.
 
-    Raises ValueError where no row does.
+    Raises:
+        ValueError: No row applies.
     """
     return _chosen(_current(), table, tuple(sizes.items()))
 
 
-def token_counts() -> list[int]:
-    """Return the numbers of tokens at which some table changes its choice, ascending: the last of
-    each row and the first of the next."""
+def list_token_boundaries() -> list[int]:
+    """Return the numbers of tokens at which a table changes rows, ascending.
+
+    Contains the last number of tokens of each row and the first of the next row.
+    """
     bounds = {
         row.up_to["tokens"]
         for rows in _current().tables.values()
@@ -103,53 +106,65 @@ def token_counts() -> list[int]:
     return sorted(bounds | {bound + 1 for bound in bounds})
 
 
-def row_for(table: str, sizes: Mapping[str, int]) -> Row:
-    """The row of default.json that these sizes belong to. Raises ValueError where there is none."""
-    return _fitting(read(DEFAULT).tables, table, sizes)
+def find_default_row(table: str, sizes: Mapping[str, int]) -> TileRow:
+    """Return the row of default.json for these sizes. Raises ValueError if there is none."""
+    return _fitting(read_tile_file(DEFAULT).tables, table, sizes)
 
 
 @contextmanager
-def using(tables: Tables, onto: Tables | None = None) -> Iterator[None]:
-    """Replace rows of the tables, those with the same `up_to`, within this process; onto: all
-    tables, in place of those that are there."""
+def override_tiles(tables: Tables, onto: Tables | None = None) -> Iterator[None]:
+    """Replace the rows with the same `up_to` in the active tables of this process.
+
+    onto: tables to use instead of the active ones, before rows are replaced.
+    """
     before = _replaced[:]
-    _replaced[:] = [_Chosen(_merged(_current().tables if onto is None else onto, tables))]
+    _replaced[:] = [_ActiveTables(_merged(_current().tables if onto is None else onto, tables))]
     try:
         yield
     finally:
         _replaced[:] = before
 
 
-def tables_for(device: str, architecture: int) -> Tables:
-    """All tables for a GPU by its name and architecture, as 90 for sm_90."""
-    default = read(DEFAULT)
-    others = [read(path.stem) for path in sorted(FOLDER.glob("*.json")) if path.stem != DEFAULT]
-    alike = [one for one in others if one.architecture == architecture]
-    named = [one for one in alike if one.device == device]
-    found = (named or alike)[:1]
-    return _merged(default.tables, found[0].tables) if found else default.tables
+def load_tables(device: str, architecture: int) -> Tables:
+    """Return all tables for a GPU by its name and architecture (90 for sm_90)."""
+    default = read_tile_file(DEFAULT)
+    others = [
+        read_tile_file(path.stem) for path in sorted(FOLDER.glob("*.json")) if path.stem != DEFAULT
+    ]
+    same_architecture = [file for file in others if file.architecture == architecture]
+    same_device = [file for file in same_architecture if file.device == device]
+    files = same_device or same_architecture
+    return _merged(default.tables, files[0].tables) if files else default.tables
 
 
-def file_name(device: str) -> str:
-    """`nvidia-h200` for NVIDIA H200."""
+def tile_file_name(device: str) -> str:
+    """Return the file name without suffix: `nvidia-h200` for NVIDIA H200."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 @cache
-def read(name: str) -> File:
-    """A file of FOLDER by its name without `.json`. Raises TilesError."""
+def read_tile_file(name: str) -> TileFile:
+    """Read a file of FOLDER by its name without `.json`. Raises TilesError."""
     path = FOLDER / f"{name}.json"
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
         raise TilesError(f"{path} is no JSON: {error}") from error
-    return parse(str(path), content, None if name == DEFAULT else read(DEFAULT).tables)
+    return parse_tile_file(
+        str(path), content, None if name == DEFAULT else read_tile_file(DEFAULT).tables
+    )
 
 
-def parse(path: str, content: Any, known: Tables | None) -> File:
-    """The content of a file, checked; known: the default's tables, of which it has to have rows.
+def parse_tile_file(path: str, content: Any, known: Tables | None) -> TileFile:
+    """Parse and check the content of a file.
 
-    Raises TilesError, which names the field.
+    Args:
+        path: Name of the file for messages.
+        content: Parsed JSON.
+        known: Tables of default.json, whose rows the file may replace; None for default.json.
+
+    Raises:
+        TilesError: The content is invalid; the message names the field.
     """
     if not isinstance(content, dict):
         raise TilesError(f"{path} is no object")
@@ -167,17 +182,17 @@ def parse(path: str, content: Any, known: Tables | None) -> File:
         name: _rows(f"{path}: tables.{name}", rows, None if known is None else known[name])
         for name, rows in content["tables"].items()
     }
-    return File(**{**content, "tables": tables})
+    return TileFile(**{**content, "tables": tables})
 
 
-def _rows(where: str, rows: Any, known: Sequence[Row] | None) -> list[Row]:
+def _rows(where: str, rows: Any, known: Sequence[TileRow] | None) -> list[TileRow]:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise TilesError(f"{where} is no list of objects")
     return [_row(f"{where}[{place}]", row, known) for place, row in enumerate(rows)]
 
 
-def _row(where: str, row: dict[str, Any], known: Sequence[Row] | None) -> Row:
-    """One row; the default has one with the same up_to and the same choices."""
+def _row(where: str, row: dict[str, Any], known: Sequence[TileRow] | None) -> TileRow:
+    """Parse a row. default.json must have a row with the same up_to and parameters."""
     up_to = row.get("up_to")
     if not isinstance(up_to, dict) or not all(type(most) is int for most in up_to.values()):
         raise TilesError(f"{where}.up_to is {up_to!r:.60}, but an object of integers")
@@ -197,11 +212,11 @@ def _row(where: str, row: dict[str, Any], known: Sequence[Row] | None) -> Row:
         if {*same.use} != {*use}:
             wanted = ", ".join(same.use)
             raise TilesError(f"{where} says {', '.join(use)}, but it has to say {wanted}")
-    return Row(up_to, use)
+    return TileRow(up_to, use)
 
 
 def _merged(tables: Tables, others: Tables) -> Tables:
-    """Tables with rows of others in place of those with the same up_to."""
+    """Return tables in which rows of others replace those with the same up_to."""
     instead = {name: {_key(row): row for row in rows} for name, rows in others.items()}
     return {
         name: [instead.get(name, {}).get(_key(row), row) for row in rows]
@@ -209,11 +224,11 @@ def _merged(tables: Tables, others: Tables) -> Tables:
     }
 
 
-def _key(row: Row) -> Sizes:
+def _key(row: TileRow) -> Sizes:
     return tuple(sorted(row.up_to.items()))
 
 
-def _fitting(tables: Tables, table: str, sizes: Mapping[str, int]) -> Row:
+def _fitting(tables: Tables, table: str, sizes: Mapping[str, int]) -> TileRow:
     for row in tables[table]:
         if row.fits(sizes):
             return row
@@ -221,30 +236,30 @@ def _fitting(tables: Tables, table: str, sizes: Mapping[str, int]) -> Row:
     raise ValueError(f"no tiles for {table} of {named}: kernels are not made for it")
 
 
-class _Chosen:
-    """Tables, compared by identity, so that what was chosen can be remembered."""
+class _ActiveTables:
+    """Tables, hashed by identity, so that lookups can be cached."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
 
 
 @cache
-def _chosen(chosen: _Chosen, table: str, sizes: Sizes) -> Mapping[str, int]:
+def _chosen(chosen: _ActiveTables, table: str, sizes: Sizes) -> Mapping[str, int]:
     return _fitting(chosen.tables, table, dict(sizes)).use
 
 
-_replaced: list[_Chosen] = []
-"""What `using` put in place of the GPU's."""
+_replaced: list[_ActiveTables] = []
+"""Tables set by `override_tiles`, instead of those of the GPU."""
 
 
-def _current() -> _Chosen:
+def _current() -> _ActiveTables:
     return _replaced[0] if _replaced else _own()
 
 
 @cache
-def _own() -> _Chosen:
-    """The tables for the GPU of this process."""
+def _own() -> _ActiveTables:
+    """Return the tables for the GPU of this process."""
     if not torch.cuda.is_available():
-        return _Chosen(read(DEFAULT).tables)
+        return _ActiveTables(read_tile_file(DEFAULT).tables)
     major, minor = torch.cuda.get_device_capability()
-    return _Chosen(tables_for(torch.cuda.get_device_name(), 10 * major + minor))
+    return _ActiveTables(load_tables(torch.cuda.get_device_name(), 10 * major + minor))

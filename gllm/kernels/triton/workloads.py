@@ -30,7 +30,7 @@ from gllm.kernels.triton import qkv as gpu_qkv
 from gllm.kernels.triton import rms_norm as gpu_norm
 from gllm.kernels.triton.activation import act_and_mul
 from gllm.kernels.triton.attention import paged_attention
-from gllm.kernels.triton.attention_shapes import Shape
+from gllm.kernels.triton.attention_shapes import AttentionShape
 
 BLOCK = 128
 """Outputs and inputs of a block of weights in 8-bit floats."""
@@ -41,7 +41,7 @@ ROUNDED_TO_8_BITS = 8e-2
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedWorkload:
     """An operation with its tensors on a device."""
 
     run: Callable[[], Tensor]
@@ -63,14 +63,16 @@ class Workload:
     table: str
     sizes: Mapping[str, int]
     label: str
-    prepare: Callable[[torch.device], Prepared]
+    prepare: Callable[[torch.device], PreparedWorkload]
 
 
 def _random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def attend(shape: Shape, rows: int, new: int, context: int, device: torch.device) -> Prepared:
+def prepare_attention(
+    shape: AttentionShape, rows: int, new: int, context: int, device: torch.device
+) -> PreparedWorkload:
     """So many rows, each with `new` tokens of a context that ends with them."""
     dtype = torch.float32 if shape.wide else torch.bfloat16
     blocks = -(-context // shape.block_size)
@@ -97,10 +99,12 @@ def attend(shape: Shape, rows: int, new: int, context: int, device: torch.device
     if shape.shared:
         values = keys[..., : shape.value_dim]
     run = partial(paged_attention, query, keys, values, plan, scaling)
-    return Prepared(run, expected.to(device), ROUNDED[dtype])
+    return PreparedWorkload(run, expected.to(device), ROUNDED[dtype])
 
 
-def multiply_fp8(tokens: int, outputs: int, inputs: int, device: torch.device) -> Prepared:
+def prepare_linear_fp8(
+    tokens: int, outputs: int, inputs: int, device: torch.device
+) -> PreparedWorkload:
     """A linear map by a weight in 8-bit floats."""
     matrix = _stack(1, outputs, inputs)[0]
     x = _random(4, tokens, inputs).to(torch.bfloat16)
@@ -110,16 +114,16 @@ def multiply_fp8(tokens: int, outputs: int, inputs: int, device: torch.device) -
     matrix = Fp8Matrix(codes, scales, matrix.rows, matrix.columns, matrix.dtype)
     run = partial(gpu_linear.linear_fp8, x.to(device), matrix, None, None, fp8)
     limit = ROUNDED_TO_8_BITS if fp8 else ROUNDED[torch.bfloat16]
-    return Prepared(run, expected.to(device), limit)
+    return PreparedWorkload(run, expected.to(device), limit)
 
 
-def mix(
+def prepare_experts(
     tokens: int,
     sizes: tuple[int, int, int, int],
     element: int,
     eights: bool,
     device: torch.device,
-) -> Prepared:
+) -> PreparedWorkload:
     """A mixture of experts: (experts, picked, hidden, inner), elements of x of so many bytes where
     they are multiplied; eights: weights are 8-bit floats."""
     count, picked, hidden, inner = sizes
@@ -136,7 +140,7 @@ def mix(
     up, down = _moved(up, device), _moved(down, device)
     run = partial(gpu_experts.run_experts, x, chosen, shares, up, down, "silu", element == 1)
     limit = ROUNDED_TO_8_BITS if element == 1 else ROUNDED[dtype]
-    return Prepared(run, expected.to(device), limit)
+    return PreparedWorkload(run, expected.to(device), limit)
 
 
 @lru_cache(maxsize=2)
@@ -161,43 +165,47 @@ def _moved(weights: Tensor | Fp8Stack, device: torch.device) -> Tensor | Fp8Stac
     return Fp8Stack(codes, scales, weights.rows, weights.columns, weights.dtype)
 
 
-def add_up(tokens: int, picked: int, hidden: int, device: torch.device) -> Prepared:
+def prepare_experts_sum(
+    tokens: int, picked: int, hidden: int, device: torch.device
+) -> PreparedWorkload:
     """The sum of what experts made of tokens."""
     parts = _random(9, tokens, picked, hidden).to(torch.bfloat16)
     shares, chosen = _random(6, tokens, 2 * picked).softmax(-1).topk(picked)
     expected = (parts.to(torch.float32) * shares[:, :, None]).sum(1)
     tensors = [one.to(device) for one in (parts.flatten(0, 1), chosen, shares)]
     run = partial(gpu_experts.add_parts, *tensors)
-    return Prepared(run, expected.to(device), ROUNDED[torch.bfloat16])
+    return PreparedWorkload(run, expected.to(device), ROUNDED[torch.bfloat16])
 
 
-def quantize(tokens: int, inputs: int, device: torch.device) -> Prepared:
+def prepare_quantize(tokens: int, inputs: int, device: torch.device) -> PreparedWorkload:
     """Activations to 8-bit floats; judged by their scales alone."""
     x = _random(10, tokens, inputs).to(torch.bfloat16)
     groups = x.to(torch.float32).unflatten(1, (-1, gpu_linear.GROUP))
     expected = groups.abs().amax(-1) / 448
     moved = x.to(device)
-    return Prepared(lambda: gpu_linear.quantize(moved)[1], expected.to(device), 1e-5)
+    return PreparedWorkload(lambda: gpu_linear.quantize(moved)[1], expected.to(device), 1e-5)
 
 
-def norm(tokens: int, size: int, device: torch.device) -> Prepared:
+def prepare_rms_norm(tokens: int, size: int, device: torch.device) -> PreparedWorkload:
     """RMSNorm behind a sum, which nothing is left of: the same can be run again."""
     x, weight = _random(11, tokens, size).to(torch.bfloat16), _random(12, size).to(torch.bfloat16)
     expected = rms_norm.rms_norm(x.to(torch.float32), weight.to(torch.float32), 1e-6)
     tensors = x.to(device), torch.zeros_like(x, device=device), weight.to(device)
     run = partial(gpu_norm.add_rms_norm, *tensors, 1e-6)
-    return Prepared(run, expected.to(device), ROUNDED[torch.bfloat16])
+    return PreparedWorkload(run, expected.to(device), ROUNDED[torch.bfloat16])
 
 
-def gated(tokens: int, size: int, device: torch.device) -> Prepared:
+def prepare_activation(tokens: int, size: int, device: torch.device) -> PreparedWorkload:
     """A gate and what it gates."""
     both = _random(13, tokens, 2 * size).to(torch.bfloat16)
     expected = activation.act_and_mul("silu", both.to(torch.float32))
     run = partial(act_and_mul, "silu", both.to(device))
-    return Prepared(run, expected.to(device), ROUNDED[torch.bfloat16])
+    return PreparedWorkload(run, expected.to(device), ROUNDED[torch.bfloat16])
 
 
-def turn(tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> Prepared:
+def prepare_qkv(
+    tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device
+) -> PreparedWorkload:
     """Rotation, and keys and values to the cache; judged by the queries."""
     fused = _random(14, tokens, heads + 2 * kv_heads, dim).to(torch.bfloat16)
     turns = _random(15, tokens, 1, dim // 2)
@@ -212,23 +220,32 @@ def turn(tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device)
     angles = angles[0].to(device), angles[1].to(device)
     operands = (fused.to(device), how, angles, (moved[0], moved[1]), slots.to(device))
     run = partial(gpu_qkv.rotate_and_store, *operands)
-    return Prepared(run, expected, ROUNDED[torch.bfloat16])
+    return PreparedWorkload(run, expected, ROUNDED[torch.bfloat16])
 
 
-MIXTURES = [(128, 8, 2048, 768), (64, 6, 2048, 1408)]
+EXPERT_SHAPES = [(128, 8, 2048, 768), (64, 6, 2048, 1408)]
 """As of Qwen3-30B-A3B and DeepSeek-V2-Lite."""
-MAPS = [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (28_672, 4096), (4096, 14_336)]
+LINEAR_SHAPES = [
+    (4608, 3584),
+    (3584, 3584),
+    (37_888, 3584),
+    (3584, 18_944),
+    (28_672, 4096),
+    (4096, 14_336),
+]
 """Outputs and inputs of the linear maps of Qwen2.5-7B and of a feed-forward of Llama-3.1-8B."""
 
 
-def workloads() -> list[Workload]:
+def list_workloads() -> list[Workload]:
     """All of them; tensors are made when one is prepared."""
     return [*_attention(), *_mixtures(), *_others()]
 
 
 def _attention() -> Iterator[Workload]:
-    narrow = attention_shapes.HEADS_OF.items()
-    wide = [(f"{name}, fp32", attention_shapes.widened(shape)) for name, shape in narrow]
+    narrow = attention_shapes.HEAD_CONFIGS.items()
+    wide = [
+        (f"{name}, fp32", attention_shapes.with_float32_queries(shape)) for name, shape in narrow
+    ]
     for (label, shape), (table, rows, new, context) in product(
         [*narrow, *wide],
         [
@@ -236,36 +253,36 @@ def _attention() -> Iterator[Workload]:
             *(("prefill", 1, 1024, 1024), ("prefill", 1, 256, 8192)),
         ],
     ):
-        make = partial(attend, shape, rows, new, context)
+        make = partial(prepare_attention, shape, rows, new, context)
         named = f"{label}, {rows} rows of {context}"
-        yield Workload(table, attention_shapes.sizes_of(shape), named, make)
+        yield Workload(table, attention_shapes.tile_lookup_sizes(shape), named, make)
 
 
 def _mixtures() -> Iterator[Workload]:
     kinds = [(False, 2), (False, 4), (True, 1), (True, 2), (True, 4)]
-    for (eights, element), maps, sizes, tokens in product(kinds, (1, 2), MIXTURES, (32, 1024)):
+    for (eights, element), maps, sizes, tokens in product(kinds, (1, 2), EXPERT_SHAPES, (32, 1024)):
         table, named = (
             "experts_fp8" if eights else "experts",
             f"{tokens} tokens, {sizes[0]} experts",
         )
-        make = partial(mix, tokens, sizes, element, eights)
+        make = partial(prepare_experts, tokens, sizes, element, eights)
         yield Workload(table, {"maps": maps, "bytes": element}, named, make)
 
 
 def _others() -> Iterator[Workload]:
-    for tokens, (outputs, inputs) in product((1, 16, 32, 64, 1024), MAPS):
+    for tokens, (outputs, inputs) in product((1, 16, 32, 64, 1024), LINEAR_SHAPES):
         named = f"{tokens} tokens, {inputs} to {outputs}"
-        make = partial(multiply_fp8, tokens, outputs, inputs)
+        make = partial(prepare_linear_fp8, tokens, outputs, inputs)
         yield Workload("linear_fp8", {"tokens": tokens}, named, make)
     for tokens, size in product((32, 1024), (2048, 3584, 4096, 8192, 16_384)):
-        make = partial(norm, tokens, size)
+        make = partial(prepare_rms_norm, tokens, size)
         yield Workload("rms_norm", {"size": size}, f"{tokens} tokens of {size}", make)
     for tokens in (32, 1024):
         made = {
-            "experts_sum": partial(add_up, tokens, 8, 2048),
-            "quantize": partial(quantize, tokens, 18_944),
-            "activation": partial(gated, tokens, 18_944),
-            "qkv": partial(turn, tokens, 28, 4, 128),
+            "experts_sum": partial(prepare_experts_sum, tokens, 8, 2048),
+            "quantize": partial(prepare_quantize, tokens, 18_944),
+            "activation": partial(prepare_activation, tokens, 18_944),
+            "qkv": partial(prepare_qkv, tokens, 28, 4, 128),
         }
         for table, make_other in made.items():
             yield Workload(table, {}, f"{tokens} tokens", make_other)

@@ -24,7 +24,7 @@ from gllm.config.engine import EngineConfig
 from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.kernels.masking import num_bitmask_words
-from gllm.kernels.triton.tiles import token_counts
+from gllm.kernels.triton.tiles import list_token_boundaries
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
@@ -158,7 +158,7 @@ class DeviceExecutor(StageExecutor):
         """
         shape = self._shape
         sizes = self._longest, shape.block_size, shape.num_blocks
-        for rows in example_rows(token_counts(), *sizes):
+        for rows in example_rows(list_token_boundaries(), *sizes):
             samples = min(int(rows.query_start[-1]), self._most[1])
             for sampling in (PLAIN, EVERYTHING):
                 self._run_example(rows, samples, sampling)

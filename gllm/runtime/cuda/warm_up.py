@@ -18,17 +18,17 @@ PLAIN = SequenceSamplingParams(temperature=1.0)
 
 
 def example_rows(
-    token_counts: Iterable[int], longest: int, block_size: int, num_blocks: int
+    list_token_boundaries: Iterable[int], longest: int, block_size: int, num_blocks: int
 ) -> Iterator[PagedBatch]:
     """Yield micro-batches of one row, all of whose blocks are the one that padding is written to.
 
     Args:
-        token_counts: numbers of tokens at which kernels change.
+        list_token_boundaries: numbers of tokens at which kernels change.
         longest: most tokens of a context.
         block_size: tokens per KV block.
         num_blocks: usable KV blocks, as in PagedBatch.
     """
-    counts = sorted({1, 2, *token_counts})
+    counts = sorted({1, 2, *list_token_boundaries})
     for num_tokens in (count for count in counts if count <= longest):
         # Whether a context is split matters to the shortest decode and chunk most.
         contexts = {num_tokens, longest} if num_tokens <= 2 else {num_tokens}

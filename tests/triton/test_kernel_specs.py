@@ -8,9 +8,16 @@ import sys
 import pytest
 import triton
 
-from gllm.kernels.aot import SHARED_MEMORY, room
+from gllm.kernels.aot import SHARED_MEMORY, list_kernel_modules
 
-WITHOUT = {"ahead", "attention_shapes", "attention_tiles", "common", "expert_blocks", "tiles"}
+WITHOUT = {
+    "kernel_specs",
+    "attention_shapes",
+    "attention_tiles",
+    "common",
+    "expert_blocks",
+    "tiles",
+}
 WITHOUT |= {"compilations", "workloads"}
 """Files of the room that have no kernels of their own."""
 
@@ -19,9 +26,9 @@ TRY = """
 from functools import partial
 from gllm.kernels import aot, tune
 from gllm.kernels.triton import tiles
-row = tiles.row_for("quantize", {})
+row = tiles.find_default_row("quantize", {})
 for use in (row.use, {"groups": 64, "warps": 1}):
-    print(tune.fits(80, partial(map, aot.run), "quantize", row, use))
+    print(tune.is_trusted(80, partial(map, aot.compile_kernel), "quantize", row, use))
 """
 
 
@@ -36,12 +43,14 @@ def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     )
 
 
-@pytest.mark.parametrize("name", sorted({*room()} - WITHOUT))
+@pytest.mark.parametrize("name", sorted({*list_kernel_modules()} - WITHOUT))
 def test_every_file_lists_what_is_compiled(name: str) -> None:
     module = importlib.import_module(f"gllm.kernels.triton.{name}")
-    assert module.COMPILED
-    assert len({one.label + one.kernel.__name__ for one in module.COMPILED}) == len(module.COMPILED)
-    for one in module.COMPILED:
+    assert module.KERNEL_SPECS
+    assert len({one.label + one.kernel.__name__ for one in module.KERNEL_SPECS}) == len(
+        module.KERNEL_SPECS
+    )
+    for one in module.KERNEL_SPECS:
         assert {*one.signature, *one.launch()[0]} == {*one.kernel.arg_names}
         assert {*one.aligned} <= {*one.signature}
 
