@@ -16,7 +16,6 @@ PENDING = frozenset(
     {
         "experiments",
         "frontend",
-        "grammar",
         "kernels",
         "messages",
         "models",

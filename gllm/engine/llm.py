@@ -23,7 +23,7 @@ from gllm.messages.sampling import TokenLogprobs
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.chat.request import ChatRequest, ReasoningEffort
 from gllm.text.chat.tools import parse_tools
-from gllm.text.output.events import ParsedToolCall
+from gllm.text.output.events import ToolCall
 from gllm.text.output.parser import OutputFormat
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class ChatCompletionOutput(CompletionOutput):
     content: str = ""
     """The answer without reasoning and tool calls."""
     reasoning: str = ""
-    tool_calls: list[ParsedToolCall] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def message(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from gllm.text.output.events import (
     AssistantMessage,
     ContentDelta,
     OutputEvent,
-    ParsedToolCall,
     ReasoningDelta,
+    ToolCall,
     ToolCallArgumentsDelta,
     ToolCallStart,
 )
@@ -58,7 +58,7 @@ class MessageDeltaWriter:
                     self._custom.add(index)
                 call = {
                     "index": index,
-                    **ParsedToolCall(call_id, name, is_custom=is_custom).to_dict(),
+                    **ToolCall(call_id, name, is_custom=is_custom).to_dict(),
                 }
                 return self._call_fields(index, call)
             case ToolCallArgumentsDelta(index, text):

@@ -1,7 +1,7 @@
-"""Compiles grammars before their requests are taken, in a process of its own (compiler_process.py).
+"""Compile grammars before their requests are accepted.
 
-Owns that process and a bounded memory of what it said. Knows nothing of what a grammar does later:
-the last stage compiles it again.
+Compilation runs in a separate process (compiler_process.py); results are cached. The
+last stage compiles an accepted grammar again.
 """
 
 import asyncio
@@ -18,86 +18,105 @@ from pathlib import Path
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar.compiler_process import CPU_SECONDS, MEMORY, STACK
+from gllm.grammar.compiler_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES
 from gllm.grammar.sources.structured_output import GrammarSource, to_grammar_source
 
 log = logging.getLogger(__name__)
 
-CHILD = "gllm.grammar.compiler_process"
+PROCESS_MODULE = "gllm.grammar.compiler_process"
 """Module that the process runs."""
-MAX_ENTRIES = 1024
-MAX_CHARACTERS = 2**24
-"""Of all grammars that are remembered."""
+MAX_CACHED_GRAMMARS = 1024
+"""Largest number of cached results."""
+MAX_CACHED_CHARACTERS = 2**24
+"""Largest total length of cached grammars and their sources."""
 MAX_WAITING = 64
-"""Grammars that wait for their turn."""
-PATIENCE = 60.0
-"""Seconds without an answer after which the process is taken for stuck: its own bound is CPU time,
-of which a busy machine may give it little."""
-LINE = 2**23
-"""Bytes of an answer at most."""
-LIMITS = {
+"""Largest number of grammars that wait to be compiled."""
+ANSWER_SECONDS = 60.0
+"""Time without an answer after which the process is replaced. Its own limit is CPU time, of which
+it may get little on a busy machine."""
+MAX_ANSWER_BYTES = 2**23
+"""Size limit of an answer."""
+LIMIT_SIGNALS = {
     signal.SIGPROF: f"{CPU_SECONDS:g} s",
-    signal.SIGSEGV: f"a stack of {STACK >> 20} MiB",
-    signal.SIGABRT: f"{MEMORY >> 20} MiB",
+    signal.SIGSEGV: f"a stack of {STACK_BYTES >> 20} MiB",
+    signal.SIGABRT: f"{MEMORY_BYTES >> 20} MiB",
 }
-"""Signals that end the process over a grammar's own limits, and those."""
-ATTEMPTS = 2
-"""Processes that one grammar is given to, where they end for another reason."""
+"""Signals that end the process if a grammar exceeds a limit, and these limits."""
+MAX_ATTEMPTS = 2
+"""Number of processes that compile one grammar, if they end for another reason."""
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be used; the message is for whoever wrote it."""
+    """A grammar cannot be used; the message is for its author."""
 
 
 class CompilerBusyError(Exception):
-    """Nothing can be compiled now, which is no fault of the grammar."""
+    """Grammars cannot be compiled at the moment, for a reason other than the grammar."""
 
 
 class GrammarCompiler:
-    """What has been compiled for one model, and the process that does it, made when first needed.
+    """Compiler of the grammars of one model, with a cache; starts its process on first use.
 
-    Each grammar is compiled once, however many requests wait for it.
+    Concurrent requests with the same grammar share one compilation.
+
+    Args:
+        folder: The model folder.
+        vocab_size: Vocabulary size of the model.
+        eos_ids: Tokens that end a sequence.
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._arguments = [str(folder), str(vocab_size), *map(str, eos_ids)]
-        self._known: OrderedDict[GrammarSource, tuple[str, str]] = OrderedDict()
-        """Grammar and error by what was compiled, the one used longest ago first."""
-        self._characters = 0
-        self._under_way: dict[GrammarSource, asyncio.Task[tuple[str, str]]] = {}
-        self._turn = asyncio.Lock()
+        self._cache: OrderedDict[GrammarSource, tuple[str, str]] = OrderedDict()
+        """Grammar and error by source, least recently used first."""
+        self._num_cached_characters = 0
+        self._tasks: dict[GrammarSource, asyncio.Task[tuple[str, str]]] = {}
+        self._lock = asyncio.Lock()
         self._process: Process | None = None
         self._is_fresh = False
-        """Whether the process has been given no grammar yet."""
+        """True if the process has not compiled a grammar yet."""
 
-    async def compile_structured_output(self, wanted: StructuredOutput) -> str:
-        """What a structured output asks for, compiled. Raises FieldError and CompilerBusy."""
-        source = await asyncio.to_thread(to_grammar_source, wanted)
+    async def compile_structured_output(self, structured: StructuredOutput) -> str:
+        """Return the compiled grammar of a structured output.
+
+        Raises:
+            FieldError: The grammar is invalid or too complex; the error names the request's field.
+            CompilerBusyError: Grammars cannot be compiled at the moment.
+        """
+        source = await asyncio.to_thread(to_grammar_source, structured)
         try:
             return await self.compile(source)
         except GrammarError as error:
-            raise FieldError(wanted.param, f"{wanted.param} cannot be used: {error}") from error
+            param = structured.param
+            raise FieldError(param, f"{param} cannot be used: {error}") from error
 
     async def compile(self, source: GrammarSource) -> str:
-        """The grammar as the last stage wants it. Raises BadGrammar and CompilerBusy."""
-        if source in self._known:
-            self._known.move_to_end(source)
-            grammar, error = self._known[source]
+        """Return the grammar in the form that the last stage compiles.
+
+        Raises:
+            GrammarError: The grammar is invalid or too complex.
+            CompilerBusyError: Grammars cannot be compiled at the moment.
+        """
+        if source in self._cache:
+            self._cache.move_to_end(source)
+            grammar, error = self._cache[source]
         else:
-            grammar, error = await self._wait(self._task(source))
+            grammar, error = await self._wait(self._find_or_create_task(source))
         if error:
             raise GrammarError(error)
         return grammar
 
     async def close(self) -> None:
-        """End the process; who still waits for it gets CompilerBusy."""
-        for task in self._under_way.values():
+        """Stop the process; requests that wait for it get CompilerBusyError."""
+        for task in self._tasks.values():
             task.cancel()
         await self._end()
 
     async def _wait(self, task: "asyncio.Task[tuple[str, str]]") -> tuple[str, str]:
-        """What a task brings. A caller that leaves does not end it: its answer is on the way, and
-        would be taken for the next one's."""
+        """Return the result of a task.
+
+        A cancelled caller does not cancel the task: its answer would be read as the next one's.
+        """
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -105,40 +124,49 @@ class GrammarCompiler:
                 raise
             raise CompilerBusyError("the engine was stopped") from None
 
-    def _task(self, source: GrammarSource) -> "asyncio.Task[tuple[str, str]]":
-        if source in self._under_way:
-            return self._under_way[source]
-        if len(self._under_way) >= MAX_WAITING:
-            raise CompilerBusyError(f"{MAX_WAITING} grammars wait to be compiled: try again later")
+    def _find_or_create_task(self, source: GrammarSource) -> "asyncio.Task[tuple[str, str]]":
+        """Return the running compilation of a grammar, or start one."""
+        if source in self._tasks:
+            return self._tasks[source]
+        if len(self._tasks) >= MAX_WAITING:
+            raise CompilerBusyError(
+                f"{MAX_WAITING} grammars are waiting to be compiled: try again later"
+            )
         task = asyncio.create_task(self._compile(source))
-        self._under_way[source] = task
-        task.add_done_callback(lambda _: self._under_way.pop(source, None))
+        self._tasks[source] = task
+        task.add_done_callback(lambda _: self._tasks.pop(source, None))
         return task
 
     async def _compile(self, source: GrammarSource) -> tuple[str, str]:
-        async with self._turn:
+        async with self._lock:
             try:
-                answer = await self._ask(source)
+                answer = await self._request(source)
             except GrammarError as error:
                 answer = "", str(error)
         self._remember(source, answer)
         return answer
 
     def _remember(self, source: GrammarSource, answer: tuple[str, str]) -> None:
-        self._known[source] = answer
-        self._characters += _size(source, answer)
-        while len(self._known) > MAX_ENTRIES or self._characters > MAX_CHARACTERS:
-            self._characters -= _size(*self._known.popitem(last=False))
+        self._cache[source] = answer
+        self._num_cached_characters += _size(source, answer)
+        while (
+            len(self._cache) > MAX_CACHED_GRAMMARS
+            or self._num_cached_characters > MAX_CACHED_CHARACTERS
+        ):
+            self._num_cached_characters -= _size(*self._cache.popitem(last=False))
 
-    async def _ask(self, source: GrammarSource) -> tuple[str, str]:
-        """Return the process's answer: grammar and error.
+    async def _request(self, source: GrammarSource) -> tuple[str, str]:
+        """Return grammar and error from the process.
 
-        Raises BadGrammar where compiling exceeds a limit of its own. A process that ends for
-        another reason is replaced, and the grammar is given to the next one; CompilerBusy where
-        that ends too.
+        A process that ends for a reason other than a limit is replaced, and the new one compiles
+        the grammar.
+
+        Raises:
+            GrammarError: The grammar exceeds a limit.
+            CompilerBusyError: The new process ended as well.
         """
         ending = ""
-        for _ in range(ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             process = self._process
             if process is None or process.returncode is not None:
                 process = await self._start()
@@ -152,16 +180,16 @@ class GrammarCompiler:
                 return grammar, error
             code = await process.wait()
             await self._end()
-            # What others left behind may be what a process that compiled before dies of.
-            if -code in LIMITS and (was_fresh or -code == signal.SIGPROF):
-                limit = LIMITS[signal.Signals(-code)]
+            # Memory and stack of a process that compiled before may be used up by other grammars.
+            if -code in LIMIT_SIGNALS and (was_fresh or -code == signal.SIGPROF):
+                limit = LIMIT_SIGNALS[signal.Signals(-code)]
                 raise GrammarError(f"it is too complex: compiling takes more than {limit}")
-            ending = _ending(code)
+            ending = _describe_exit(code)
             log.warning("the process that compiles grammars ended: %s", ending)
         raise CompilerBusyError(f"grammars cannot be compiled now ({ending}): try again later")
 
     async def _exchange(self, process: Process, source: GrammarSource) -> bytes:
-        """Give the process a grammar; return its answer, empty where it has ended."""
+        """Send a grammar to the process and return its answer, empty if the process has ended."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -170,37 +198,39 @@ class GrammarCompiler:
         except ConnectionError:
             return b""
         try:
-            line = await asyncio.wait_for(process.stdout.readline(), PATIENCE)
+            line = await asyncio.wait_for(process.stdout.readline(), ANSWER_SECONDS)
         except TimeoutError:
             await self._end()
-            # Its own bound is CPU time, which it did not get: that is the machine's fault.
+            # The process did not get its CPU time: the machine is too busy.
             raise CompilerBusyError(
-                f"grammars cannot be compiled now (no answer in {PATIENCE:g} s): try again later"
+                f"grammars cannot be compiled now (no answer in {ANSWER_SECONDS:g} s): "
+                "try again later"
             ) from None
         except ValueError:
-            # The rest of the line would be taken for the next answer.
+            # The rest of the line would be read as the next answer.
             await self._end()
             raise GrammarError(
-                f"it is too complex: it becomes more than {LINE >> 20} MiB"
+                f"it is too complex: compiled it has over {MAX_ANSWER_BYTES >> 20} MiB"
             ) from None
-        return _whole(line)
+        return _complete_line(line)
 
     async def _start(self) -> Process | None:
-        """Start a process; None where it ends before it is ready.
+        """Start a process; return None if it ends before it is ready.
 
-        Raises BadGrammar where this model has no grammars at all.
+        Raises:
+            GrammarError: The model's tokenizer does not support grammars.
         """
-        # One thread is all that is bounded and all that is used.
+        # The limits apply to one thread, which is all that the process uses.
         environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = (sys.executable, "-m", CHILD, *self._arguments)
+        command = (sys.executable, "-m", PROCESS_MODULE, *self._arguments)
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, limit=LINE, env=environment
+            *command, stdin=PIPE, stdout=PIPE, limit=MAX_ANSWER_BYTES, env=environment
         )
         self._process = process
         assert process.stdout is not None
         line = b""
         with suppress(TimeoutError):
-            line = _whole(await asyncio.wait_for(process.stdout.readline(), PATIENCE))
+            line = _complete_line(await asyncio.wait_for(process.stdout.readline(), ANSWER_SECONDS))
         error = json.loads(line)[1] if line else ""
         if error or not line:
             await self._end()
@@ -220,13 +250,13 @@ class GrammarCompiler:
         process.stdin.close()
 
 
-def _whole(line: bytes) -> bytes:
-    """Return a line, or nothing in place of the part that a process wrote before it ended."""
+def _complete_line(line: bytes) -> bytes:
+    """Return a line, or nothing if a process wrote only a part of it before it ended."""
     return line if line.endswith(b"\n") else b""
 
 
-def _ending(code: int) -> str:
-    """Return how a process ended, in words."""
+def _describe_exit(code: int) -> str:
+    """Return the exit of a process in words."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 

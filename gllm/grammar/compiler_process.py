@@ -18,19 +18,24 @@ from typing import Any, cast
 import setproctitle
 
 CPU_SECONDS = 2.0
-"""What one grammar may take."""
-MEMORY = 2**30
-"""Bytes that one grammar may take."""
+"""Limit of CPU time per grammar."""
+MEMORY_BYTES = 2**30
+"""Limit of additional memory per grammar."""
 TRIAL_TOKENS = 64
-"""Tokens of a random walk through a new grammar: much that is too complex shows there."""
-STACK = 2**22
-"""Bytes of the compiling thread's stack; less than on the last stage, so that it overflows here."""
-MAX_ERROR = 600
-"""Characters of an error."""
+"""Length of a random walk through a new grammar, which detects most that are too complex."""
+STACK_BYTES = 2**22
+"""Stack size of the compiling thread: less than on the last stage, so that it overflows here."""
+MAX_ERROR_CHARACTERS = 600
+"""Length limit of an error message."""
 
 
 def compile_grammar(source: list[str], tokens: Any) -> list[str]:
-    """[grammar, ""], or ["", why not]."""
+    """Compile a grammar; return `[grammar, ""]` or `["", error]`.
+
+    Args:
+        source: Format and text of a GrammarSource.
+        tokens: The model's LLTokenizer.
+    """
     from llguidance import LLMatcher, grammar_from
 
     from gllm.grammar.vocabulary import parser_limits
@@ -39,9 +44,9 @@ def compile_grammar(source: list[str], tokens: Any) -> list[str]:
     try:
         grammar = grammar_from(cast(Any, kind), text)
     except ValueError as error:
-        return ["", _shown(str(error))]
+        return ["", _to_message(str(error))]
     if kind in ("lark", "gbnf"):
-        # Bare, it could as well be the library's own format.
+        # Without this wrapper the text could be taken for the library's own format.
         grammar = json.dumps({"grammars": [{"lark_grammar": grammar}]})
     matcher = LLMatcher(tokens, grammar, limits=parser_limits(), log_level=0)
     chance = random.Random(0)
@@ -54,72 +59,73 @@ def compile_grammar(source: list[str], tokens: Any) -> list[str]:
             break
         matcher.consume_token(chance.choice(choices))
     if matcher.is_error():
-        return ["", _shown(matcher.get_error() or "nothing fits it")]
+        return ["", _to_message(matcher.get_error() or "nothing fits it")]
     return [grammar, ""]
 
 
 def compile_or_error(source: list[str], tokens: Any) -> list[str]:
-    """Return `compiled`, an error in its place where that raises: it would raise again."""
+    """Return the result of `compile_grammar`, or an error if it raises."""
     try:
         return compile_grammar(source, tokens)
     except MemoryError:
-        return ["", f"it is too complex: compiling takes more than {MEMORY >> 20} MiB"]
+        return ["", f"it is too complex: compiling takes more than {MEMORY_BYTES >> 20} MiB"]
     except BaseException as error:  # A panic of the library is no Exception.
-        return ["", _shown(f"the compiler failed: {type(error).__name__}: {error}")]
+        return ["", _to_message(f"the compiler failed: {type(error).__name__}: {error}")]
 
 
 def _set_bits(mask: bytes) -> list[int]:
-    """Indices of the bits that are set, lowest bit of a byte first."""
+    """Return the indices of the set bits, lowest bit of a byte first."""
     return [
         8 * at + bit for at, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1
     ]
 
 
-def _shown(error: str) -> str:
-    """An error for whoever wrote the grammar."""
-    return error.replace("<non-verbose/>", "").strip()[:MAX_ERROR]
+def _to_message(error: str) -> str:
+    """Return an error message for the author of the grammar."""
+    return error.replace("<non-verbose/>", "").strip()[:MAX_ERROR_CHARACTERS]
 
 
-def _bound_memory() -> None:
-    """What the process has now, and one grammar's share."""
+def _limit_memory() -> None:
+    """Limit the memory of this process to its current size and the share of one grammar."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def serve(folder: Path, vocab_size: int, eos_ids: list[int]) -> None:
-    """Answer line by line until there are no more."""
+def run(folder: Path, vocab_size: int, eos_ids: list[int]) -> None:
+    """Answer each line of standard input until its end."""
     from gllm.grammar.vocabulary import load_grammar_tokenizer
 
     try:
         tokens = load_grammar_tokenizer(folder, vocab_size, eos_ids)
     except ValueError as error:
-        _say(["", str(error)])
+        _write_answer(["", str(error)])
         return
-    _say(["", ""])
-    _bound_memory()
+    _write_answer(["", ""])
+    _limit_memory()
     for line in sys.stdin:
-        # The signal's default action: nothing within has to notice.
+        # The signal's default action ends the process.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         answer = compile_or_error(json.loads(line), tokens)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _say(answer)
+        _write_answer(answer)
 
 
-def _say(answer: list[str]) -> None:
+def _write_answer(answer: list[str]) -> None:
+    """Write one line to standard output."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Entry of the process: FOLDER VOCABULARY EOS..."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act upon.
+    """Run the process; arguments: FOLDER VOCAB_SIZE EOS_ID..."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
     setproctitle.setproctitle("gllm-grammar")
     folder, vocab_size, *eos_ids = sys.argv[1:]
-    threading.stack_size(STACK)
-    work = (Path(folder), int(vocab_size), [int(token) for token in eos_ids])
-    thread = threading.Thread(target=serve, args=work)
+    threading.stack_size(STACK_BYTES)
+    arguments = (Path(folder), int(vocab_size), [int(token) for token in eos_ids])
+    thread = threading.Thread(target=run, args=arguments)
     thread.start()
     thread.join()
 

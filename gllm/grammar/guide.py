@@ -1,7 +1,6 @@
-"""One sequence's way through its grammar: what may be drawn next, and what need not be drawn.
+"""Follow the output of one sequence through its grammar: allowed tokens and forced tokens.
 
-Owns the output as far as it is settled. Knows nothing of logits and threads: whoever makes a guide
-says where its masks are computed.
+The creator of a guide decides on which thread masks are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,153 +13,174 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MASK_SECONDS = 10.0
-"""A mask that takes longer ends its sequence; those of bounded grammars take well below one."""
+"""Time limit of one mask; masks of bounded grammars take far less than a second."""
 TOKEN_SECONDS = 60.0
-"""The same for a token that has to be drawn first."""
+"""Time limit for the sampling of the token before."""
 
 
 class GrammarGuideError(Exception):
-    """Why a sequence cannot go on."""
+    """A sequence cannot continue with its grammar."""
 
 
-def _reason(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Return an error in words."""
     return str(error) if isinstance(error, GrammarGuideError) else f"its grammar failed: {error!r}"
 
 
 class GuideOptions(NamedTuple):
-    """What goes for a guide besides its grammar."""
+    """Properties of the model and the executor that a guide depends on."""
 
     vocab_size: int
-    """Of the model."""
+    """Vocabulary size of the model."""
     eos: int
+    """Token that ends the output."""
     forces: bool
-    """Settle tokens that the grammar leaves no choice about; if not, every token is drawn."""
+    """Settle tokens that the grammar leaves no choice about; if False, every token is sampled."""
 
 
 def valid_eos_ids(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """The ends of a sequence that the model can write."""
+    """Return the end-of-sequence ids inside the model's vocabulary."""
     return [token for token in eos_ids if token < vocab_size]
 
 
+MaskFunction = Callable[[], bytes]
+"""Function that computes a mask: one bit per token, lowest bit of a byte first."""
+
+
 class GrammarGuide:
-    """Output tokens are counted from 0. A draw settles one and, where the grammar forces others,
-    those that follow: rows that were planned before anybody knew get the settled token."""
+    """Guide of one sequence; output tokens are counted from 0.
+
+    A sampled token settles its position and, if the grammar forces the following tokens, theirs as
+    well: rows that were planned before this was known get the settled token.
+    """
 
     def __init__(
         self,
-        begin: Callable[[Callable[[], bytes]], "Future[bytes]"],
-        go_on: Callable[[Callable[[], bytes]], "Future[bytes]"],
-        compiled: "Callable[[], LLMatcher]",
-        rules: GuideOptions,
+        submit_first: Callable[[MaskFunction], "Future[bytes]"],
+        submit: Callable[[MaskFunction], "Future[bytes]"],
+        create_matcher: "Callable[[], LLMatcher]",
+        options: GuideOptions,
     ) -> None:
-        """begin, go_on: run a function somewhere else, the first with time on its hands; compiled:
-        a matcher of its own, raising GuideError where there is none."""
+        """Start to compute the first mask.
+
+        Args:
+            submit_first: Runs the function of the first mask on another thread; it also compiles
+                the grammar, which takes longer.
+            submit: Runs the function of a later mask on another thread.
+            create_matcher: Returns a new matcher; raises GrammarGuideError if there is none.
+            options: Properties of the model and the executor.
+        """
         self._tokens: list[int] = []
-        """The output as far as it is settled."""
-        self._told = 0
-        """How many of those have been told."""
+        """Settled tokens of the output."""
+        self._num_reported = 0
+        """Number of settled tokens that `accept_token` has returned."""
         self._error = ""
-        """Why it cannot go on."""
-        self._news = Condition()
-        self._rules = rules
-        self._go_on = go_on
-        self._ahead = begin(lambda: self._begin(compiled()))
+        """Reason why the sequence cannot continue."""
+        self._changed = Condition()
+        self._options = options
+        self._submit = submit
+        self._mask = submit_first(lambda: self._start(create_matcher()))
 
     @property
     def first_mask(self) -> "Future[bytes]":
-        """Done when the first token can be drawn; to be asked for before that."""
-        return self._ahead
+        """Future of the first mask, valid before the first token is accepted."""
+        return self._mask
 
     def allowed_tokens(self, index: int) -> int | bytes:
-        """What output token `index` may be: one where that is settled, else a bit for each token,
-        lowest bit of a byte first. Waits until all before it has been taken.
+        """Return the settled output token `index`, or the mask of the tokens that are allowed.
 
-        Raises GuideError where there is none.
+        The mask has one bit per token, lowest bit of a byte first. Waits until all tokens before
+        `index` have been accepted.
+
+        Raises:
+            GrammarGuideError: The sequence cannot continue, or a time limit was exceeded.
         """
         if not index:
-            self._result(self._ahead)
-        with self._news:
-            if not self._news.wait_for(lambda: self._knows(index), TOKEN_SECONDS):
+            self._wait_for_mask(self._mask)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_known(index), TOKEN_SECONDS):
                 self._error = f"its last token did not come in {TOKEN_SECONDS:g} s"
             self._check()
             if index < len(self._tokens):
                 return self._tokens[index]
-            ahead = self._ahead
-        return self._result(ahead)
+            mask = self._mask
+        return self._wait_for_mask(mask)
 
     def accept_token(self, index: int, token: int) -> tuple[int, ...]:
-        """Output token `index` was drawn: all that is settled and has not been told yet. Begins
-        with that token, or with the settled one in its place; empty where that one was told before.
+        """Accept the sampled output token `index`; return the newly settled tokens.
 
-        Raises GuideError.
+        The result begins with this token, or with the settled one in its place. It is empty if
+        that one was returned before.
+
+        Raises:
+            GrammarGuideError: The grammar does not allow the token, or the sequence has failed.
         """
-        with self._news:
+        with self._changed:
             self._check()
             try:
                 if index == len(self._tokens):
-                    self._draw(token)
+                    self._settle(token)
             except Exception as error:
-                # Whatever the library raises concerns this sequence only.
-                self._error = _reason(error)
+                # Any error of the library concerns this sequence only.
+                self._error = _describe(error)
                 raise GrammarGuideError(self._error) from error
             finally:
-                self._news.notify_all()
-            told, self._told = self._told, len(self._tokens)
-            return tuple(self._tokens[told:])
+                self._changed.notify_all()
+            first_new, self._num_reported = self._num_reported, len(self._tokens)
+            return tuple(self._tokens[first_new:])
 
     def fail(self, error: str) -> None:
-        """The sequence cannot go on; what was wrong first counts."""
-        with self._news:
+        """Mark the sequence as failed; the first error counts."""
+        with self._changed:
             self._error = self._error or error
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def settled_token(self, index: int) -> int:
-        """Output token `index`, which is settled."""
+        """Return output token `index`, which must be settled."""
         return self._tokens[index]
 
-    def _knows(self, index: int) -> bool:
+    def _is_known(self, index: int) -> bool:
         return bool(self._error) or index <= len(self._tokens)
 
-    def _result(self, ahead: "Future[bytes]") -> bytes:
+    def _wait_for_mask(self, mask: "Future[bytes]") -> bytes:
         try:
-            return ahead.result(MASK_SECONDS)
+            return mask.result(MASK_SECONDS)
         except TimeoutError:
             self.fail(f"a step of its grammar takes over {MASK_SECONDS:g} s")
         except Exception as error:
-            self.fail(_reason(error))
+            self.fail(_describe(error))
         raise GrammarGuideError(self._error)
 
     def _check(self) -> None:
         if self._error:
             raise GrammarGuideError(self._error)
 
-    def _begin(self, matcher: "LLMatcher") -> bytes:
+    def _start(self, matcher: "LLMatcher") -> bytes:
         self._matcher = matcher
         self._settle_forced()
-        return self._mask()
+        return self._compute_mask()
 
-    def _draw(self, token: int) -> None:
+    def _settle(self, token: int) -> None:
         self._matcher.consume_token(token)
         self._check_matcher()
         self._tokens.append(token)
-        if token != self._rules.eos:
+        if token != self._options.eos:
             self._settle_forced()
-            self._ahead = self._go_on(self._mask)
+            self._mask = self._submit(self._compute_mask)
 
     def _settle_forced(self) -> None:
-        """Settle what the grammar leaves no choice about, the end among it."""
-        if not self._rules.forces:
+        """Settle the tokens that the grammar leaves no choice about, including the end."""
+        if not self._options.forces:
             return
-        fits = self._rules.vocab_size.__gt__
-        forced = list(takewhile(fits, self._matcher.compute_ff_tokens()))
+        is_valid = self._options.vocab_size.__gt__
+        forced = list(takewhile(is_valid, self._matcher.compute_ff_tokens()))
         self._matcher.consume_tokens(forced)
         self._check_matcher()
         self._tokens += forced
         if self._matcher.is_stopped():
-            self._tokens.append(self._rules.eos)
+            self._tokens.append(self._options.eos)
 
-    def _mask(self) -> bytes:
+    def _compute_mask(self) -> bytes:
         mask = self._matcher.compute_bitmask()
         self._check_matcher()
         return mask

@@ -1,7 +1,7 @@
-"""A model's tokens as the grammar library wants them, and how much one grammar may use up.
+"""Load a model's tokenizer for the grammar library, and set the limits of one grammar.
 
-Owns the loading of both, the same wherever grammars are compiled: what compiles before a request is
-taken compiles on the last stage. Knows nothing of requests.
+The compiler process and the last stage use the same vocabulary and limits: a grammar that compiles
+when its request arrives also compiles on the last stage.
 """
 
 import json
@@ -13,14 +13,15 @@ from llguidance import LLParserLimits, LLTokenizer
 from gllm.grammar.guide import valid_eos_ids
 
 STEP_FUEL = 50_000
-"""Work on regular expressions for one mask, which takes 0.1 s and 50 MB at worst."""
+"""Limit of work on regular expressions per mask, which is at most 0.1 s and 50 MB."""
 COMPILE_FUEL = 200_000
+"""Limit of work on regular expressions while a grammar is compiled."""
 LEXER_STATES = 20_000
-"""States of a grammar's lexer, 1 to 2 KB each."""
+"""Limit of the states of a grammar's lexer, 1 to 2 KB each."""
 
 
 def parser_limits() -> LLParserLimits:
-    """What one grammar may use up."""
+    """Return the limits of one grammar."""
     return LLParserLimits(
         step_lexer_fuel=STEP_FUEL,
         initial_lexer_fuel=COMPILE_FUEL,
@@ -30,21 +31,23 @@ def parser_limits() -> LLParserLimits:
 
 
 def load_grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """The tokens of the model folder's tokenizer.json, padded to the model's vocabulary.
+    """Load the tokenizer.json of a model folder, padded to the model's vocabulary.
 
-    Raises ValueError where grammars cannot be followed with them.
+    Raises:
+        ValueError: The model has no token that ends a sequence, or a tokenizer that the grammar
+            library does not support.
     """
-    ends = valid_eos_ids(eos_ids, vocab_size)
-    if not ends:
+    eos_tokens = valid_eos_ids(eos_ids, vocab_size)
+    if not eos_tokens:
         raise ValueError("the model has no token that ends a sequence")
-    described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    # A folder may carry the truncation and padding of its training run.
-    described["truncation"] = described["padding"] = None
-    text = json.dumps(described, ensure_ascii=False)
+    description = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    # The file may contain truncation and padding of the training run.
+    description["truncation"] = description["padding"] = None
+    text = json.dumps(description, ensure_ascii=False)
     try:
-        made = LLTokenizer(text, eos_token=ends)
-        if made.vocab_size < vocab_size:
-            made = LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
+        tokenizer = LLTokenizer(text, eos_token=eos_tokens)
+        if tokenizer.vocab_size < vocab_size:
+            tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_tokens)
     except Exception as error:
-        raise ValueError(f"this model's tokenizer is of a kind without grammars: {error}") from None
-    return made
+        raise ValueError(f"this model's tokenizer does not support grammars: {error}") from None
+    return tokenizer

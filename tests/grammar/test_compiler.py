@@ -99,7 +99,7 @@ async def test_a_process_that_dies_over_a_good_grammar_is_replaced(
     the kernel stops or ends another process only when that process gets a processor.
     """
     death = tmp_path / "death"
-    monkeypatch.setattr(module, "CHILD", dying_compiler.__name__)
+    monkeypatch.setattr(module, "PROCESS_MODULE", dying_compiler.__name__)
     monkeypatch.setenv("DEATH", str(death))
     await compiler.compile(GOOD)
     first = compiler._process
@@ -135,7 +135,7 @@ async def test_a_process_that_keeps_dying_is_no_fault_of_the_grammar(compiler, m
     with pytest.raises(CompilerBusyError, match="killed by SIGKILL"):
         await compiler.compile(GOOD)
     assert len(started) == 2
-    assert not compiler._known
+    assert not compiler._cache
     monkeypatch.undo()
     assert await compiler.compile(GOOD)
 
@@ -143,11 +143,11 @@ async def test_a_process_that_keeps_dying_is_no_fault_of_the_grammar(compiler, m
 async def test_a_limit_is_named(compiler):
     with pytest.raises(FieldError, match="stack of 4 MiB"):
         await compiler.compile_structured_output(HOSTILE["overflows the stack"])
-    assert [bool(error) for _, error in compiler._known.values()] == [True]
+    assert [bool(error) for _, error in compiler._cache.values()] == [True]
 
 
 async def test_an_answer_beyond_bounds_is_not_mixed_up_with_the_next(compiler, monkeypatch):
-    monkeypatch.setattr(module, "LINE", 2**12)
+    monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 2**12)
     with pytest.raises(GrammarError, match="too complex"):
         await compiler.compile(GrammarSource("regex", "x" * 2**13))
     assert "next" in await compiler.compile(GrammarSource("regex", "next"))
@@ -190,24 +190,24 @@ async def test_who_waits_when_it_is_closed_is_told(compiler):
 
 async def test_one_without_an_answer_is_given_up(compiler, monkeypatch):
     await compiler.compile(GOOD)
-    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
     with pytest.raises(CompilerBusyError, match="no answer in"):
         await compiler.compile(GrammarSource("lark", HANGS))
     assert compiler._process is None
     monkeypatch.undo()
-    assert GrammarSource("lark", HANGS) not in compiler._known
+    assert GrammarSource("lark", HANGS) not in compiler._cache
     assert await compiler.compile(GrammarSource("regex", "next"))
 
 
 async def test_one_grammar_is_compiled_once_for_all_that_wait(compiler, monkeypatch):
     asked = []
-    ask = GrammarCompiler._ask
+    ask = GrammarCompiler._request
 
     async def counted(self, source):
         asked.append(source)
         return await ask(self, source)
 
-    monkeypatch.setattr(GrammarCompiler, "_ask", counted)
+    monkeypatch.setattr(GrammarCompiler, "_request", counted)
     answers = await asyncio.gather(*(compiler.compile(GOOD) for _ in range(10)))
     assert len(set(answers)) == 1
     assert asked == [GOOD]
@@ -223,23 +223,25 @@ async def test_those_that_wait_are_bounded(compiler, monkeypatch):
 
 
 async def test_what_is_remembered_is_bounded(compiler, monkeypatch):
-    monkeypatch.setattr(module, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(module, "MAX_CACHED_GRAMMARS", 3)
     for i in range(1, 6):
         await compiler.compile(GrammarSource("regex", f"c{{{i}}}"))
-    assert [source.text for source in compiler._known] == ["c{3}", "c{4}", "c{5}"]
+    assert [source.text for source in compiler._cache] == ["c{3}", "c{4}", "c{5}"]
     await compiler.compile(GrammarSource("regex", "c{3}"))
     await compiler.compile(GOOD)
-    assert [source.text for source in compiler._known] == ["c{5}", "c{3}", "[a-z]+"]
-    monkeypatch.setattr(module, "MAX_CHARACTERS", compiler._characters)
+    assert [source.text for source in compiler._cache] == ["c{5}", "c{3}", "[a-z]+"]
+    monkeypatch.setattr(module, "MAX_CACHED_CHARACTERS", compiler._num_cached_characters)
     await compiler.compile(GrammarSource("regex", "d" * 1000))
-    assert compiler._characters <= module.MAX_CHARACTERS or len(compiler._known) == 0
+    assert (
+        compiler._num_cached_characters <= module.MAX_CACHED_CHARACTERS or len(compiler._cache) == 0
+    )
 
 
 async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(tmp_path):
     compiler = GrammarCompiler(tmp_path, VOCABULARY, (EOS,))
     with pytest.raises(CompilerBusyError, match="does not start"):
         await compiler.compile(GOOD)
-    assert not compiler._known
+    assert not compiler._cache
     assert compiler._process is None
 
 

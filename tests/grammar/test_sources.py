@@ -71,7 +71,7 @@ def test_references_lead_to_schemas_that_were_looked_at(target):
     ],
 )
 def test_schemas_where_there_are_none(schema):
-    with pytest.raises(ValueError, match="has to be"):
+    with pytest.raises(ValueError, match="must be"):
         check_schema(schema)
 
 

@@ -51,7 +51,7 @@ def test_a_text_of_its_tokens_fits(tmp_path: Path, kind, more: int) -> None:
 @pytest.mark.parametrize("kind", [metaspace, word_piece])
 def test_kinds_without_grammars_are_told(tmp_path: Path, kind) -> None:
     folder = save(tmp_path, kind())
-    with pytest.raises(ValueError, match="tokenizer is of a kind without grammars"):
+    with pytest.raises(ValueError, match="tokenizer does not support grammars"):
         load_grammar_tokenizer(folder, 5, (2,))
 
 

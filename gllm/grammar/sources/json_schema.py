@@ -1,151 +1,159 @@
-"""Which JSON Schemas are taken: the listed keywords, in places where they mean something.
+"""Check that a JSON Schema uses only supported keywords, in positions where they have a meaning.
 
-Owns the list and the walk over a schema. Knows nothing of how a schema becomes a grammar, and
-leaves to that what single values have to be.
+The values of single keywords are checked by the grammar compiler.
 """
 
 from collections.abc import Callable, Iterator
 from urllib.parse import unquote
 
 MAX_DEPTH = 96
-"""Of nested JSON values; the grammar's reader takes 128 with what is put around a schema."""
+"""Largest nesting depth of a schema; the compiler accepts 128 with the values around a schema."""
 
-LARGEST = 2**53
-"""Whole numbers beyond are not kept exactly."""
+MAX_INTEGER = 2**53
+"""Integers beyond are not represented exactly."""
 
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value maps names to schemas."""
 SINGLE_SCHEMAS = ("items", "additionalItems", "additionalProperties", "propertyNames", "not")
-"""Keywords whose value is a schema; that of `items` was a list of schemas in older drafts."""
+"""Keywords whose value is a schema; in older drafts that of `items` may be a list."""
 SCHEMA_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 """Keywords whose value is a list of schemas."""
 
-Place = tuple[str, object]
-"""A JSON pointer within the schema, and what is there."""
+Position = tuple[str, object]
+"""A JSON pointer within the schema, and the value there."""
 
 
-def _nothing(place: str, value: object) -> Iterator[Place]:
-    """A keyword whose value holds no schema."""
+def _no_schemas(pointer: str, value: object) -> Iterator[Position]:
+    """Return nothing: the value contains no schema."""
     return iter(())
 
 
-def _values(place: str, value: object) -> Iterator[Place]:
-    """A keyword whose value is what is written, or a bound on it."""
-    if any(isinstance(one, int) and abs(one) > LARGEST for one in _within(value)):
-        raise ValueError(f"{place:.200} has a whole number beyond 2^53, which is not kept exactly")
+def _check_values(pointer: str, value: object) -> Iterator[Position]:
+    """Check a value that is written as it is, or that is a bound. Raises ValueError."""
+    if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in _nested_values(value)):
+        raise ValueError(
+            f"{pointer:.200} has an integer beyond 2^53, which is not represented exactly"
+        )
     return iter(())
 
 
-def _one(place: str, value: object) -> Iterator[Place]:
-    """A keyword whose value is a schema."""
-    yield place, value
+def _single_schema(pointer: str, value: object) -> Iterator[Position]:
+    """Yield the value, which is a schema."""
+    yield pointer, value
 
 
-def _several(place: str, value: object) -> Iterator[Place]:
-    """A keyword whose value is a list of schemas."""
+def _schema_list(pointer: str, value: object) -> Iterator[Position]:
+    """Yield the members of the value, which is a list of schemas. Raises ValueError."""
     if not isinstance(value, list):
-        raise ValueError(f"{place} has to be a list of schemas")
-    yield from ((f"{place}/{index}", one) for index, one in enumerate(value))
+        raise ValueError(f"{pointer} must be a list of schemas")
+    yield from ((f"{pointer}/{index}", item) for index, item in enumerate(value))
 
 
-def _named(place: str, value: object) -> Iterator[Place]:
-    """A keyword whose value is schemas by name."""
+def _named_schemas(pointer: str, value: object) -> Iterator[Position]:
+    """Yield the members of the value, which maps names to schemas. Raises ValueError."""
     if not isinstance(value, dict):
-        raise ValueError(f"{place} has to be an object of schemas")
-    yield from ((f"{place}/{_escaped(name)}", one) for name, one in value.items())
+        raise ValueError(f"{pointer} must be an object of schemas")
+    yield from ((f"{pointer}/{_escape(name)}", item) for name, item in value.items())
 
 
-def _items(place: str, value: object) -> Iterator[Place]:
-    """A keyword whose value is a schema, or a list of them, as up to draft 2019-09."""
-    yield from (_several if isinstance(value, list) else _one)(place, value)
+def _items_schemas(pointer: str, value: object) -> Iterator[Position]:
+    """Yield the value, or its members if it is a list, as permitted up to draft 2019-09."""
+    yield from (_schema_list if isinstance(value, list) else _single_schema)(pointer, value)
 
 
-KEYWORDS: dict[str, Callable[[str, object], Iterator[Place]]] = {
-    "type": _nothing,
-    **dict.fromkeys(("enum", "const"), _values),
-    **dict.fromkeys(NAMED_SCHEMAS, _named),
-    **dict.fromkeys(("required", "minProperties", "maxProperties"), _nothing),
-    **dict.fromkeys(("minItems", "maxItems", "uniqueItems"), _nothing),
-    **dict.fromkeys(SINGLE_SCHEMAS, _one),
-    "items": _items,
-    **dict.fromkeys(SCHEMA_LISTS, _several),
-    **dict.fromkeys(("minLength", "maxLength", "pattern", "format", "multipleOf"), _nothing),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _values),
-    "$ref": _nothing,
-    **dict.fromkeys(("title", "description", "default", "examples", "$comment"), _nothing),
-    **dict.fromkeys(("$schema", "deprecated", "readOnly", "writeOnly"), _nothing),
-    "discriminator": _nothing,
+KEYWORDS: dict[str, Callable[[str, object], Iterator[Position]]] = {
+    "type": _no_schemas,
+    **dict.fromkeys(("enum", "const"), _check_values),
+    **dict.fromkeys(NAMED_SCHEMAS, _named_schemas),
+    **dict.fromkeys(("required", "minProperties", "maxProperties"), _no_schemas),
+    **dict.fromkeys(("minItems", "maxItems", "uniqueItems"), _no_schemas),
+    **dict.fromkeys(SINGLE_SCHEMAS, _single_schema),
+    "items": _items_schemas,
+    **dict.fromkeys(SCHEMA_LISTS, _schema_list),
+    **dict.fromkeys(("minLength", "maxLength", "pattern", "format", "multipleOf"), _no_schemas),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _check_values),
+    "$ref": _no_schemas,
+    **dict.fromkeys(("title", "description", "default", "examples", "$comment"), _no_schemas),
+    **dict.fromkeys(("$schema", "deprecated", "readOnly", "writeOnly"), _no_schemas),
+    "discriminator": _no_schemas,
 }
-"""Every keyword that is taken, and where its value holds schemas. Those of the last three lines
-say nothing about what is valid."""
+"""Supported keywords, and the function that yields the schemas in their values. The keywords of the
+last three lines do not restrict valid values."""
 
 
 def check_schema(schema: object) -> None:
-    """Raises ValueError for a schema with another keyword; the message names it and its place."""
-    places: set[str] = set()
-    references: list[Place] = []
-    unseen: list[Place] = [("#", schema)]
-    while unseen:
-        place, one = unseen.pop()
-        places.add(place)
-        if isinstance(one, bool):
+    """Check the keywords and references of a schema.
+
+    Raises:
+        ValueError: A keyword is not supported or a reference leads outside the schema; the message
+            has the JSON pointer.
+    """
+    pointers: set[str] = set()
+    references: list[Position] = []
+    pending: list[Position] = [("#", schema)]
+    while pending:
+        pointer, value = pending.pop()
+        pointers.add(pointer)
+        if isinstance(value, bool):
             continue
-        if not isinstance(one, dict):
-            raise ValueError(f"the schema at {place} has to be an object, true or false")
-        for keyword, value in one.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"the schema at {pointer} must be an object, true or false")
+        for keyword, item in value.items():
             if keyword not in KEYWORDS:
                 raise ValueError(
-                    f"the keyword {keyword!r:.100} at {place:.200} is not supported: "
-                    f"take one of {', '.join(KEYWORDS)}"
+                    f"the keyword {keyword!r:.100} at {pointer:.200} is not supported: "
+                    f"use one of {', '.join(KEYWORDS)}"
                 )
-            unseen += KEYWORDS[keyword](f"{place}/{_escaped(keyword)}", value)
+            pending += KEYWORDS[keyword](f"{pointer}/{_escape(keyword)}", item)
             if keyword == "$ref":
-                references.append((place, value))
-    for place, target in references:
-        # One that leads elsewhere would bring in what was not looked at.
-        if not isinstance(target, str) or unquote(target) not in places:
-            raise ValueError(f"$ref at {place:.200} leads to no schema within this one: {target!r}")
+                references.append((pointer, item))
+    for pointer, target in references:
+        # A reference to another document would include schemas that were not checked.
+        if not isinstance(target, str) or unquote(target) not in pointers:
+            raise ValueError(
+                f"$ref at {pointer:.200} leads to no schema within this one: {target!r}"
+            )
 
 
 def resolve_reference(root: object, reference: object) -> object:
-    """Return the schema within `root` that a `$ref` leads to; None where it leads nowhere."""
+    """Return the schema within `root` that a `$ref` refers to; None if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found = root
+    target = root
     for step in unquote(reference[1:]).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(target, dict) and name in target:
+            target = target[name]
+        elif isinstance(target, list) and name.isdigit() and int(name) < len(target):
+            target = target[int(name)]
         else:
             return None
-    return found
+    return target
 
 
 def nesting_depth(value: object) -> int:
-    """How deep JSON values are nested; 0 for one that holds no others."""
+    """Return the nesting depth of a JSON value; 0 if it contains no other values."""
     return sum(1 for _ in _levels(value)) - 1
 
 
-def _within(value: object) -> Iterator[object]:
-    """A JSON value and all that is in it."""
+def _nested_values(value: object) -> Iterator[object]:
+    """Yield a JSON value and all values nested in it."""
     for level in _levels(value):
         yield from level
 
 
 def _levels(value: object) -> Iterator[list[object]]:
-    """JSON values by how deep they are nested."""
+    """Yield the nested JSON values of each depth."""
     level = [value]
     while level:
         yield level
         nested: list[object] = []
-        for one in level:
-            if isinstance(one, (dict, list)):
-                nested += one.values() if isinstance(one, dict) else one
+        for item in level:
+            if isinstance(item, (dict, list)):
+                nested += item.values() if isinstance(item, dict) else item
         level = nested
 
 
-def _escaped(name: str) -> str:
-    """A name as a step of a JSON pointer."""
+def _escape(name: str) -> str:
+    """Return a name as a step of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")

@@ -52,7 +52,7 @@ OutputEvent = (
 
 
 @dataclass
-class ParsedToolCall:
+class ToolCall:
     """A tool call of a message."""
 
     id: str
@@ -77,7 +77,7 @@ class AssistantMessage:
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: dict[int, ParsedToolCall] = field(default_factory=dict)
+    tool_calls: dict[int, ToolCall] = field(default_factory=dict)
     """Tool calls by index, without the aborted ones."""
 
     def apply(self, events: Iterable[OutputEvent]) -> None:
@@ -89,7 +89,7 @@ class AssistantMessage:
                 case ReasoningDelta(text):
                     self.reasoning += text
                 case ToolCallStart(index, call_id, name, is_custom):
-                    self.tool_calls[index] = ParsedToolCall(call_id, name, is_custom=is_custom)
+                    self.tool_calls[index] = ToolCall(call_id, name, is_custom=is_custom)
                 case ToolCallArgumentsDelta(index, text):
                     self.tool_calls[index].arguments += text
                 case ToolCallAborted(index):
