@@ -38,6 +38,16 @@ def test_chat_completions(fields, message):
     assert caught.value.param == next(iter(fields))
 
 
+@pytest.mark.parametrize(
+    ("schema", "name"),
+    [(ChatCompletionFields, "messages"), (ResponsesFields, "input"), (MessagesFields, "messages")],
+)
+def test_required_fields(schema, name):
+    with pytest.raises(FieldError, match=f"^{name} is missing, but required$") as caught:
+        parse_fields({name: None}, schema)
+    assert caught.value.param == name
+
+
 def test_long_values_are_shortened():
     with pytest.raises(FieldError) as caught:
         parse_fields({"messages": MESSAGE, "cache_salt": "x" * 10**6}, ChatCompletionFields)

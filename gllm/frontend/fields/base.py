@@ -41,8 +41,9 @@ class RequestFields(msgspec.Struct):
     ignored_fields: ClassVar[Mapping[str, str]] = {}
     """Fields that are accepted with any value and have no effect, with their purpose elsewhere."""
     required_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that have to be present. `parse_fields` checks it."""
     required_any_of: ClassVar[tuple[str, ...]] = ()
-    """Fields of which at least one is required."""
+    """Fields of which at least one is required. The class's `validate` checks it."""
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {}
     """Fields that are rejected. A subclass that declares one of them as a field accepts it."""
 

@@ -136,11 +136,6 @@ class MessagesFields(SamplingFields):
     thinking: ThinkingField = None
     output_config: OutputConfigField = None
 
-    def validate(self) -> None:
-        """Check that required fields are present. Raises FieldError."""
-        if self.max_tokens is None:
-            raise FieldError("max_tokens", "max_tokens is missing, but required")
-
 
 class CountTokensFields(ModelRequestFields):
     """POST /v1/messages/count_tokens."""

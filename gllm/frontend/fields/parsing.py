@@ -111,13 +111,17 @@ def parse_fields(values: dict[str, Any], schema: type[Fields]) -> Fields:
     Unknown fields are ignored with one warning in the log.
 
     Raises:
-        FieldError: A value has the wrong type or range, or the field is not supported.
+        FieldError: A value has the wrong type or range, a field is not supported, or a required
+            field is missing.
     """
     _reject_unsupported(values, schema)
     try:
         fields = msgspec.convert(values, schema, str_keys=True)
     except msgspec.ValidationError as error:
         raise to_field_error(str(error), values, schema) from error
+    for name in schema.required_fields:
+        if getattr(fields, name) is None:
+            raise FieldError(name, f"{name} is missing, but required")
     fields.validate()
     known = {*schema.__struct_fields__, *schema.ignored_fields, *schema.unsupported_fields}
     unknown = sorted(values.keys() - known)

@@ -58,8 +58,7 @@ async def detokenize(request: web.Request) -> web.Response:
     fields = await read_fields(request, DetokenizeFields)
     context.check_model(fields.model)
     token_ids, vocab_size = fields.tokens, context.engine.model.vocab_size
-    if token_ids is None:
-        raise FieldError("tokens", "tokens is missing, but required")
+    assert token_ids is not None  # `tokens` is required.
     smallest, largest = min(token_ids, default=0), max(token_ids, default=0)
     if smallest < 0 or largest >= vocab_size:
         invalid_id = smallest if smallest < 0 else largest
