@@ -72,7 +72,7 @@ class EndlessPipeline:
                 self._work.clear()
                 await self._work.wait()
             self._step()
-            while any(stream._pieces for stream in self._client._streams.values()):
+            while any(stream._deltas for stream in self._client._streams.values()):
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
 
@@ -88,7 +88,7 @@ class EndlessPipeline:
                 del self._left[seq]
                 ends.append(FinishedSequence(seq, "length"))
         outcome = StepOutput(seqs, tokens, firsts, ends, len(seqs))
-        self._client.hear(EngineOutputs(outcome, SchedulerStats(), self._rows(seqs, tokens)))
+        self._client.on_report(EngineOutputs(outcome, SchedulerStats(), self._rows(seqs, tokens)))
 
     def _rows(self, seqs: list[int], tokens: list[int]) -> list[SampleDetails]:
         """What sequences tell besides their tokens."""

@@ -13,8 +13,9 @@ import torch
 
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime.sampler import draw, plan_rows
-from gllm.runtime.sampling_state import SamplingState, states_of
+from gllm.runtime.cpu.sampler import sample_rows
+from gllm.runtime.sampling import build_sampling_metadata
+from gllm.runtime.sampling_state import SamplingState, create_sampling_states
 
 PROMPT = list(range(200))
 KINDS: dict[str, dict[str, Any]] = {
@@ -33,7 +34,7 @@ def seconds(states: list[SamplingState], logits: torch.Tensor, index: int) -> fl
     owners = [(row, 0) for row in range(len(states))]
     copy = logits.clone()
     begin = time.perf_counter()
-    drawn = draw(copy, plan_rows(owners, states, [index] * len(states)))
+    drawn = sample_rows(copy, build_sampling_metadata(owners, states, [index] * len(states)))
     end = time.perf_counter()
     assert not any(drawn.errors)
     return end - begin
@@ -50,7 +51,7 @@ def main() -> None:
     logits = torch.randn(args.rows, args.vocabulary)
     states = {
         kind: [
-            states_of(
+            create_sampling_states(
                 RegisterSequences(
                     row, len(PROMPT), PROMPT, SequenceSamplingParams(seed=row, **fields)
                 )

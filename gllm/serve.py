@@ -18,7 +18,7 @@ from gllm.config.flags import FlagParser, add_flags, config_from_flags
 from gllm.config.server import ServerConfig, check_api_key
 from gllm.engine.preflight import plan_model
 from gllm.observability.logs import LogConfig, configure_logging
-from gllm.runtime.launch import Workers
+from gllm.runtime.launch import WorkerProcesses
 
 log = logging.getLogger("gllm")
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         server_config = config_from_flags(ServerConfig, values)
         # Before the workers start, which takes seconds and memory.
         plan_model(engine_config)
-        workers = Workers(engine_config.pipeline_parallel_size)
+        workers = WorkerProcesses(engine_config.pipeline_parallel_size)
     except (ValueError, OSError) as error:
         return _report_error(error, 2, logs)
     try:
@@ -78,7 +78,9 @@ def pop_environment_keys(environment: MutableMapping[str, str]) -> list[str]:
     return keys
 
 
-def _serve(engine: EngineConfig, server: ServerConfig, workers: Workers, logs: LogConfig) -> int:
+def _serve(
+    engine: EngineConfig, server: ServerConfig, workers: WorkerProcesses, logs: LogConfig
+) -> int:
     # Imported after the workers have started, so that they import torch at the same time.
     import uvloop
 

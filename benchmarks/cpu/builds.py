@@ -25,7 +25,7 @@ from gllm.kernels.native.builds import (
     find_compiled_builds,
     processor_features,
 )
-from gllm.runtime.device import cores, set_threads
+from gllm.runtime.device import count_cores, set_num_threads
 from gllm.sim.report import show, text_table
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def measure(build: str, threads: int, seconds: float) -> list[Cell]:
     """All products by this process's build, for so many seconds each."""
     import torch
 
-    set_threads(threads)
+    set_num_threads(threads)
     return [
         Cell(build, name, rows, *_medians(getattr(torch, name), rows, seconds))
         for name in DTYPES
@@ -142,7 +142,7 @@ def table(cells: list[Cell]) -> str:
 def main() -> None:
     """Measure every build that this processor runs, and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--threads", type=int, default=count_cores())
     parser.add_argument("--seconds", type=float, default=0.6, help="for each product")
     parser.add_argument("--output", type=Path, default=PAGE)
     parser.add_argument("--build", choices=BUILDS, help="measure one, print JSON")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.linear import linear, prepare
-from gllm.runtime.device import cores, set_threads
+from gllm.runtime.device import count_cores, set_num_threads
 
 SHAPES = {
     "qkv": (896, 1152),
@@ -84,9 +84,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--seconds", type=float, default=0.5, help="for each line")
-    parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--threads", type=int, default=count_cores())
     args = parser.parse_args()
-    set_threads(args.threads)
+    set_num_threads(args.threads)
     print(f"{args.threads} threads, memory read at {bandwidth() / 1e9:.1f} GB/s\n")
     heads = [f"{name}, us | GB/s | GOP/s" for name in args.formats]
     print(f"| map | rows | {' | '.join(heads)} |\n|{' --- |' * (2 + 3 * len(heads))}")

@@ -77,14 +77,14 @@ class _Loop:
 
     def __init__(self, config: EngineConfig, folder: Path, stage: int) -> None:
         # Here, not above: the parent needs no torch.
-        from gllm.runtime.device import set_threads, threads
-        from gllm.runtime.executor import StageExecutor
+        from gllm.runtime.cpu.executor import CpuExecutor
+        from gllm.runtime.device import set_num_threads, threads_per_stage
 
         stages = config.pipeline_parallel_size
-        set_threads(threads(config.threads, stages))
+        set_num_threads(threads_per_stage(config.threads, stages))
         described = read_config(folder)
         layers = split_layers(described.model, stages, config.layers)[stage]
-        self._executor = StageExecutor(described, config, stage, stages, layers)
+        self._executor = CpuExecutor(described, config, stage, stages, layers)
         self._executor.load(folder, lambda done, total: None)
         self._batches: list[tuple[Any, Any]] = []
         self._prepare_seconds: dict[int, float] = {}

@@ -24,7 +24,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
 from gllm.frontend.server import Server
-from gllm.runtime.launch import Workers
+from gllm.runtime.launch import WorkerProcesses
 from gllm.sim.report import show, text_table
 
 PROMPT, OUTPUT = 128, 64
@@ -64,7 +64,9 @@ async def load(port: int, streams: int) -> None:
         raise RuntimeError("the load failed")
 
 
-async def measure(config: EngineConfig, streams: int, workers: Workers) -> tuple[Pauses, float]:
+async def measure(
+    config: EngineConfig, streams: int, workers: WorkerProcesses
+) -> tuple[Pauses, float]:
     """Serve all streams; the collections meanwhile, and for how long it went on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -90,7 +92,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/pauses.md"))
     options = parser.parse_args()
     config = EngineConfig.from_options(options.model, max_model_len=1024, kv_cache_memory=2**29)
-    workers = Workers(1)
+    workers = WorkerProcesses(1)
     try:
         pauses, seconds = uvloop.run(measure(config, options.streams, workers))
     finally:

@@ -194,7 +194,7 @@ class Model:
             if not under_way:
                 return done
             plan, batch, output = under_way.popleft()
-            spent = executor.finish(batch)
+            spent = executor.wait(batch)
             sampled, _ = executor.sample(batch, output)
             faults = [one.error for one in sampled if one.error]
             if faults:
@@ -226,7 +226,7 @@ def decode(model: Model, batch: int) -> Measured:
     device = median(step.spent.elapsed for step in counted)
     ends = [step.committed for step in counted]
     wall = median(after - before for before, after in pairwise(ends))
-    first, last = counted[0].batch.device, counted[-1].batch.device
+    first, last = counted[0].batch.device_state, counted[-1].batch.device_state
     busy = sum(step.spent.busy for step in counted)
     busy /= last.spans[-1][1].since(first.spans[0][0])
     seen = sum(row.start + 1 for step in counted for row in step.plan.rows) / len(counted)

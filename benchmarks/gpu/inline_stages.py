@@ -19,7 +19,7 @@ from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.models.split import split_layers
 from gllm.runtime.batch import Batch
-from gllm.runtime.cuda.executor import DeviceExecutor
+from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
@@ -40,7 +40,7 @@ class InlinePipeline:
         )
         self._config = engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST)
         self._executors = [
-            DeviceExecutor(config, engine, stage, stages, layers, self._queues)
+            CudaExecutor(config, engine, stage, stages, layers, self._queues)
             for stage, layers in enumerate(split_layers(config.model, stages))
         ]
         for executor in self._executors:
@@ -70,7 +70,7 @@ class InlinePipeline:
             if not in_flight:
                 return [texts[seq] for seq in range(len(prompts))]
             plan, batch, outputs = in_flight.popleft()
-            last.finish(batch)
+            last.wait(batch)
             sampled, _ = last.sample(batch, outputs[-1])
             for row in sampled:
                 if row.error:
@@ -93,7 +93,7 @@ class InlinePipeline:
             outputs.append(output)
         return batches[-1], outputs
 
-    def _transfer(self, executor: DeviceExecutor, output: torch.Tensor) -> torch.Tensor:
+    def _transfer(self, executor: CudaExecutor, output: torch.Tensor) -> torch.Tensor:
         """Return a copy of activations that the next stage's stream waits for; the graphs of this
         stage overwrite their own."""
         with executor.stream.current():

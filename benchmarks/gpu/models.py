@@ -22,8 +22,8 @@ from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage
 from gllm.runtime.batch import Batch
-from gllm.runtime.cuda.executor import DeviceExecutor
-from gllm.runtime.cuda.start import MOST_ROWS
+from gllm.runtime.cuda.backend import MAX_GRAPH_ROWS
+from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.scheduler.config import SchedulerConfig
 
 SHARED = {
@@ -178,7 +178,7 @@ class InMemory(Checkpoint):
         return self.parts(names, shapes)
 
 
-class Executor(DeviceExecutor):
+class Executor(CudaExecutor):
     """gllm's executor of one stage that takes weights from memory and shows all logits."""
 
     graph_fault = ""
@@ -189,22 +189,22 @@ class Executor(DeviceExecutor):
     @property
     def num_graphs(self) -> int:
         """That decodes can be replayed by."""
-        return len(self._sizes)
+        return len(self._graph_sizes)
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """In place of `load`."""
         with self.device:
             weights = Weights(InMemory(tensors, self.dtype))
-            self._stage = ModelStage(self.model, weights, self.layers, self._longest)
+            self._stage = ModelStage(self.model, weights, self.layers, self._max_model_len)
 
     @torch.inference_mode()
     def all_logits(self, batch: Batch) -> Tensor:
         """[tokens, vocabulary] float32 of a batch that `prepare` made, in place of `compute`."""
-        there, flat = self._staging.put(batch.device.inputs, self.stream)
+        there, flat = self._staging.put(batch.device_state.inputs, self.stream)
         rows = len(batch.inputs.positions)
         with self.stream.current():
-            if rows in self._sizes and batch.inputs.attention[None].rows.num_decodes == rows:
-                self._graphs.inputs(rows, there.stage, flat, None)
+            if rows in self._graph_sizes and batch.inputs.attention[None].rows.num_decodes == rows:
+                self._graphs.fill_inputs(rows, there.stage, flat, None)
                 logits = self._graphs.replay(rows)[: batch.num_tokens].clone()
             else:
                 hidden = self._stage.forward(there.stage, None, self._cache.layers)
@@ -227,7 +227,7 @@ def executor_of(
         max_model_len=longest,
         max_num_batched_tokens=BATCHED,
         block_size=BLOCK_SIZE,
-        max_num_seqs=8 if place.is_dry else MOST_ROWS,
+        max_num_seqs=8 if place.is_dry else MAX_GRAPH_ROWS,
         prefix_cache=False,
         **options,
     )

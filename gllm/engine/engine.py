@@ -39,7 +39,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import model_notes
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.runtime.client import RequestStream
-from gllm.runtime.launch import PipelineWorkers, Workers
+from gllm.runtime.launch import WorkerGroup, WorkerProcesses
 from gllm.runtime.pipeline import EngineError as EngineError
 from gllm.runtime.pipeline import WorkerPipeline
 from gllm.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class Engine:
         served_model_name: str | None = None,
         logs: LogConfig = DEFAULT_LOG_CONFIG,
         progress: bool = False,
-        workers: PipelineWorkers | None = None,
+        workers: WorkerGroup | None = None,
     ) -> None:
         plan = plan_model(config)
         self._folder, read = plan.folder, plan.config
@@ -133,7 +133,7 @@ class Engine:
 
         Raises EngineError if a worker fails.
         """
-        workers = self._workers or Workers(len(self._pipeline.layers))
+        workers = self._workers or WorkerProcesses(len(self._pipeline.layers))
         try:
             await self._pipeline.start(self._folder, workers, self._logs)
         finally:
@@ -222,7 +222,7 @@ class Engine:
                 self._client.release(stream)
             raise FieldError("params", f"the request cannot be sent: {error}") from error
         if grammar is None:
-            self._client.cut(streams)
+            self._client.abort_streams(streams)
         return [RequestState(self._client, stream, self.tokenizer, params) for stream in streams]
 
     async def embed(
@@ -266,7 +266,7 @@ class Engine:
         try:
             while end is None:
                 await stream.wait()
-                piece = stream.take()[0]
+                piece = stream.pop_deltas()[0]
                 embedding, end = embedding or piece.embedding, piece.end
         finally:
             self._client.release(stream)
@@ -285,12 +285,12 @@ class Engine:
         for task in compiling:
             del self._compiling[task]
             task.cancel()
-        return self._client.end(request_id) + len(compiling)
+        return self._client.abort_request(request_id) + len(compiling)
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Raises EngineUnavailableError."""
         self._check_ready()
-        if cause := await self._pipeline.forget_prefixes():
+        if cause := await self._pipeline.reset_prefix_cache():
             raise EngineUnavailableError("dead", cause)
 
     async def start_profile(self, folder: str) -> None:
@@ -298,14 +298,18 @@ class Engine:
 
         Raises EngineUnavailableError, and ProfileError if a stage cannot record.
         """
-        await self._profile(folder)
+        self._check_ready()
+        if cause := await self._pipeline.start_profile(folder):
+            raise ProfileError(cause)
 
     async def stop_profile(self) -> None:
         """Stop recording and write the profile, one file per stage.
 
         Raises EngineUnavailableError, and ProfileError if a stage cannot write its file.
         """
-        await self._profile("")
+        self._check_ready()
+        if cause := await self._pipeline.stop_profile():
+            raise ProfileError(cause)
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""
@@ -316,12 +320,6 @@ class Engine:
             "kv_bytes": self._pipeline.kv_bytes,
             "config": msgspec.to_builtins(self.config),
         }
-
-    async def _profile(self, folder: str) -> None:
-        """Start a profile, or stop it if the folder is empty."""
-        self._check_ready()
-        if cause := await self._pipeline.profile(folder):
-            raise ProfileError(cause)
 
     def _check_ready(self) -> None:
         state, cause = self._pipeline.state, self._pipeline.cause

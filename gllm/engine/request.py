@@ -49,7 +49,7 @@ class RequestState:
 
     def set_listener(self, listener: Callable[[], None]) -> None:
         """Set the function that is called when output arrives and none was pending."""
-        self._stream.listen(listener)
+        self._stream.set_listener(listener)
 
     async def wait(self) -> None:
         """Wait until output is pending; not to be used together with a listener."""
@@ -58,7 +58,7 @@ class RequestState:
     def pop_deltas(self) -> list[OutputDelta]:
         """Return the deltas since the last call."""
         deltas = []
-        for choice, piece in self._stream.take().items():
+        for choice, piece in self._stream.pop_deltas().items():
             detokenizer = self._detokenizers.get(choice)
             if detokenizer is None:
                 continue

@@ -1,4 +1,4 @@
-"""Every message that crosses a process border, by subject, and the codec.
+"""Messages between the processes of an engine, by subject, and their codec.
 
-The wire format is msgpack with a schema for each message. Sockets are in gllm/runtime.
+The wire format is msgpack with a schema for each message. The sockets are in gllm/runtime/bus.py.
 """

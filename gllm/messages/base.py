@@ -7,8 +7,8 @@ from msgspec import Meta
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-"""What an array of int64 holds; the wire itself takes unsigned numbers too."""
+"""A 64-bit signed integer; msgpack alone would accept unsigned ones too."""
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages; the class name is the tag on the wire."""
+    """Base class of all messages; the class name is the tag on the wire."""

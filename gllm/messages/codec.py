@@ -1,4 +1,4 @@
-"""The codec: messages as msgpack with a schema each, checked on arrival, never pickle."""
+"""Codec of messages: msgpack with a schema for each message, checked on arrival."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from gllm.messages.base import WireMessage
-from gllm.messages.control import CommandDone, Profile, ResetPrefixCache
+from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
 from gllm.messages.lifecycle import (
     InitializeCache,
     LoadProgress,
@@ -26,7 +26,8 @@ AnyMessage = (
     | RejectedRequest
     | AbortSequences
     | ResetPrefixCache
-    | Profile
+    | StartProfile
+    | StopProfile
     | CommandDone
     | RegisterSequences
     | RunStep
@@ -44,50 +45,53 @@ AnyMessage = (
     | StageUtilization
     | Shutdown
 )
+"""Every message that a process may receive."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: WireMessage) -> bytes:
-    """The message as msgpack."""
+    """Encode a message as msgpack."""
     return _encoder.encode(message)
 
 
 def decode(payload: bytes) -> AnyMessage:
-    """Return the message in a payload; Rejected for a Submit with a field that cannot be read.
+    """Decode a message; a SubmitRequest with an invalid field becomes a RejectedRequest.
 
-    Raises msgspec.DecodeError for anything else that is no message.
+    Raises:
+        msgspec.DecodeError: the payload is no other valid message.
     """
     try:
         return _decoder.decode(payload)
     except msgspec.DecodeError as error:
-        if rejected := _rejected(payload, str(error)):
+        if rejected := _reject(payload, str(error)):
             return rejected
         raise
 
 
-def _rejected(payload: bytes, error: str) -> RejectedRequest | None:
-    """Return the rejection of a Submit that is readable as far as its sequence ids."""
+def _reject(payload: bytes, error: str) -> RejectedRequest | None:
+    """Return the rejection of a SubmitRequest; None if its sequence ids cannot be read either."""
     fields: Any = msgspec.msgpack.decode(payload)
     if not isinstance(fields, list) or len(fields) < 2 or fields[0] != SubmitRequest.__name__:
         return None
     seq = fields[1]
     if not isinstance(seq, int) or seq < 0:
         return None
-    place = 1 + SubmitRequest.__struct_fields__.index("n")
-    count = fields[place] if len(fields) > place else 1
+    # The tag comes before the fields.
+    index = 1 + SubmitRequest.__struct_fields__.index("n")
+    count = fields[index] if len(fields) > index else 1
     count = count if isinstance(count, int) and count > 0 else 1
-    return RejectedRequest(seq, count, f"the request cannot be read: {_with_field_names(error)}")
+    return RejectedRequest(seq, count, f"the request cannot be read: {_name_fields(error)}")
 
 
-def _with_field_names(error: str) -> str:
-    """Replace the places in an array-like Submit by the names of its fields."""
+def _name_fields(error: str) -> str:
+    """Replace the array indices in an error of msgspec by the names of SubmitRequest's fields."""
 
     def name(match: re.Match[str]) -> str:
-        outer = SubmitRequest.__struct_fields__[int(match[1]) - 1]
-        if outer != "sampling" or match[2] is None:
-            return f"`{outer}`"
-        return f"`{outer}.{SequenceSamplingParams.__struct_fields__[int(match[2])]}`"
+        field = SubmitRequest.__struct_fields__[int(match[1]) - 1]
+        if field != "sampling" or match[2] is None:
+            return f"`{field}`"
+        return f"`{field}.{SequenceSamplingParams.__struct_fields__[int(match[2])]}`"
 
     return re.sub(r"`\$\[(\d+)\](?:\[(\d+)\])?[^`]*`", name, error)

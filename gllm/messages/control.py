@@ -1,27 +1,32 @@
-"""Questions of the frontend to all stages, and the answer of each."""
+"""Commands of the frontend to stages, and the report that a stage has finished one."""
 
 from gllm.messages.base import WireMessage
 
 
 class ResetPrefixCache(WireMessage, frozen=True):
-    """Empty the prefix cache; Done is the answer."""
+    """Command to the driver: empty the prefix cache."""
 
-    question: int
+    command_id: int
 
 
-class Profile(WireMessage, frozen=True):
-    """To every stage: record what is computed, or end that and write it down; Done answers each."""
+class StartProfile(WireMessage, frozen=True):
+    """Command to every stage: start to record a profile."""
 
-    question: int
+    command_id: int
     folder: str
-    """Where each stage's record goes; empty: end."""
+    """Folder of the stage's file."""
+
+
+class StopProfile(WireMessage, frozen=True):
+    """Command to every stage: stop the profile and write its file."""
+
+    command_id: int
 
 
 class CommandDone(WireMessage, frozen=True):
-    """A stage has done what the frontend asked for."""
+    """Report of a stage that a command has finished."""
 
-    question: int
-    """Number of the message that this answers."""
+    command_id: int
     stage: int
     error: str = ""
-    """Why it could not."""
+    """The reason of a failure; empty on success."""

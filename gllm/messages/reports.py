@@ -1,36 +1,36 @@
-"""What stages and the driver report about their use of time."""
+"""Reports of stages and the driver about their use of time."""
 
 from gllm.messages.base import WireMessage
 from gllm.scheduler.plan import StepTime
 
 
 class StageTimes(WireMessage, frozen=True):
-    """When a stage computed the steps since its last message."""
+    """Times of the steps that a stage computed since its last report."""
 
     stage: int
     steps: list[StepTime]
-    until: float
-    """Every step that it began before this time has been told."""
+    complete_until: float
+    """Every step that the stage began before this time has been reported; time.monotonic()."""
 
 
 class BubbleReport(WireMessage, frozen=True):
-    """What the pipeline lost since its start, as gllm.observability.bubbles defines it."""
+    """Idle time of the pipeline since its start, as defined in gllm.observability.bubbles."""
 
     seconds: list[float] = []
-    """Of each stage."""
+    """Idle seconds of each stage while there was work for it."""
     work_seconds: float = 0.0
-    """Time in which there was work for at least one stage."""
+    """Seconds in which there was work for at least one stage."""
 
 
 class StageUtilization(WireMessage, frozen=True):
-    """What a stage computed since its start."""
+    """Totals of a stage since its start."""
 
     stage: int
-    steps: int
+    num_steps: int
     busy_seconds: float
-    """Time spent computing; on a device by its own clock, within each step's graph or layers and
-    within its sampling."""
+    """Time spent computing. On a device it is measured by the device's clock, within each step's
+    graph or layers and within its sampling."""
     host_seconds: float = 0.0
-    """On a device: time that the host took to build steps and to put their work into its queues."""
-    compilations: int = 0
-    """On a device: kernels that were compiled since the stage is ready."""
+    """On a device: time in which the host built steps and queued their work."""
+    num_compilations: int = 0
+    """On a device: kernels compiled since the stage is ready."""

@@ -10,23 +10,25 @@ from gllm.scheduler.plan import SchedulerStats, StepOutput
 
 
 class SubmitRequest(WireMessage, frozen=True):
-    """A request. Its choices are the sequences seq .. seq + n - 1."""
+    """Command to the driver: run a request. Its choices are the sequences seq .. seq + n - 1."""
 
     seq: int
     prompt: list[TokenId]
     sampling: SequenceSamplingParams
     max_tokens: int
-    """Tokens to generate at most, for each choice; prompt + max_tokens fit the context."""
+    """Most tokens to generate for each choice; prompt and output fit the context."""
     stop_ids: list[TokenId]
-    """Token ids that end a sequence, those of EOS among them unless the request ignores EOS."""
+    """Token ids that end a sequence; includes those of EOS unless the request ignores EOS."""
     n: Annotated[int, Meta(ge=1)] = 1
+    """Number of choices."""
     priority: int = 0
-    """Smaller runs earlier."""
+    """Requests with smaller values run earlier."""
     cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
 
 
 class RejectedRequest(WireMessage, frozen=True):
-    """A Submit that could not be decoded; `decode` returns it, nobody sends it."""
+    """A SubmitRequest that could not be decoded; `decode` returns it, no process sends it."""
 
     seq: int
     n: int
@@ -34,15 +36,15 @@ class RejectedRequest(WireMessage, frozen=True):
 
 
 class AbortSequences(WireMessage, frozen=True):
-    """Sequences nobody waits for any more."""
+    """Command to the driver: end sequences whose output nobody reads any more."""
 
     seqs: list[int]
 
 
 class EngineOutputs(WireMessage, frozen=True):
-    """What a commit brought, for all its sequences at once; an empty outcome brings statistics."""
+    """Report of the driver on a committed step; an empty outcome reports statistics only."""
 
     outcome: StepOutput
     stats: SchedulerStats
-    logprobs: list[SampleDetails] = []
-    """Of sequences in the outcome that asked for them."""
+    details: list[SampleDetails] = []
+    """Details of sequences in the outcome that requested any."""

@@ -1,4 +1,4 @@
-"""How the last stage samples a sequence, and the log-probabilities that it returns."""
+"""Sampling parameters of a sequence on the last stage, and the details that a sample returns."""
 
 import msgspec
 
@@ -6,7 +6,10 @@ from gllm.messages.base import Int64, TokenId
 
 
 class SequenceSamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How the last stage draws the tokens of one sequence."""
+    """Sampling parameters of one sequence, as the last stage applies them.
+
+    `gllm.config.sampling.SamplingParams` has the parameters as users set them.
+    """
 
     temperature: float = 1.0
     """0 means greedy."""
@@ -15,71 +18,77 @@ class SequenceSamplingParams(msgspec.Struct, frozen=True, array_like=True):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: Int64 = 0
-    """Any 64-bit signed integer; always set by the time it gets here."""
+    """Seed of the random numbers; the engine sets it for requests without one."""
     choice: int = 0
     """Index of the sequence among its request's choices; part of the random counter."""
     min_tokens: int = 0
-    """`banned` tokens are not drawn before this many tokens were generated."""
+    """`banned` tokens are not sampled before this many tokens were generated."""
     banned: tuple[TokenId, ...] = ()
     """Token ids that would end the sequence."""
     repetition_penalty: float = 1.0
-    """Over prompt and output; 1 means off."""
+    """Penalizes tokens of prompt and output; 1 means off."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[TokenId, float] = {}
-    """By token id."""
+    """Added to logits, by token id."""
     allowed: tuple[TokenId, ...] = ()
-    """The only token ids that may be drawn; empty means all."""
+    """The only token ids that may be sampled; empty for all."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
-    """Token sequences whose last token is not drawn after the rest of them."""
+    """Token sequences whose last token is not sampled after their other tokens."""
     logprobs: int | None = None
-    """Likeliest tokens told with each token drawn; None: no log-probabilities at all."""
+    """Number of top tokens to return with each sampled token; None for no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt; told by the first choice alone."""
+    """The same for each prompt token; only the first choice returns them."""
     embeds: bool = False
-    """Tell the prompt's embedding with the first token."""
+    """True to return the prompt's embedding with the first token."""
     grammar: str = ""
-    """What the output has to fit, as gllm/grammar/compiler.py gives it; empty: anything."""
+    """Grammar of the output as gllm/grammar/compiler.py writes it; empty for none."""
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise ValueError, naming the field, for token ids outside of the vocabulary.
+        """Check that token ids are in the vocabulary.
 
-        `banned` may hold such ids: those of EOS come from the model's files.
+        `banned` may have ids outside of it: those of EOS come from the model's files.
+
+        Raises:
+            ValueError: some id is not; the message names the field.
         """
-        words = tuple(token for word in self.bad_words for token in word)
-        named = {"logit_bias": self.logit_bias, "allowed": self.allowed, "bad_words": words}
-        for name, ids in named.items():
+        bad_words = tuple(token for word in self.bad_words for token in word)
+        fields = {"logit_bias": self.logit_bias, "allowed": self.allowed, "bad_words": bad_words}
+        for name, ids in fields.items():
             if ids and max(ids) >= vocab_size:
                 raise ValueError(f"{name} has ids out of the vocabulary 0..{vocab_size - 1}")
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether the last stage has to know the prompt."""
+        """True if the last stage needs the prompt's token ids."""
         return self.repetition_penalty != 1 or self.prompt_logprobs is not None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """How likely a token was at its place, and which were the likeliest there.
+    """Log-probability of a token and the top tokens at its position.
 
     Natural logarithms of the model's probabilities, before penalties and temperature.
     """
 
     token: int
+    """Token id."""
     logprob: float
     rank: int
-    """1 for the likeliest token."""
+    """1 for the most likely token."""
     top_ids: list[int]
-    """Likeliest first."""
+    """Most likely first."""
     top_logprobs: list[float]
 
 
 class SampleDetails(msgspec.Struct, frozen=True, array_like=True):
-    """What a sampling row has to tell besides its token."""
+    """Values that a sequence returns with a sampled token, besides its id."""
 
     seq: int
-    drawn: TokenLogprobs | None
-    prompt: list[TokenLogprobs]
-    """Of the prompt's tokens from the second on, with the sequence's first token; else empty."""
+    sampled: TokenLogprobs | None
+    """Log-probability of the sampled token; None if not requested."""
+    prompt_logprobs: list[TokenLogprobs]
+    """Log-probabilities of the prompt from its second token on, with the first sampled token; else
+    empty."""
     embedding: bytes = b""
-    """[hidden] float32, little-endian: the hidden state of the prompt's last token behind the final
-    norm, with the sequence's first token where it was asked for; else empty."""
+    """[hidden] float32, little-endian: the hidden state of the prompt's last token after the final
+    norm, with the sequence's first token if requested; else empty."""

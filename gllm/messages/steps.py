@@ -6,35 +6,41 @@ from gllm.scheduler.plan import StepPlan, StepResult
 
 
 class RegisterSequences(WireMessage, frozen=True):
-    """A sequence that plans will name; fields the receiving stage has no use for are empty."""
+    """Command to a stage: register the sequences seq .. seq + n - 1, which later plans name.
+
+    Fields that the receiving stage does not need are empty.
+    """
 
     seq: int
     prompt_len: int
+    """Number of prompt tokens."""
     prompt: list[int] = []
     sampling: SequenceSamplingParams | None = None
+    """Parameters of the first sequence; `choice` counts up over the others."""
     n: int = 1
-    """It stands for n sequences, seq .. seq + n - 1, whose `choice` counts up."""
 
 
 class RunStep(WireMessage, frozen=True):
-    """The metadata of a micro-batch, sent ahead of its activations."""
+    """Command to a stage: run a micro-batch; sent ahead of its activations."""
 
     plan: StepPlan
 
 
 class StepDone(WireMessage, frozen=True):
-    """The tokens of a micro-batch."""
+    """Report of the last stage: the tokens of a micro-batch."""
 
     result: StepResult
-    logprobs: list[SampleDetails] = []
-    """Of the rows that were asked for them."""
+    details: list[SampleDetails] = []
+    """Details of the rows that requested any."""
 
 
 class GrammarReady(WireMessage, frozen=True):
-    """The grammar of a registered request is compiled; or, with an error, a registered request
-    cannot be sampled."""
+    """Report of the last stage: a registered request's grammar is compiled.
+
+    With an error, the registered request, with or without a grammar, cannot be sampled.
+    """
 
     seq: int
     error: str = ""
     n: int = 1
-    """As in its Register."""
+    """As in its RegisterSequences."""

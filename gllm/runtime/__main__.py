@@ -1,8 +1,8 @@
-"""A worker process from its first moment: `python -m gllm.runtime STAGE PARENT`.
+"""Entry point of a worker process: `python -m gllm.runtime STAGE PARENT`.
 
-Owns what has to be settled before torch is imported, which takes a second: whose child this is, and
-that no garbage is collected meanwhile. What the worker is to be (spec.py) comes on its standard
-input; the parent is still finding out. Knows nothing of a worker's work (worker.py).
+Prepares the process before it imports torch, which takes a second: it dies with its parent, and
+garbage collection is off. Its WorkerSpec arrives on standard input, because the parent reads the
+model's configuration meanwhile.
 """
 
 import ctypes
@@ -12,25 +12,26 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+"""Option of prctl(2): the signal that this process gets when its parent exits."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the parent's thread that made it is gone."""
+    """Let the kernel kill this process when the parent's thread that created it exits."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> None:
-    """Entry of the process."""
+    """Run a worker."""
     stage, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act upon.
-    # What imports and loading make stays; to walk through it again and again takes a tenth of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
+    # Objects of imports and loading stay alive; visiting them takes a tenth of the start-up time.
     gc.disable()
-    from gllm.runtime.worker import work
+    from gllm.runtime.worker import run_worker
 
-    work(stage, sys.stdin.buffer.readline())
+    run_worker(stage, sys.stdin.buffer.readline())
 
 
 main()

@@ -1,9 +1,8 @@
-"""Typed one-way channels between processes over ZeroMQ.
+"""Typed one-way channels between processes over ZeroMQ: framing, numbering, delivery to asyncio.
 
-Owns framing, numbering and delivery into an asyncio loop. Knows nothing of what messages mean.
-
-Each process has one Inbox; whoever sends to it opens an Outbox. Every message carries its sender
-and a number counting up by one per sender: a gap means that something was lost, and is a fault.
+Each process has one Inbox; a process that sends to it opens an Outbox. Every message carries its
+sender and a number that counts up by one per sender. A gap means that a message was lost, which is
+an error.
 """
 
 import asyncio
@@ -20,16 +19,17 @@ FRONTEND = 1_000_000
 """The frontend's sender number; a stage's is its index."""
 
 _HEADER = struct.Struct("<IQ")
-_BATCH = 256
-"""Messages handled before the loop gets a turn."""
+"""Sender and number of a message."""
+_MAX_MESSAGES = 256
+"""Messages handled before the event loop runs other callbacks."""
 
 
-class BusFault(Exception):
-    """A channel lost a message or carried something that is none; the process cannot go on."""
+class BusError(Exception):
+    """A channel lost a message or received an invalid one; the process cannot continue."""
 
 
 class Outbox:
-    """Sends to one inbox. Never blocks: what the other side has not taken yet is queued."""
+    """Sending end of a channel; it never blocks: messages are queued until they are read."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, sender: int) -> None:
         self._socket = context.socket(zmq.PUSH)
@@ -37,80 +37,90 @@ class Outbox:
         self._socket.linger = 500
         self._socket.connect(address)
         self._sender = sender
-        self._number = 0
+        self._next_number = 0
 
     def send(self, message: WireMessage) -> None:
         """Queue a message."""
         self.send_encoded(encode(message))
 
     def send_encoded(self, payload: bytes) -> None:
-        """Queue a message that was encoded before, once for several receivers."""
-        frames = [_HEADER.pack(self._sender, self._number), payload]
+        """Queue an encoded message, for messages with several receivers."""
+        frames = [_HEADER.pack(self._sender, self._next_number), payload]
         self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
-        self._number += 1
+        self._next_number += 1
 
     def close(self) -> None:
-        """Send what is queued, for half a second at most, and close."""
+        """Send queued messages, for at most half a second, and close."""
         self._socket.close()
 
 
 class Inbox:
-    """Receives from any number of outboxes; each drain hands all that came to one call."""
+    """Receiving end of all channels to this process."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._socket = context.socket(zmq.PULL)
         self._socket.rcvhwm = 0
         self._socket.bind(address)
-        self._numbers: dict[int, int] = {}
+        self._next_numbers: dict[int, int] = {}
+        """Number of the next message by sender."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(
-        self, handle: Callable[[list[AnyMessage]], None], fault: Callable[[BusFault], None]
+        self,
+        on_messages: Callable[[list[AnyMessage]], None],
+        on_error: Callable[[BusError], None],
     ) -> None:
-        """Deliver to `handle` on the running loop; `fault` hears why delivery has ended."""
-        self._handle = handle
-        self._fault = fault
+        """Start delivery on the running event loop.
+
+        Args:
+            on_messages: called with all messages that have arrived.
+            on_error: called once with the error that ended delivery.
+        """
+        self._on_messages = on_messages
+        self._on_error = on_error
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._loop.call_soon(self._drain)
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.call_soon(self._read)
 
     def close(self) -> None:
-        """Deliver nothing more."""
+        """Stop delivery and close."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
         self._socket.close(linger=0)
 
-    def _drain(self) -> None:
-        """Take what is there. The descriptor signals changes only, so read until nothing is left
-        or come back by ourselves."""
+    def _read(self) -> None:
+        """Deliver waiting messages.
+
+        The descriptor signals changes only, so this reads until none is left, or schedules itself.
+        """
         if self._loop is None:
             return
         messages: list[AnyMessage] = []
         try:
-            while len(messages) < _BATCH:
+            while len(messages) < _MAX_MESSAGES:
                 messages.append(self._receive())
-            self._loop.call_soon(self._drain)
+            self._loop.call_soon(self._read)
         except zmq.Again:
             pass
-        except BusFault as fault:
+        except BusError as error:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
-            self._fault(fault)
+            self._on_error(error)
             return
         if messages:
-            self._handle(messages)
+            self._on_messages(messages)
 
     def _receive(self) -> AnyMessage:
         frames = self._socket.recv_multipart(flags=zmq.NOBLOCK)
         if len(frames) != 2 or len(frames[0]) != _HEADER.size:
-            raise BusFault(f"a message of {len(frames)} frames is none of ours")
+            raise BusError(f"received an invalid message of {len(frames)} frames")
         sender, number = _HEADER.unpack(frames[0])
-        expected = self._numbers.get(sender, 0)
+        expected = self._next_numbers.get(sender, 0)
         if number != expected:
-            raise BusFault(f"message {expected} from sender {sender} was lost: {number} came")
-        self._numbers[sender] = number + 1
+            raise BusError(f"message {expected} from sender {sender} was lost: {number} arrived")
+        self._next_numbers[sender] = number + 1
         try:
             return decode(frames[1])
         except msgspec.DecodeError as error:
-            raise BusFault(f"message {number} from sender {sender}: {error}") from error
+            raise BusError(f"message {number} from sender {sender}: {error}") from error

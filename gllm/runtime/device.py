@@ -1,7 +1,7 @@
-"""What the machine offers to this process: cores, memory, number formats.
+"""Resources of the machine: cores, memory, GPUs, and the number formats they support.
 
-Owns how limits of containers (cgroups v1 and v2) and affinities are read. Knows nothing of models;
-imports torch only where a torch setting is asked for.
+It respects CPU affinities and the limits of containers (cgroups v1 and v2). torch is imported only
+by functions that need it.
 """
 
 import ctypes
@@ -18,115 +18,136 @@ if TYPE_CHECKING:
     import torch
 
 PROC = Path("/proc")
+"""Mount point of the process file system."""
 CGROUPS = Path("/sys/fs/cgroup")
+"""Mount point of the cgroup file systems."""
 KV_SHARE = 0.25
-"""Share of the memory left that the KV cache takes by default."""
+"""Share of the available memory that the KV cache takes by default."""
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with 8-bit floats (Ada; Hopper is 9.0)."""
 
 
-def cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Cores that this process may keep busy: by affinity and by quota, rounded up, at least 1."""
+def count_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return the cores that this process may use, by affinity and quota; at least 1."""
     allowed = float(len(os.sched_getaffinity(0)))
-    for folder in _groups("cpu", proc, cgroups):
-        quota, period = _quota(folder)
+    for folder in _cgroup_folders("cpu", proc, cgroups):
+        quota, period = _read_quota(folder)
         if quota > 0 and period > 0:
             allowed = min(allowed, quota / period)
     return max(1, -int(-allowed // 1))
 
 
-def memory_left(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes this process and its like may still take: by the machine and by its cgroups."""
-    left = _fields(proc / "meminfo")["MemAvailable"] * 1024
-    for folder in _groups("memory", proc, cgroups):
-        # The second name of each pair is that of cgroup v1.
-        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
-        used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
+def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return the bytes that this process may still allocate, by the machine and its cgroups."""
+    available = _read_numbers(proc / "meminfo")["MemAvailable"] * 1024
+    for folder in _cgroup_folders("memory", proc, cgroups):
+        # The second name of each pair is the name in cgroup v1.
+        limit = _read_number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        used = _read_number(folder / "memory.current", folder / "memory.usage_in_bytes")
         if limit is None or used is None:
             continue
-        stat = _fields(folder / "memory.stat")
+        stat = _read_numbers(folder / "memory.stat")
         reclaimable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-        left = min(left, limit - used + reclaimable)
-    return max(left, 0)
+        available = min(available, limit - used + reclaimable)
+    return max(available, 0)
 
 
-def kv_memory(requested: int | None) -> int:
-    """Bytes for the KV cache of all stages.
+def kv_cache_bytes(requested_bytes: int | None) -> int:
+    """Return the bytes for the KV cache of all stages.
 
-    `requested`: None for a quarter of the memory left, so ask when the weights are loaded.
+    requested_bytes: None for KV_SHARE of the available memory; call it with the weights loaded.
     """
-    return int(memory_left() * KV_SHARE) if requested is None else requested
+    if requested_bytes is None:
+        return int(available_memory_bytes() * KV_SHARE)
+    return requested_bytes
 
 
-def kv_blocks(requested: int | None, stages: Sequence[tuple[int, int | None]]) -> int:
-    """KV blocks, the same number on every stage, for stages of (bytes of a block, bytes of room in
-    memory of its own or None). `requested`: bytes in all, None for what there is room for."""
-    fitting = [room // block for block, room in stages if room is not None]
-    if requested is not None or not fitting:
-        fitting.append(kv_memory(requested) // sum(block for block, _ in stages))
-    return min(fitting)
+def count_kv_blocks(requested_bytes: int | None, stages: Sequence[tuple[int, int | None]]) -> int:
+    """Return the number of KV blocks, which is the same on every stage.
+
+    Args:
+        requested_bytes: for all stages; None for all available memory.
+        stages: for each stage, the bytes of a block and the available bytes of its own memory, None
+            for a stage in the host's memory.
+    """
+    counts = [available // block for block, available in stages if available is not None]
+    if requested_bytes is not None or not counts:
+        counts.append(kv_cache_bytes(requested_bytes) // sum(block for block, _ in stages))
+    return min(counts)
 
 
-def threads(requested: int | None, stages: int) -> int:
-    """Compute threads of a stage when all stages share this machine."""
-    return requested or max(1, cores() // stages)
+def threads_per_stage(requested: int | None, num_stages: int) -> int:
+    """Return the compute threads of a stage if all stages share this machine."""
+    return requested or max(1, count_cores() // num_stages)
 
 
-def set_threads(count: int) -> None:
-    """Give this process's tensor operations so many threads; once, before the first of them."""
+def set_num_threads(count: int) -> None:
+    """Set the threads of tensor operations; call it once, before the first operation."""
     import torch
 
     torch.set_num_threads(count)
 
 
-def return_memory() -> None:
-    """Give freed memory back to the system, which the allocator would keep."""
+def trim_memory() -> None:
+    """Return freed memory, which the allocator would keep, to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # the GNU C library's
+    if trim is not None:  # Only in the GNU C library.
         trim(0)
 
 
-def compute_dtype(requested: str, checkpoint: str, device: str = "cpu") -> "torch.dtype":
-    """The number format for a configuration's `dtype`, the checkpoint's own and a type of device.
+def choose_compute_dtype(requested: str, checkpoint: str, device: str = "cpu") -> "torch.dtype":
+    """Return the dtype of the arithmetic.
 
-    auto: on GPUs the checkpoint's own; on CPUs bfloat16 where the checkpoint has it and the CPU
-    multiplies it natively, else float32.
+    Args:
+        requested: the configuration's `dtype`. auto is the checkpoint's dtype on GPUs; on CPUs
+            bfloat16 if the checkpoint has it and the CPU multiplies it natively, else float32.
+        checkpoint: dtype of the checkpoint.
+        device: type of the device.
     """
     import torch
 
     if requested == "auto" and device == "cuda":
         requested = checkpoint
     if requested == "auto":
-        requested = "bfloat16" if checkpoint == "bfloat16" and native_bfloat16() else "float32"
+        requested = "bfloat16" if checkpoint == "bfloat16" and has_native_bfloat16() else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
         requested
     ]
 
 
-def cache_dtype(
+def choose_cache_dtype(
     requested: str, compute: "torch.dtype", capability: tuple[int, int] | None
 ) -> "torch.dtype":
-    """The number format of the KV cache for a configuration's `kv_cache_dtype` and the arithmetic's
-    own. capability: of the GPU, None on a CPU.
+    """Return the dtype of the KV cache.
 
-    Raises FieldError for 8-bit floats on a GPU without them.
+    Args:
+        requested: the configuration's `kv_cache_dtype`.
+        compute: dtype of the arithmetic.
+        capability: compute capability of the GPU; None on a CPU.
+
+    Raises:
+        FieldError: 8-bit floats are requested on a GPU without them.
     """
     import torch
 
     if requested.startswith("fp8"):
         if capability is not None and capability < FP8_CAPABILITY:
+            needed, actual = _format_version(FP8_CAPABILITY), _format_version(capability)
             raise FieldError(
                 "kv_cache_dtype",
-                f"--kv-cache-dtype {requested} needs a GPU of compute capability "
-                f"{_dotted(FP8_CAPABILITY)} or more, but this one has {_dotted(capability)}: "
-                "choose auto, bfloat16 or float16",
+                f"--kv-cache-dtype {requested} needs a GPU of compute capability {needed} or more, "
+                f"but this one has {actual}: choose auto, bfloat16 or float16",
             )
         return torch.float8_e4m3fn
     return {"auto": compute, "bfloat16": torch.bfloat16, "float16": torch.float16}[requested]
 
 
 def check_quantization(requested: str, device: str) -> None:
-    """Raise FieldError for a `quantization` that a type of device cannot compute."""
+    """Check that a type of device can compute a configuration's `quantization`.
+
+    Raises:
+        FieldError: it cannot.
+    """
     devices = QUANTIZATION_DEVICES[requested]
     if device not in devices:
         raise FieldError(
@@ -136,32 +157,37 @@ def check_quantization(requested: str, device: str) -> None:
         )
 
 
-def capability(device: "torch.device") -> tuple[int, int] | None:
-    """Compute capability of a GPU; None for anything else."""
+def get_capability(device: "torch.device") -> tuple[int, int] | None:
+    """Return the compute capability of a GPU; None for another device."""
     import torch
 
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _format_version(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def gpus(requested: str) -> int:
-    """GPUs that a configuration's `device` asks for; 0 for the CPU. Raises FieldError where it asks
-    for some and there is none."""
+def count_gpus(requested: str) -> int:
+    """Return the number of GPUs to use for a configuration's `device`; 0 for the CPU.
+
+    Raises:
+        FieldError: `cuda` is requested and there is no GPU.
+    """
     import torch
 
-    found = torch.cuda.device_count() if requested != "cpu" and torch.cuda.is_available() else 0
-    if requested == "cuda" and not found:
+    num_gpus = torch.cuda.device_count() if requested != "cpu" and torch.cuda.is_available() else 0
+    if requested == "cuda" and not num_gpus:
         message = "device is cuda, but PyTorch finds no GPU here: choose cpu or auto"
         raise FieldError("device", message)
-    return found
+    return num_gpus
 
 
-def native_bfloat16(proc: Path = PROC) -> bool:
-    """Whether the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX), and no build of compiled
-    kernels is named that does without."""
+def has_native_bfloat16(proc: Path = PROC) -> bool:
+    """Return whether the CPU multiplies bfloat16 natively (AVX-512 BF16 or AMX).
+
+    False if GLLM_CPU_KERNELS names a build of compiled kernels that does not use it.
+    """
     if os.environ.get(BUILD_VARIABLE, BFLOAT16) not in (AMX, BFLOAT16, OFF):
         return False
     try:
@@ -172,11 +198,11 @@ def native_bfloat16(proc: Path = PROC) -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Folders of this process's cgroup and those above it, under v2 and under v1's `controller`.
+def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and its ancestors, of v2 and v1.
 
-    Within a container the path is the host's and only a tail of it, or nothing, is mounted: folders
-    that are not there are left out.
+    In a container the path is the host's, of which only a tail or nothing is mounted: missing
+    folders are skipped.
     """
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
@@ -188,26 +214,26 @@ def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
             continue
         root = cgroups / controllers if controllers else cgroups
         inner = root / path.lstrip("/")
-        yield from (folder for folder in (inner, *inner.parents) if _within(folder, root))
+        yield from (folder for folder in (inner, *inner.parents) if _is_folder_in(folder, root))
 
 
-def _within(folder: Path, root: Path) -> bool:
+def _is_folder_in(folder: Path, root: Path) -> bool:
     return folder.is_relative_to(root) and folder.is_dir()
 
 
-def _quota(folder: Path) -> tuple[float, float]:
-    """CPU quota and period in microseconds; (0, 0) for none."""
+def _read_quota(folder: Path) -> tuple[float, float]:
+    """Return CPU quota and period in microseconds; (0, 0) for no quota."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
-        v1 = (_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-        quota_v1, period_v1 = v1
+        quota_v1 = _read_number(folder / "cpu.cfs_quota_us")
+        period_v1 = _read_number(folder / "cpu.cfs_period_us")
         return float(quota_v1 or 0), float(period_v1 or 0)
     return (0.0, 0.0) if quota == "max" else (float(quota), float(period))
 
 
-def _number(*paths: Path) -> int | None:
-    """The number in the first file that has one."""
+def _read_number(*paths: Path) -> int | None:
+    """Return the number in the first file that has one."""
     for path in paths:
         try:
             return int(path.read_text())
@@ -216,8 +242,8 @@ def _number(*paths: Path) -> int | None:
     return None
 
 
-def _fields(path: Path) -> dict[str, int]:
-    """Numbers by name from lines like `name: number unit`; empty where there is no file."""
+def _read_numbers(path: Path) -> dict[str, int]:
+    """Return numbers by name from lines like `name: number unit`; empty without the file."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""The driver: the pipeline's one scheduler, between the frontend and the stages.
+"""Driver: connects the pipeline's scheduler to the frontend and the stages.
 
-Owns the order of things at the pipeline's head: requests in, plans out, results in, tokens out.
-Knows nothing of tensors and sockets; it lives in the first stage's process, on its event loop.
+It lives in the first stage's process, on its event loop: requests in, plans out, results in,
+outputs out.
 """
 
 import logging
@@ -27,50 +27,60 @@ log = logging.getLogger(__name__)
 
 
 class MessageSender(Protocol):
-    """A way to another process."""
+    """Sending end of a channel to another process."""
 
     def send(self, message: WireMessage) -> None:
         """Queue a message."""
 
     def send_encoded(self, payload: bytes) -> None:
-        """Queue a message that was encoded before."""
+        """Queue an encoded message."""
 
 
 class Driver:
-    """Feeds the pipeline. `local` is the first stage itself, `others` are the stages after it."""
+    """Schedules micro-batches and keeps the pipeline filled."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        local: Callable[[RegisterSequences | RunStep], None],
-        others: list[MessageSender],
+        first_stage: Callable[[RegisterSequences | RunStep], None],
+        other_stages: list[MessageSender],
         frontend: MessageSender,
-        last_needs_prompts: bool = False,
+        last_stage_needs_prompts: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        """`last_needs_prompts`: the last stage has to know all prompts, not only those that it
-        samples by. `vocab_size`: token ids of requests have to be below it; None: unchecked."""
+        """Create the driver.
+
+        Args:
+            scheduler: of the pipeline.
+            first_stage: called with the messages for the stage of this process.
+            other_stages: channels to the other stages, in order.
+            frontend: channel to the parent.
+            last_stage_needs_prompts: True if the last stage needs all prompts, not only those that
+                it samples by.
+            vocab_size: token ids of requests have to be smaller; None for no check.
+        """
         self._vocab_size = vocab_size
-        self._last_needs_prompts = last_needs_prompts
+        self._last_stage_needs_prompts = last_stage_needs_prompts
         self.scheduler = scheduler
-        self._local = local
-        self._others = others
+        self._first_stage = first_stage
+        self._other_stages = other_stages
         self._frontend = frontend
-        self._outcomes: list[tuple[StepOutput, list[SampleDetails]]] = []
+        self._outputs: list[tuple[StepOutput, list[SampleDetails]]] = []
+        """Not sent to the frontend yet."""
         self._held: dict[int, SchedulerRequest] = {}
         """Requests whose grammars are being compiled, by their first sequence."""
-        self._cancelled: dict[int, set[int]] = {}
-        """Choices of those that were aborted meanwhile."""
-        self._accepted = False
-        """Requests came or went since the frontend got the last statistics."""
+        self._aborted_choices: dict[int, set[int]] = {}
+        """Aborted sequences of held requests, by the first sequence."""
+        self._has_new_stats = False
+        """True if requests or plans changed since the frontend got the last statistics."""
         self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
 
     def submit(self, message: SubmitRequest) -> None:
         """Add a request and register its sequences with the stages that need them.
 
-        A request that cannot be run ends with an error, and nothing else does.
+        A request that cannot run ends with an error; other requests are not affected.
         """
-        self._accepted = True
+        self._has_new_stats = True
         try:
             self._submit(message)
         except Exception as error:
@@ -85,7 +95,11 @@ class Driver:
         self._fail(message.seq, message.n, message.error)
 
     def _submit(self, message: SubmitRequest) -> None:
-        """Add a request. Raises ValueError for one that can never run."""
+        """Add a request.
+
+        Raises:
+            ValueError: it can never run.
+        """
         request = SchedulerRequest(
             message.seq,
             message.prompt,
@@ -107,81 +121,91 @@ class Driver:
             self.scheduler.add(request, time.monotonic())
         self._register(message)
 
-    def begin(self, message: GrammarReady) -> None:
-        """Run a held request, whose grammar is compiled so that no step has to wait for it; end any
-        request that the last stage cannot sample."""
-        self._accepted = True
-        # Failed or not: the scheduler has the stages forget it.
-        count = self._admit(message.seq) or message.n
+    def on_grammar_ready(self, message: GrammarReady) -> None:
+        """Schedule a held request, or end a request that the last stage cannot sample.
+
+        Requests are held until their grammar is compiled, so that no step waits for it.
+        """
+        self._has_new_stats = True
+        # Also a failed request: the scheduler makes the stages release its sequences.
+        count = self._add_held_request(message.seq) or message.n
         if message.error:
             self._fail(message.seq, count, message.error)
 
     def abort(self, message: AbortSequences) -> None:
-        """End sequences nobody waits for."""
-        self._accepted = True
+        """End sequences whose output nobody reads."""
+        self._has_new_stats = True
         aborted = set(message.seqs)
         for seq, request in list(self._held.items()):
-            own = aborted.intersection(range(seq, seq + request.n))
-            cancelled = self._cancelled.setdefault(seq, set()) if own else own
-            cancelled |= own
-            if len(cancelled) == request.n:
-                # The scheduler lets the stages forget what they were told of it.
-                self._admit(seq)
+            choices = aborted.intersection(range(seq, seq + request.n))
+            if choices:
+                choices |= self._aborted_choices.setdefault(seq, set())
+                self._aborted_choices[seq] = choices
+            if len(choices) == request.n:
+                # The scheduler makes the stages release the registered sequences.
+                self._add_held_request(seq)
         self.scheduler.abort(message.seqs)
 
-    def _admit(self, seq: int) -> int:
-        """Give a held request to the scheduler, without the choices that were aborted meanwhile;
-        the number of its choices, 0 where it is not held."""
+    def _add_held_request(self, seq: int) -> int:
+        """Add a held request to the scheduler, without its aborted choices.
+
+        Returns:
+            The number of its choices; 0 if it is not held.
+        """
         request = self._held.pop(seq, None)
         if request is None:
             return 0
         self.scheduler.add(request, time.monotonic())
-        self.scheduler.abort(sorted(self._cancelled.pop(seq, ())))
+        self.scheduler.abort(sorted(self._aborted_choices.pop(seq, ())))
         return request.n
 
-    def forget_prefixes(self, message: ResetPrefixCache) -> None:
+    def reset_prefix_cache(self, message: ResetPrefixCache) -> None:
         """Empty the prefix cache."""
         self.scheduler.reset_prefix_cache()
-        self._frontend.send(CommandDone(message.question, stage=0))
+        self._frontend.send(CommandDone(message.command_id, stage=0))
 
     def commit(self, message: StepDone) -> None:
-        """Take a step's result in. Raises ValueError where it is not the next one's."""
-        outcome = self.scheduler.commit(message.result)
-        logprobs = message.logprobs
-        if logprobs:
-            # A row past its sequence's end has brought nothing.
-            kept = set(outcome.seqs)
-            logprobs = [row for row in logprobs if row.seq in kept]
-        self._outcomes.append((outcome, logprobs))
+        """Commit a step's result.
 
-    def observe(self, message: StageTimes) -> None:
-        """Hear how long a stage took."""
+        Raises:
+            ValueError: it is not the next step.
+        """
+        output = self.scheduler.commit(message.result)
+        details = message.details
+        if details:
+            # A row past the end of its sequence has no output.
+            seqs = set(output.seqs)
+            details = [row for row in details if row.seq in seqs]
+        self._outputs.append((output, details))
+
+    def on_stage_times(self, message: StageTimes) -> None:
+        """Report step times to the scheduler and idle time to the frontend."""
         self.scheduler.record_step_times(message.stage, message.steps)
         meter = self._meter
-        meter.record_steps(message.stage, message.steps, message.until)
+        meter.record_steps(message.stage, message.steps, message.complete_until)
         self._frontend.send(BubbleReport(meter.seconds, meter.work_seconds))
 
-    def turn(self) -> None:
-        """After a batch of messages: fill the pipeline first, then report to the frontend.
+    def run_turn(self) -> None:
+        """Fill the pipeline, then report to the frontend; called after each batch of messages.
 
-        Statistics go with the outcomes; without any, alone, if the turn has changed them.
+        Statistics go with the outputs; without outputs they are sent if they have changed.
         """
         while (plan := self._schedule()) is not None:
-            self._accepted = True
+            self._has_new_stats = True
             step = RunStep(plan)
-            payload = encode(step) if self._others else b""
-            for stage in self._others:
+            payload = encode(step) if self._other_stages else b""
+            for stage in self._other_stages:
                 stage.send_encoded(payload)
-            self._local(step)
-        outcomes, self._outcomes = self._outcomes, []
-        if self._accepted and not outcomes:
-            outcomes = [(StepOutput([], [], [], []), [])]
-        self._accepted = False
-        for outcome, logprobs in outcomes:
-            self._frontend.send(EngineOutputs(outcome, self._stats(), logprobs))
+            self._first_stage(step)
+        outputs, self._outputs = self._outputs, []
+        if self._has_new_stats and not outputs:
+            outputs = [(StepOutput([], [], [], []), [])]
+        self._has_new_stats = False
+        for output, details in outputs:
+            self._frontend.send(EngineOutputs(output, self._stats(), details))
 
     def _stats(self) -> SchedulerStats:
-        """The scheduler's statistics; requests whose grammars are being compiled wait as well."""
+        """Return the scheduler's statistics; held requests count as waiting."""
         stats = self.scheduler.stats()
         num_held = sum(request.n for request in self._held.values())
         return stats._replace(waiting=stats.waiting + num_held)
@@ -191,25 +215,28 @@ class Driver:
         seqs = range(seq, seq + n)
         self.scheduler.abort(list(seqs))
         ends = [FinishedSequence(each, "error", error=error) for each in seqs]
-        self._outcomes.append((StepOutput([], [], [], ends), []))
+        self._outputs.append((StepOutput([], [], [], ends), []))
 
     def _schedule(self) -> StepPlan | None:
-        """The next plan; what work is left beside it is noted."""
+        """Return the next plan, and record how much work is left."""
         now = time.monotonic()
         plan = self.scheduler.schedule(now)
         self._meter.record_parallelism(now, self.scheduler.available_parallelism())
         return plan
 
     def _register(self, message: SubmitRequest) -> None:
-        """The sampling goes to the last stage, ids to all, the prompt to the first, and to the last
-        where it has use for it."""
-        bare = RegisterSequences(message.seq, len(message.prompt), n=message.n)
-        first = msgspec.structs.replace(bare, prompt=message.prompt)
-        needed = self._last_needs_prompts or message.sampling.needs_prompt
-        known = first if not self._others or needed else bare
-        last = msgspec.structs.replace(known, sampling=message.sampling)
-        self._local(first if self._others else last)
-        for stage in self._others[:-1]:
-            stage.send(bare)
-        if self._others:
-            self._others[-1].send(last)
+        """Register a request's sequences with all stages.
+
+        The first stage gets the prompt and the last one the sampling parameters, with the prompt if
+        it needs that.
+        """
+        ids_only = RegisterSequences(message.seq, len(message.prompt), n=message.n)
+        with_prompt = msgspec.structs.replace(ids_only, prompt=message.prompt)
+        needs_prompt = self._last_stage_needs_prompts or message.sampling.needs_prompt
+        base = with_prompt if not self._other_stages or needs_prompt else ids_only
+        last = msgspec.structs.replace(base, sampling=message.sampling)
+        self._first_stage(with_prompt if self._other_stages else last)
+        for stage in self._other_stages[:-1]:
+            stage.send(ids_only)
+        if self._other_stages:
+            self._other_stages[-1].send(last)

@@ -1,7 +1,7 @@
-"""The last stage's grammars: compiled beside the pipeline, and walked through beside it.
+"""Grammars of the last stage: compiled and followed on threads beside the pipeline.
 
-Owns the threads that do it and a bounded memory of what is compiled. Knows nothing of rows and
-logits. What comes here has been compiled before (gllm/grammar/compiler.py), so it is known to end.
+A grammar that arrives here has been compiled before (gllm/grammar/compiler.py), so its compilation
+is known to end.
 """
 
 import threading
@@ -18,75 +18,88 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILED = 32
-MAX_CHARACTERS = 2**19
-"""Of all grammars that are kept."""
-MAX_USES = 64
-"""Sequences that get a copy of one compiled grammar: copies share what their lexer learns, which
-only grows."""
-WALKERS = 4
+"""Compiled grammars that are cached."""
+MAX_COMPILED_CHARACTERS = 2**19
+"""Total length of the cached grammars."""
+MAX_COPIES = 64
+"""Sequences that get a copy of one compiled grammar: copies share the states of their lexer, which
+only grow."""
+NUM_MASK_THREADS = 4
 """Threads that compute masks."""
-STACK = 2**24
-"""Bytes of the compiling thread's stack."""
+COMPILER_STACK_BYTES = 2**24
+"""Stack of the compiling thread; larger than in the process that compiled the grammar first."""
 
 
-class Grammars:
-    """Guides for sequences of one model. Threads and vocabulary are made when first needed."""
+class GuideFactory:
+    """Creates grammar guides for sequences of one model; threads and vocabulary on first use."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._model = (folder, vocab_size, eos_ids)
         self._compiler: ThreadPoolExecutor | None = None
-        self._walkers = ThreadPoolExecutor(WALKERS, "grammar-walker")
-        self._tokens: LLTokenizer | None = None
+        self._mask_threads = ThreadPoolExecutor(NUM_MASK_THREADS, "grammar-masks")
+        self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()
-        """Matchers at their beginning and how often each was copied, the one used longest ago
-        first. Only the compiling thread looks at them."""
+        """Matchers at their start and the number of their copies, by grammar; the least recently
+        used first. Only the compiling thread accesses them."""
 
-    def guide(self, spec: SequenceSamplingParams) -> GrammarGuide:
-        """The guide of one sequence; what it needs is made meanwhile."""
+    def create_guide(self, params: SequenceSamplingParams) -> GrammarGuide:
+        """Return the guide of a sequence; its grammar is compiled in the background."""
         if self._compiler is None:
-            self._compiler = _one_thread()
+            self._compiler = _create_compiler_thread()
         _, vocab_size, eos_ids = self._model
-        # What may forbid a token that a grammar forces, or tells about each, has to see each.
-        sees_all = spec.logprobs is not None or spec.allowed or spec.bad_words
+        # A parameter that may ban a forced token, or returns details of each token, has to process
+        # every token.
+        samples_all = params.logprobs is not None or params.allowed or params.bad_words
         ends = valid_eos_ids(eos_ids, vocab_size)
-        rules = GuideOptions(vocab_size, ends[0] if ends else 0, not sees_all)
+        options = GuideOptions(vocab_size, ends[0] if ends else 0, not samples_all)
         return GrammarGuide(
-            self._compiler.submit, self._walkers.submit, lambda: self._copy(spec.grammar), rules
+            self._compiler.submit,
+            self._mask_threads.submit,
+            lambda: self._copy_matcher(params.grammar),
+            options,
         )
 
-    def _copy(self, grammar: str) -> "LLMatcher":
-        """A matcher at its beginning. Raises GuideError."""
-        matcher, uses = self._compiled.pop(grammar, (None, 0))
-        if matcher is None or uses == MAX_USES:
-            matcher, uses = self._compile(grammar), 0
-        self._compiled[grammar] = matcher, uses + 1
-        while len(self._compiled) > MAX_COMPILED or sum(map(len, self._compiled)) > MAX_CHARACTERS:
+    def _copy_matcher(self, grammar: str) -> "LLMatcher":
+        """Return a matcher at its start.
+
+        Raises:
+            GrammarGuideError: the grammar does not compile.
+        """
+        matcher, num_copies = self._compiled.pop(grammar, (None, 0))
+        if matcher is None or num_copies == MAX_COPIES:
+            matcher, num_copies = self._compile(grammar), 0
+        self._compiled[grammar] = matcher, num_copies + 1
+        while (
+            len(self._compiled) > MAX_COMPILED
+            or sum(map(len, self._compiled)) > MAX_COMPILED_CHARACTERS
+        ):
             self._compiled.popitem(last=False)
         return matcher.deep_copy()
 
     def _compile(self, grammar: str) -> "LLMatcher":
-        # Most workers never need it.
+        # Most workers need neither.
         from llguidance import LLMatcher
 
         from gllm.grammar.vocabulary import load_grammar_tokenizer, parser_limits
 
-        if self._tokens is None:
+        if self._tokenizer is None:
             try:
-                self._tokens = load_grammar_tokenizer(*self._model)
+                self._tokenizer = load_grammar_tokenizer(*self._model)
             except (OSError, ValueError) as error:
                 raise GrammarGuideError(str(error)) from error
-        matcher = LLMatcher(self._tokens, grammar, limits=parser_limits(), log_level=0)
+        matcher = LLMatcher(self._tokenizer, grammar, limits=parser_limits(), log_level=0)
         if matcher.is_error():
             raise GrammarGuideError(f"the grammar does not compile: {matcher.get_error()}")
         return matcher
 
 
-def _one_thread() -> ThreadPoolExecutor:
-    """A thread with a stack larger than the one that a grammar has compiled on before."""
-    before = threading.stack_size(STACK)
+def _create_compiler_thread() -> ThreadPoolExecutor:
+    """Create a pool of one thread with a stack of COMPILER_STACK_BYTES."""
+    previous = threading.stack_size(COMPILER_STACK_BYTES)
     try:
-        made = ThreadPoolExecutor(1, "grammar-compiler")
-        made.submit(lambda: None)
+        pool = ThreadPoolExecutor(1, "grammar-compiler")
+        # Creates the thread.
+        pool.submit(lambda: None)
     finally:
-        threading.stack_size(before)
-    return made
+        threading.stack_size(previous)
+    return pool

@@ -1,7 +1,4 @@
-"""The memory of a stage's KV cache.
-
-Owns its layout and size. Knows nothing of who holds which block: that is the scheduler's.
-"""
+"""Memory of a stage's KV cache: layout and size. The scheduler assigns its blocks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,15 +11,16 @@ from gllm.models.spec import LayerSpec
 
 
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over a stage's layers, keys and values, for what is cached in dtype."""
-    elements = sum(layer.attention.kv_entry.num_elements for layer in layers)
-    return block_size * elements * dtype.itemsize
+    """Return the bytes of one KV block over a stage's layers, keys and values."""
+    num_elements = sum(layer.attention.kv_entry.num_elements for layer in layers)
+    return block_size * num_elements * dtype.itemsize
 
 
 class KVCache:
-    """Keys and values of a stage's layers, one block more than can be used: the last stays zero.
+    """Keys and values of a stage's layers.
 
-    On the CPU pages are taken from the system when they are first written.
+    There is one block more than can be used: the last one stays zero. On the CPU the system
+    provides a page when it is first written.
     """
 
     def __init__(
@@ -33,10 +31,18 @@ class KVCache:
         dtype: torch.dtype,
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
-        """dtype: of what is cached. `zeros`: makes tensors of a shape; default: on the CPU."""
-        make = zeros or _zeros
-        # 8-bit floats as bytes: 0 is 0, and not all of torch knows how to write them.
-        made = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+        """Allocate the memory.
+
+        Args:
+            layers: of the stage.
+            num_blocks: usable blocks.
+            block_size: tokens per block.
+            dtype: of keys and values.
+            zeros: creates a tensor of a shape and dtype; None for one on the CPU.
+        """
+        create = zeros or _lazy_zeros
+        # 8-bit floats are created as bytes: 0 is 0, and not all of torch can write them.
+        created_dtype = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = []
@@ -44,16 +50,18 @@ class KVCache:
         for layer in layers:
             cached = layer.attention.kv_entry
             shape = (num_blocks + 1, block_size, cached.num_heads)
-            keys = make((*shape, cached.key_dim), made).view(dtype)
-            shared = keys[..., : cached.value_dim]
-            values = (
-                shared if cached.is_shared else make((*shape, cached.value_dim), made).view(dtype)
-            )
+            keys = create((*shape, cached.key_dim), created_dtype).view(dtype)
+            if cached.is_shared:
+                values = keys[..., : cached.value_dim]
+            else:
+                values = create((*shape, cached.value_dim), created_dtype).view(dtype)
             self.layers.append((keys, values))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that cost no memory until written: numpy asks the system for them, torch.zeros would
-    write them."""
-    count = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that take no memory until written.
+
+    numpy gets zeroed pages from the system; torch.zeros would write them.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

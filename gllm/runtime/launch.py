@@ -1,7 +1,7 @@
-"""Starts the worker processes, watches over them, ends them.
+"""Start, supervision and end of the worker processes.
 
-Owns processes, the descriptors they inherit and the private folder of their sockets. Knows nothing
-of requests. Needs no torch.
+It has the processes, the descriptors they inherit and the private folder of their sockets. It
+imports no torch.
 """
 
 import asyncio
@@ -25,84 +25,102 @@ from gllm.runtime.spec import WorkerSpec
 from gllm.transport.edge import Edge, create_edge
 
 STOP_SECONDS = 5.0
-"""What a worker gets to end by itself before it is killed."""
+"""Time that a worker has to exit before it is killed."""
 
 
-class PipelineWorkers(ABC):
-    """The workers of one pipeline on this host: addresses of their sockets, edges, specs.
+class WorkerGroup(ABC):
+    """The workers of one pipeline on this host: socket addresses, edges and specs.
 
-    Subclasses run them, as processes or within this one.
+    Subclasses run the workers, as processes or within this one.
     """
 
-    def __init__(self, stages: int, name: str = "gllm") -> None:
-        self._sockets = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        self.frontend = f"ipc://{self._sockets}/frontend"
-        self.inboxes = [f"ipc://{self._sockets}/stage-{stage}" for stage in range(stages)]
-        self._edges = [create_edge(f"{name}-edge-{stage}") for stage in range(stages - 1)]
+    def __init__(self, num_stages: int, name: str = "gllm") -> None:
+        self._socket_folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        folder = f"ipc://{self._socket_folder}"
+        self.frontend_address = f"{folder}/frontend"
+        self.inbox_addresses = [f"{folder}/stage-{stage}" for stage in range(num_stages)]
+        self._edges = [create_edge(f"{name}-edge-{stage}") for stage in range(num_stages - 1)]
         self._kernel_ratios: int | None = None
+        """Descriptor of the file in which stages share measurements of compiled kernels."""
 
     @abstractmethod
-    def tell(
+    def start(
         self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
     ) -> None:
-        """Give each worker its stage of the model in the folder; one entry of `layers` each."""
+        """Send each worker its spec.
+
+        Args:
+            config: of the engine, with max_model_len resolved.
+            folder: of the model.
+            layers: of each stage.
+            logs: configuration of the workers' logs.
+        """
 
     @abstractmethod
-    def watch(self, died: Callable[[int, str], None]) -> None:
-        """Call `died` with the stage and how, once, when a worker is gone. Needs a running loop."""
+    def watch(self, on_exit: Callable[[int, str], None]) -> None:
+        """Watch the workers; needs a running event loop.
+
+        on_exit: called once per worker that exits, with its stage and a description.
+        """
 
     @abstractmethod
     async def stop(self) -> None:
-        """Wait until the workers, told to end, are gone."""
+        """Wait until the workers, which were told to shut down, have exited."""
 
-    def hide(self) -> None:
-        """Remove the sockets' names once everybody is connected: nobody else can come in."""
-        shutil.rmtree(self._sockets, ignore_errors=True)
+    def remove_sockets(self) -> None:
+        """Remove the sockets' names, so that nothing else can connect."""
+        shutil.rmtree(self._socket_folder, ignore_errors=True)
 
-    def _specs(
+    def _create_specs(
         self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
     ) -> list[WorkerSpec]:
         """Return the spec of each stage."""
-        return [
-            WorkerSpec(
-                stage=stage,
-                stages=len(layers),
-                layers=(part.start, part.stop),
-                layer_counts=[len(each) for each in layers],
-                folder=str(folder),
-                config=config,
-                frontend=self.frontend,
-                inboxes=self.inboxes,
-                incoming=incoming,
-                outgoing=outgoing,
-                logs=logs,
-                kernel_ratios=self._kernel_ratios,
+        specs = []
+        for stage, stage_layers in enumerate(layers):
+            incoming, outgoing = self._stage_edges(stage)
+            specs.append(
+                WorkerSpec(
+                    stage=stage,
+                    num_stages=len(layers),
+                    layers=(stage_layers.start, stage_layers.stop),
+                    layer_counts=[len(each) for each in layers],
+                    model_folder=str(folder),
+                    config=config,
+                    frontend_address=self.frontend_address,
+                    inbox_addresses=self.inbox_addresses,
+                    incoming=incoming,
+                    outgoing=outgoing,
+                    logs=logs,
+                    kernel_ratios=self._kernel_ratios,
+                )
             )
-            for stage, part in enumerate(layers)
-            for incoming, outgoing in [self._edges_of(stage)]
-        ]
+        return specs
 
-    def _edges_of(self, stage: int) -> tuple[Edge | None, Edge | None]:
+    def _stage_edges(self, stage: int) -> tuple[Edge | None, Edge | None]:
         """Return the edges from the previous stage and to the next one."""
         incoming = self._edges[stage - 1] if stage > 0 else None
         outgoing = self._edges[stage] if stage < len(self._edges) else None
         return incoming, outgoing
 
 
-class Workers(PipelineWorkers):
-    """Workers as processes. They import torch from the moment this is made; `tell` says what they
-    are to be."""
+class WorkerProcesses(WorkerGroup):
+    """Workers as processes; they import torch while they wait for their specs."""
 
-    def __init__(self, stages: int) -> None:
-        """Raises ValueError where GLLM_CPU_KERNELS names a build that cannot be used."""
+    def __init__(self, num_stages: int) -> None:
+        """Start the processes.
+
+        Raises:
+            ValueError: GLLM_CPU_KERNELS names a build that cannot be used.
+        """
         select_build()
-        super().__init__(stages)
+        super().__init__(num_stages)
         self.processes: list[subprocess.Popen[bytes]] = []
         self._watched: dict[int, int] = {}
+        """Descriptor of the process by stage."""
         ratios = self._kernel_ratios = os.memfd_create("gllm-kernel-ratios")
         try:
-            for stage in range(stages):
-                edges = [edge for edge in self._edges_of(stage) if edge is not None]
+            for stage in range(num_stages):
+                edges = [edge for edge in self._stage_edges(stage) if edge is not None]
                 descriptors = [each for edge in edges for each in edge.descriptors]
                 self.processes.append(self._spawn(stage, [*descriptors, ratios]))
         except BaseException:
@@ -113,32 +131,32 @@ class Workers(PipelineWorkers):
                 edge.close()
             os.close(ratios)
 
-    def tell(
+    def start(
         self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
     ) -> None:
         """Write each process's spec to its standard input."""
-        specs = self._specs(config, folder, layers, logs)
+        specs = self._create_specs(config, folder, layers, logs)
         for process, spec in zip(self.processes, specs, strict=True):
             pipe = process.stdin
             assert pipe is not None
-            # One that is gone already is found by `watch`.
+            # `watch` reports a process that has exited already.
             with suppress(BrokenPipeError), pipe:
                 pipe.write(msgspec.json.encode(spec) + b"\n")
 
-    def watch(self, died: Callable[[int, str], None]) -> None:
-        """Call `died` with the stage and how, once, when a worker is gone. Needs a running loop."""
+    def watch(self, on_exit: Callable[[int, str], None]) -> None:
+        """See WorkerGroup."""
         loop = asyncio.get_running_loop()
 
-        def gone(stage: int) -> None:
+        def report(stage: int) -> None:
             self._unwatch(stage)
-            died(stage, self._ending(stage))
+            on_exit(stage, self._describe_exit(stage))
 
         for stage, process in enumerate(self.processes):
             self._watched[stage] = os.pidfd_open(process.pid)
-            loop.add_reader(self._watched[stage], gone, stage)
+            loop.add_reader(self._watched[stage], report, stage)
 
     async def stop(self) -> None:
-        """Wait until the workers, told to end, are gone; kill those that take too long."""
+        """Wait until the workers have exited; kill those that take longer than STOP_SECONDS."""
         for stage in list(self._watched):
             self._unwatch(stage)
         deadline = asyncio.get_running_loop().time() + STOP_SECONDS
@@ -149,27 +167,28 @@ class Workers(PipelineWorkers):
         self.kill()
 
     def kill(self) -> None:
-        """End everything at once."""
+        """Kill all processes and remove the sockets."""
         for process in self.processes:
             with suppress(ProcessLookupError):
                 process.kill()
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-        self.hide()
+        self.remove_sockets()
 
     @staticmethod
-    def _spawn(stage: int, inherited: list[int]) -> "subprocess.Popen[bytes]":
+    def _spawn(stage: int, descriptors: list[int]) -> "subprocess.Popen[bytes]":
+        """Start a process that inherits the descriptors."""
         command = [sys.executable, "-m", "gllm.runtime", str(stage), str(os.getpid())]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors)
 
     def _unwatch(self, stage: int) -> None:
         descriptor = self._watched.pop(stage)
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
 
-    def _ending(self, stage: int) -> str:
-        """How a worker that is gone ended, in words."""
+    def _describe_exit(self, stage: int) -> str:
+        """Describe how a worker exited."""
         process = self.processes[stage]
         code = process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"

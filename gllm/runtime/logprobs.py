@@ -1,7 +1,6 @@
-"""Log-probabilities from tensors to what is told, and those of prompts on their way.
+"""Log-probabilities: scoring of prompts in chunks, and conversion from tensors to messages.
 
-Owns which token rows of a batch score prompt tokens, and joining the chunks of a prompt by
-position. The arithmetic is in gllm/kernels/logprobs.py.
+The arithmetic is in gllm/kernels/logprobs.py.
 """
 
 import math
@@ -16,59 +15,72 @@ from gllm.messages.sampling import TokenLogprobs
 from gllm.runtime.sampling_state import SamplingState
 from gllm.scheduler.plan import ScheduledRow
 
-SCORED_ROWS = 256
-"""Most rows of a prompt whose logits exist at once; they are vocabulary-wide."""
+MAX_SCORED_ROWS = 256
+"""Prompt tokens scored at once: their logits are as wide as the vocabulary."""
 NOT_FINITE = "the model computed logits that are not finite"
+"""Error of a row with logits that are NaN or infinite."""
 
 
 @dataclass(slots=True)
-class PromptRows:
-    """The part of a prompt that one batch scores: each token by the row of the one before it."""
+class PromptChunk:
+    """Prompt tokens of one sequence that a batch scores, each from its predecessor's row."""
 
     state: SamplingState
-    begin: int
+    first_row: int
     """Token row of the batch that scores the first of them."""
     position: int
-    """Of the first of them in the prompt."""
+    """Position of the first of them in the prompt."""
     tokens: list[int]
     scores: list[LogprobTensors] = field(default_factory=list)
-    """Of SCORED_ROWS tokens each."""
+    """One entry per MAX_SCORED_ROWS tokens."""
 
     @property
-    def top(self) -> int:
-        """How many of the likeliest tokens are told with each."""
-        return self.state.spec.prompt_logprobs or 0
+    def num_top_logprobs(self) -> int:
+        """Number of top tokens returned with each prompt token."""
+        return self.state.params.prompt_logprobs or 0
 
     @property
     def rows(self) -> range:
-        """Token rows of the batch that score them."""
-        return range(self.begin, self.begin + len(self.tokens))
+        """Token rows of the batch that score the tokens."""
+        return range(self.first_row, self.first_row + len(self.tokens))
 
-    def compute(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-        """Score them. hidden [tokens, hidden] of the batch; head: from such rows to logits."""
+    def compute_scores(self, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> None:
+        """Score the tokens.
+
+        Args:
+            hidden: [tokens, hidden] of the batch.
+            compute_logits: maps rows of `hidden` to logits [rows, vocabulary].
+        """
         targets = torch.tensor(self.tokens, dtype=torch.int64)
-        rows = hidden[self.begin : self.begin + len(targets)]
-        for part, tokens in zip(rows.split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True):
-            self.scores.append(gather_logprobs(compute_logprobs(head(part)), tokens, self.top))
+        rows = hidden[self.first_row : self.first_row + len(targets)]
+        parts = zip(rows.split(MAX_SCORED_ROWS), targets.split(MAX_SCORED_ROWS), strict=True)
+        for part, tokens in parts:
+            logprobs = compute_logprobs(compute_logits(part))
+            self.scores.append(gather_logprobs(logprobs, tokens, self.num_top_logprobs))
 
-    def record(self) -> None:
-        """Put the scores where the sequence keeps them; a position computed again replaces."""
-        entries = [entry for scores in self.scores for entry in entries_of(scores)]
+    def store_scores(self) -> None:
+        """Store the scores in the sequence's state; a position computed again is replaced."""
+        entries = [entry for scores in self.scores for entry in to_token_logprobs(scores)]
         if not all(math.isfinite(entry.logprob) for entry in entries):
-            self.state.fault = NOT_FINITE
+            self.state.error = NOT_FINITE
         self.state.prompt_logprobs.update(enumerate(entries, start=self.position))
 
 
-def prompt_rows(state: SamplingState, row: ScheduledRow, begin: int) -> list[PromptRows]:
-    """What a plan's row, whose first token row is `begin`, scores of its sequence's prompt."""
+def create_prompt_chunks(
+    state: SamplingState, row: ScheduledRow, first_row: int
+) -> list[PromptChunk]:
+    """Return the prompt tokens that a plan's row scores, as a list of at most one chunk.
+
+    first_row: the row's first token row in the batch.
+    """
     tokens = state.prompt[row.start + 1 : row.start + row.num_tokens + 1]
-    if not tokens or not state.wants_prompt_logprobs:
+    if not tokens or not state.needs_prompt_logprobs:
         return []
-    return [PromptRows(state, begin, row.start + 1, tokens)]
+    return [PromptChunk(state, first_row, row.start + 1, tokens)]
 
 
-def entries_of(scores: LogprobTensors) -> list[TokenLogprobs]:
-    """Scores as told, row by row."""
+def to_token_logprobs(scores: LogprobTensors) -> list[TokenLogprobs]:
+    """Convert scores to messages, one per row."""
     columns = (scores.tokens, scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [TokenLogprobs(*row) for row in rows]

@@ -1,7 +1,6 @@
-"""The worker processes as one pipeline: their start, what they are asked, their end.
+"""The worker processes as one pipeline, seen from the parent: start, commands, shutdown.
 
-Owns the pipeline's life (loading, ready, draining, dead) as the parent process sees it. Knows
-nothing of text and of HTTP; imports no torch, that is the workers' business.
+States are loading, ready, draining and dead. This module imports no torch: the workers do.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ import zmq
 from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
-from gllm.messages.control import CommandDone, Profile, ResetPrefixCache
+from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
 from gllm.messages.lifecycle import (
     InitializeCache,
     LoadProgress,
@@ -29,68 +28,89 @@ from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import EngineOutputs
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import LogConfig
-from gllm.runtime.bus import FRONTEND, BusFault, Inbox, Outbox
+from gllm.runtime.bus import FRONTEND, BusError, Inbox, Outbox
 from gllm.runtime.client import EngineClient
-from gllm.runtime.device import kv_blocks
-from gllm.runtime.launch import PipelineWorkers
+from gllm.runtime.device import count_kv_blocks
+from gllm.runtime.launch import WorkerGroup
 
 log = logging.getLogger(__name__)
 
 
 class EngineError(Exception):
-    """The engine could not start, or is gone; the message says why."""
+    """The engine could not start, or has died; the message has the cause."""
 
 
 class WorkerPipeline:
-    """All stages. `tell` hears of loading: bytes done, bytes in all."""
+    """All stages of an engine."""
 
     def __init__(
-        self, config: EngineConfig, layers: list[range], tell: Callable[[int, int], None]
+        self,
+        config: EngineConfig,
+        layers: list[range],
+        on_progress: Callable[[int, int], None],
     ) -> None:
+        """Create the pipeline.
+
+        Args:
+            config: of the engine, with max_model_len resolved.
+            layers: of each stage.
+            on_progress: called while weights are loaded, with the bytes loaded and in total.
+        """
         self.state = "loading"
         self.cause = ""
+        """The reason for which the pipeline is dead."""
         self.died = asyncio.Event()
         """Set when the pipeline is dead."""
         self.num_blocks = 0
         self.kv_bytes = 0
+        """Bytes of the KV cache over all stages."""
         self.client = EngineClient()
         self.layers = layers
-        self.workers: PipelineWorkers | None = None
+        self.workers: WorkerGroup | None = None
         self._config = config
-        self._tell = tell
+        self._on_progress = on_progress
         self._stages: list[Outbox] = []
         self._progress: dict[int, LoadProgress] = {}
         self._loaded: dict[int, StageLoaded] = {}
         self._ready: set[int] = set()
-        self._news = asyncio.Event()
-        self._numbers = count()
-        self._questions: dict[int, asyncio.Queue[CommandDone]] = {}
-        """Answers to the questions that somebody waits for, by their number."""
+        self._has_changed = asyncio.Event()
+        """Set after each batch of messages."""
+        self._command_ids = count()
+        self._command_reports: dict[int, asyncio.Queue[CommandDone]] = {}
+        """Reports on the commands that a caller waits for, by command id."""
 
-    async def start(self, folder: Path, workers: PipelineWorkers, logs: LogConfig) -> None:
-        """Have the workers load the model in a folder and wait until a step has gone through all
-        of them. Raises EngineError where one fails."""
+    async def start(self, folder: Path, workers: WorkerGroup, logs: LogConfig) -> None:
+        """Load a model and run one token through all stages.
+
+        Args:
+            folder: of the model.
+            workers: one for each stage.
+            logs: configuration of the workers' logs.
+
+        Raises:
+            EngineError: a stage failed.
+        """
         self.workers = workers
-        workers.tell(self._config, folder, self.layers, logs)
+        workers.start(self._config, folder, self.layers, logs)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = Inbox(self._context, workers.frontend)
-        self._stages = [Outbox(self._context, a, FRONTEND) for a in workers.inboxes]
+        self._inbox = Inbox(self._context, workers.frontend_address)
+        self._stages = [Outbox(self._context, a, FRONTEND) for a in workers.inbox_addresses]
         self.client.connect(self._stages[0])
-        self._inbox.start(self._handle, self._on_fault)
-        workers.watch(self._on_death)
+        self._inbox.start(self._handle, self._on_bus_error)
+        workers.watch(self._on_worker_exit)
         try:
             await self._wait_for(self._loaded)
-            self._start_stages()
+            self._initialize_caches()
             await self._wait_for(self._ready)
             await self._warm_up()
         except BaseException:
             await self.stop()
             raise
-        workers.hide()
+        workers.remove_sockets()
         self.state = "ready"
 
     async def drain(self, seconds: float) -> None:
-        """Give running requests this long to end."""
+        """Wait until running requests have ended, for at most this long."""
         if self.state == "ready":
             self.state = "draining"
         deadline = time.monotonic() + seconds
@@ -98,8 +118,8 @@ class WorkerPipeline:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        """End the workers; requests that still run end with an error."""
-        assert self.workers is not None, "only what was started can be stopped"
+        """End the workers; running requests end with an error."""
+        assert self.workers is not None, "a pipeline is started before it is stopped"
         self._die("the engine was stopped")
         for stage in self._stages:
             stage.send(Shutdown())
@@ -109,61 +129,73 @@ class WorkerPipeline:
             stage.close()
         self._context.term()
 
-    async def forget_prefixes(self) -> str:
-        """Empty the prefix cache; why that could not be, empty where it was."""
-        return await self._ask(ResetPrefixCache, self._stages[:1])
+    async def reset_prefix_cache(self) -> str:
+        """Empty the prefix cache; return the error, empty on success."""
+        return await self._run_command(ResetPrefixCache, self._stages[:1])
 
-    async def profile(self, folder: str) -> str:
-        """Begin a profile whose files go to this folder, an empty one ends it; why a stage could
-        not, empty where all did."""
-        return await self._ask(lambda question: Profile(question, folder), self._stages)
+    async def start_profile(self, folder: str) -> str:
+        """Start a profile on all stages; return the first error, empty on success."""
+        return await self._run_command(lambda number: StartProfile(number, folder), self._stages)
 
-    async def _ask(self, make: Callable[[int], WireMessage], stages: list[Outbox]) -> str:
-        """Send these stages the message that `make` makes of a question's number and wait until
-        they have done what it says; the first error. Who stops waiting leaves nothing behind."""
+    async def stop_profile(self) -> str:
+        """Stop the profile on all stages; return the first error, empty on success."""
+        return await self._run_command(StopProfile, self._stages)
+
+    async def _run_command(self, create: Callable[[int], WireMessage], stages: list[Outbox]) -> str:
+        """Send a command to some stages and wait for all of them.
+
+        Args:
+            create: creates the command with an id.
+            stages: receivers.
+
+        Returns:
+            The first error, empty on success.
+        """
         if self.state == "dead":
             return self.cause
-        question = next(self._numbers)
-        message, received = make(question), self._questions.setdefault(question, asyncio.Queue())
+        command_id = next(self._command_ids)
+        command = create(command_id)
+        queue = self._command_reports.setdefault(command_id, asyncio.Queue())
         try:
             for stage in stages:
-                stage.send(message)
-            answers = [await received.get() for _ in stages]
+                stage.send(command)
+            reports = [await queue.get() for _ in stages]
         finally:
-            del self._questions[question]
-        return next((answer.error for answer in answers if answer.error), "")
+            del self._command_reports[command_id]
+        return next((report.error for report in reports if report.error), "")
 
-    async def _wait_for(self, reached: dict[int, StageLoaded] | set[int]) -> None:
-        while len(reached) < len(self.layers):
-            await self._news.wait()
-            self._news.clear()
+    async def _wait_for(self, stages: dict[int, StageLoaded] | set[int]) -> None:
+        """Wait until the collection has an entry for each stage."""
+        while len(stages) < len(self.layers):
+            await self._has_changed.wait()
+            self._has_changed.clear()
             if self.state == "dead":
                 raise EngineError(self.cause)
 
-    def _start_stages(self) -> None:
-        """Divide the memory for KV blocks: the same number on every stage."""
-        length = self._config.max_model_len
-        assert length is not None
-        block_bytes = sum(loaded.block_bytes for loaded in self._loaded.values())
+    def _initialize_caches(self) -> None:
+        """Divide the memory for KV blocks: every stage gets the same number."""
+        max_model_len = self._config.max_model_len
+        assert max_model_len is not None
+        loaded = self._loaded.values()
         scheduler = self._config.scheduler
-        most = scheduler.max_num_seqs * -(-length // scheduler.block_size)
-        stages = [(loaded.block_bytes, loaded.room) for loaded in self._loaded.values()]
-        self.num_blocks = min(kv_blocks(self._config.kv_cache_memory, stages), most)
-        self.kv_bytes = self.num_blocks * block_bytes
-        scheduler.resolve(len(self.layers), self.num_blocks, length)
+        max_blocks = scheduler.max_num_seqs * -(-max_model_len // scheduler.block_size)
+        stages = [(stage.block_bytes, stage.available_bytes) for stage in loaded]
+        num_blocks = count_kv_blocks(self._config.kv_cache_memory, stages)
+        self.num_blocks = min(num_blocks, max_blocks)
+        self.kv_bytes = self.num_blocks * sum(stage.block_bytes for stage in loaded)
+        scheduler.resolve(len(self.layers), self.num_blocks, max_model_len)
         for stage in self._stages:
             stage.send(InitializeCache(self.num_blocks))
 
     async def _warm_up(self) -> None:
-        """One token through all stages and back."""
-        stream = self.client.submit(
-            [0], SequenceSamplingParams(temperature=0), max_tokens=1, stop_ids=[]
-        )
+        """Generate one token."""
+        greedy = SequenceSamplingParams(temperature=0)
+        stream = self.client.submit([0], greedy, max_tokens=1, stop_ids=[])
         try:
             end = None
             while end is None:
                 await stream.wait()
-                end = stream.take()[0].end
+                end = stream.pop_deltas()[0].end
             if end.error:
                 raise EngineError(f"the warm-up step failed: {end.error}")
         finally:
@@ -171,47 +203,48 @@ class WorkerPipeline:
 
     def _handle(self, messages: list[AnyMessage]) -> None:
         try:
-            self._handle_all(messages)
+            for message in messages:
+                self._handle_message(message)
         except Exception as error:
-            # The rest of the messages is lost: nobody shall wait for what was in them.
+            # The other messages are lost, so their requests would wait forever.
             log.exception("a message of the workers could not be handled")
             self._die(f"a message could not be handled: {type(error).__name__}: {error}")
-        self._news.set()
+        self._has_changed.set()
 
-    def _handle_all(self, messages: list[AnyMessage]) -> None:
-        for message in messages:
-            match message:
-                case EngineOutputs() | StageUtilization() | BubbleReport():
-                    self.client.hear(message)
-                case CommandDone(question):
-                    if received := self._questions.get(question):
-                        received.put_nowait(message)
-                case LoadProgress(stage):
-                    self._progress[stage] = message
-                    parts = self._progress.values()
-                    self._tell(sum(p.done for p in parts), sum(p.total for p in parts))
-                case StageLoaded(stage):
-                    self._loaded[stage] = message
-                case StageReady(stage):
-                    self._ready.add(stage)
-                case StageFailed(stage, cause):
-                    self._die(f"stage {stage} failed: {cause}")
+    def _handle_message(self, message: AnyMessage) -> None:
+        match message:
+            case EngineOutputs() | StageUtilization() | BubbleReport():
+                self.client.on_report(message)
+            case CommandDone(command_id):
+                if queue := self._command_reports.get(command_id):
+                    queue.put_nowait(message)
+            case LoadProgress(stage):
+                self._progress[stage] = message
+                parts = self._progress.values()
+                done = sum(part.done_bytes for part in parts)
+                self._on_progress(done, sum(part.total_bytes for part in parts))
+            case StageLoaded(stage):
+                self._loaded[stage] = message
+            case StageReady(stage):
+                self._ready.add(stage)
+            case StageFailed(stage, cause):
+                self._die(f"stage {stage} failed: {cause}")
 
-    def _on_fault(self, fault: BusFault) -> None:
-        self._die(str(fault))
+    def _on_bus_error(self, error: BusError) -> None:
+        self._die(str(error))
 
-    def _on_death(self, stage: int, ending: str) -> None:
-        # Why it ended may still be on its way to us.
-        asyncio.get_running_loop().call_later(0.05, self._die, ending)
+    def _on_worker_exit(self, stage: int, description: str) -> None:
+        # The worker's own report of the cause may still be on its way.
+        asyncio.get_running_loop().call_later(0.05, self._die, description)
 
     def _die(self, cause: str) -> None:
-        """The first cause counts."""
+        """Fail everything with the cause, once."""
         if self.state == "dead":
             return
         self.state, self.cause = "dead", cause
         self.client.fail_all(cause)
-        for question, received in self._questions.items():
+        for command_id, queue in self._command_reports.items():
             for stage in range(len(self._stages)):
-                received.put_nowait(CommandDone(question, stage, cause))
-        self._news.set()
+                queue.put_nowait(CommandDone(command_id, stage, cause))
+        self._has_changed.set()
         self.died.set()

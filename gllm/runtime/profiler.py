@@ -1,6 +1,6 @@
-"""A stage's profile: what torch saw it compute, as a Chrome trace.
+"""Profile of a stage: a recording of torch's profiler as a Chrome trace.
 
-Owns the recording and its file. Knows nothing of steps; runs beside them, on threads of its own.
+It starts and stops on threads of its own, beside the stage's steps.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gllm.messages.control import CommandDone
+from gllm.messages.control import CommandDone, StartProfile, StopProfile
 from gllm.runtime.bus import Outbox
 
 if TYPE_CHECKING:
@@ -19,50 +19,56 @@ log = logging.getLogger(__name__)
 
 
 class TorchProfiler:
-    """Records all threads of this process between two turns. `frontend` hears of each turn."""
+    """Recorder of all threads of this process; it reports each finished command."""
 
     def __init__(self, stage: int, frontend: Outbox) -> None:
         self._stage = stage
         self._frontend = frontend
-        self._recording: profile | None = None
+        self._profile: profile | None = None
         self._folder = ""
-        self._turning: asyncio.Task[None] | None = None
+        self._last_command: asyncio.Task[None] | None = None
 
-    def turn(self, question: int, folder: str) -> None:
-        """Begin to record, for a file in this folder; without one end and write it. The answer
-        carries the number of the question."""
-        before, loop = self._turning, asyncio.get_running_loop()
-        self._turning = loop.create_task(self._turn(question, folder, before))
+    def handle(self, command: StartProfile | StopProfile) -> None:
+        """Run a command after the previous ones and report its end to the frontend."""
+        loop = asyncio.get_running_loop()
+        self._last_command = loop.create_task(self._run(command, self._last_command))
 
-    async def _turn(self, question: int, folder: str, before: "asyncio.Task[None] | None") -> None:
-        if before is not None:
-            await before
+    async def _run(
+        self, command: StartProfile | StopProfile, previous: "asyncio.Task[None] | None"
+    ) -> None:
+        if previous is not None:
+            await previous
         error = ""
         try:
-            await asyncio.to_thread(self._begin if folder else self._end, folder)
+            if isinstance(command, StartProfile):
+                await asyncio.to_thread(self._start, command.folder)
+            else:
+                await asyncio.to_thread(self._stop)
         except Exception as failure:
             log.exception("the profile failed")
             error = f"{type(failure).__name__}: {failure}"
-        self._frontend.send(CommandDone(question, self._stage, error))
+        self._frontend.send(CommandDone(command.command_id, self._stage, error))
 
-    def _begin(self, folder: str) -> None:
+    def _start(self, folder: str) -> None:
+        """Start recording; the file goes to `folder`."""
         from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import profile
 
-        if self._recording is not None:
+        if self._profile is not None:
             raise RuntimeError("a profile is being recorded")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        # Without this only the thread that starts it is recorded.
+        # Without this option only the thread that starts the profile is recorded.
         recording = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
         recording.start()
-        self._recording, self._folder = recording, folder
+        self._profile, self._folder = recording, folder
 
-    def _end(self, folder: str) -> None:
-        recording, self._recording = self._recording, None
+    def _stop(self) -> None:
+        """Stop recording and write the file."""
+        recording, self._profile = self._profile, None
         if recording is None:
             raise RuntimeError("no profile is being recorded")
         recording.stop()
-        moment = time.strftime("%Y%m%d-%H%M%S")
-        path = Path(self._folder, f"stage-{self._stage}-{moment}.json")
+        timestamp = time.strftime("%Y%m%d-%H%M%S")
+        path = Path(self._folder, f"stage-{self._stage}-{timestamp}.json")
         recording.export_chrome_trace(str(path))
         log.info("profile written to %s", path)

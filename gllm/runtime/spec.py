@@ -1,6 +1,6 @@
-"""What a worker process is told once the parent knows it.
+"""Specification of a worker process, which the parent writes to its standard input.
 
-Owns the one message that goes by standard input. Imports no torch: the parent writes it.
+This module imports no torch, because the parent does not.
 """
 
 import msgspec
@@ -11,21 +11,21 @@ from gllm.transport.edge import Edge
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What a worker is to be."""
+    """Everything that a worker needs to know to run its stage."""
 
     stage: int
-    stages: int
+    """Index of the stage."""
+    num_stages: int
     layers: tuple[int, int]
-    """First layer, and the one after the last."""
+    """First layer of the stage and first layer of the next one."""
     layer_counts: list[int]
-    """Layers of every stage."""
-    folder: str
-    """The model's."""
+    """Number of layers of every stage."""
+    model_folder: str
     config: EngineConfig
-    """max_model_len resolved."""
-    frontend: str
+    """With max_model_len resolved."""
+    frontend_address: str
     """Address of the parent's inbox."""
-    inboxes: list[str]
+    inbox_addresses: list[str]
     """Address of each stage's inbox."""
     incoming: Edge | None
     """Edge from the previous stage; None on the first."""

@@ -1,13 +1,10 @@
-"""One stage's threads: inputs are built on the event loop, computing and sampling have their own.
+"""Threads of one stage: inputs are built on the event loop; computing and sampling have threads.
 
-Owns the order of a stage's work and the hand-over between its threads. Knows nothing of processes
-and of where plans come from.
-
-A step's inputs are built while the steps before still compute; its activations are awaited, without
-using the CPU, only by the compute thread. Behind a pipeline sampling runs beside the next step's
-computing. A single stage computes no further without its tokens, so its compute thread samples: a
-change of threads takes longer than most sampling. Where a device computes, one thread gives it work
-and another waits for it.
+The inputs of a step are built while earlier steps still compute. Only the compute thread waits for
+activations, without using the CPU. On the last of several stages a second thread samples while the
+next step computes. A single stage cannot compute the next step without its tokens, so its compute
+thread samples as well: a thread switch takes longer than most sampling. For a device, one thread
+queues the work and the other one waits for it.
 """
 
 import asyncio
@@ -26,162 +23,176 @@ import torch
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import GrammarReady, RegisterSequences, StepDone
 from gllm.runtime.batch import Batch
-from gllm.runtime.executor import DeviceTime, StageExecutor
+from gllm.runtime.executor import Executor
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
 from gllm.transport.base import Receiver, Sender, StepFailed
 
 log = logging.getLogger(__name__)
 
 
-class Computed(NamedTuple):
-    """A step of the last stage before it is sampled, or of any stage on a device."""
+class ComputedStep(NamedTuple):
+    """A step after `compute`: still to be sampled, or still running on a device."""
 
     plan: StepPlan
     batch: Batch
-    logits: torch.Tensor
+    output: torch.Tensor
 
 
-class Stage:
-    """Runs plans in order. `deliver` hears results on the event loop, `fault` why all has ended."""
+class StageRunner:
+    """Runs the plans of one stage in order."""
 
     def __init__(
         self,
-        executor: StageExecutor,
+        executor: Executor,
         receiver: Receiver | None,
         sender: Sender | None,
-        deliver: Callable[[StepDone | GrammarReady], None],
-        fault: Callable[[BaseException], None],
-        finish: Callable[[Batch], DeviceTime] | None = None,
-        bind_thread: Callable[[], None] = lambda: None,
+        on_result: Callable[[StepDone | GrammarReady], None],
+        on_error: Callable[[BaseException], None],
     ) -> None:
-        """`finish`: waits for a device that `executor.compute` only gives work to, and returns
-        the time that it took for a step; None where computing is over when `compute` returns.
-        `bind_thread`: called first on each thread of the stage."""
-        self._bind_thread = bind_thread
-        self.steps = 0
+        """Start the threads.
+
+        Args:
+            executor: with its KV cache allocated.
+            receiver: of the edge from the previous stage; None on the first stage.
+            sender: of the edge to the next stage; None on the last stage.
+            on_result: called on the event loop with the messages for the driver.
+            on_error: called on the event loop with the error that ends the stage.
+        """
+        self.num_steps = 0
+        """Steps computed."""
         self.busy_seconds = 0.0
-        self._times: deque[StepTime] = deque()
-        self._under_way: deque[float] = deque()
-        """Since when steps are being computed."""
-        self._accepted = 0
-        self._failed = 0
+        self._step_times: deque[StepTime] = deque()
+        self._start_times: deque[float] = deque()
+        """Start of each step being computed; time.monotonic()."""
+        self._num_accepted = 0
+        self._num_failed = 0
         self._executor = executor
         self._receiver = receiver
         self._sender = sender
-        self._deliver = deliver
-        self._fault = fault
+        self._on_result = on_result
+        self._on_error = on_error
         self._loop = asyncio.get_running_loop()
-        self._planned: queue.SimpleQueue[tuple[StepPlan, Batch | str]] = queue.SimpleQueue()
-        self._computed: queue.SimpleQueue[Computed | StepResult] = queue.SimpleQueue()
-        """For the sampler's thread, where there is one."""
-        self._device_finish = finish
-        self._samples_apart = finish is not None or (sender is None and receiver is not None)
-        for work in [self._compute_steps] + [self._sample_steps] * self._samples_apart:
-            threading.Thread(
-                target=self._guard, args=(work,), name=work.__name__, daemon=True
-            ).start()
+        self._prepared: queue.SimpleQueue[tuple[StepPlan, Batch | str]] = queue.SimpleQueue()
+        """Plans with their batches, or with the error of those that could not be prepared."""
+        self._computed: queue.SimpleQueue[ComputedStep | StepResult] = queue.SimpleQueue()
+        """Input of the sampling thread."""
+        is_last_of_several = sender is None and receiver is not None
+        self._has_sampling_thread = executor.is_asynchronous or is_last_of_several
+        for run in [self._compute_steps] + [self._sample_steps] * self._has_sampling_thread:
+            name = run.__name__
+            threading.Thread(target=self._run_thread, args=(run,), name=name, daemon=True).start()
 
     def register(self, message: RegisterSequences) -> None:
-        """Register sequences that coming plans may name; report when those with a grammar can
-        begin, and which cannot be sampled."""
-        begun = self._executor.register(message)
-        if begun is not None:
-            begun.add_done_callback(lambda done: self._on_begun(message, done))
+        """Register sequences that later plans name.
 
-    def _on_begun(self, message: RegisterSequences, done: "Future[bytes]") -> None:
+        `on_result` is called when a grammar is ready, and for requests that cannot be sampled.
+        """
+        grammar = self._executor.register(message)
+        if grammar is not None:
+            grammar.add_done_callback(lambda done: self._on_grammar(message, done))
+
+    def _on_grammar(self, message: RegisterSequences, done: "Future[bytes]") -> None:
+        """Report a compiled grammar, or the error; called on the compiling thread."""
         error = done.exception()
-        reason = "" if error is None else str(error) or describe(error)
-        told = GrammarReady(message.seq, reason, message.n)
-        self._loop.call_soon_threadsafe(self._deliver, told)
+        reason = "" if error is None else str(error) or format_error(error)
+        report = GrammarReady(message.seq, reason, message.n)
+        self._loop.call_soon_threadsafe(self._on_result, report)
 
     @property
     def is_busy(self) -> bool:
-        """Some step has not been computed yet."""
-        return self.steps + self._failed < self._accepted
+        """True if some accepted step has not been computed yet."""
+        return self.num_steps + self._num_failed < self._num_accepted
 
-    def plan(self, plan: StepPlan) -> None:
-        """Build a step's inputs now; it computes when its turn comes."""
-        self._accepted += 1
+    def run_plan(self, plan: StepPlan) -> None:
+        """Build a step's inputs now and queue it for the compute thread."""
+        self._num_accepted += 1
         batch: Batch | str
         try:
             batch = self._executor.prepare(plan)
         except Exception as error:
             log.exception("step %d could not be prepared", plan.step)
-            batch = describe(error)
-            # Before it is queued: a step ahead of it in the queue may wait for one of its guides.
-            self._executor.give_up_plan(plan, batch)
-        self._planned.put((plan, batch))
+            batch = format_error(error)
+            # Before it is queued: an earlier step in the queue may wait for one of its guides.
+            self._executor.fail_plan(plan, batch)
+        self._prepared.put((plan, batch))
 
-    def take_times(self) -> tuple[list[StepTime], float]:
-        """When the steps since the last call were computed, and until when they are all that this
-        stage began."""
-        # In this order, for steps end meanwhile.
+    def pop_step_times(self) -> tuple[list[StepTime], float]:
+        """Return the times of steps computed since the last call.
+
+        Returns:
+            The times, and the time before which no other step has begun.
+        """
+        # In this order, because steps complete meanwhile.
         until = time.monotonic()
         with suppress(IndexError):
-            until = self._under_way[0]
-        times = [self._times.popleft() for _ in range(len(self._times))]
+            until = self._start_times[0]
+        times = [self._step_times.popleft() for _ in range(len(self._step_times))]
         return times, until
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def _run_thread(self, run: Callable[[], None]) -> None:
         try:
-            self._bind_thread()
-            work()
+            self._executor.bind_thread()
+            run()
         except BaseException as error:
-            self._loop.call_soon_threadsafe(self._fault, error)
+            self._loop.call_soon_threadsafe(self._on_error, error)
 
     def _compute_steps(self) -> None:
         while True:
-            plan, batch = self._planned.get()
+            plan, batch = self._prepared.get()
             try:
                 self._compute(plan, batch)
             except StepFailed as error:
                 if not isinstance(batch, str):
-                    self._executor.give_up(batch, str(error))
+                    self._executor.fail_batch(batch, str(error))
                 self._fail(plan, str(error))
 
     def _compute(self, plan: StepPlan, batch: Batch | str) -> None:
-        """One step. Raises StepFailed where it brought nothing, here or on a stage before."""
+        """Compute one step.
+
+        Raises:
+            StepFailed: the step has no output, because of an error here or on an earlier stage.
+        """
         hidden = None
         if self._receiver is not None:
-            tokens = sum(row.num_tokens for row in plan.rows)
-            hidden = self._receiver.receive(plan.step, tokens)
+            num_tokens = sum(row.num_tokens for row in plan.rows)
+            hidden = self._receiver.receive(plan.step, num_tokens)
         if isinstance(batch, str):
             raise StepFailed(batch)
         begin = time.monotonic()
-        self._under_way.append(begin)
+        self._start_times.append(begin)
         try:
             with torch.profiler.record_function(f"step {plan.step}"):
                 output = self._executor.compute(batch, hidden)
         except Exception as error:
             log.exception("step %d failed", plan.step)
-            self._under_way.pop()
-            raise StepFailed(describe(error)) from error
+            self._start_times.pop()
+            raise StepFailed(format_error(error)) from error
         if self._sender is not None:
             self._sender.send(plan.step, output)
-        if self._device_finish is None:
+        if not self._executor.is_asynchronous:
             end = time.monotonic()
-            self._note(plan.step, begin, end, end - begin)
-        if self._sender is None or self._device_finish is not None:
-            self._bring(Computed(plan, batch, output))
+            self._record_time(plan.step, begin, end, end - begin)
+        if self._sender is None or self._executor.is_asynchronous:
+            self._pass_on(ComputedStep(plan, batch, output))
 
-    def _note(self, step: int, begin: float, end: float, busy_seconds: float) -> None:
-        """Count the oldest step under way as computed."""
-        self.steps += 1
+    def _record_time(self, step: int, begin: float, end: float, busy_seconds: float) -> None:
+        """Count the oldest running step as computed."""
+        self.num_steps += 1
         self.busy_seconds += busy_seconds
-        self._times.append(StepTime(step, begin, end))
-        self._under_way.popleft()
+        self._step_times.append(StepTime(step, begin, end))
+        self._start_times.popleft()
 
     def _fail(self, plan: StepPlan, error: str) -> None:
-        """The step's sequences end; those of other steps go on."""
-        self._failed += 1
+        """End the sequences of a step; those of other steps continue."""
+        self._num_failed += 1
         if self._sender is not None:
             self._sender.fail(plan.step, error)
         else:
-            self._bring(StepResult(plan.step, [], error))
+            self._pass_on(StepResult(plan.step, [], error))
 
-    def _bring(self, item: Computed | StepResult) -> None:
-        """The last stage's results go out in the order of steps, whoever samples."""
-        if self._samples_apart:
+    def _pass_on(self, item: ComputedStep | StepResult) -> None:
+        """Finish a step, on the sampling thread if there is one; results keep their order."""
+        if self._has_sampling_thread:
             self._computed.put(item)
         else:
             self._finish(item)
@@ -190,34 +201,37 @@ class Stage:
         while True:
             self._finish(self._computed.get())
 
-    def _finish(self, item: Computed | StepResult) -> None:
-        """Sample where that is left to do, and deliver."""
-        logprobs: list[SampleDetails] = []
-        if isinstance(item, Computed) and self._device_finish is not None:
-            self._wait_for_device(item, self._device_finish)
+    def _finish(self, item: ComputedStep | StepResult) -> None:
+        """Wait for the device and sample, where that is left to do, and report the result."""
+        details: list[SampleDetails] = []
+        if isinstance(item, ComputedStep) and self._executor.is_asynchronous:
+            self._wait_for_device(item)
             if self._sender is not None:
                 return
-        if isinstance(item, Computed):
+        if isinstance(item, ComputedStep):
             step, batch = item.plan.step, item.batch
             try:
-                sampled, logprobs = self._executor.sample(batch, item.logits)
+                sampled, details = self._executor.sample(batch, item.output)
                 item = StepResult(step, sampled)
             except Exception as error:
                 log.exception("step %d could not be sampled", step)
-                self._executor.give_up(batch, describe(error))
-                item = StepResult(step, [], describe(error))
-        self._loop.call_soon_threadsafe(self._deliver, StepDone(item, logprobs))
+                self._executor.fail_batch(batch, format_error(error))
+                item = StepResult(step, [], format_error(error))
+        self._loop.call_soon_threadsafe(self._on_result, StepDone(item, details))
 
-    def _wait_for_device(self, item: Computed, finish: Callable[[Batch], DeviceTime]) -> None:
-        """Until the step has been computed. Raises TransportFault where that was by activations
-        that did not come."""
-        spent = finish(item.batch)
+    def _wait_for_device(self, item: ComputedStep) -> None:
+        """Wait until the device has computed a step.
+
+        Raises:
+            TransportFault: the step was computed with activations that did not arrive.
+        """
+        device_time = self._executor.wait(item.batch)
         if self._receiver is not None:
             self._receiver.check()
         end = time.monotonic()
-        self._note(item.plan.step, end - spent.elapsed, end, spent.busy)
+        self._record_time(item.plan.step, end - device_time.elapsed, end, device_time.busy)
 
 
-def describe(error: BaseException) -> str:
-    """An error in one line."""
+def format_error(error: BaseException) -> str:
+    """Return an error as one line."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -39,7 +39,7 @@ def bring(engine, *tokens, ends=()):
     seqs = [seq for seq, _ in tokens]
     firsts = [FirstToken(seq, 2, 0.5) for seq in seqs]
     step = StepOutput(seqs, [token for _, token in tokens], firsts, list(ends))
-    engine._client.hear(EngineOutputs(step, SchedulerStats()))
+    engine._client.on_report(EngineOutputs(step, SchedulerStats()))
 
 
 def ids(engine, text):

@@ -10,9 +10,10 @@ from gllm.grammar.sources.structured_output import to_grammar_source
 from gllm.grammar.vocabulary import load_grammar_tokenizer
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime.grammars import Grammars
-from gllm.runtime.sampler import SampleOutput, draw, plan_rows
-from gllm.runtime.sampling_state import SamplingState, states_of
+from gllm.runtime.cpu.sampler import sample_rows
+from gllm.runtime.grammars import GuideFactory
+from gllm.runtime.sampling import SampleOutput, build_sampling_metadata
+from gllm.runtime.sampling_state import SamplingState, create_sampling_states
 from gllm.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parents[2] / "gllm" / "demo"
@@ -22,9 +23,9 @@ TOKENS = load_grammar_tokenizer(FOLDER, VOCABULARY, (EOS,))
 TOKENIZER = Tokenizer.load(FOLDER)
 
 
-def grammars() -> Grammars:
+def grammars() -> GuideFactory:
     """Of the demo model."""
-    return Grammars(FOLDER, VOCABULARY, (EOS,))
+    return GuideFactory(FOLDER, VOCABULARY, (EOS,))
 
 
 def compile_output(wanted) -> tuple[str, str]:
@@ -39,16 +40,16 @@ def compiled_grammar(wanted) -> str:
     return grammar
 
 
-def state_of(wanted, owner: Grammars, **spec) -> SamplingState:
+def state_of(wanted, owner: GuideFactory, **spec) -> SamplingState:
     """The state of a sequence that has to write a structured output."""
     sampling = SequenceSamplingParams(grammar=compiled_grammar(wanted), **spec)
-    return states_of(RegisterSequences(0, 1, [], sampling), owner)[0]
+    return create_sampling_states(RegisterSequences(0, 1, [], sampling), owner)[0]
 
 
 def step(states: list[SamplingState], indices: list[int], logits: Tensor) -> SampleOutput:
     """One draw; logits [rows, vocabulary]."""
     owners = [(row, 0) for row in range(len(states))]
-    return draw(logits.clone(), plan_rows(owners, states, indices))
+    return sample_rows(logits.clone(), build_sampling_metadata(owners, states, indices))
 
 
 def punctuation() -> Tensor:
@@ -68,7 +69,7 @@ def write(states: list[SamplingState], limit: int, seed: int = 0) -> list[list[i
         indices = [len(outputs[row]) for row in alive]
         drawn = step([states[row] for row in alive], indices, logits)
         for at, row in enumerate(alive):
-            outputs[row] += [drawn.tokens[at], *drawn.forced.get(at, ())]
+            outputs[row] += [drawn.tokens[at], *drawn.forced_tokens.get(at, ())]
             if drawn.errors[at]:
                 ended[row] = drawn.errors[at]
             elif outputs[row][-1] == EOS or len(outputs[row]) >= limit:

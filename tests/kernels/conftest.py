@@ -6,12 +6,12 @@ import pytest
 
 from gllm.kernels.native import library
 from gllm.kernels.native.builds import BUILD_VARIABLE, BUILDS, OFF, select_build
-from gllm.runtime.device import set_threads
+from gllm.runtime.device import set_num_threads
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    set_threads(1)
+    set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=["torch", *BUILDS])

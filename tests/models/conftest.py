@@ -2,9 +2,9 @@
 
 import pytest
 
-from gllm.runtime.device import set_threads
+from gllm.runtime.device import set_num_threads
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    set_threads(1)
+    set_num_threads(1)

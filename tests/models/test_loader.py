@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
-from gllm.runtime.executor import StageExecutor
+from gllm.runtime.cpu.executor import CpuExecutor
 from tests.runtime.pipeline import Pipeline
 from tests.tiny_models import reference, save
 
@@ -27,7 +27,7 @@ def load(folder: Path, stage: int = 0, stages: int = 1) -> list[tuple[int, int]]
     share = config.model.num_layers // stages
     layers = range(stage * share, (stage + 1) * share)
     seen: list[tuple[int, int]] = []
-    executor = StageExecutor(config, EngineConfig(dtype="float32"), stage, stages, layers)
+    executor = CpuExecutor(config, EngineConfig(dtype="float32"), stage, stages, layers)
     executor.load(folder, lambda done, total: seen.append((done, total)))
     assert executor.weight_bytes == seen[-1][1]
     return seen
@@ -110,7 +110,7 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(folder: Path) -> None:
     path = "model.layers.1.self_attn.rotary_emb.inv_freq"
     assert path in load_file(folder / "model.safetensors")
     config = read_config(folder)
-    executor = StageExecutor(config, EngineConfig(), 0, 1, range(4))
+    executor = CpuExecutor(config, EngineConfig(), 0, 1, range(4))
     executor.load(folder, lambda done, total: None)
 
 

@@ -15,9 +15,9 @@ from gllm.models import attention
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.models.stage import StageInputs
-from gllm.runtime.cuda.plans import plan_tables
-from gllm.runtime.cuda.staging import mapped
-from gllm.runtime.executor import StageExecutor
+from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.cuda.attention_plans import plan_table_attention
+from gllm.runtime.cuda.staging import map_tensors
 from tests.tiny_models import save
 
 META = torch.device("meta")
@@ -49,14 +49,14 @@ def test_nothing_of_a_stage_stays_behind(family: str, tmp_path: Path) -> None:
         engine = EngineConfig.from_options(
             str(tmp_path), pipeline_parallel_size=stages, max_model_len=64
         )
-        executor = StageExecutor(config, engine, stage, stages, layers, META)
+        executor = CpuExecutor(config, engine, stage, stages, layers, META)
         executor.load(tmp_path, lambda done, total: None)
         described = config.model.layers[layers.start : layers.stop]
         rows = PagedBatch(np.array([[1, 0]]), np.array([0, 6]), np.array([6]), 0, 4, 8)
         windows = frozenset(layer.attention.window for layer in described)
         six = torch.arange(6)
-        inputs = StageInputs(six, six, plan_tables(rows, executor.dtype, windows))
-        inputs = mapped(inputs, lambda tensor: tensor.to(META))
+        inputs = StageInputs(six, six, plan_table_attention(rows, executor.dtype, windows))
+        inputs = map_tensors(inputs, lambda tensor: tensor.to(META))
         caches = []
         for layer in described:
             held = layer.attention.kv_entry

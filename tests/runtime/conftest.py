@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gllm.runtime.device import set_threads
+from gllm.runtime.device import set_num_threads
 from tests.tiny_models import save
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    set_threads(1)
+    set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -31,8 +31,8 @@ from gllm.messages.sampling import SampleDetails
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import PlanAttention
-from gllm.runtime.cuda import drawing
-from gllm.runtime.cuda.executor import DeviceExecutor
+from gllm.runtime.cuda import sampler
+from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.scheduler.plan import SampledToken, StepPlan
 from tests.runtime.fake_streams import FakeQueues
 
@@ -66,7 +66,7 @@ def as_on_a_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "load_library", lambda: None)
         patch.setattr(
-            drawing,
+            sampler,
             "sample",
             lambda logits, plan: one_kernel(logits, plan.settings, plan.counters),
         )
@@ -128,7 +128,7 @@ def executor_on(
     graphs: int = 0,
     plan: PlanAttention | None = plan_of_one_layout,
     **options: Any,
-) -> DeviceExecutor:
+) -> CudaExecutor:
     """A loaded stage; `graphs`: most rows of a decode that is one; `options`: of the engine."""
     config = read_config(folder)
     engine = EngineConfig.from_options(
@@ -143,7 +143,7 @@ def executor_on(
         **options,
     )
     layers = split_layers(config.model, stages)[stage]
-    executor = DeviceExecutor(config, engine, stage, stages, layers, queues, plan)
+    executor = CudaExecutor(config, engine, stage, stages, layers, queues, plan)
     executor.load(folder, lambda done, total: None)
     queues.adopt(*tensors_of(executor._stage, set()))
     executor.reserve(engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST))
@@ -154,7 +154,7 @@ def executor_on(
 
 
 def run_interleaved(
-    queues: FakeQueues, executor: DeviceExecutor, plans: list[StepPlan], seed: int
+    queues: FakeQueues, executor: CudaExecutor, plans: list[StepPlan], seed: int
 ) -> list[Answer]:
     """All steps through three threads that take turns at random, as far as each has something to
     do: a step is planned when the one IN_FLIGHT before it has been sampled."""

@@ -16,10 +16,10 @@ import torch
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
 from gllm.observability.logs import LogConfig
-from gllm.runtime import executor as executor_module
+from gllm.runtime import base_executor as executor_module
 from gllm.runtime.batch import Batch, build_inputs
-from gllm.runtime.executor import StageExecutor
-from gllm.runtime.launch import PipelineWorkers
+from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.launch import WorkerGroup
 from gllm.runtime.worker import Worker
 from gllm.scheduler.plan import StepPlan
 
@@ -34,7 +34,7 @@ class ClosedLoop:
         """Nothing: nobody hears of it."""
 
 
-class LocalWorkers(PipelineWorkers):
+class LocalWorkers(WorkerGroup):
     """Workers of a pipeline on the running event loop."""
 
     def __init__(self, stages: int) -> None:
@@ -42,15 +42,15 @@ class LocalWorkers(PipelineWorkers):
         self.workers: list[Worker] = []
         self._runs: list[asyncio.Task[None]] = []
 
-    def tell(
+    def start(
         self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
     ) -> None:
         """Start each worker with its stage of the model."""
-        for spec in self._specs(config, folder, layers, logs):
+        for spec in self._create_specs(config, folder, layers, logs):
             self.workers.append(Worker(spec))
             self._runs.append(asyncio.create_task(self.workers[-1].run()))
 
-    def watch(self, died: Callable[[int, str], None]) -> None:
+    def watch(self, on_exit: Callable[[int, str], None]) -> None:
         """Nothing: there are no processes."""
 
     async def stop(self) -> None:
@@ -58,13 +58,13 @@ class LocalWorkers(PipelineWorkers):
         await asyncio.gather(*self._runs)
         for worker in self.workers:
             # A process would end now; a thread may still be at a step.
-            worker._stage._loop = ClosedLoop()  # type: ignore[assignment]
-        self.hide()
+            worker._runner._loop = ClosedLoop()  # type: ignore[assignment]
+        self.remove_sockets()
 
     @property
-    def executors(self) -> list[StageExecutor]:
+    def executors(self) -> list[Any]:
         """Of each stage."""
-        return [worker._executor for worker in self.workers]
+        return [worker._backend.executor for worker in self.workers]
 
 
 @asynccontextmanager
@@ -88,11 +88,11 @@ class InjectedError(RuntimeError):
 @contextmanager
 def failing(fault: Fault) -> Iterator[None]:
     """Within it, steps of all stages fail where `fault` says so."""
-    prepare, build = StageExecutor.prepare, build_inputs
-    compute, sample = StageExecutor.compute, StageExecutor.sample
+    prepare, build = CpuExecutor.prepare, build_inputs
+    compute, sample = CpuExecutor.compute, CpuExecutor.sample
     preparing: list[tuple[int, int]] = []
 
-    def stage_of(executor: StageExecutor) -> int:
+    def stage_of(executor: CpuExecutor) -> int:
         """Of two stages at most."""
         return int(executor.layers.start > 0)
 
@@ -100,7 +100,7 @@ def failing(fault: Fault) -> Iterator[None]:
         if fault(place, stage, step):
             raise InjectedError(f"{place} of step {step} fails")
 
-    def prepare_step(self: StageExecutor, plan: StepPlan) -> Batch:
+    def prepare_step(self: CpuExecutor, plan: StepPlan) -> Batch:
         preparing.append((stage_of(self), plan.step))
         try:
             return prepare(self, plan)
@@ -112,17 +112,17 @@ def failing(fault: Fault) -> Iterator[None]:
             check("prepare", *preparing[-1])
         return build(*args)
 
-    def compute_step(self: StageExecutor, batch: Batch, hidden: torch.Tensor | None) -> Any:
+    def compute_step(self: CpuExecutor, batch: Batch, hidden: torch.Tensor | None) -> Any:
         check("compute", stage_of(self), batch.step)
         return compute(self, batch, hidden)
 
-    def sample_step(self: StageExecutor, batch: Batch, logits: torch.Tensor) -> Any:
+    def sample_step(self: CpuExecutor, batch: Batch, logits: torch.Tensor) -> Any:
         check("sample", stage_of(self), batch.step)
         return sample(self, batch, logits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageExecutor, "prepare", prepare_step)
+        patch.setattr(CpuExecutor, "prepare", prepare_step)
         patch.setattr(executor_module, "build_inputs", build_step)
-        patch.setattr(StageExecutor, "compute", compute_step)
-        patch.setattr(StageExecutor, "sample", sample_step)
+        patch.setattr(CpuExecutor, "compute", compute_step)
+        patch.setattr(CpuExecutor, "sample", sample_step)
         yield

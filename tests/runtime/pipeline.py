@@ -17,7 +17,7 @@ from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import Batch
-from gllm.runtime.executor import StageExecutor
+from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.scheduler.plan import SampledToken, ScheduledRow, StepPlan
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
@@ -64,7 +64,7 @@ class Pipeline:
         )
         cut = split_layers(self.config.model, self.stages)
         self.executors = [
-            StageExecutor(self.config, engine, stage, self.stages, layers)
+            CpuExecutor(self.config, engine, stage, self.stages, layers)
             for stage, layers in enumerate(cut)
         ]
         for executor in self.executors:

@@ -12,7 +12,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.models.config import read_config
-from gllm.runtime.cuda.executor import DeviceExecutor
+from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.runtime.device import check_quantization
 from tests.kernels import fake_flash_attention
 from tests.tiny_models import save
@@ -34,11 +34,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
 
 
-def executor(folder: Path, **options: Any) -> DeviceExecutor:
+def executor(folder: Path, **options: Any) -> CudaExecutor:
     given = {"dtype": "bfloat16", "block_size": 256} | options
     config, engine = read_config(folder), EngineConfig.from_options(str(folder), **given)
     layers = range(config.model.num_layers)
-    return DeviceExecutor(config, engine, 0, 1, layers, OnGpu())  # type: ignore[arg-type]
+    return CudaExecutor(config, engine, 0, 1, layers, OnGpu())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +62,10 @@ def test_plans_are_those_of_the_backend(
 ) -> None:
     made = executor(folder, **options)
     rows = PagedBatch(np.array([[1, 0]]), np.array([0, 6]), np.array([6]), 0, 256, 8)
-    (plan,) = made._plan(rows, made.dtype, frozenset({None})).values()
+    (plan,) = made._plan_attention(rows, made.dtype, frozenset({None})).values()
     assert made.backend == plan.backend == backend
     assert (plan.gathers is None) == (plan.tables is not None) == (backend != "torch")
-    assert made._can_record == (backend != "torch")
+    assert made._supports_graphs == (backend != "torch")
     # Staging takes a plan there from the host.
     assert plan.slots.is_cpu
 

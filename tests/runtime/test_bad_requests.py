@@ -14,9 +14,9 @@ from gllm.messages.codec import decode, encode
 from gllm.messages.requests import RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime import executor as executor_module
+from gllm.runtime import base_executor as executor_module
 from gllm.runtime.client import RequestStream
-from gllm.runtime.sampling_state import states_of
+from gllm.runtime.sampling_state import create_sampling_states
 from gllm.scheduler.plan import FinishedSequence
 from tests.runtime.local_workers import local_engine
 
@@ -61,7 +61,7 @@ async def end_of(stream: RequestStream) -> FinishedSequence:
     end = None
     while end is None:
         await asyncio.wait_for(stream.wait(), 60)
-        pieces = stream.take()
+        pieces = stream.pop_deltas()
         end = pieces[0].end if 0 in pieces else None
     return end
 
@@ -106,9 +106,9 @@ async def test_a_request_that_cannot_be_registered_ends_alone(
     def fails_for_a_seed(message: RegisterSequences, *given: Any) -> Any:
         if message.sampling is not None and message.sampling.seed == 13:
             raise RuntimeError("can't start new thread")
-        return states_of(message, *given)
+        return create_sampling_states(message, *given)
 
-    monkeypatch.setattr(executor_module, "states_of", fails_for_a_seed)
+    monkeypatch.setattr(executor_module, "create_sampling_states", fails_for_a_seed)
     text = msgspec.json.encode({"grammars": [{"lark_grammar": "start: /[0-9]+/"}]}).decode()
     bad = SequenceSamplingParams(seed=13, grammar=text if grammar else "")
     async with local_engine(stages) as (engine, _):
@@ -155,7 +155,7 @@ async def test_a_reader_that_fails_holds_up_no_other() -> None:
         def fail() -> None:
             raise UnicodeError("no text")
 
-        bad.listen(fail)
+        bad.set_listener(fail)
         assert (await end_of(good)).finish_reason == "length"
         assert not bad.alive
         assert engine.status().state == "ready"

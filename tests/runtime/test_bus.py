@@ -12,7 +12,7 @@ from gllm.messages.lifecycle import InitializeCache
 from gllm.messages.requests import AbortSequences, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams as Spec
 from gllm.messages.steps import RunStep
-from gllm.runtime.bus import BusFault, Inbox, Outbox
+from gllm.runtime.bus import BusError, Inbox, Outbox
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 
 
@@ -28,7 +28,7 @@ class Heard:
 
     def __init__(self, inbox: Inbox) -> None:
         self.messages: list[AnyMessage] = []
-        self.fault: BusFault | None = None
+        self.fault: BusError | None = None
         self._news = asyncio.Event()
         inbox.start(self._hear, self._fail)
 
@@ -36,7 +36,7 @@ class Heard:
         self.messages += messages
         self._news.set()
 
-    def _fail(self, fault: BusFault) -> None:
+    def _fail(self, fault: BusError) -> None:
         self.fault = fault
         self._news.set()
 

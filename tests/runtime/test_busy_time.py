@@ -9,9 +9,9 @@ from gllm.config.sampling import StructuredOutput
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.cuda import executor as executor_module
-from gllm.runtime.cuda.executor import DeviceExecutor
+from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.runtime.executor import DeviceTime
-from gllm.runtime.sampler import follow_grammars
+from gllm.runtime.sampling import collect_grammar_masks
 from gllm.scheduler.plan import ON_DEVICE
 from tests.grammar.writing import FOLDER, compiled_grammar
 from tests.runtime.device import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
@@ -38,14 +38,14 @@ def slowed(queues: FakeQueues, function: Any) -> Any:
     return slow
 
 
-def steps(queues: FakeQueues, executor: DeviceExecutor, book: Pipeline) -> list[DeviceTime]:
+def steps(queues: FakeQueues, executor: CudaExecutor, book: Pipeline) -> list[DeviceTime]:
     """The times of a prompt and three decodes."""
     spent = []
     for tokens in (4, 1, 1, 1):
         given: dict[str, Any] = {} if tokens > 1 else {"token_ids": [ON_DEVICE]}
         batch = executor.prepare(book.plan([book.row(1, tokens, **given)]))
         output = executor.compute(batch, None)
-        spent.append(executor.finish(batch))
+        spent.append(executor.wait(batch))
         executor.sample(batch, output)
     return spent
 
@@ -63,9 +63,9 @@ def test_a_slow_host_makes_no_step_longer(
         if slow:
             for owner, name in (
                 (executor._staging, "put"),
-                (executor._graphs, "inputs"),
-                (executor, "_keep_beside_cache"),
-                (executor._returns, "put"),
+                (executor._graphs, "fill_inputs"),
+                (executor, "_store_cached_tokens"),
+                (executor._readback, "start_copy"),
             ):
                 monkeypatch.setattr(owner, name, slowed(queues, getattr(owner, name)))
         spent = steps(queues, executor, book)
@@ -84,8 +84,8 @@ def test_a_wait_for_a_grammar_is_no_work(monkeypatch: pytest.MonkeyPatch) -> Non
         begun = executor.register(RegisterSequences(1, 4, [5, 9, 3, 7], sampling))
         assert begun is not None
         begun.result(60)
-        follow = slowed(queues, follow_grammars)
-        monkeypatch.setattr(executor_module, "follow_grammars", follow)
+        follow = slowed(queues, collect_grammar_masks)
+        monkeypatch.setattr(executor_module, "collect_grammar_masks", follow)
         spent = steps(queues, executor, book)
     for time in spent:
         assert 0 < time.busy < SLOW

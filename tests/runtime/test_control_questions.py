@@ -22,7 +22,7 @@ async def test_an_abandoned_question_keeps_its_answer_to_itself(stages: int) -> 
         await asyncio.sleep(0)
         abandoned.cancel()
         await asyncio.wait_for(engine.reset_prefix_cache(), 60)
-        assert not engine._pipeline._questions
+        assert not engine._pipeline._command_reports
 
 
 async def test_questions_at_the_same_time_get_their_own_answers() -> None:
@@ -51,7 +51,7 @@ async def test_a_message_that_cannot_be_handled_ends_the_wait(
         def fail(message: object) -> None:
             raise ZeroDivisionError("of nothing")
 
-        monkeypatch.setattr(engine._client, "hear", fail)
+        monkeypatch.setattr(engine._client, "on_report", fail)
         generating = engine.generate([5, 6], SamplingParams(max_tokens=5, ignore_eos=True))
         deltas = await asyncio.wait_for(anext(generating), 60)
         assert "ZeroDivisionError: of nothing" in deltas.error

@@ -11,22 +11,22 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.models.stage import StageInputs
-from gllm.runtime.cuda.graphs import DecodeGraphs, bucket_of, buckets, pad_decodes
-from gllm.runtime.cuda.plans import block_table_of, plan_tables
-from gllm.runtime.cuda.staging import ALIGNMENT, Layout, Staging
+from gllm.runtime.cuda.attention_plans import get_block_table, plan_table_attention
+from gllm.runtime.cuda.graphs import DecodeGraphs, find_graph_size, graph_sizes, pad_decodes
+from gllm.runtime.cuda.staging import ALIGNMENT, InputStaging, TreeLayout
 from tests.runtime.fake_streams import FakeQueues
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 16, 17, 40, 256])
 def test_buckets_hold_every_number_of_rows_with_little_padding(most: int) -> None:
-    sizes = buckets(most)
+    sizes = graph_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most
     for rows in range(1, most + 1):
-        size = bucket_of(rows, sizes)
+        size = find_graph_size(rows, sizes)
         assert size is not None
         assert rows <= size <= max(2 * rows, rows + 8)
-    assert bucket_of(most + 1, sizes) is None
+    assert find_graph_size(most + 1, sizes) is None
 
 
 def test_padding_writes_to_a_block_that_is_nobodys() -> None:
@@ -39,7 +39,7 @@ def test_padding_writes_to_a_block_that_is_nobodys() -> None:
     assert padded.context_len.tolist() == [6, 2, 1, 1]
     assert padded.query_start.tolist() == [0, 1, 2, 3, 4]
     assert padded.num_decodes == 4
-    plan = plan_tables(padded, torch.float32, frozenset({None, 3}))
+    plan = plan_table_attention(padded, torch.float32, frozenset({None, 3}))
     assert plan[None].slots.tolist() == [4 * 4 + 1, 1 * 4 + 1, 44, 44]
     assert plan[3].window == 3
 
@@ -52,8 +52,8 @@ def test_plans_of_one_bucket_are_laid_out_alike() -> None:
         count = len(context)
         rows = PagedBatch(table, np.arange(count + 1), np.array(context), count, 4, 50)
         padded = pad_decodes(rows, 4, 8)
-        plans = plan_tables(padded, torch.float32, frozenset({None, 7}))
-        layouts.append(Layout(plans))
+        plans = plan_table_attention(padded, torch.float32, frozenset({None, 7}))
+        layouts.append(TreeLayout(plans))
     assert layouts[0].num_bytes == layouts[1].num_bytes == 32 + 176
 
 
@@ -64,7 +64,9 @@ def decodes(contexts: list[int], size: int, width: int, first: int) -> StageInpu
     table = first + np.arange(count * blocks).reshape(count, blocks)
     lengths = np.array(contexts, dtype=np.int64)
     rows = PagedBatch(table, np.arange(count + 1), lengths, count, 4, 900)
-    plans = plan_tables(pad_decodes(rows, size, width), torch.float32, frozenset({None, 7}))
+    plans = plan_table_attention(
+        pad_decodes(rows, size, width), torch.float32, frozenset({None, 7})
+    )
     return StageInputs(torch.arange(size) + first, torch.arange(size) + 2 * first, plans)
 
 
@@ -73,8 +75,8 @@ def test_a_graph_gets_as_much_of_the_block_tables_as_a_step_uses() -> None:
     width, staged = 9, []
     steps = [([30, 3, 8], 100), ([5, 9], 500), ([36], 700)]
     with FakeQueues(3) as queues:
-        stream, staging = queues.stream(), Staging(queues, 64)
-        graphs = DecodeGraphs(queues, stream, block_table_of)
+        stream, staging = queues.stream(), InputStaging(queues, 64)
+        graphs = DecodeGraphs(queues, stream, get_block_table)
         # A row of every input, as the graph finds them.
         found = [queues.zeros((4, 2 * width + 4), torch.int64) for _ in range(3)]
         rounds = iter(found)
@@ -91,7 +93,7 @@ def test_a_graph_gets_as_much_of_the_block_tables_as_a_step_uses() -> None:
             there, flat = staging.put(inputs, stream)
             staged.append(len(flat))
             with stream.current():
-                graphs.inputs(4, there, flat, None)
+                graphs.fill_inputs(4, there, flat, None)
                 next(rounds).copy_(graphs.replay(4))
             staging.release(stream)
         queues.synchronize()
@@ -116,13 +118,13 @@ def test_tiles_of_prefill_go_over_with_the_inputs_once_they_were_asked_for() -> 
     table = np.arange(12).reshape(2, 6)
     rows = PagedBatch(table, np.array([0, 1, 15]), np.array([9, 20]), 1, 4, 50)
     asked: set[int] = set()
-    first = plan_tables(rows, torch.float32, frozenset({None, 7}), asked)
+    first = plan_table_attention(rows, torch.float32, frozenset({None, 7}), asked)
     of_first = first[None].tables
     assert of_first is not None
     wanted = {tokens: of_first.get_prefill_tiles(rows, tokens) for tokens in (4, 16)}
     with FakeQueues(1) as queues:
-        stream, staging = queues.stream(), Staging(queues, 64)
-        plans = plan_tables(rows, torch.float32, frozenset({None, 7}), asked)
+        stream, staging = queues.stream(), InputStaging(queues, 64)
+        plans = plan_table_attention(rows, torch.float32, frozenset({None, 7}), asked)
         there, _ = staging.put(plans, stream)
         for plan in there.values():
             assert plan.tables is not None
@@ -136,7 +138,7 @@ def test_tiles_of_prefill_go_over_with_the_inputs_once_they_were_asked_for() -> 
         with torch.utils._python_dispatch._disable_current_modes():
             assert all(tiles.equal(wanted[n]) for n, tiles in listed.items())
     only = PagedBatch(table, np.arange(3), np.array([9, 20]), 2, 4, 50)
-    decoding = plan_tables(only, torch.float32, frozenset({None}), asked)[None].tables
+    decoding = plan_table_attention(only, torch.float32, frozenset({None}), asked)[None].tables
     assert decoding is not None
     assert not decoding.prefill_tiles
 
@@ -159,7 +161,7 @@ def test_a_tree_survives_its_way_through_one_piece_of_memory(
     made = [torch.randint(0, 2, (count, 3)).to(dtype) for dtype, count in parts]
     whole = torch.arange(40)
     tree = Leafy(dict(enumerate(made[2:])), (made[0], [made[1].t(), whole[3:9], whole[5:30:2]]), 7)
-    layout = Layout(tree)
+    layout = TreeLayout(tree)
     guard = ALIGNMENT
     memory = torch.full((layout.num_bytes + guard,), 0xA5, dtype=torch.uint8)
     layout.fill(memory[: layout.num_bytes])

@@ -28,8 +28,8 @@ def write(path: Path, text: str) -> None:
 
 
 def test_no_cgroup_leaves_the_machine(machine: tuple[Path, Path]) -> None:
-    assert device.cores(*machine) == 8
-    assert device.memory_left(*machine) == 1000 * MIB
+    assert device.count_cores(*machine) == 8
+    assert device.available_memory_bytes(*machine) == 1000 * MIB
 
 
 def test_v2_limits_of_the_group_and_those_above(machine: tuple[Path, Path]) -> None:
@@ -41,8 +41,8 @@ def test_v2_limits_of_the_group_and_those_above(machine: tuple[Path, Path]) -> N
     write(cgroups / "a/memory.max", str(500 * MIB))
     write(cgroups / "a/memory.current", str(300 * MIB))
     write(cgroups / "a/memory.stat", f"anon 5\ninactive_file {100 * MIB}\n")
-    assert device.cores(proc, cgroups) == 3
-    assert device.memory_left(proc, cgroups) == 300 * MIB
+    assert device.count_cores(proc, cgroups) == 3
+    assert device.available_memory_bytes(proc, cgroups) == 300 * MIB
 
 
 def test_v1_limits_where_the_path_is_the_hosts(machine: tuple[Path, Path]) -> None:
@@ -52,8 +52,8 @@ def test_v1_limits_where_the_path_is_the_hosts(machine: tuple[Path, Path]) -> No
     write(cgroups / "cpu,cpuacct/cpu.cfs_period_us", "100000")
     write(cgroups / "memory/memory.limit_in_bytes", str(400 * MIB))
     write(cgroups / "memory/memory.usage_in_bytes", str(450 * MIB))
-    assert device.cores(proc, cgroups) == 1
-    assert device.memory_left(proc, cgroups) == 0
+    assert device.count_cores(proc, cgroups) == 1
+    assert device.available_memory_bytes(proc, cgroups) == 0
 
 
 def test_v1_without_quota(machine: tuple[Path, Path]) -> None:
@@ -61,42 +61,42 @@ def test_v1_without_quota(machine: tuple[Path, Path]) -> None:
     write(proc / "self/cgroup", "3:cpu:/\n")
     write(cgroups / "cpu/cpu.cfs_quota_us", "-1")
     write(cgroups / "cpu/cpu.cfs_period_us", "100000")
-    assert device.cores(proc, cgroups) == 8
+    assert device.count_cores(proc, cgroups) == 8
 
 
 def test_this_machine_has_cores_and_memory() -> None:
-    assert 1 <= device.cores() <= (os.cpu_count() or 1)
-    assert device.memory_left() > 0
-    assert device.kv_memory(None) > 0
+    assert 1 <= device.count_cores() <= (os.cpu_count() or 1)
+    assert device.available_memory_bytes() > 0
+    assert device.kv_cache_bytes(None) > 0
 
 
 def test_shares() -> None:
-    assert device.kv_memory(1000) == 1000
-    assert device.threads(3, 2) == 3
-    assert device.threads(None, 1000) == 1
+    assert device.kv_cache_bytes(1000) == 1000
+    assert device.threads_per_stage(3, 2) == 3
+    assert device.threads_per_stage(None, 1000) == 1
 
 
 def test_blocks_fit_the_stage_with_the_least_room() -> None:
-    assert device.kv_blocks(1000, [(3, None), (7, None)]) == 100
-    assert device.kv_blocks(None, [(3, 299), (7, 490)]) == 70
-    assert device.kv_blocks(1000, [(3, 900), (7, 1400)]) == 100
-    assert device.kv_blocks(1000, [(3, 90), (7, 1400)]) == 30
+    assert device.count_kv_blocks(1000, [(3, None), (7, None)]) == 100
+    assert device.count_kv_blocks(None, [(3, 299), (7, 490)]) == 70
+    assert device.count_kv_blocks(1000, [(3, 900), (7, 1400)]) == 100
+    assert device.count_kv_blocks(1000, [(3, 90), (7, 1400)]) == 30
 
 
 def test_gpus_that_are_asked_for_have_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for there in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert device.gpus("auto") == 2 * there
-        assert device.gpus("cpu") == 0
+        assert device.count_gpus("auto") == 2 * there
+        assert device.count_gpus("cpu") == 0
     with pytest.raises(ValueError, match="device is cuda"):
-        device.gpus("cuda")
+        device.count_gpus("cuda")
 
 
 def test_gpus_compute_in_the_checkpoints_own_type() -> None:
     for name in ("bfloat16", "float16", "float32"):
-        assert device.compute_dtype("auto", name, "cuda") == getattr(torch, name)
-    assert device.compute_dtype("float16", "bfloat16", "cuda") == torch.float16
+        assert device.choose_compute_dtype("auto", name, "cuda") == getattr(torch, name)
+    assert device.choose_compute_dtype("float16", "bfloat16", "cuda") == torch.float16
 
 
 def test_bfloat16_needs_both_the_checkpoint_and_the_cpu(
@@ -104,9 +104,9 @@ def test_bfloat16_needs_both_the_checkpoint_and_the_cpu(
 ) -> None:
     proc, _ = machine
     monkeypatch.delenv("GLLM_CPU_KERNELS", raising=False)
-    assert not device.native_bfloat16(proc)
+    assert not device.has_native_bfloat16(proc)
     write(proc / "cpuinfo", "flags\t: fpu avx512_bf16 avx2\n")
-    assert device.native_bfloat16(proc)
+    assert device.has_native_bfloat16(proc)
     for build, wanted in (
         ("avx2", False),
         ("avx512_bf16", True),
@@ -114,10 +114,10 @@ def test_bfloat16_needs_both_the_checkpoint_and_the_cpu(
         ("off", True),
     ):
         monkeypatch.setenv("GLLM_CPU_KERNELS", build)
-        assert device.native_bfloat16(proc) == wanted
+        assert device.has_native_bfloat16(proc) == wanted
     monkeypatch.delenv("GLLM_CPU_KERNELS")
     for native, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(device, "native_bfloat16", lambda native=native: native)
-        assert device.compute_dtype("auto", "bfloat16") == dtype
-        assert device.compute_dtype("auto", "float16") == torch.float32
-    assert device.compute_dtype("float16", "bfloat16") == torch.float16
+        monkeypatch.setattr(device, "has_native_bfloat16", lambda native=native: native)
+        assert device.choose_compute_dtype("auto", "bfloat16") == dtype
+        assert device.choose_compute_dtype("auto", "float16") == torch.float32
+    assert device.choose_compute_dtype("float16", "bfloat16") == torch.float16

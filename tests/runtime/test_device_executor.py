@@ -17,10 +17,11 @@ from gllm.kernels import sampling
 from gllm.kernels.logprobs import LogprobTensors
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime.cuda import drawing, edits
+from gllm.runtime import logit_edits as static_edits
+from gllm.runtime.base_executor import BaseExecutor
+from gllm.runtime.cuda import logit_edits, sampler
+from gllm.runtime.cuda.attention_plans import plan_table_attention
 from gllm.runtime.cuda.graphs import DecodeGraphs
-from gllm.runtime.cuda.plans import plan_tables
-from gllm.runtime.executor import StageExecutor
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
 from tests.kernels import fake_flash_attention
 from tests.runtime.device import (
@@ -225,7 +226,7 @@ def test_no_step_waits_but_for_its_tokens(folder: Path, plans: list[StepPlan], n
         thread: {place.split(":")[0] for other, place in queues.host_waits if other == thread}
         for thread, _ in queues.host_waits
     }
-    assert by_thread == {"compute": {"staging.py"}, "sample": {"tokens.py"}}
+    assert by_thread == {"compute": {"staging.py"}, "sample": {"readback.py"}}
     assert len(queues.host_waits) == 2
 
 
@@ -240,7 +241,7 @@ def test_all_steps_can_be_put_into_streams_before_the_first_has_begun(folder: Pa
         queues.host_waits.clear()
         batches = [executor.prepare(plan) for plan in plans]
         tokens = [executor.compute(batch, None) for batch in batches]
-        ends = [batch.device.spans[-1][1] for batch in batches]
+        ends = [batch.device_state.spans[-1][1] for batch in batches]
         assert not any(event.reached[0] for event in ends)
         results = [executor.sample(*step) for step in zip(batches, tokens, strict=True)]
     check(results, expected_of(folder, plans, SPECIALS["everything"]))
@@ -273,12 +274,12 @@ def where_it_is(logits: torch.Tensor, table: torch.Tensor, *rest: object) -> Non
 @pytest.mark.parametrize(
     ("module", "name", "waiting"),
     [
-        (drawing, "find_finite_rows", with_item),
-        (drawing, "pack_logprobs", in_full),
-        (drawing, "sample", sampling.sample),
-        (edits, "add_to_logits", by_condition),
-        (edits, "apply_token_bitmask", with_a_list),
-        (edits, "apply_history_penalties", where_it_is),
+        (sampler, "find_finite_rows", with_item),
+        (sampler, "pack_logprobs", in_full),
+        (sampler, "sample", sampling.sample),
+        (static_edits, "add_to_logits", by_condition),
+        (static_edits, "apply_token_bitmask", with_a_list),
+        (logit_edits, "apply_history_penalties", where_it_is),
     ],
 )
 def test_an_operation_that_waits_is_found(
@@ -337,7 +338,7 @@ def test_attention_by_flash_attention_in_graphs(
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
     monkeypatch.setattr(fake_flash_attention, "PAGE", BLOCK_SIZE)
     monkeypatch.setattr(fake_flash_attention, "DTYPES", (torch.float32,))
-    given = {"plan": partial(plan_tables, backend="flash-attn")}
+    given = {"plan": partial(plan_table_attention, backend="flash-attn")}
     results, _ = run(folder, plans, seed, 4, given=given)
     check(results, expected["greedy"])
     assert len(replayed) == DECODES + 2
@@ -354,7 +355,7 @@ def test_the_largest_step_leaves_room(folder: Path) -> None:
     """Its work is in order, and is done before the room is known."""
     with as_on_a_device(), FakeQueues(4) as queues:
         executor = executor_on(queues, folder)
-        assert executor.room(0.5, BLOCK_SIZE, 0) == 500
+        assert executor.available_bytes(0.5, BLOCK_SIZE, 0) == 500
 
 
 def test_a_device_tells_when_it_has_computed(folder: Path, plans: list[StepPlan]) -> None:
@@ -364,7 +365,7 @@ def test_a_device_tells_when_it_has_computed(folder: Path, plans: list[StepPlan]
             executor.register(message)
         batch = executor.prepare(plans[0])
         executor.compute(batch, None)
-        assert executor.finish(batch).busy > 20
+        assert executor.wait(batch).busy > 20
 
 
 def run_often(folder: Path, plans: list[StepPlan], ignored: str, **options: object) -> None:
@@ -411,7 +412,7 @@ def test_log_probabilities_are_those_of_the_cpu(folder: Path) -> None:
         pipeline.plan([pipeline.row(1, 2)]),
     ]
 
-    def answer(executor: StageExecutor) -> Answer:
+    def answer(executor: BaseExecutor) -> Answer:
         for plan in plans:
             batch = executor.prepare(plan)
             results = executor.sample(batch, executor.compute(batch, None))
@@ -422,7 +423,7 @@ def test_log_probabilities_are_those_of_the_cpu(folder: Path) -> None:
         executor = executor_on(queues, folder, graphs=2)
         executor.register(RegisterSequences(1, len(PROMPTS[4]), PROMPTS[4], sampling))
         told.append(answer(executor))
-    assert len(told[0][1][0].prompt) == len(PROMPTS[4]) - 1
+    assert len(told[0][1][0].prompt_logprobs) == len(PROMPTS[4]) - 1
     check([told[1]], [told[0]])
 
 

@@ -10,8 +10,8 @@ from llguidance import LLTokenizer
 
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import read_config
-from gllm.runtime.executor import StageExecutor
-from gllm.runtime.grammars import Grammars
+from gllm.runtime.base_executor import BaseExecutor
+from gllm.runtime.grammars import GuideFactory
 from tests.runtime.device import as_on_a_device
 from tests.runtime.fake_streams import FakeQueues
 from tests.runtime.test_device_sampling import LOOKING, PROMPTS, OnDevice
@@ -56,12 +56,12 @@ def queues() -> Iterator[FakeQueues]:
         yield made
 
 
-def with_grammars(executor: StageExecutor, folder: Path) -> None:
+def with_grammars(executor: BaseExecutor, folder: Path) -> None:
     """Give a stage whose folder has no tokenizer one of bytes."""
     size = read_config(folder).model.vocab_size
-    executor._grammars = Grammars(folder, size, (0,))
+    executor._grammars = GuideFactory(folder, size, (0,))
     wrapper: Any = Bytes(size)
-    executor._grammars._tokens = LLTokenizer(wrapper)
+    executor._grammars._tokenizer = LLTokenizer(wrapper)
 
 
 def run(pipeline: Told, folder: Path, rounds: int = 1) -> dict[int, list[int]]:

@@ -12,10 +12,10 @@ import torch
 from gllm.config.engine import EngineConfig
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime.cuda.executor import DeviceExecutor
-from gllm.runtime.executor import StageExecutor
-from gllm.runtime.sampler import ALL_FORBIDDEN, plan_rows
-from gllm.runtime.sampling_state import states_of
+from gllm.runtime.base_executor import BaseExecutor
+from gllm.runtime.cuda.executor import CudaExecutor
+from gllm.runtime.sampling import ALL_TOKENS_BANNED, build_sampling_metadata
+from gllm.runtime.sampling_state import create_sampling_states
 from gllm.scheduler.scheduler import Scheduler
 from tests.runtime.device import BLOCK_SIZE, LONGEST, NUM_BLOCKS, as_on_a_device, executor_on
 from tests.runtime.fake_streams import FakeQueues
@@ -45,7 +45,7 @@ class OnDevice(Told):
         engine = EngineConfig.from_options(str(folder), max_model_len=LONGEST, **given | options)
         super().__init__(folder, 1, blocks, options={"block_size": 8})
         self.scheduler = Scheduler(engine.scheduler.resolve(1, blocks, LONGEST))
-        self.executors: list[StageExecutor] = [executor_on(queues, folder, graphs=4)]
+        self.executors: list[BaseExecutor] = [executor_on(queues, folder, graphs=4)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def queues() -> Iterator[FakeQueues]:
     ("blocks", "options"),
     [
         (40, {}),
-        (40, {"async_scheduling": False}),
+        (40, {"lookahead": False}),
         (40, {"max_prefill_tokens": 4, "min_prefill_tokens": 4, "max_num_batched_tokens": 8}),
         (16, {}),
         (16, {"prefix_cache": False}),
@@ -80,8 +80,8 @@ def queues() -> Iterator[FakeQueues]:
 def test_what_looks_back_sees_the_same_in_every_setting(
     queues: FakeQueues, folder: Path, alone: list, blocks: int, options: dict[str, Any]
 ) -> None:
-    """With and without async scheduling, in chunks, with blocks that others have computed, and
-    where sequences lose their blocks and get others."""
+    """With lookahead and without, in chunks, with blocks that others have computed, and where
+    sequences lose their blocks and get others."""
     pipeline = OnDevice(queues, folder, blocks, **options)
     rounds = 2 if blocks == 16 else 1
     for seq, prompt in enumerate(rounds * PROMPTS):
@@ -104,7 +104,7 @@ def test_what_looks_back_sees_the_same_in_every_setting(
 
 def executor_with(
     queues: FakeQueues, folder: Path, specs: list[SequenceSamplingParams]
-) -> tuple[DeviceExecutor, Pipeline]:
+) -> tuple[CudaExecutor, Pipeline]:
     """A stage with a sequence for each of the specs, prompts as above."""
     book = Pipeline(folder, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     executor = executor_on(queues, folder)
@@ -122,7 +122,7 @@ def test_everything_forbidden_is_an_error_of_the_row(queues: FakeQueues, folder:
     batch = executor.prepare(book.plan([book.row(seq, len(PROMPTS[seq])) for seq in (0, 1)]))
     results, logprobs = executor.sample(batch, executor.compute(batch, None))
     assert [(result.token_id > 0, result.error) for result in results] == [
-        (False, ALL_FORBIDDEN),
+        (False, ALL_TOKENS_BANNED),
         (True, ""),
     ]
     assert [row.seq for row in logprobs] == [1]
@@ -174,10 +174,10 @@ def test_logits_are_computed_of_rows_that_sample_alone(queues: FakeQueues, folde
 
 def test_edits_of_choices_are_made_once_and_forgotten(queues: FakeQueues, folder: Path) -> None:
     executor, _ = executor_with(queues, folder, [])
-    planner = executor._drawing._planner
-    states = states_of(RegisterSequences(0, 1, [3], LOOKING, n=3))
-    rows = plan_rows([(seq, 0) for seq in range(3)], states, [0] * 3)
-    executor._drawing.plan(rows, [], [1] * 3, torch.zeros(3, 1, dtype=torch.int64).numpy())
-    assert len(planner._made) == 1
+    planner = executor._sampler._planner
+    states = create_sampling_states(RegisterSequences(0, 1, [3], LOOKING, n=3))
+    rows = build_sampling_metadata([(seq, 0) for seq in range(3)], states, [0] * 3)
+    executor._sampler.plan(rows, [], [1] * 3, torch.zeros(3, 1, dtype=torch.int64).numpy())
+    assert len(planner._phrases) == 1
     del states, rows
-    assert len(planner._made) == 0
+    assert len(planner._phrases) == 0

@@ -10,9 +10,9 @@ from benchmarks.gpu.host import HostQueues
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.runtime import worker as worker_module
-from gllm.runtime.cuda import start as start_module
-from gllm.runtime.cuda.executor import DeviceExecutor
-from gllm.runtime.cuda.graphs import buckets
+from gllm.runtime.cuda import backend as backend_module
+from gllm.runtime.cuda.executor import CudaExecutor
+from gllm.runtime.cuda.graphs import graph_sizes
 from gllm.transport.registry import open_edges
 from tests.runtime.device import BLOCK_SIZE, as_on_a_device, executor_on
 from tests.runtime.fake_streams import FakeQueues
@@ -43,13 +43,14 @@ async def test_edges_are_open_before_the_memory_left_is_divided(
 
         return call
 
-    monkeypatch.setattr(start_module, "CudaQueues", lambda index: HostQueues())
-    monkeypatch.setattr(worker_module, "gpus", lambda device: 1)
+    monkeypatch.setattr(backend_module, "CudaRuntime", lambda index: HostQueues())
+    monkeypatch.setattr(worker_module, "count_gpus", lambda device: 1)
     monkeypatch.setattr(worker_module, "open_edges", noted("edges", open_edges))
-    monkeypatch.setattr(DeviceExecutor, "room", noted("room", DeviceExecutor.room))
+    measure = noted("room", CudaExecutor.available_bytes)
+    monkeypatch.setattr(CudaExecutor, "available_bytes", measure)
     with as_on_a_device():
         async with local_engine(stages, **SMALL) as (engine, workers):
-            assert all(isinstance(each, DeviceExecutor) for each in workers.executors)
+            assert all(isinstance(each, CudaExecutor) for each in workers.executors)
             assert await asyncio.wait_for(tokens_of(engine), 60) == expected
     assert order.count("room") == order.count("edges") == stages
     first = [order.index(name) for name in ("edges", "room")]
@@ -70,9 +71,9 @@ def test_what_graphs_take_is_no_room(tmp_path: Any, monkeypatch: pytest.MonkeyPa
             return held[-1]
 
         monkeypatch.setattr(FakeQueues, "held", noting)
-        room = executor.room(0.5, BLOCK_SIZE, 8)
+        room = executor.available_bytes(0.5, BLOCK_SIZE, 8)
         largest, second = held
         assert largest > 0
-        assert room == 10**9 - largest - (len(buckets(8)) - 1) * second
+        assert room == 10**9 - largest - (len(graph_sizes(8)) - 1) * second
         assert not executor._graphs._recorded
-        assert executor._sizes == []
+        assert executor._graph_sizes == []

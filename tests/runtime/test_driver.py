@@ -60,10 +60,10 @@ def test_stages_forget_choices_that_were_aborted_before_they_began(grammar: str)
     driver.submit(SubmitRequest(5, [1, 2, 3], SequenceSamplingParams(grammar=grammar), 4, [], n=3))
     driver.abort(AbortSequences([7]))
     driver.submit(SubmitRequest(8, [4], SequenceSamplingParams(), 4, []))
-    driver.begin(GrammarReady(5))
-    driver.turn()
+    driver.on_grammar_ready(GrammarReady(5))
+    driver.run_turn()
     assert not driver._held
-    assert not driver._cancelled
+    assert not driver._aborted_choices
     released = [one.plan.released_seqs for one in stage.messages if isinstance(one, RunStep)]
     assert released[0] == [7]
 
@@ -75,10 +75,10 @@ def test_a_stage_s_times_reach_the_policy_and_the_frontend() -> None:
     scheduler.record_step_times = lambda stage, times: observed.append((stage, times))  # type: ignore[method-assign]
     driver = Driver(scheduler, stage.send, [], heard)
     driver.submit(SubmitRequest(0, [1, 2, 3], SequenceSamplingParams(), 4, []))
-    driver.turn()
+    driver.run_turn()
     now = time.monotonic()
     times = [StepTime(0, now + 1, now + 2)]
-    driver.observe(StageTimes(0, times, now + 3))
+    driver.on_stage_times(StageTimes(0, times, now + 3))
     assert observed == [(0, times)]
     (bubbles,) = (message for message in heard.messages if isinstance(message, BubbleReport))
     # At hand for longer than three seconds, and computed for one of them.
@@ -91,11 +91,11 @@ def test_what_rows_tell_beyond_the_end_of_their_sequence_is_dropped() -> None:
     driver = Driver(Scheduler(SchedulerConfig().resolve(1, 64, 128)), stage.send, [], heard)
     for seq in (0, 1):
         driver.submit(SubmitRequest(seq, [1, 2, 3], SequenceSamplingParams(logprobs=0), 4, []))
-    driver.turn()
+    driver.run_turn()
     driver.abort(AbortSequences([1]))
     sampled = [SampledToken(seq, 0, 9) for seq in (0, 1)]
     told = [SampleDetails(seq, TokenLogprobs(9, -0.5, 1, [], []), []) for seq in (0, 1)]
     driver.commit(StepDone(StepResult(0, sampled), told))
-    driver.turn()
-    logprobs = [one.logprobs for one in heard.messages if isinstance(one, EngineOutputs)]
+    driver.run_turn()
+    logprobs = [one.details for one in heard.messages if isinstance(one, EngineOutputs)]
     assert [row.seq for rows in logprobs for row in rows] == [0]

@@ -217,7 +217,7 @@ def test_plan_without_samples_and_release(folders: dict[tuple[str, int], Path]) 
     with pytest.raises(KeyError):
         pipeline.executors[0].prepare(StepPlan(9, [pipeline.row(1, 1)], []))
     for executor in pipeline.executors:
-        assert not executor._samplings
+        assert not executor._states
         assert not executor._mirror.sequences
         assert not executor._tables._arrays
 

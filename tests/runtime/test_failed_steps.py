@@ -11,7 +11,7 @@ from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.engine import Engine
 from gllm.engine.interface import OutputDelta
 from gllm.grammar import guide
-from gllm.runtime.executor import StageExecutor
+from gllm.runtime.cpu.executor import CpuExecutor
 from tests.runtime.local_workers import failing, local_engine
 
 PATIENCE = 60.0
@@ -45,10 +45,10 @@ async def test_a_failed_step_with_a_grammar_holds_nobody_up(
     assert newcomer[-1].finish_reason == "length"
 
 
-def held(executor: StageExecutor) -> set[int]:
+def held(executor: CpuExecutor) -> set[int]:
     """Sequences that a stage holds anything for."""
     tables = executor._tables._arrays.keys() | executor._mirror.sequences.keys()
-    return tables | executor._samplings.keys() | executor._last_tokens.keys()
+    return tables | executor._states.keys() | executor._last_tokens.keys()
 
 
 def requests(count: int, chance: random.Random) -> Iterator[tuple[list[int], SamplingParams]]:

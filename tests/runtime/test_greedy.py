@@ -18,8 +18,9 @@ from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
+from gllm.runtime.base_executor import BaseExecutor
 from gllm.runtime.batch import Batch
-from gllm.runtime.executor import StageExecutor
+from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.scheduler.config import POLICY_NAMES
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
@@ -47,8 +48,8 @@ class Scheduled:
             str(self.folder), **{"block_size": 8, "expected_output_tokens": 0} | self.options
         )
         self.scheduler = Scheduler(engine.scheduler.resolve(self.stages, self.num_blocks, 128))
-        self.executors = [
-            StageExecutor(model, engine, stage, self.stages, layers)
+        self.executors: list[BaseExecutor] = [
+            CpuExecutor(model, engine, stage, self.stages, layers)
             for stage, layers in enumerate(split_layers(model.model, self.stages))
         ]
         for executor in self.executors:

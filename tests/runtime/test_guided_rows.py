@@ -15,8 +15,9 @@ from gllm.kernels.sampling import sample
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime import grammars as grammars_module
-from gllm.runtime.sampler import SampleOutput, draw, give_up, plan_rows, results
-from gllm.runtime.sampling_state import SamplingState, states_of
+from gllm.runtime.cpu.sampler import sample_rows
+from gllm.runtime.sampling import SampleOutput, build_sampling_metadata, fail_guides, to_sampled
+from gllm.runtime.sampling_state import SamplingState, create_sampling_states
 from tests.grammar.writing import EOS, TOKENIZER, VOCABULARY, grammars, state_of, step, text_of
 from tests.grammar.writing import write as write_all
 
@@ -52,9 +53,11 @@ def noise(rows: int = 1, seed: int = 0) -> torch.Tensor:
 def test_forced_tokens_come_with_the_one_before(owner):
     state = state_of(PERSON, owner, temperature=0.0)
     first = step([state], [0], noise())
-    begin = [first.tokens[0], *first.forced[0]]
+    begin = [first.tokens[0], *first.forced_tokens[0]]
     assert TOKENIZER.decode(begin, False) == '{"name":"'
-    assert results(plan_rows([(4, 1)], [state], [0]), first)[0].forced_token_ids == tuple(begin[1:])
+    assert to_sampled(build_sampling_metadata([(4, 1)], [state], [0]), first)[
+        0
+    ].forced_token_ids == tuple(begin[1:])
 
 
 @pytest.mark.parametrize("wanted", [PERSON, WORDS, StructuredOutput(choice=("yes", "no", "yes!"))])
@@ -78,21 +81,25 @@ def test_log_probabilities_are_told_of_every_token(owner):
     state = state_of(PERSON, owner, logprobs=2)
     for index in range(6):
         drawn = step([state], [index], noise(seed=index))
-        assert drawn.forced == {0: ()}
-        logprobs = drawn.logprobs[0].drawn
+        assert drawn.forced_tokens == {0: ()}
+        logprobs = drawn.details[0].sampled
         assert logprobs is not None
         assert logprobs.token == drawn.tokens[0]
 
 
 def test_rows_planned_before_a_token_was_forced_get_it(owner):
-    """With async scheduling rows in flight sample what is settled by now: the same tokens, and
+    """With lookahead rows are under way that draw what is settled by now; they say the same, and
     nothing twice."""
     state = state_of(PERSON, owner)
     first = step([state], [0], noise())
-    settled = [first.tokens[0], *first.forced[0]]
+    settled = [first.tokens[0], *first.forced_tokens[0]]
     for index in range(1, len(settled)):
         later = step([state], [index], noise(seed=index))
-        assert (later.tokens, later.forced, later.errors) == ([settled[index]], {0: ()}, [""])
+        assert (later.tokens, later.forced_tokens, later.errors) == (
+            [settled[index]],
+            {0: ()},
+            [""],
+        )
     free = step([state], [len(settled)], noise(seed=9))
     assert not free.errors[0]
     again = step([state], [2], noise())
@@ -102,7 +109,7 @@ def test_rows_planned_before_a_token_was_forced_get_it(owner):
 def test_the_end_is_forced(owner):
     state = state_of(StructuredOutput(regex="fixed text"), owner)
     only = step([state], [0], noise())
-    output = [only.tokens[0], *only.forced[0]]
+    output = [only.tokens[0], *only.forced_tokens[0]]
     assert (text_of(output), output[-1]) == ("fixed text", EOS)
 
 
@@ -160,7 +167,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_row(owner):
 
 
 def test_rows_drawn_one_by_one_after_a_fault_take_each_token_once(owner, monkeypatch):
-    from gllm.runtime import sampler
+    from gllm.runtime.cpu import sampler
 
     calls: list[int] = []
 
@@ -174,12 +181,16 @@ def test_rows_drawn_one_by_one_after_a_fault_take_each_token_once(owner, monkeyp
     wanted = step([state_of(WORDS, owner, seed=3), plain(1)], [0, 1], noise(2))
     monkeypatch.setattr(sampler, "sample", fails_first)
     got = step(states, [0, 1], noise(2))
-    assert (got.tokens, got.forced, calls) == (wanted.tokens, wanted.forced, [2, 1, 1])
+    assert (got.tokens, got.forced_tokens, calls) == (
+        wanted.tokens,
+        wanted.forced_tokens,
+        [2, 1, 1],
+    )
 
 
 def test_a_grammar_that_does_not_compile_is_told(owner):
     spec = SequenceSamplingParams(grammar='{"grammars": [{"lark_grammar": "start: ("}]}')
-    state = states_of(RegisterSequences(0, 1, [], spec), owner)[0]
+    state = create_sampling_states(RegisterSequences(0, 1, [], spec), owner)[0]
     assert isinstance(guide_of(state).first_mask.exception(20), GrammarGuideError)
     drawn = step([state, plain(1)], [0, 0], noise(2))
     assert ["does not compile" in error for error in drawn.errors] == [True, False]
@@ -196,7 +207,9 @@ def test_a_mask_that_never_comes_ends_its_own_row(monkeypatch):
 
     guide = GrammarGuide(never, never, no_matcher, GuideOptions(VOCABULARY, EOS, True))
     stuck = SamplingState(SequenceSamplingParams(grammar="x"), None, [], guide)
-    drawn: SampleOutput = draw(noise(2), plan_rows([(0, 0), (1, 0)], [stuck, plain(1)], [0, 0]))
+    drawn: SampleOutput = sample_rows(
+        noise(2), build_sampling_metadata([(0, 0), (1, 0)], [stuck, plain(1)], [0, 0])
+    )
     assert ["takes over" in error for error in drawn.errors] == [True, False]
 
 
@@ -230,7 +243,7 @@ def test_nobody_waits_for_a_sequence_that_has_failed(owner):
     state = state_of(WORDS, owner)
     guide_of(state).allowed_tokens(0)
     asked = asked_meanwhile(guide_of(state), 1)
-    give_up([state, plain(1)], "no memory")
+    fail_guides([state, plain(1)], "no memory")
     with pytest.raises(GrammarGuideError, match="its step failed: no memory"):
         asked.result(10)
     drawn = step([state, plain(1)], [1, 1], noise(2))
@@ -249,7 +262,7 @@ def test_a_library_that_raises_ends_its_own_row_only(owner, method):
             return getattr(self._matcher, name)
 
     state = state_of(WORDS, owner)
-    compiled = owner._copy(state.spec.grammar)
+    compiled = owner._copy_matcher(state.params.grammar)
     now = ThreadPoolExecutor(1).submit
     broken: Any = Broken(compiled)
     state.guide = GrammarGuide(now, now, lambda: broken, GuideOptions(VOCABULARY, EOS, True))
@@ -268,7 +281,7 @@ def test_a_token_that_never_comes_ends_the_wait(owner, monkeypatch):
 def test_compiled_grammars_are_kept_and_bounded(monkeypatch):
     made = grammars()
     monkeypatch.setattr(grammars_module, "MAX_COMPILED", 2)
-    monkeypatch.setattr(grammars_module, "MAX_USES", 3)
+    monkeypatch.setattr(grammars_module, "MAX_COPIES", 3)
     compiled, compile_one = [], made._compile
     threads = set()
 
@@ -280,15 +293,15 @@ def test_compiled_grammars_are_kept_and_bounded(monkeypatch):
     monkeypatch.setattr(made, "_compile", counted)
     texts = [json.dumps({"grammars": [{"lark_grammar": f'start: "{c}"'}]}) for c in "abc"]
     for text in [texts[0]] * 4 + texts[1:] + [texts[0]]:
-        made.guide(SequenceSamplingParams(grammar=text)).first_mask.result(20)
+        made.create_guide(SequenceSamplingParams(grammar=text)).first_mask.result(20)
     assert compiled == [texts[0], texts[0], *texts[1:], texts[0]]
     assert len(made._compiled) == 2
     assert len(threads) == 1
 
 
 def test_choices_have_guides_of_their_own(owner):
-    spec = state_of(WORDS, owner).spec
-    states = states_of(RegisterSequences(5, 3, [7, 8, 9], spec, n=3), owner)
+    spec = state_of(WORDS, owner).params
+    states = create_sampling_states(RegisterSequences(5, 3, [7, 8, 9], spec, n=3), owner)
     outputs = write_all(states, 100)
     assert len({state.guide for state in states}) == 3
     assert all(output[-1] == EOS for output in outputs)

@@ -36,7 +36,7 @@ def submit(driver: Driver, seq: int, grammar: str = "", n: int = 1, tokens: int 
     driver.submit(
         SubmitRequest(seq, [1] * tokens, SequenceSamplingParams(grammar=grammar), 10, [], n)
     )
-    driver.turn()
+    driver.run_turn()
 
 
 def steps(told: list) -> list[set[int]]:
@@ -49,7 +49,7 @@ def test_others_run_until_the_grammar_is_compiled() -> None:
     assert [type(one) for one in told] == [RegisterSequences], "the stage has it to compile"
     submit(driver, 1)
     assert steps(told) == [{1}]
-    driver.begin(GrammarReady(0))
+    driver.on_grammar_ready(GrammarReady(0))
     assert driver.scheduler.stats().waiting == 1
     assert frontend.ends == {}
 
@@ -57,8 +57,8 @@ def test_others_run_until_the_grammar_is_compiled() -> None:
 def test_one_that_does_not_compile_ends_with_its_error() -> None:
     driver, told, frontend = made()
     submit(driver, 0, "grammar", n=3)
-    driver.begin(GrammarReady(0, "it is odd"))
-    driver.turn()
+    driver.on_grammar_ready(GrammarReady(0, "it is odd"))
+    driver.run_turn()
     assert frontend.ends == dict.fromkeys(range(3), "it is odd")
     assert not driver.scheduler._sequences
     submit(driver, 3)
@@ -70,7 +70,7 @@ def test_one_that_is_aborted_meanwhile_never_runs() -> None:
     driver, told, frontend = made()
     submit(driver, 0, "grammar", n=2)
     driver.abort(AbortSequences([0, 1]))
-    driver.begin(GrammarReady(0))
+    driver.on_grammar_ready(GrammarReady(0))
     submit(driver, 2)
     assert steps(told) == [{2}]
     assert [sorted(one.plan.released_seqs) for one in told if isinstance(one, RunStep)] == [[0, 1]]
@@ -91,11 +91,11 @@ def test_statistics_follow_each_turn_that_changed_them() -> None:
     submit(driver, 3)
     assert (frontend.stats[-1].waiting, frontend.stats[-1].running) == (3, 1)
     assert (frontend.stats[-1].in_flight, len(frontend.stats)) == (1, 2), "before any commit"
-    driver.turn()
+    driver.run_turn()
     assert len(frontend.stats) == 2, "nothing has changed"
     driver.commit(StepDone(StepResult(0, [SampledToken(3, 0, 7)])))
-    driver.turn()
+    driver.run_turn()
     assert len(frontend.stats) == 3, "with the outcome, not beside it"
     driver.abort(AbortSequences([0, 1, 2, 3]))
-    driver.turn()
+    driver.run_turn()
     assert frontend.stats[-1].waiting == 0

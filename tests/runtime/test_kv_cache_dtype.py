@@ -10,7 +10,7 @@ import torch
 from gllm.config.field_types import FieldError
 from gllm.kernels import attention_torch
 from gllm.kernels.native.library import load_library
-from gllm.runtime.device import cache_dtype
+from gllm.runtime.device import choose_cache_dtype
 from tests.runtime.pipeline import Pipeline
 from tests.tiny_models import save
 
@@ -87,7 +87,7 @@ def test_the_log_tells_the_choice_once_and_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stage that is slower than it could be says so louder."""
-    caplog.set_level(logging.INFO, "gllm.runtime.executor")
+    caplog.set_level(logging.INFO, "gllm.runtime.base_executor")
     folder = save("llama3", tmp_path)
     Pipeline(folder, attention_backend="torch")
     Pipeline(folder, 2, kv_cache_dtype="fp8")
@@ -133,11 +133,11 @@ def test_a_backend_that_cannot_is_refused_before_weights_are_read(tmp_path: Path
 def test_fp8_needs_a_gpu_that_has_it() -> None:
     for name in ("fp8", "fp8_e4m3"):
         for capability in (None, (8, 9), (9, 0), (10, 0), (12, 0)):
-            assert cache_dtype(name, torch.bfloat16, capability) == FP8
+            assert choose_cache_dtype(name, torch.bfloat16, capability) == FP8
         wanted = rf"--kv-cache-dtype {name} needs .* 8\.9 or more, but this one has 8\.0: choose"
         with pytest.raises(FieldError, match=wanted):
-            cache_dtype(name, torch.bfloat16, (8, 0))
+            choose_cache_dtype(name, torch.bfloat16, (8, 0))
     for compute in (torch.float32, torch.bfloat16):
-        assert cache_dtype("auto", compute, (8, 0)) == compute
-        assert cache_dtype("bfloat16", compute, None) == torch.bfloat16
-        assert cache_dtype("float16", compute, (7, 5)) == torch.float16
+        assert choose_cache_dtype("auto", compute, (8, 0)) == compute
+        assert choose_cache_dtype("bfloat16", compute, None) == torch.bfloat16
+        assert choose_cache_dtype("float16", compute, (7, 5)) == torch.float16

@@ -61,10 +61,10 @@ class Told(Scheduled):
         outcome, told = super()._commit()
         for row in told:
             if row.seq in outcome.seqs:
-                if row.drawn is not None:
-                    self.logprobs.setdefault(row.seq, []).append(row.drawn)
-                if row.prompt:
-                    self.prompts.setdefault(row.seq, []).append(row.prompt)
+                if row.sampled is not None:
+                    self.logprobs.setdefault(row.seq, []).append(row.sampled)
+                if row.prompt_logprobs:
+                    self.prompts.setdefault(row.seq, []).append(row.prompt_logprobs)
         return outcome, told
 
 

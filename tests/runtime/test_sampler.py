@@ -10,9 +10,16 @@ from gllm.kernels.sampling import sample
 from gllm.kernels.sampling_plan import SamplingPlan
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime import sampler
-from gllm.runtime.sampler import SampledRows, SampleOutput, draw, plan_rows, results
-from gllm.runtime.sampling_state import SamplingState, edit_logits, states_of
+from gllm.runtime.cpu import sampler
+from gllm.runtime.cpu.logit_edits import apply_logit_edits
+from gllm.runtime.cpu.sampler import sample_rows
+from gllm.runtime.sampling import (
+    SampleOutput,
+    SamplingMetadata,
+    build_sampling_metadata,
+    to_sampled,
+)
+from gllm.runtime.sampling_state import SamplingState, create_sampling_states
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
@@ -21,20 +28,20 @@ def state_of(
     spec: SequenceSamplingParams, prompt: tuple[int, ...] = (), output: list[int] | None = None
 ) -> Any:
     """The state of a sequence that has drawn `output`."""
-    state = states_of(RegisterSequences(0, len(prompt), list(prompt), spec))[0]
+    state = create_sampling_states(RegisterSequences(0, len(prompt), list(prompt), spec))[0]
     for token in output or []:
         state.history.append(token)
     return state
 
 
-def rows_of(states: list[SamplingState], indices: list[int]) -> SampledRows:
-    return plan_rows([(seq, 0) for seq in range(len(states))], states, indices)
+def rows_of(states: list[SamplingState], indices: list[int]) -> SamplingMetadata:
+    return build_sampling_metadata([(seq, 0) for seq in range(len(states))], states, indices)
 
 
 def drawn(
     logits: torch.Tensor, specs: list[SequenceSamplingParams], indices: list[int]
 ) -> SampleOutput:
-    return draw(logits.clone(), rows_of([state_of(spec) for spec in specs], indices))
+    return sample_rows(logits.clone(), rows_of([state_of(spec) for spec in specs], indices))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -47,7 +54,7 @@ def test_logits_that_are_not_finite_end_their_row(bad: float, temperature: float
     got = drawn(logits, specs, [0, 1, 2])
     assert got.tokens == [wanted.tokens[0], 0, wanted.tokens[2]]
     assert [bool(error) for error in got.errors] == [False, True, False]
-    assert got.logprobs == [wanted.logprobs[0], wanted.logprobs[2]]
+    assert got.details == [wanted.details[0], wanted.details[2]]
 
 
 def test_only_logits_that_are_not_finite_cast_doubt_on_the_cache() -> None:
@@ -60,7 +67,7 @@ def test_only_logits_that_are_not_finite_cast_doubt_on_the_cache() -> None:
         SequenceSamplingParams(logit_bias=dict.fromkeys(range(50), -math.inf)),
     ]
     rows = rows_of([state_of(spec) for spec in specs], [0, 0, 0])
-    told = results(rows, draw(logits, rows))
+    told = to_sampled(rows, sample_rows(logits, rows))
     assert [bool(row.error) for row in told] == [False, True, True]
     assert [row.is_finite for row in told] == [True, False, True]
 
@@ -68,7 +75,7 @@ def test_only_logits_that_are_not_finite_cast_doubt_on_the_cache() -> None:
 def test_banned_tokens_wait_for_min_tokens() -> None:
     spec = SequenceSamplingParams(**GREEDY, min_tokens=2, banned=(3, 4, 1_000_000))
     states = [state_of(spec, output=[0] * index) for index in range(4)]
-    got = draw(torch.arange(5.0).repeat(4, 1), rows_of(states, [0, 1, 2, 3]))
+    got = sample_rows(torch.arange(5.0).repeat(4, 1), rows_of(states, [0, 1, 2, 3]))
     assert got.tokens == [2, 2, 4, 4]
     assert not any(got.errors)
 
@@ -89,7 +96,7 @@ def test_everything_forbidden_is_an_error_of_the_row(spec: SequenceSamplingParam
     assert got.tokens[1] == 4
     assert "forbidden" in got.errors[0]
     assert not got.errors[1]
-    assert not got.logprobs
+    assert not got.details
 
 
 def test_an_exception_ends_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +121,11 @@ def test_an_exception_ends_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     wanted = drawn(logits, specs, [0] * 4)
     assert (got.tokens[0], got.tokens[2]) == (wanted.tokens[0], wanted.tokens[2])
-    assert got.logprobs == wanted.logprobs
+    assert got.details == wanted.details
 
 
 def test_no_rows() -> None:
-    assert draw(torch.empty(0, 5), rows_of([], [])) == SampleOutput([], [], [])
+    assert sample_rows(torch.empty(0, 5), rows_of([], [])) == SampleOutput([], [], [])
 
 
 def test_allowed_tokens_are_the_only_ones() -> None:
@@ -136,12 +143,12 @@ def test_bad_words_are_banned_where_they_would_be_complete() -> None:
     # Likeliest first: 4, which is always forbidden, then 3, 2, 1, 0.
     states = [state_of(spec, output=output) for output in outputs]
     logits = torch.arange(5.0).repeat(len(outputs), 1)
-    got = draw(logits.clone(), rows_of(states, [len(output) for output in outputs]))
+    got = sample_rows(logits.clone(), rows_of(states, [len(output) for output in outputs]))
     assert got.tokens == [3, 3, 2, 3, 3, 1, 3]
     # 2 is forbidden after 3 as well.
     logits[:, 3] = -9
     states = [state_of(spec, output=output) for output in outputs]
-    got = draw(logits, rows_of(states, [len(output) for output in outputs]))
+    got = sample_rows(logits, rows_of(states, [len(output) for output in outputs]))
     assert got.tokens == [2, 1, 2, 2, 1, 1, 1]
 
 
@@ -153,7 +160,7 @@ def test_bias_and_bans_and_penalties_come_in_their_order() -> None:
     )
     state = state_of(spec, prompt=(2, 0))
     edited = logits.clone()
-    edit_logits(edited, [state], [0], [0])
+    apply_logit_edits(edited, [state], [0], [0])
     assert edited.tolist() == [[0.5, -math.inf, -2.0, 0.5]]
 
 
@@ -168,7 +175,7 @@ def test_a_row_sees_exactly_the_output_before_it() -> None:
         state = state_of(spec, prompt=(1, 2, 2))
         tokens = {}
         for index in order:
-            got = draw(logits[index : index + 1].clone(), rows_of([state], [index]))
+            got = sample_rows(logits[index : index + 1].clone(), rows_of([state], [index]))
             tokens[index] = got.tokens[0]
         assert state.history.tokens == [tokens[i] for i in range(len(tokens))]
         return tokens
@@ -180,7 +187,7 @@ def test_a_row_sees_exactly_the_output_before_it() -> None:
 
 def test_a_gap_in_the_output_is_an_error() -> None:
     spec = SequenceSamplingParams(**GREEDY, presence_penalty=1.0)
-    got = draw(
+    got = sample_rows(
         torch.zeros(2, 5),
         rows_of([state_of(spec), state_of(SequenceSamplingParams(**GREEDY))], [2, 2]),
     )
@@ -190,16 +197,16 @@ def test_a_gap_in_the_output_is_an_error() -> None:
 def test_plain_rows_keep_nothing() -> None:
     states = [state_of(SequenceSamplingParams(seed=i, top_p=0.5)) for i in range(3)]
     rows = rows_of(states, [4, 5, 6])
-    assert (rows.edited, rows.told) == ([], [])
-    draw(torch.zeros(3, 5), rows)
+    assert (rows.edited_rows, rows.logprob_rows) == ([], [])
+    sample_rows(torch.zeros(3, 5), rows)
     assert all(state._history is None for state in states)
 
 
 def test_choices_share_the_edits_and_one_tells_the_prompt() -> None:
     spec = SequenceSamplingParams(logit_bias={1: 2.0}, prompt_logprobs=3, repetition_penalty=1.2)
-    states = states_of(RegisterSequences(5, 3, [7, 8, 9], spec, n=3))
-    assert [state.spec.choice for state in states] == [0, 1, 2]
-    assert [state.spec.prompt_logprobs for state in states] == [3, None, None]
+    states = create_sampling_states(RegisterSequences(5, 3, [7, 8, 9], spec, n=3))
+    assert [state.params.choice for state in states] == [0, 1, 2]
+    assert [state.params.prompt_logprobs for state in states] == [3, None, None]
     assert all(state.edits is states[0].edits for state in states)
     assert all(state.history is not states[0].history for state in states[1:])
     assert [state.prompt for state in states] == [[7, 8, 9]] * 3
@@ -238,12 +245,12 @@ def test_a_row_is_the_same_in_any_batch() -> None:
     others = [state_of(spec, prompt=(1, 2)) for spec in neighbours]
     for index in range(40):
         row = logits[index : index + 1]
-        one = draw(row.clone(), rows_of([alone], [index]))
+        one = sample_rows(row.clone(), rows_of([alone], [index]))
         crowd = torch.cat((logits[:2], row, logits[5:8])).clone()
-        many = draw(crowd, rows_of([*others[:2], together, *others[2:]], [index] * 6))
+        many = sample_rows(crowd, rows_of([*others[:2], together, *others[2:]], [index] * 6))
         assert many.tokens[2] == one.tokens[0]
-        told = next(entry for entry in many.logprobs if entry.seq == 2)
-        assert told.drawn == one.logprobs[0].drawn
+        told = next(entry for entry in many.details if entry.seq == 2)
+        assert told.sampled == one.details[0].sampled
 
 
 def test_what_is_told_is_of_the_raw_logits() -> None:
@@ -252,7 +259,7 @@ def test_what_is_told_is_of_the_raw_logits() -> None:
         temperature=0.3, allowed=(11, 12), logit_bias={11: 50.0}, logprobs=3
     )
     got = drawn(logits, [spec], [0])
-    entry = got.logprobs[0].drawn
+    entry = got.details[0].sampled
     assert entry is not None
     wanted = logits[0].double().log_softmax(-1)
     assert (got.tokens, entry.token) == ([11], 11)
@@ -260,7 +267,7 @@ def test_what_is_told_is_of_the_raw_logits() -> None:
     assert entry.rank == int((logits[0] > logits[0, 11]).sum()) + 1
     assert entry.top_ids == logits[0].argsort(descending=True)[:3].tolist()
     assert entry.top_logprobs == pytest.approx(wanted.sort(descending=True)[0][:3].tolist())
-    assert got.logprobs[0].prompt == []
-    none = drawn(logits, [SequenceSamplingParams(logprobs=0)], [0]).logprobs[0].drawn
+    assert got.details[0].prompt_logprobs == []
+    none = drawn(logits, [SequenceSamplingParams(logprobs=0)], [0]).details[0].sampled
     assert none is not None
     assert (none.top_ids, none.top_logprobs) == ([], [])

@@ -8,8 +8,9 @@ import torch
 
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime.sampler import draw, plan_rows
-from gllm.runtime.sampling_state import states_of
+from gllm.runtime.cpu.sampler import sample_rows
+from gllm.runtime.sampling import build_sampling_metadata
+from gllm.runtime.sampling_state import create_sampling_states
 
 DRAWS = 4000
 PROMPT = [0, 1, 1, 5, 9]
@@ -84,13 +85,13 @@ def test_draws_follow_the_exact_distribution(case: dict[str, Any], vocabulary: i
         states = []
         for seed in range(seeds, seeds + 500):
             spec = SequenceSamplingParams(**case, seed=seed)
-            state = states_of(RegisterSequences(0, len(PROMPT), PROMPT, spec))[0]
+            state = create_sampling_states(RegisterSequences(0, len(PROMPT), PROMPT, spec))[0]
             for token in OUTPUT:
                 state.history.append(token)
             states.append(state)
         owners = [(seq, 0) for seq in range(500)]
-        rows = plan_rows(owners, states, [len(OUTPUT)] * 500)
-        tokens = draw(logits.repeat(500, 1), rows).tokens
+        rows = build_sampling_metadata(owners, states, [len(OUTPUT)] * 500)
+        tokens = sample_rows(logits.repeat(500, 1), rows).tokens
         counts += torch.bincount(torch.tensor(tokens), minlength=vocabulary)
     assert not counts[wanted == 0].any()
     likely = wanted * DRAWS >= 5

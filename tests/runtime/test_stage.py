@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import StepDone
 from gllm.runtime.executor import DeviceTime
-from gllm.runtime.stage import Stage
+from gllm.runtime.stage import StageRunner
 from gllm.scheduler.plan import SampledToken, ScheduledRow, StepPlan, StepResult
 from gllm.transport.base import StepFailed, TransportFault
 
@@ -23,7 +24,14 @@ def plan(step: int, tokens: int = 1) -> StepPlan:
 class FakeExecutor:
     """Fails in the place that a step's number asks for; records what runs when."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        wait: Callable[[Any], DeviceTime] | None = None,
+        bind_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`wait`: of a device that computes asynchronously."""
+        self.is_asynchronous = wait is not None
+        self.wait, self.bind_thread = wait, bind_thread
         self.log: list[str] = []
         self.given_up: list[tuple[str, int, str]] = []
         """Behind which line of the log, the step, why."""
@@ -51,10 +59,10 @@ class FakeExecutor:
             raise ValueError("sample")
         return [SampledToken(batch.step, 0, 9)], []
 
-    def give_up(self, batch: Any, error: str) -> None:
+    def fail_batch(self, batch: Any, error: str) -> None:
         self.given_up.append((self.log[-1], batch.step, error))
 
-    def give_up_plan(self, plan: StepPlan, error: str) -> None:
+    def fail_plan(self, plan: StepPlan, error: str) -> None:
         self.plans_given_up.append((plan.step, error))
 
 
@@ -69,12 +77,11 @@ class Results:
         return [(await asyncio.wait_for(self.queue.get(), 60)).result for _ in range(count)]
 
 
-def make_stage(executor: FakeExecutor, **ends: Any) -> tuple[Stage, Results]:
+def make_stage(executor: FakeExecutor, **ends: Any) -> tuple[StageRunner, Results]:
     results = Results()
     receiver, sender = ends.get("receiver"), ends.get("sender")
     handlers = results.queue.put_nowait, results.faults.append
-    device = {name: ends[name] for name in ("finish", "bind_thread") if name in ends}
-    stage = Stage(executor, receiver, sender, *handlers, **device)  # type: ignore[arg-type]
+    stage = StageRunner(executor, receiver, sender, *handlers)  # type: ignore[arg-type]
     return stage, results
 
 
@@ -82,7 +89,7 @@ async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None
     executor = FakeExecutor()
     stage, results = make_stage(executor)
     for step in range(6):
-        stage.plan(plan(step))
+        stage.run_plan(plan(step))
     got = await results.take(6)
     assert [result.step for result in got] == list(range(6))
     errors = {result.step: result.error for result in got if result.error}
@@ -97,7 +104,7 @@ async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None
         ("compute 2", 2, "RuntimeError: compute"),
         ("sample 3", 3, "ValueError: sample"),
     ]
-    assert stage.steps == 4
+    assert stage.num_steps == 4
     assert stage.busy_seconds > 0
 
 
@@ -106,8 +113,8 @@ async def test_a_plan_that_cannot_be_prepared_is_given_up_before_the_steps_ahead
     executor = FakeExecutor()
     executor.sampling.clear()
     stage, results = make_stage(executor)
-    stage.plan(plan(4))
-    stage.plan(plan(1))
+    stage.run_plan(plan(4))
+    stage.run_plan(plan(1))
     assert executor.plans_given_up == [(1, "KeyError: 'prepare'")]
     executor.sampling.set()
     assert [result.step for result in await results.take(2)] == [4, 1]
@@ -124,7 +131,7 @@ async def test_a_step_that_failed_on_an_earlier_stage_is_given_up_here_too() -> 
     executor = FakeExecutor()
     stage, results = make_stage(executor, receiver=FakeReceiver())
     for step in (4, 7, 1):
-        stage.plan(plan(step))
+        stage.run_plan(plan(step))
     errors = [result.error for result in await results.take(3)]
     assert errors == ["", "an earlier stage failed", "KeyError: 'prepare'"]
     assert [given[1:] for given in executor.given_up] == [(7, "an earlier stage failed")]
@@ -134,9 +141,9 @@ async def test_behind_a_pipeline_sampling_runs_beside_the_next_step() -> None:
     executor = FakeExecutor()
     executor.sampling.clear()
     stage, results = make_stage(executor, receiver=FakeReceiver())
-    stage.plan(plan(4))
-    stage.plan(plan(2))
-    stage.plan(plan(5))
+    stage.run_plan(plan(4))
+    stage.run_plan(plan(2))
+    stage.run_plan(plan(5))
     while executor.log != ["compute 4", "compute 2", "compute 5"]:
         await asyncio.sleep(0.01)
     executor.sampling.set()
@@ -147,8 +154,8 @@ async def test_a_single_stage_computes_no_further_before_it_has_sampled() -> Non
     executor = FakeExecutor()
     executor.sampling.clear()
     stage, results = make_stage(executor)
-    stage.plan(plan(4))
-    stage.plan(plan(5))
+    stage.run_plan(plan(4))
+    stage.run_plan(plan(5))
     await asyncio.sleep(0.1)
     assert executor.log == ["compute 4"]
     assert stage.is_busy
@@ -160,12 +167,12 @@ async def test_a_single_stage_computes_no_further_before_it_has_sampled() -> Non
 async def test_times_are_told_up_to_the_step_that_is_being_computed() -> None:
     executor = FakeExecutor()
     stage, results = make_stage(executor)
-    stage.plan(plan(4))
+    stage.run_plan(plan(4))
     await results.take(1)
-    (time,), until = stage.take_times()
+    (time,), until = stage.pop_step_times()
     assert time.step == 4
     assert time.start <= time.end <= until
-    assert stage.take_times()[0] == []
+    assert stage.pop_step_times()[0] == []
 
 
 class FakeSender:
@@ -189,7 +196,7 @@ async def test_a_stage_in_the_middle_hands_failures_on() -> None:
     sender = FakeSender()
     stage, _ = make_stage(FakeExecutor(), sender=sender)
     for step in (0, 1, 2, 4):
-        stage.plan(plan(step))
+        stage.run_plan(plan(step))
     assert await asyncio.to_thread(sender.done.wait, 60)
     expected = [(0, ""), (1, "KeyError: 'prepare'"), (2, "RuntimeError: compute"), (4, "")]
     assert sender.sent == expected
@@ -202,7 +209,7 @@ class BrokenReceiver:
 
 async def test_a_broken_edge_is_a_fault() -> None:
     stage, results = make_stage(FakeExecutor(), receiver=BrokenReceiver())
-    stage.plan(plan(0))
+    stage.run_plan(plan(0))
     while not results.faults:
         await asyncio.sleep(0.01)
     assert str(results.faults[0]) == "the edge is gone"
@@ -210,13 +217,11 @@ async def test_a_broken_edge_is_a_fault() -> None:
 
 async def test_a_device_gets_its_next_step_before_the_tokens_are_there() -> None:
     """A step's time is the device's, and its computing has ended when the device says so."""
-    executor = FakeExecutor()
+    executor = FakeExecutor(lambda batch: DeviceTime(batch.step / 8, batch.step / 16))
     executor.sampling.clear()
-    stage, results = make_stage(
-        executor, finish=lambda batch: DeviceTime(batch.step / 8, batch.step / 16)
-    )
+    stage, results = make_stage(executor)
     for step in (4, 2, 5):
-        stage.plan(plan(step))
+        stage.run_plan(plan(step))
     while executor.log != ["compute 4", "compute 2", "compute 5"]:
         await asyncio.sleep(0.01)
     assert stage.is_busy
@@ -224,7 +229,7 @@ async def test_a_device_gets_its_next_step_before_the_tokens_are_there() -> None
     got = await results.take(3)
     assert [result.step for result in got] == [4, 2, 5]
     assert [bool(result.error) for result in got] == [False, True, False]
-    times, _ = stage.take_times()
+    times, _ = stage.pop_step_times()
     assert [(time.step, round(time.end - time.start, 6)) for time in times] == [
         (4, 0.5),
         (5, 0.625),
@@ -245,27 +250,26 @@ async def test_threads_of_a_stage_use_its_device() -> None:
             assert threading.current_thread().name in bound
             return super().sample(batch, logits)
 
-    stage, results = make_stage(
-        Executor(),
-        finish=lambda batch: DeviceTime(0.0, 0.0),
-        bind_thread=lambda: bound.add(threading.current_thread().name),
+    executor = Executor(
+        lambda batch: DeviceTime(0.0, 0.0),
+        lambda: bound.add(threading.current_thread().name),
     )
-    stage.plan(plan(4))
+    stage, results = make_stage(executor)
+    stage.run_plan(plan(4))
     assert [result.error for result in await results.take(1)] == [""]
     assert bound == {"_compute_steps", "_sample_steps"}
 
 
 async def test_a_stage_in_the_middle_waits_for_its_device_too() -> None:
     sender = FakeSender()
-    stage, _ = make_stage(
-        FakeExecutor(), sender=sender, finish=lambda batch: DeviceTime(0.25, 0.25)
-    )
+    executor = FakeExecutor(lambda batch: DeviceTime(0.25, 0.25))
+    stage, _ = make_stage(executor, sender=sender)
     for step in (0, 1, 2, 4):
-        stage.plan(plan(step))
+        stage.run_plan(plan(step))
     assert await asyncio.to_thread(sender.done.wait, 60)
     while stage.is_busy:
         await asyncio.sleep(0.01)
-    assert [time.step for time in stage.take_times()[0]] == [0, 4]
+    assert [time.step for time in stage.pop_step_times()[0]] == [0, 4]
 
 
 class AbortedReceiver(FakeReceiver):
@@ -275,10 +279,9 @@ class AbortedReceiver(FakeReceiver):
 
 async def test_what_was_computed_with_nothing_is_not_delivered() -> None:
     receiver = AbortedReceiver()
-    stage, results = make_stage(
-        FakeExecutor(), receiver=receiver, finish=lambda batch: DeviceTime(0.0, 0.0)
-    )
-    stage.plan(plan(4))
+    executor = FakeExecutor(lambda batch: DeviceTime(0.0, 0.0))
+    stage, results = make_stage(executor, receiver=receiver)
+    stage.run_plan(plan(4))
     while not results.faults:
         await asyncio.sleep(0.01)
     assert str(results.faults[0]) == "the transfer was aborted"

@@ -19,8 +19,8 @@ from gllm.kernels.triton import linear_fp8, tiles
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
-from gllm.runtime.cuda.executor import DeviceExecutor
-from gllm.runtime.cuda.plans import plan_tables
+from gllm.runtime.cuda.attention_plans import plan_table_attention
+from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 from tests.tiny_models import save
 from tests.triton.variants import recorded_variants
@@ -47,7 +47,7 @@ SPECIAL = [
 ]
 
 
-def executor_of(folder: Path, **options: Any) -> DeviceExecutor:
+def executor_of(folder: Path, **options: Any) -> CudaExecutor:
     """A stage whose kernels for GPUs are recorded."""
     config = read_config(folder)
     engine = EngineConfig.from_options(
@@ -59,8 +59,8 @@ def executor_of(folder: Path, **options: Any) -> DeviceExecutor:
         **options,
     )
     layers = range(config.model.num_layers)
-    plan = partial(plan_tables, asked=set())
-    executor = DeviceExecutor(config, engine, 0, 1, layers, HostQueues(), plan)
+    plan = partial(plan_table_attention, requested_tiles=set())
+    executor = CudaExecutor(config, engine, 0, 1, layers, HostQueues(), plan)
     executor.load(folder, lambda done, total: None)
     executor.reserve(engine.scheduler.resolve(1, NUM_BLOCKS, LONGEST))
     return executor
@@ -69,7 +69,7 @@ def executor_of(folder: Path, **options: Any) -> DeviceExecutor:
 class Steps:
     """Steps of sequences with any context, by hand."""
 
-    def __init__(self, executor: DeviceExecutor) -> None:
+    def __init__(self, executor: CudaExecutor) -> None:
         self._executor, self._count = executor, 0
         self._ended: list[int] = []
 
@@ -92,7 +92,7 @@ def test_no_step_needs_a_kernel_that_examples_did_not(family: str, tmp_path: Pat
     executor = executor_of(save(family, tmp_path))
     with recorded_variants() as variants, torch.inference_mode():
         # As at the start of a stage.
-        executor.room(0.9, BLOCK_SIZE, graph_rows=4)
+        executor.available_bytes(0.9, BLOCK_SIZE, graph_rows=4)
         executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
         executor.warm_up()
         known = set(variants)

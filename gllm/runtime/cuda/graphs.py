@@ -1,15 +1,13 @@
-"""Decodes as graphs: a step's work recorded once for each number of rows, and replayed.
+"""CUDA graphs of decodes: a step is recorded once per padded number of rows and replayed.
 
-Owns the numbers of rows (buckets), the memory that graphs read from and write to, and padding.
-Knows nothing of what a graph computes.
+A decode step is small: launching its thousand kernels takes longer than running them. A graph
+launches them at once, but with the shapes and addresses of its recording. A step is therefore
+padded to the next recorded size, and its inputs are copied to the graph's memory. A padding row has
+a context of one token, which it writes to a block that no sequence holds.
 
-A decode step is small: its thousand kernels take longer to be started one by one than to run. A
-graph starts them at a stroke, but with the shapes and addresses that it was recorded with. So a
-step is padded to the next bucket, and its inputs are copied to where the graph reads them. A row of
-padding has a context of one token, which it writes itself, to a block that is nobody's.
-
-Only block tables differ in width from step to step. A graph's are as wide as any can be, and a step
-brings what its contexts use; the rest stays as it was, for nobody looks behind a context's end.
+Only block tables differ in width between steps. A graph's table has the largest possible width; a
+step overwrites the columns that its contexts use. The other columns keep old values, which no
+kernel reads because they are behind the end of every context.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,38 +19,39 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedBatch
-from gllm.runtime.cuda.staging import Layout
+from gllm.runtime.cuda.staging import TreeLayout
 from gllm.transport.device_streams import DeviceGraph, DeviceRuntime, DeviceStream
 
-FEW = (1, 2, 4, 8)
-APART = 8
-"""Between larger buckets."""
-WARM_UPS = 2
-"""Runs before a recording: libraries set themselves up in the first."""
+SMALL_SIZES = (1, 2, 4, 8)
+"""Numbers of rows that are recorded in any case."""
+SIZE_STEP = 8
+"""Difference between larger numbers of rows."""
+NUM_WARM_UPS = 2
+"""Runs before a recording: libraries initialize in the first."""
 
 Forward = Callable[[Any, Tensor | None], Tensor]
-"""(inputs, activations of the stage before or None) to activations or logits, on the device."""
+"""(inputs, activations of the previous stage or None) to activations or logits, on the device."""
 
 
-def buckets(most: int) -> list[int]:
-    """Numbers of rows to record, up to `most`."""
-    larger = range(FEW[-1] + APART, most, APART)
-    return [size for size in (*FEW, *larger) if size < most] + [most]
+def graph_sizes(max_rows: int) -> list[int]:
+    """Return the numbers of rows to record, ascending; the last one is `max_rows`."""
+    larger = range(SMALL_SIZES[-1] + SIZE_STEP, max_rows, SIZE_STEP)
+    return [size for size in (*SMALL_SIZES, *larger) if size < max_rows] + [max_rows]
 
 
-def bucket_of(rows: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of ascending sizes that holds so many rows; None where none does."""
-    return next((size for size in sizes if size >= rows), None)
+def find_graph_size(num_rows: int, sizes: Sequence[int]) -> int | None:
+    """Return the smallest of ascending sizes that holds the rows; None if none does."""
+    return next((size for size in sizes if size >= num_rows), None)
 
 
-def pad_decodes(rows: PagedBatch, size: int, blocks: int = 1) -> PagedBatch:
-    """Decodes with rows of padding up to `size`, and block tables at least `blocks` wide.
+def pad_decodes(rows: PagedBatch, size: int, min_blocks: int = 1) -> PagedBatch:
+    """Append padding rows up to `size`; the block table has at least `min_blocks` columns.
 
-    Rows of padding share the block behind the one that stays zero.
+    Padding rows share the block after the one that stays zero.
     """
     used = len(rows.context_len)
     width = rows.block_table.shape[1]
-    table = np.zeros((size, max(width, blocks)), dtype=rows.block_table.dtype)
+    table = np.zeros((size, max(width, min_blocks)), dtype=rows.block_table.dtype)
     table[:used, :width] = rows.block_table
     table[used:, 0] = rows.num_blocks + 1
     context_len = np.ones(size, dtype=rows.context_len.dtype)
@@ -67,66 +66,92 @@ def pad_decodes(rows: PagedBatch, size: int, blocks: int = 1) -> PagedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A bucket's graph and its memory."""
+class _RecordedGraph:
+    """A graph and the memory that it reads."""
 
     graph: DeviceGraph
-    flat: Tensor
-    """[bytes] uint8: its inputs."""
+    memory: Tensor
+    """[bytes] uint8: all inputs."""
     inputs: Any
+    """The inputs as views of `memory`."""
     hidden: Tensor | None
-    """[bucket, hidden]"""
+    """[size, hidden]: activations of the previous stage."""
 
 
 class DecodeGraphs:
-    """The graphs of one stage, all run by one stream."""
+    """The graphs of one stage; all run on one stream."""
 
     def __init__(
-        self, queues: DeviceRuntime, stream: DeviceStream, table_of: Callable[[Any], Tensor | None]
+        self,
+        queues: DeviceRuntime,
+        stream: DeviceStream,
+        get_block_table: Callable[[Any], Tensor | None],
     ) -> None:
-        """`table_of`: of inputs, what is of another width in each step, [rows, blocks], and the
-        last of them in memory; None where all inputs of a bucket are laid out alike."""
-        self._queues, self._stream, self._table_of = queues, stream, table_of
-        self._recorded: dict[int, _Recorded] = {}
+        """Create an empty set of graphs.
+
+        Args:
+            queues: of the device.
+            stream: compute stream of the stage.
+            get_block_table: returns the block table [rows, blocks] of inputs, which is the last of
+                their tensors in memory; None for inputs of one fixed layout.
+        """
+        self._queues, self._stream, self._get_block_table = queues, stream, get_block_table
+        self._recorded: dict[int, _RecordedGraph] = {}
         self._output: Tensor | None = None
-        """[largest bucket, ...]: of all graphs, for a vocabulary's logits are large."""
+        """[largest size, ...]: shared by all graphs, because logits are large."""
 
     def record(self, size: int, example: Any, hidden: Tensor | None, forward: Forward) -> None:
-        """Record a bucket, the largest one first. example: a step's inputs on the host, padding in
-        every row and block tables as wide as any; all later steps of this bucket have its layout
-        but for those. hidden [bucket, hidden]: on the device, where the stage has it."""
-        layout, queues = Layout(example), self._queues
+        """Record a graph; the largest size has to be recorded first.
+
+        Args:
+            size: number of rows.
+            example: inputs on the host, padding in every row and block tables of the largest width.
+                All later steps of this size have the same layout except for the block table.
+            hidden: [size, hidden] on the device; None on the first stage.
+            forward: the work to record.
+        """
+        layout, queues = TreeLayout(example), self._queues
         staged = queues.pinned((layout.num_bytes,), torch.uint8)
         layout.fill(staged)
-        flat = queues.zeros((layout.num_bytes,), torch.uint8)
-        inputs = layout.views(example, flat)
+        memory = queues.zeros((layout.num_bytes,), torch.uint8)
+        inputs = layout.views(example, memory)
         with self._stream.current():
-            flat.copy_(staged, non_blocking=True)
-            for _ in range(WARM_UPS):
+            memory.copy_(staged, non_blocking=True)
+            for _ in range(NUM_WARM_UPS):
                 forward(inputs, hidden)
         queues.synchronize()
 
-        def work() -> None:
-            made = forward(inputs, hidden)
+        def run() -> None:
+            output = forward(inputs, hidden)
             if self._output is None:
-                self._output = made
+                self._output = output
             else:
-                self._output[:size].copy_(made)
+                self._output[:size].copy_(output)
 
-        graph = queues.capture(self._stream, work)
-        self._recorded[size] = _Recorded(graph, flat, inputs, hidden)
+        graph = queues.capture(self._stream, run)
+        self._recorded[size] = _RecordedGraph(graph, memory, inputs, hidden)
 
-    def inputs(self, size: int, there: Any, flat: Tensor, hidden: Tensor | None) -> Any:
-        """A bucket's own inputs, filled from a step's: `there`, at the beginning of flat [bytes]
-        uint8, and hidden [rows, hidden]. To be called within the stream."""
+    def fill_inputs(self, size: int, inputs: Any, memory: Tensor, hidden: Tensor | None) -> Any:
+        """Copy a step's inputs to a graph's memory. Has to be called within the stream.
+
+        Args:
+            size: of the graph.
+            inputs: of the step, on the device.
+            memory: [bytes] uint8, begins with `inputs`.
+            hidden: [rows, hidden], activations of the previous stage.
+
+        Returns:
+            The graph's own inputs.
+        """
         recorded = self._recorded[size]
-        table, wide = self._table_of(there), self._table_of(recorded.inputs)
-        ahead = len(recorded.flat)
-        if table is not None and wide is not None:
-            ahead = int(wide.storage_offset()) * wide.itemsize
-            assert ahead == table.storage_offset() * table.itemsize, "laid out alike up to there"
-            wide[:, : table.shape[1]].copy_(table)
-        recorded.flat[:ahead].copy_(flat[:ahead])
+        table = self._get_block_table(inputs)
+        graph_table = self._get_block_table(recorded.inputs)
+        num_bytes = len(recorded.memory)
+        if table is not None and graph_table is not None:
+            num_bytes = int(graph_table.storage_offset()) * graph_table.itemsize
+            assert num_bytes == table.storage_offset() * table.itemsize, "equal up to the table"
+            graph_table[:, : table.shape[1]].copy_(table)
+        recorded.memory[:num_bytes].copy_(memory[:num_bytes])
         if recorded.hidden is not None:
             assert hidden is not None, "a stage that is not the first needs activations"
             recorded.hidden[: len(hidden)].copy_(hidden)
@@ -135,8 +160,11 @@ class DecodeGraphs:
         return recorded.inputs
 
     def replay(self, size: int) -> Tensor:
-        """What the bucket's graph makes of its inputs, [bucket, ...]; good until the next replay of
-        any. To be called within the stream."""
+        """Replay a graph. Has to be called within the stream.
+
+        Returns:
+            Its output [size, ...], valid until the next replay of any graph.
+        """
         self._recorded[size].graph.replay()
         assert self._output is not None
         return self._output[:size]

@@ -1,10 +1,8 @@
-"""A step's inputs on their way to the device.
+"""Staging of a step's inputs: buffers on both sides, and the order of filling, copying and reading.
 
-Owns the buffers on both sides and the order of filling, copying and reading them. Knows nothing of
-what the inputs mean: they are trees (dataclasses, mappings, sequences) with tensors in them.
-
-There are two buffers, so that one is filled and copied while the device still reads the other. What
-shares memory on the host shares it on the device; all of a step goes over in one copy.
+Inputs are trees (dataclasses, mappings, sequences) with tensors in them. Two buffers let the host
+fill one while the device still reads the other. Tensors that share memory on the host share it on
+the device, and a step is copied at once.
 """
 
 import dataclasses
@@ -19,65 +17,70 @@ from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStre
 T = TypeVar("T")
 
 ALIGNMENT = 16
-"""Bytes that every tensor's memory begins at a multiple of: kernels load vectors."""
-BUFFERS = 2
+"""Alignment of each tensor in bytes: kernels load vectors."""
+NUM_BUFFERS = 2
+"""Pairs of host and device memory."""
 
 
-def mapped(tree: T, change: Callable[[Tensor], Tensor]) -> T:
-    """The tree with every tensor in it changed."""
-    return _mapped(tree, change)
+def map_tensors(tree: T, function: Callable[[Tensor], Tensor]) -> T:
+    """Return the tree with each tensor replaced by the function's result."""
+    return _map_tensors(tree, function)
 
 
-def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Tensor):
-        return change(tree)
+        return function(tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         names = [part.name for part in dataclasses.fields(tree)]
-        made = {name: _mapped(getattr(tree, name), change) for name in names}
-        return dataclasses.replace(tree, **made)
+        changes = {name: _map_tensors(getattr(tree, name), function) for name in names}
+        return dataclasses.replace(tree, **changes)
     if isinstance(tree, Mapping):
-        return {key: _mapped(value, change) for key, value in tree.items()}
+        return {key: _map_tensors(value, function) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        values = [_mapped(value, change) for value in tree]
+        values = [_map_tensors(value, function) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return tree
 
 
-class _Part(NamedTuple):
-    """Memory that one or several tensors of a tree look at, in bytes."""
+class _MemoryRange(NamedTuple):
+    """Part of a storage that tensors of a tree view, in bytes."""
 
     storage: torch.UntypedStorage
     begin: int
-    """Within the storage."""
+    """Offset in the storage."""
     end: int
 
 
-class Layout:
-    """Where the tensors of a tree are in one piece of memory. The same tree shape, the same layout.
+class TreeLayout:
+    """Offsets of a tree's tensors in one piece of memory; trees of equal shapes have equal layouts.
 
     Tensors are on the host.
     """
 
     def __init__(self, tree: Any) -> None:
-        self._parts: dict[int, _Part] = {}
-        mapped(tree, self._add)
+        self._ranges: dict[int, _MemoryRange] = {}
+        """By address of the storage."""
+        map_tensors(tree, self._add)
         self._offsets: dict[int, int] = {}
         self.num_bytes = 0
-        """Of all tensors, with what aligns them."""
-        for address, part in self._parts.items():
+        """Bytes of all tensors, with their alignment."""
+        for address, memory_range in self._ranges.items():
             self._offsets[address] = self.num_bytes
-            self.num_bytes += _aligned(part.end - part.begin)
+            self.num_bytes += _align(memory_range.end - memory_range.begin)
 
     def fill(self, memory: Tensor) -> None:
         """Copy the tensors to memory [bytes] uint8 of the host."""
-        for address, part in self._parts.items():
-            begin, count = self._offsets[address], part.end - part.begin
+        for address, memory_range in self._ranges.items():
+            begin, count = self._offsets[address], memory_range.end - memory_range.begin
             source = torch.empty(0, dtype=torch.uint8)
-            source.set_(part.storage, part.begin, (count,), (1,))
+            source.set_(memory_range.storage, memory_range.begin, (count,), (1,))
             memory[begin : begin + count].copy_(source)
 
     def views(self, tree: T, memory: Tensor) -> T:
-        """The tree with its tensors in memory [bytes] uint8, a whole number of ALIGNMENT."""
+        """Return the tree with its tensors as views of memory.
+
+        memory: [bytes] uint8, a multiple of ALIGNMENT.
+        """
         typed: dict[torch.dtype, Tensor] = {}
 
         def view(tensor: Tensor) -> Tensor:
@@ -87,11 +90,11 @@ class Layout:
             begin = 0
             if tensor.numel():
                 address = tensor.untyped_storage().data_ptr()
-                within = tensor.storage_offset() * tensor.itemsize - self._parts[address].begin
+                within = tensor.storage_offset() * tensor.itemsize - self._ranges[address].begin
                 begin = (self._offsets[address] + within) // tensor.itemsize
             return flat.as_strided(tensor.shape, tensor.stride(), begin)
 
-        return mapped(tree, view)
+        return map_tensors(tree, view)
 
     def _add(self, tensor: Tensor) -> Tensor:
         if tensor.numel():
@@ -99,79 +102,85 @@ class Layout:
             begin = int(tensor.storage_offset()) * tensor.itemsize
             last = sum(int((n - 1) * s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             end = begin + (1 + last) * tensor.itemsize
-            # A storage is copied from a multiple of ALIGNMENT on, so that what is aligned in it
-            # stays so.
+            # A range begins at a multiple of ALIGNMENT, so that tensors aligned in their storage
+            # stay aligned.
             begin -= begin % ALIGNMENT
-            known = self._parts.get(storage.data_ptr())
+            known = self._ranges.get(storage.data_ptr())
             if known is not None:
                 begin, end = min(begin, known.begin), max(end, known.end)
-            self._parts[storage.data_ptr()] = _Part(storage, begin, end)
+            self._ranges[storage.data_ptr()] = _MemoryRange(storage, begin, end)
         return tensor
 
 
 class _Buffer:
-    """One pair of memory on the host and on the device."""
+    """A pair of pinned host memory and device memory."""
 
     def __init__(self, queues: DeviceRuntime, num_bytes: int) -> None:
         self.pinned = queues.pinned((num_bytes,), torch.uint8)
         self.device = queues.zeros((num_bytes,), torch.uint8)
         self.copied: DeviceEvent = queues.event()
-        """The host's memory has been read."""
+        """The pinned memory has been read."""
         self.used: DeviceEvent = queues.event()
-        """The device's memory has been read."""
+        """The device memory has been read."""
 
 
-class Staging:
-    """Takes one step's inputs after the other to the device. Called on one thread."""
+class InputStaging:
+    """Copies of the inputs of successive steps to the device, on one thread."""
 
     def __init__(self, queues: DeviceRuntime, num_bytes: int) -> None:
-        """`num_bytes`: expected of the largest step."""
+        """Allocate the buffers.
+
+        Args:
+            queues: of the device.
+            num_bytes: expected bytes of the largest step; buffers grow for larger ones.
+        """
         self._queues = queues
-        self._buffers = [_Buffer(queues, _aligned(num_bytes)) for _ in range(BUFFERS)]
+        self._buffers = [_Buffer(queues, _align(num_bytes)) for _ in range(NUM_BUFFERS)]
         self._outgrown: list[_Buffer] = []
-        """Kept, for they may still be read; each is at most half as large as the next."""
-        self._copies: DeviceStream = queues.stream()
-        self._steps = 0
+        """Kept because the device may still read them; each is at most half of the next one."""
+        self._copy_stream: DeviceStream = queues.stream()
+        self._num_steps = 0
 
     def put(self, tree: T, stream: DeviceStream) -> tuple[T, Tensor]:
-        """The tree with its tensors on the device, and all of them as one [bytes] uint8.
+        """Start copying a step's inputs; they are valid in `stream` until `release`.
 
-        They are there for what is put into `stream` from now until `release`.
+        Returns:
+            The tree with its tensors on the device, and the memory [bytes] uint8 that holds them.
         """
-        layout = Layout(tree)
-        buffer = self._buffer(layout.num_bytes)
+        layout = TreeLayout(tree)
+        buffer = self._next_buffer(layout.num_bytes)
         buffer.copied.synchronize()
         layout.fill(buffer.pinned)
-        flat = buffer.device[: layout.num_bytes]
-        self._copies.wait(buffer.used)
-        with self._copies.current():
-            flat.copy_(buffer.pinned[: layout.num_bytes], non_blocking=True)
-        self._copies.record(buffer.copied)
+        memory = buffer.device[: layout.num_bytes]
+        self._copy_stream.wait(buffer.used)
+        with self._copy_stream.current():
+            memory.copy_(buffer.pinned[: layout.num_bytes], non_blocking=True)
+        self._copy_stream.record(buffer.copied)
         stream.wait(buffer.copied)
-        return layout.views(tree, buffer.device), flat
+        return layout.views(tree, buffer.device), memory
 
     def release(self, stream: DeviceStream) -> None:
-        """What `put` gave last is read by nothing that is put into the stream from now on."""
-        stream.record(self._buffers[self._steps % BUFFERS].used)
-        self._steps += 1
+        """Allow the last inputs to be overwritten after the work queued on the stream so far."""
+        stream.record(self._buffers[self._num_steps % NUM_BUFFERS].used)
+        self._num_steps += 1
 
-    def _buffer(self, num_bytes: int) -> _Buffer:
-        """The one whose turn it is, with room for so many bytes."""
-        index = self._steps % BUFFERS
+    def _next_buffer(self, num_bytes: int) -> _Buffer:
+        """Return the buffer of the current step, with at least `num_bytes` bytes."""
+        index = self._num_steps % NUM_BUFFERS
         buffer = self._buffers[index]
         if num_bytes > len(buffer.pinned):
             self._outgrown.append(buffer)
-            larger = max(_aligned(num_bytes), 2 * len(buffer.pinned))
+            larger = max(_align(num_bytes), 2 * len(buffer.pinned))
             buffer = self._buffers[index] = _Buffer(self._queues, larger)
         return buffer
 
 
-def _aligned(num_bytes: int) -> int:
+def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def copy_to_device(tensor: Tensor, queues: DeviceRuntime, stream: DeviceStream) -> Tensor:
-    """Return a tensor of the host on the device, for what is put into `stream` afterwards."""
+    """Copy a host tensor to the device; the copy is valid in `stream`."""
     pinned = queues.pinned(tensor.shape, tensor.dtype)
     pinned.copy_(tensor)
     with stream.current():

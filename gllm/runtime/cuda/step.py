@@ -1,7 +1,4 @@
-"""One step on a device as data: the tensors that it takes there, and the events around its work.
-
-Owns no memory and no order of work: those belong to staging.py and executor.py.
-"""
+"""State of a step on a device: the tensors that are copied there and the events around its work."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,35 +6,35 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gllm.models.stage import StageInputs
-from gllm.runtime.cuda.drawing import DrawInputs
-from gllm.runtime.cuda.tokens import PendingTokens
+from gllm.runtime.cuda.readback import PendingTokens
+from gllm.runtime.cuda.sampler import SamplerInputs
 from gllm.transport.device_streams import DeviceEvent
 
 
-class Inputs(NamedTuple):
-    """All that a step takes to the device."""
+class StepInputs(NamedTuple):
+    """All tensors of a step that are copied to the device."""
 
     stage: StageInputs
-    sample_rows: Tensor
+    logits_indices: Tensor
     """[samples] int64"""
-    ids: Tensor
+    token_ids: Tensor
     """[tokens] int64: on the last of several stages, whose `stage` has none; else empty."""
-    draw: DrawInputs
-    unknown: Tensor
-    """[placeholders] int64: token rows whose id is a last token."""
-    places: Tensor
-    """[placeholders] int64: of which place."""
-    kept: Tensor
-    """[samples] int64: places that the step's tokens are put to; empty where nobody looks."""
+    sampler: SamplerInputs
+    placeholder_rows: Tensor
+    """[placeholders] int64: token rows whose id is the last token of a sequence."""
+    placeholder_slots: Tensor
+    """[placeholders] int64: slots of those tokens in the table of last tokens."""
+    last_token_slots: Tensor
+    """[samples] int64: slots that the sampled tokens are stored in; empty if they are not."""
 
 
 @dataclass(slots=True)
-class OnDevice:
-    """What a batch carries beside its own."""
+class DeviceStepState:
+    """State of a batch on a device."""
 
-    inputs: Inputs
+    inputs: StepInputs
     """On the host."""
     spans: list[tuple[DeviceEvent, DeviceEvent]] = field(default_factory=list)
     """Timed events around each part of the step that the device computes, in order."""
-    told: PendingTokens | None = None
+    tokens: PendingTokens | None = None
     """On the last stage, once computed."""

@@ -1,9 +1,9 @@
-"""Example steps by which a stage compiles its kernels before it serves.
+"""Example steps that make a stage compile its kernels before it serves.
 
-Triton compiles a kernel at the first launch with new constants. Constants depend on the model, and
-of a step on three things: the number of tokens (tiles), whether contexts are split, and whether
-rows are sampled with filters and edits. Each number of tokens at which a kernel changes its tiles,
-the shortest and the longest context, and both kinds of sampling are therefore run once.
+Triton compiles a kernel at the first launch with new constants. Constants depend on the model and
+on three properties of a step: the number of tokens (tile sizes), whether contexts are split, and
+whether rows are sampled with filters and edits. Each number of tokens at which a kernel changes its
+tiles, the shortest and the longest context, and both kinds of sampling are therefore run once.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,25 +13,25 @@ import numpy as np
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.messages.sampling import SequenceSamplingParams
 
-PLAIN = SequenceSamplingParams(temperature=1.0)
-"""Sampling without filters and edits."""
+PLAIN_PARAMS = SequenceSamplingParams(temperature=1.0)
+"""Sampling parameters without filters and edits."""
 
 
 def example_rows(
-    list_token_boundaries: Iterable[int], longest: int, block_size: int, num_blocks: int
+    token_counts: Iterable[int], max_model_len: int, block_size: int, num_blocks: int
 ) -> Iterator[PagedBatch]:
-    """Yield micro-batches of one row, all of whose blocks are the one that padding is written to.
+    """Yield micro-batches of one row, whose blocks are all the one that padding is written to.
 
     Args:
-        list_token_boundaries: numbers of tokens at which kernels change.
-        longest: most tokens of a context.
+        token_counts: numbers of tokens at which kernels change their tiles.
+        max_model_len: most tokens of a context.
         block_size: tokens per KV block.
         num_blocks: usable KV blocks, as in PagedBatch.
     """
-    counts = sorted({1, 2, *list_token_boundaries})
-    for num_tokens in (count for count in counts if count <= longest):
-        # Whether a context is split matters to the shortest decode and chunk most.
-        contexts = {num_tokens, longest} if num_tokens <= 2 else {num_tokens}
+    counts = sorted({1, 2, *token_counts})
+    for num_tokens in (count for count in counts if count <= max_model_len):
+        # The shortest decode and chunk depend most on whether a context is split.
+        contexts = {num_tokens, max_model_len} if num_tokens <= 2 else {num_tokens}
         for context in sorted(contexts):
             table = np.full((1, -(-context // block_size)), num_blocks + 1, dtype=np.int64)
             start = np.array([0, num_tokens], dtype=np.int64)

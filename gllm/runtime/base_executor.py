@@ -1,0 +1,250 @@
+"""Base class of executors: everything that does not depend on the kind of device.
+
+It loads weights, follows block tables, registers sequences and builds micro-batches on the host.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gllm.config.engine import EngineConfig
+from gllm.config.field_types import FieldError
+from gllm.kernels.attention_backends import AttentionRequirements, choose_backend
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
+from gllm.models.attention import head_shape
+from gllm.models.config import ModelConfig
+from gllm.models.loader import Checkpoint, Weights
+from gllm.models.stage import ModelStage
+from gllm.runtime.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
+from gllm.runtime.device import (
+    check_quantization,
+    choose_cache_dtype,
+    choose_compute_dtype,
+    get_capability,
+)
+from gllm.runtime.executor import DeviceTime
+from gllm.runtime.grammars import GuideFactory
+from gllm.runtime.kv_cache import KVCache, block_bytes
+from gllm.runtime.logprobs import PromptChunk, create_prompt_chunks
+from gllm.runtime.sampling import SamplingMetadata, build_sampling_metadata, fail_guides
+from gllm.runtime.sampling_state import SamplingState, create_sampling_states
+from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
+from gllm.scheduler.plan import SampledToken, StepPlan
+
+log = logging.getLogger(__name__)
+
+
+class BaseExecutor(ABC):
+    """Model part and KV cache of one stage; subclasses compute and sample."""
+
+    is_asynchronous = False
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        stage: int,
+        num_stages: int,
+        layers: range,
+        device: torch.device,
+    ) -> None:
+        """Choose dtypes and the attention backend.
+
+        Raises:
+            FieldError: weights, KV cache or attention cannot be as configured.
+        """
+        self.model = model_config.model
+        self.layers = layers
+        self._layer_specs = self.model.layers[layers.start : layers.stop]
+        self._max_model_len = engine_config.max_model_len or self.model.context_length
+        self.is_first = stage == 0
+        self.is_last = stage == num_stages - 1
+        self.dtype = choose_compute_dtype(engine_config.dtype, model_config.dtype, device.type)
+        check_quantization(engine_config.quantization, device.type)
+        self._quantization = engine_config.quantization
+        self.device = device
+        gpu_capability = get_capability(device)
+        self.cache_dtype = choose_cache_dtype(
+            engine_config.kv_cache_dtype, self.dtype, gpu_capability
+        )
+        block_size = engine_config.scheduler.block_size
+        self.block_bytes = block_bytes(self._layer_specs, block_size, self.cache_dtype)
+        self.backend = self._choose_attention_backend(engine_config, gpu_capability)
+        self.weight_bytes = 0
+        self._mirror = BlockTableReplica()
+        self._tables = BlockTables()
+        self._states: dict[int, SamplingState] = {}
+        """Sampling state by sequence, on the last stage."""
+        self._keeps_last_tokens = num_stages == 1
+        """True if plans may have placeholders for tokens that the previous step samples."""
+        self._eos_ids = model_config.eos_ids
+        self._grammars: GuideFactory | None = None
+
+    def _choose_attention_backend(
+        self, config: EngineConfig, gpu_capability: tuple[int, int] | None
+    ) -> str:
+        """Choose the attention backend and log the reason.
+
+        gpu_capability: compute capability of the GPU; None on a CPU.
+        """
+        requirements = AttentionRequirements(
+            "cpu" if gpu_capability is None else "cuda",
+            gpu_capability or (0, 0),
+            self.dtype,
+            self.cache_dtype,
+            config.scheduler.block_size,
+            frozenset(head_shape(layer.attention) for layer in self._layer_specs),
+        )
+        try:
+            choice = choose_backend(config.attention_backend, requirements)
+        except ValueError as error:
+            raise FieldError("attention_backend", str(error)) from error
+        log.log(
+            # The slowest backend on every device.
+            logging.WARNING if choice.name == "torch" else logging.INFO,
+            "attention by %s (%s); KV cache in %s, %d bytes a block",
+            choice.name,
+            choice.reason,
+            self.cache_dtype,
+            self.block_bytes,
+        )
+        return choice.name
+
+    def load(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
+        """See Executor."""
+        with Checkpoint(folder, self.dtype, self.model, self.layers, self.device) as checkpoint:
+            checkpoint.report_to(on_progress)
+            weights = Weights(checkpoint, quantization=self._quantization)
+            # Tensors created beside the weights (rotary frequencies) belong on the device too.
+            with self.device:
+                model = checkpoint.model
+                self._stage = ModelStage(model, weights, self.layers, self._max_model_len)
+            checkpoint.finish()
+        self.weight_bytes = checkpoint.weight_bytes
+        if self.is_last:
+            self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """See Executor."""
+        self._cache = KVCache(self._layer_specs, num_blocks, block_size, self.cache_dtype)
+        plan_attention = partial(plan_windows, backend=self.backend)
+        self._batch_config = BatchConfig(
+            num_blocks, block_size, self.dtype, self._windows, plan_attention
+        )
+
+    @property
+    def _windows(self) -> frozenset[int | None]:
+        """Sliding windows of the stage's layers."""
+        return frozenset(layer.attention.window for layer in self._layer_specs)
+
+    def register(self, message: RegisterSequences) -> "Future[bytes] | None":
+        """See Executor."""
+        for seq in range(message.seq, message.seq + message.n):
+            self._mirror.register(seq, message.prompt_len, message.prompt)
+        try:
+            states = create_sampling_states(message, self._grammars)
+        except Exception as error:
+            log.exception("request %d could not be registered", message.seq)
+            default = [SamplingState(SequenceSamplingParams(), None, []) for _ in range(message.n)]
+            self._states.update(enumerate(default, start=message.seq))
+            failed: Future[bytes] = Future()
+            failed.set_exception(error)
+            return failed
+        self._states.update(enumerate(states, start=message.seq))
+        guides = [state.guide for state in states if state.guide is not None]
+        return guides[-1].first_mask if guides else None
+
+    def prepare(self, plan: StepPlan) -> Batch:
+        """See Executor."""
+        try:
+            return self._build_batch(plan)
+        finally:
+            self._release(plan.released_seqs)
+
+    def _build_batch(self, plan: StepPlan) -> Batch:
+        """Build the micro-batch of a plan."""
+        sequences = self._mirror.apply(plan)
+        inputs, placeholders = build_inputs(
+            plan, sequences, self._tables, self._batch_config, self.is_first
+        )
+        logits_indices, sampling, chunks = self._build_sampling(plan, sequences)
+        return Batch(
+            plan.step,
+            inputs,
+            sum(row.num_tokens for row in plan.rows),
+            logits_indices,
+            sampling,
+            chunks,
+            placeholders,
+        )
+
+    def _release(self, seqs: list[int]) -> None:
+        """Free the state of sequences that have ended.
+
+        The driver releases a sequence when all its steps have committed: no thread samples it.
+        """
+        self._mirror.release(seqs)
+        self._tables.release(seqs)
+        for seq in seqs:
+            self._states.pop(seq, None)
+
+    def _build_sampling(
+        self, plan: StepPlan, sequences: list[SequenceView]
+    ) -> tuple[Tensor, SamplingMetadata, list[PromptChunk]]:
+        """Collect the rows that are sampled and the prompt tokens that are scored.
+
+        Returns:
+            Token rows [samples] int64, the sampling rows and the prompt chunks; all are empty
+            except on the last stage.
+        """
+        owners, states, output_indices, token_rows = [], [], [], []
+        chunks: list[PromptChunk] = []
+        end = 0
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            begin, end = end, end + row.num_tokens
+            if not self.is_last:
+                continue
+            state = self._states[row.seq]
+            if state.params.prompt_logprobs is not None:
+                chunks += create_prompt_chunks(state, row, begin)
+            if row.should_sample:
+                token_rows.append(end - 1)
+                owners.append((row.seq, row.epoch))
+                states.append(state)
+                output_indices.append(row.start + row.num_tokens - sequence.prompt_len)
+        sampling = build_sampling_metadata(owners, states, output_indices)
+        return torch.tensor(token_rows, dtype=torch.int64), sampling, chunks
+
+    @abstractmethod
+    def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+        """See Executor."""
+
+    def wait(self, batch: Batch) -> DeviceTime:
+        """See Executor."""
+        raise NotImplementedError("computing is over when `compute` returns")
+
+    @abstractmethod
+    def sample(
+        self, batch: Batch, output: Tensor
+    ) -> tuple[list[SampledToken], list[SampleDetails]]:
+        """See Executor."""
+
+    def fail_batch(self, batch: Batch, error: str) -> None:
+        """See Executor."""
+        fail_guides(batch.sampling.states, error)
+
+    def fail_plan(self, plan: StepPlan, error: str) -> None:
+        """See Executor."""
+        states = [self._states.get(row.seq) for row in plan.rows]
+        fail_guides([state for state in states if state is not None], error)
+
+    def bind_thread(self) -> None:
+        """See Executor."""
+        return

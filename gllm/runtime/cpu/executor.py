@@ -1,0 +1,87 @@
+"""Executor of a stage on a CPU."""
+
+import torch
+from torch import Tensor
+
+from gllm.config.engine import EngineConfig
+from gllm.kernels.native.library import log_kernels
+from gllm.messages.sampling import SampleDetails
+from gllm.models.config import ModelConfig
+from gllm.runtime.base_executor import BaseExecutor
+from gllm.runtime.batch import Batch
+from gllm.runtime.cpu.sampler import sample_rows
+from gllm.runtime.sampling import build_embedding_details, to_sampled
+from gllm.scheduler.plan import SampledToken
+
+CPU = torch.device("cpu")
+
+
+class CpuExecutor(BaseExecutor):
+    """Model part and KV cache of one stage in the host's memory.
+
+    A single stage computes and samples on one thread, so `sample` may store the last token of each
+    sequence for `compute` of the next batch with placeholders.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        stage: int,
+        num_stages: int,
+        layers: range,
+        device: torch.device = CPU,
+    ) -> None:
+        """Choose dtypes and the attention backend.
+
+        Raises:
+            FieldError: weights, KV cache or attention cannot be as configured.
+        """
+        super().__init__(model_config, engine_config, stage, num_stages, layers, device)
+        if self.is_first and device.type == "cpu":
+            log_kernels()
+        self._last_tokens: dict[int, int] = {}
+        """Last sampled token by sequence."""
+
+    def _release(self, seqs: list[int]) -> None:
+        super()._release(seqs)
+        for seq in seqs:
+            self._last_tokens.pop(seq, None)
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+        """Compute a micro-batch.
+
+        Args:
+            batch: if it has placeholders, the previous one has been sampled.
+            hidden: activations [tokens, hidden] of the previous stage; None on the first stage.
+
+        Returns:
+            Activations [tokens, hidden]; on the last stage logits [samples, vocabulary] float32.
+        """
+        for row, seq in batch.placeholders:
+            # A sequence whose step failed has no token: it has ended, and this row is discarded.
+            batch.inputs.token_ids[row] = self._last_tokens.get(seq, 0)
+        hidden = self._stage.forward(batch.inputs, hidden, self._cache.layers)
+        if not self.is_last:
+            return hidden
+        for chunk in batch.prompt_chunks:
+            chunk.compute_scores(hidden, self._stage.compute_logits)
+        sampled = hidden[batch.logits_indices]
+        if batch.sampling.embedding_rows:
+            batch.embeddings = self._stage.apply_final_norm(sampled[batch.sampling.embedding_rows])
+        return self._stage.compute_logits(sampled)
+
+    @torch.inference_mode()
+    def sample(
+        self, batch: Batch, output: Tensor
+    ) -> tuple[list[SampledToken], list[SampleDetails]]:
+        """See Executor; `output` are logits."""
+        for chunk in batch.prompt_chunks:
+            chunk.store_scores()
+        samples = sample_rows(output, batch.sampling)
+        results = to_sampled(batch.sampling, samples)
+        if self._keeps_last_tokens:
+            self._last_tokens.update((result.seq, result.token_id) for result in results)
+        embedded = build_embedding_details(batch.sampling, batch.embeddings, samples.errors)
+        return results, samples.details + embedded

@@ -1,0 +1,71 @@
+"""CUDA backend of a stage: choice of the GPU and of the transport, and the order of start-up."""
+
+import logging
+
+from gllm.kernels.triton.compilations import CompilationCounter
+from gllm.models.config import ModelConfig
+from gllm.runtime.backend import resolve_step_limits
+from gllm.runtime.cuda.executor import CudaExecutor
+from gllm.runtime.spec import WorkerSpec
+from gllm.scheduler.config import SchedulerConfig
+from gllm.transport.device_streams import CudaRuntime
+
+log = logging.getLogger(__name__)
+
+MAX_GRAPH_ROWS = 256
+"""Decodes in the largest graph; with more rows the device has enough work in each kernel."""
+
+
+class CudaBackend:
+    """GPU and executor of a stage; with fewer GPUs than stages, stages share GPUs."""
+
+    def __init__(self, spec: WorkerSpec, model: ModelConfig, num_gpus: int) -> None:
+        """Create the executor; see `gllm.runtime.worker.create_backend`."""
+        layers = range(*spec.layers)
+        self._spec = spec
+        self._queues = CudaRuntime(spec.stage % num_gpus)
+        self.executor = CudaExecutor(
+            model, spec.config, spec.stage, spec.num_stages, layers, self._queues
+        )
+        self.streams = self._queues, self.executor.stream
+        self._max_stages_per_gpu = -(-spec.num_stages // num_gpus)
+        self.transport = "nccl" if self._max_stages_per_gpu == 1 else "host-staging"
+        self._counter: CompilationCounter | None = None
+
+    def reserve(self) -> SchedulerConfig:
+        """See DeviceBackend."""
+        config = resolve_step_limits(self._spec)
+        self.executor.reserve(config)
+        return config
+
+    def available_bytes(self) -> int | None:
+        """See DeviceBackend; stages on one GPU get equal shares."""
+        config = self._spec.config
+        num_bytes = self.executor.available_bytes(
+            config.gpu_memory_utilization, config.scheduler.block_size, self._graph_rows
+        )
+        return num_bytes // self._max_stages_per_gpu
+
+    def prepare_steps(self) -> None:
+        """See DeviceBackend; the log shows the progress."""
+        log.info("compiling kernels")
+        self.executor.warm_up()
+        self.executor.record_graphs(
+            self._graph_rows, lambda done, total: log.info("graph %d/%d", done, total)
+        )
+        self._counter = CompilationCounter()
+
+    @property
+    def host_seconds(self) -> float:
+        """See DeviceBackend."""
+        return self.executor.host_seconds
+
+    @property
+    def num_compilations(self) -> int:
+        """See DeviceBackend."""
+        return 0 if self._counter is None else self._counter.count
+
+    @property
+    def _graph_rows(self) -> int:
+        """Rows of the largest graph."""
+        return min(self._spec.config.scheduler.max_num_seqs, MAX_GRAPH_ROWS)
