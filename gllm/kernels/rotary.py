@@ -1,6 +1,6 @@
 """Rotary position embedding: inverse frequencies per kind of scaling, angles of a step, rotation.
 
-Everything is computed in float32. Kinds and parameters are validated by gllm/models/describe.py.
+Everything is computed in float32. Kinds and parameters are validated by gllm/models/spec_builders.py.
 Angles are computed for the positions of a step, once for all layers, so that no table of the length
 of the context is needed.
 

@@ -43,7 +43,7 @@ def _gate(both, output, size, row, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:
-    """As gllm.kernels.activation.gate: gate_up [tokens, 2 * n]; the result [tokens, n]."""
+    """As gllm.kernels.activation.act_and_mul: gate_up [tokens, 2 * n]; the result [tokens, n]."""
     if kind not in KINDS:
         raise ValueError(f"no kernel for the activation {kind!r}")
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
