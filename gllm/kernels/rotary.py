@@ -1,8 +1,8 @@
 """Rotary position embedding: inverse frequencies per kind of scaling, angles of a step, rotation.
 
-Everything is computed in float32. Kinds and parameters are validated by gllm/models/spec_builders.py.
-Angles are computed for the positions of a step, once for all layers, so that no table of the length
-of the context is needed.
+Everything is computed in float32. gllm/models/rope.py validates kinds and parameters. Angles are
+computed for the positions of a step, once for all layers, so that no table of the length of the
+context is needed.
 
 Source: Su et al., "RoFormer" (2021), equation 34. In the half-split layout element i of the rotated
 part is paired with element i + dim / 2, in the interleaved one with its neighbour.
