@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
-from gllm.experiments.real import logged_run, serve_jobs
+from gllm.experiments.real import run_logged, serve_workload
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import simulate
-from gllm.sim.options import SimulationConfig, deployment_of
-from gllm.sim.report import show, text_table, variation
-from gllm.sim.run import Run, run_of
-from gllm.sim.workload import Job, make_jobs, scaled
+from gllm.sim.options import SimulationConfig, build_deployment
+from gllm.sim.report import coefficient_of_variation, format_table, show_value
+from gllm.sim.run_record import RunRecord, build_run_record
+from gllm.sim.workload import WorkloadRequest, make_workload, scale_request
 
 POLICIES = ("throttle", "throttle-no-wt", "throttle-no-ut", "throttle-paper", "sarathi", "balance")
 BASE = "sarathi"
@@ -45,7 +45,7 @@ NEIGHBOURS = 16
 """Micro-batches around one, in its running mean."""
 
 Outputs = list[list[int]]
-Serve = Callable[[str, list[Job]], tuple[Run, Outputs]]
+Serve = Callable[[str, list[WorkloadRequest]], tuple[RunRecord, Outputs]]
 """Serves jobs under a policy."""
 
 
@@ -67,7 +67,7 @@ class Evenness(NamedTuple):
     """Mean over micro-batches with prefill."""
 
 
-def evenness(run: Run) -> Evenness:
+def evenness(run: RunRecord) -> Evenness:
     """Of all micro-batches from the first request's arrival to the last one's end. A micro-batch
     has at least one row: where there is nothing to do, there is none."""
     tokens = [float(step.work.num_tokens) for step in run.steps]
@@ -79,12 +79,16 @@ def evenness(run: Run) -> Evenness:
     ]
     return Evenness(
         *(len(tokens), fmean(tokens), fmean(decodes)),
-        *(variation(tokens), variation(decodes), pstdev(around) / fmean(decodes)),
+        *(
+            coefficient_of_variation(tokens),
+            coefficient_of_variation(decodes),
+            pstdev(around) / fmean(decodes),
+        ),
         *(len(prefills) / len(tokens), fmean(prefills)),
     )
 
 
-def serve_really(policy: str, jobs: list[Job]) -> tuple[Run, Outputs]:
+def serve_really(policy: str, jobs: list[WorkloadRequest]) -> tuple[RunRecord, Outputs]:
     """Serve the jobs with an engine of their own.
 
     In float32: a bfloat16 product rounds differently in a batch of another shape, so that two runs
@@ -93,24 +97,26 @@ def serve_really(policy: str, jobs: list[Job]) -> tuple[Run, Outputs]:
     outputs: Outputs = []
 
     async def work(engine: Engine) -> None:
-        outputs.extend(await serve_jobs(engine, jobs))
+        outputs.extend(await serve_workload(engine, jobs))
 
     config = EngineConfig.from_options(
         "demo", pipeline_parallel_size=STAGES, policy=policy, dtype="float32"
     )
-    return run_of(asyncio.run(logged_run(config, work))), outputs
+    return build_run_record(asyncio.run(run_logged(config, work))), outputs
 
 
-def simulate_it(profile: str, policy: str, jobs: list[Job]) -> tuple[Run, Outputs]:
+def simulate_it(
+    profile: str, policy: str, jobs: list[WorkloadRequest]
+) -> tuple[RunRecord, Outputs]:
     """Serve the jobs with a simulated pipeline; there are no outputs."""
     config = SimulationConfig(profile=profile, scheduler=SchedulerConfig(policy=policy))
-    return simulate(deployment_of(config, CONTEXT), jobs)[0], []
+    return simulate(build_deployment(config, CONTEXT), jobs)[0], []
 
 
-def jobs_at(rate: float, count: int) -> list[Job]:
+def jobs_at(rate: float, count: int) -> list[WorkloadRequest]:
     """Lengths of azure-conv within the demo model's context, Poisson arrivals."""
-    jobs = make_jobs("azure-conv", count, rate, seed=11)
-    return [scaled(job, LENGTH_SCALE, CONTEXT) for job in jobs]
+    jobs = make_workload("azure-conv", count, rate, seed=11)
+    return [scale_request(job, LENGTH_SCALE, CONTEXT) for job in jobs]
 
 
 def capacity(serve: Serve, count: int) -> float:
@@ -165,15 +171,19 @@ def table(measured: Measured) -> str:
         rows.append(
             [
                 *(policy, f"{each.steps:.0f}"),
-                *(show(each.decodes), show(each.decodes_variation)),
+                *(show_value(each.decodes), show_value(each.decodes_variation)),
                 f"{each.decodes_variation / base.decodes_variation:.2f}",
-                *(show(each.local_variation), show(each.tokens), show(each.tokens_variation)),
+                *(
+                    show_value(each.local_variation),
+                    show_value(each.tokens),
+                    show_value(each.tokens_variation),
+                ),
                 f"{each.tokens_variation / base.tokens_variation:.2f}",
-                *(show(each.prefill_share, 100), show(each.prefill_tokens)),
+                *(show_value(each.prefill_share, 100), show_value(each.prefill_tokens)),
                 ("-", "yes", "**no**")[min(different, 2)],
             ]
         )
-    return text_table([*header, "outputs equal"], rows)
+    return format_table([*header, "outputs equal"], rows)
 
 
 def verdict(figures: dict[str, Evenness]) -> str:
@@ -217,7 +227,7 @@ def page(serve: Serve, how: str, requests: int, rounds: int) -> str:
     ]
     for share in SHARES:
         measured = measure(serve, share, requests, rounds)
-        rates = ", ".join(show(share * most) for most in measured.capacities)
+        rates = ", ".join(show_value(share * most) for most in measured.capacities)
         parts += [
             f"## {share:.0%} of capacity: {rates} requests/s",
             table(measured),

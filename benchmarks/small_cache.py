@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.deployment import roofline, simulate
-from gllm.sim.report import summarize, text_table
-from gllm.sim.workload import make_jobs
+from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.report import format_table, summarize_run
+from gllm.sim.workload import make_workload
 
 POLICIES = {
     6000: ("throttle", "throttle-paper", "throttle-no-ut", "sarathi"),
@@ -36,11 +36,11 @@ class Case(NamedTuple):
 def simulate_case(case: Case) -> list[str]:
     """Return the row of a case; waste is the share of tokens computed more than once."""
     config = SchedulerConfig(policy=case.policy, expected_output_tokens=case.expected_tokens)
-    deployment = roofline("qwen2.5-32b", "L20", 4, 16384, "pcie", config)
+    deployment = roofline_deployment("qwen2.5-32b", "L20", 4, 16384, "pcie", config)
     scheduler = replace(deployment.scheduler, num_blocks=case.num_blocks)
-    jobs = make_jobs("azure-conv", 300, 2.0, "poisson", 0)
+    jobs = make_workload("azure-conv", 300, 2.0, "poisson", 0)
     run = simulate(replace(deployment, scheduler=scheduler), jobs)[0]
-    figures = summarize(run)
+    figures = summarize_run(run)
     served = run.requests.values()
     # The last token of an output is never an input.
     needed = sum(one.prompt_tokens + one.line.num_tokens - 1 for one in served)
@@ -64,7 +64,7 @@ def main() -> None:
         for policy in policies
     ]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        print(text_table(list(HEADER), list(pool.map(simulate_case, cases))))
+        print(format_table(list(HEADER), list(pool.map(simulate_case, cases))))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 from gllm.config.engine import EngineConfig
-from gllm.experiments.real import serve
+from gllm.experiments.real import serve_logged
 from gllm.observability.step_log import LoggedScheduler, StepLogEvent, StepLogWriter, replay_event
 from gllm.scheduler.scheduler import Scheduler
-from gllm.sim.run import run_of
-from gllm.sim.workload import make_jobs
+from gllm.sim.run_record import build_run_record
+from gllm.sim.workload import make_workload
 
 
 def calling_seconds(scheduler: Scheduler, events: list[StepLogEvent]) -> float:
@@ -30,7 +30,7 @@ def calling_seconds(scheduler: Scheduler, events: list[StepLogEvent]) -> float:
 
 def writing_seconds(events: list[StepLogEvent], folder: Path) -> float:
     """CPU seconds that a writing scheduler takes more than a plain one."""
-    config = run_of(events).start.scheduler
+    config = build_run_record(events).start.scheduler
     plain = calling_seconds(Scheduler(config), events)
     log = StepLogWriter(folder / "again.jsonl")
     written = calling_seconds(LoggedScheduler(config, log.write, time.monotonic), events)
@@ -49,9 +49,9 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- |")
     for stages in (1, 2):
         config = EngineConfig.from_options("demo", pipeline_parallel_size=stages)
-        jobs = make_jobs("uniform:16,400,8,60", options.requests, arrivals="static")
-        events = serve(config, jobs)
-        run = run_of(events)
+        jobs = make_workload("uniform:16,400,8,60", options.requests, arrivals="static")
+        events = serve_logged(config, jobs)
+        run = build_run_record(events)
         with tempfile.TemporaryDirectory() as folder:
             spent = [writing_seconds(events, Path(folder)) for _ in range(options.rounds)]
         seconds, steps = run.end - run.begin, len(run.steps)

@@ -13,7 +13,7 @@ from gllm.sim.costs import operators
 def main() -> None:
     """Print the table, a line as soon as it is known."""
     print(f"{'device':7}{'model':38}{'tp':>3}{'mean':>7}{'worst':>7}  operator")
-    for device, model, tp in operators.profiled():
+    for device, model, tp in operators.list_profiled_models():
         samples = operators.token_samples(device, model, tp)
         errors = {name: operators.cross_validated_mape(one) for name, one in samples.items()}
         mean = sum(errors.values()) / len(errors)

@@ -11,8 +11,8 @@ from importlib.resources import files
 from math import hypot
 from statistics import fmean
 
-from gllm.sim.report import text_table
-from gllm.sim.shapes import ModelShape
+from gllm.sim.hardware import ModelShape
+from gllm.sim.report import format_table
 
 DEVICES = {"a100": (312e12, 2039e9), "a40": (149.7e12, 696e9), "h100": (989e12, 3350e9)}
 """Dense bf16 FLOP/s and bytes/s, data sheets."""
@@ -56,7 +56,7 @@ def main() -> None:
         shown = [f"{100 * fmean(each):.1f} %" for each in errors.values()]
         rows.append([device, model, f"{compute:.2f}", f"{memory:.2f}", *shown])
     header = ["device", "model", "compute", "memory", "sum", "corner (max)", "rounded (hypot)"]
-    print(text_table(header, rows))
+    print(format_table(header, rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from benchmarks.cpu.loads import streams_name
 from benchmarks.cpu.model import WEIGHT_BYTES
 from benchmarks.cpu.report import SPEEDS, cells_of, peers_of, ratio
 from benchmarks.cpu.results import Results
-from gllm.sim.report import show, text_table
+from gllm.sim.report import format_table, show_value
 
 OURS, OURS_INT8 = "gllm", "gllm-int8"
 SERVERS = ("llama.cpp", "vllm")
@@ -92,10 +92,10 @@ def verdict_table(results: Results) -> str:
         return ""
     rows = [
         [
-            *(each.what, show(each.seen)),
+            *(each.what, show_value(each.seen)),
             f"{'at least' if each.is_least else 'at most'} {each.aim:g}",
             "met" if each.met else "**missed**",
         ]
         for each in VERDICTS[results.mode](results)
     ]
-    return text_table(["", "seen", "aim", ""], rows) if rows else ""
+    return format_table(["", "seen", "aim", ""], rows) if rows else ""

@@ -129,7 +129,8 @@ def table(cells: list[Cell]) -> str:
                     build,
                     str(count),
                     *(
-                        f"{show(cell.kernels_seconds, 1e3)} | {show(cell.torch_seconds, 1e3)} | "
+                        f"{show_value(cell.kernels_seconds, 1e3)} | "
+                        f"{show_value(cell.torch_seconds, 1e3)} | "
                         f"{cell.kernels_seconds / cell.torch_seconds:.2f}"
                         for cell in each
                     ),
@@ -156,14 +157,17 @@ def main() -> None:
     cells = [
         cell for build in builds for cell in measured_by(build, options.threads, options.seconds)
     ]
-    rates = [show(limits.bytes_per_second, 1e-9), show(limits.flops_per_second, 1e-9)]
+    rates = [
+        show_value(limits.bytes_per_second, 1e-9),
+        show_value(limits.flops_per_second, 1e-9),
+    ]
     figures = "\n\n".join(
         [
             f"{origin('benchmarks.cpu.builds')} {options.threads} threads; others kept "
-            f"{show(foreign.cores())} cores busy.",
+            f"{show_value(foreign.cores())} cores busy.",
             table(cells),
             "Limits of the machine, measured in the same run:",
-            text_table(["GB/s read", "bf16 GFLOP/s"], [rates]),
+            format_table(["GB/s read", "bf16 GFLOP/s"], [rates]),
         ]
     )
     results = {"threads": options.threads, "limits": limits, "cells": cells}

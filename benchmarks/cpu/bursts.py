@@ -19,11 +19,11 @@ import uvloop
 from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
-from gllm.experiments.real import LOG_SECONDS, serve_jobs
+from gllm.experiments.real import LOG_DRAIN_SECONDS, serve_workload
 from gllm.observability.step_log import StartEvent, read_step_log
-from gllm.sim.report import look_up, show, summarize, text_table
-from gllm.sim.run import Run, run_of
-from gllm.sim.workload import Job, make_jobs, scaled
+from gllm.sim.report import format_table, get_figure, show_value, summarize_run
+from gllm.sim.run_record import RunRecord, build_run_record
+from gllm.sim.workload import WorkloadRequest, make_workload, scale_request
 
 POLICIES = ("throttle", "sarathi", "prefill-first")
 WORKLOADS = ("azure-code", "azure-conv")
@@ -61,25 +61,25 @@ class Logged:
         self._log = log
         self._seen = 0
 
-    async def serve(self, jobs: list[Job], seed: int) -> Run:
+    async def serve(self, jobs: list[WorkloadRequest], seed: int) -> RunRecord:
         """What serving the jobs came to."""
-        await serve_jobs(self._engine, jobs, seed)
+        await serve_workload(self._engine, jobs, seed)
         return await self.news()
 
-    async def news(self) -> Run:
+    async def news(self) -> RunRecord:
         """What came since the last call."""
-        await asyncio.sleep(LOG_SECONDS)
+        await asyncio.sleep(LOG_DRAIN_SECONDS)
         events = list(read_step_log(self._log))
         new, self._seen = events[self._seen :], len(events)
         start = events[0]
         assert isinstance(start, StartEvent), "read_step_log has checked it"
-        return run_of([msgspec.structs.replace(start, warm_ups=0), *new])
+        return build_run_record([msgspec.structs.replace(start, warm_ups=0), *new])
 
 
-def jobs_of(workload: str, count: int, rate: float, seed: int) -> list[Job]:
+def jobs_of(workload: str, count: int, rate: float, seed: int) -> list[WorkloadRequest]:
     """Scaled requests in bursts."""
-    jobs = make_jobs(workload, count, rate, f"burst:{BURST}", seed)
-    return [scaled(job, LENGTH_SCALE, CONTEXT) for job in jobs]
+    jobs = make_workload(workload, count, rate, f"burst:{BURST}", seed)
+    return [scale_request(job, LENGTH_SCALE, CONTEXT) for job in jobs]
 
 
 async def measure(
@@ -119,7 +119,9 @@ async def _measure_one(
     for turn in range(rounds):
         jobs = jobs_of(workload, count, rate, seed=2 + turn)
         for policy in POLICIES if turn % 2 == 0 else reversed(POLICIES):
-            summaries[policy].append(summarize(await engines[policy].serve(jobs, seed=2 + turn)))
+            summaries[policy].append(
+                summarize_run(await engines[policy].serve(jobs, seed=2 + turn))
+            )
     return {
         "rate": rate,
         "requests": count,
@@ -133,7 +135,7 @@ def _medians(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """Of what the page shows; by stage where it is shown by stage."""
     found: dict[str, Any] = {}
     for path in [column[0] for column in COLUMNS] + [column[0] for column in BESIDE]:
-        values = [look_up(summary, path) for summary in summaries]
+        values = [get_figure(summary, path) for summary in summaries]
         by_stage = isinstance(values[0], list)
         found[path] = [median(v) for v in zip(*values, strict=True)] if by_stage else median(values)
     return found
@@ -149,14 +151,15 @@ def page(results: dict[str, Any]) -> str:
             row = [policy]
             for path, _, factor, more in COLUMNS:
                 best = (max if more else min)(each[path] for each in policies.values())
-                shown = show(figures[path], factor)
+                shown = show_value(figures[path], factor)
                 row.append(f"**{shown}**" if figures[path] == best else shown)
-            rows.append(row + [show(figures[path], factor) for path, _, factor in BESIDE])
+            rows.append(row + [show_value(figures[path], factor) for path, _, factor in BESIDE])
         header = ["policy", *(c[1] for c in COLUMNS), *(c[1] for c in BESIDE)]
         parts += [
-            f"## {workload}: {measured['requests']} requests, {show(measured['rate'])} a second",
+            f"## {workload}: {measured['requests']} requests, "
+            f"{show_value(measured['rate'])} a second",
             f"Medians of {measured['rounds']} rounds; others used {measured['foreign_cores']:.2f} "
-            f"cores.\n\n{text_table(header, rows)}",
+            f"cores.\n\n{format_table(header, rows)}",
         ]
     return "\n\n".join(parts)
 

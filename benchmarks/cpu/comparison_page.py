@@ -26,7 +26,7 @@ from benchmarks.cpu.report import (
 )
 from benchmarks.cpu.results import Results
 from benchmarks.cpu.workplace import ROOT
-from gllm.sim.plots import Panel, Series, plot_bars, plot_grid
+from gllm.sim.plots import ChartPanel, Series, plot_bars, plot_grid
 
 DOCS = ROOT / "docs" / "benchmarks"
 HEAD = """# Beside other engines on a CPU
@@ -155,7 +155,7 @@ PANELS = {
 }
 
 
-def rate_panels(found: Results) -> list[Panel]:
+def rate_panels(found: Results) -> list[ChartPanel]:
     """Latencies and throughput over the rate of arrivals."""
     rates = {rate_name(rate): rate for rate in found.asked["rates"] or ()}
     panels = []
@@ -168,5 +168,5 @@ def rate_panels(found: Results) -> list[Panel]:
             ]
             for peer in peers_of(found)
         }
-        panels.append(Panel(title, "requests/s", unit, series, log_y=unit == "ms"))
+        panels.append(ChartPanel(title, "requests/s", unit, series, log_y=unit == "ms"))
     return panels

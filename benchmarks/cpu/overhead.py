@@ -17,8 +17,8 @@ import uvloop
 from benchmarks.cpu.page import make_parser, origin, write_results
 from benchmarks.cpu.rounds import Bench, bench
 from gllm.config.engine import EngineConfig
-from gllm.sim.report import show, text_table
-from gllm.sim.workload import Job
+from gllm.sim.report import format_table, show_value
+from gllm.sim.workload import WorkloadRequest
 
 PROMPT, OUTPUT = 128, 64
 AIM, AIM_BATCH = 0.05, 16
@@ -44,7 +44,7 @@ class Steps(NamedTuple):
 
 async def measure(made: Bench, batch: int, seed: int) -> Steps:
     """One round."""
-    done = await made.round([Job(0.0, PROMPT, OUTPUT)] * batch, seed)
+    done = await made.round([WorkloadRequest(0.0, PROMPT, OUTPUT)] * batch, seed)
     kernels = await asyncio.to_thread(made.loops.kernel_seconds)
     full = [
         i for i, s in enumerate(done.run.steps) if s.decode_tokens == s.work.num_tokens == batch
@@ -85,7 +85,7 @@ def page(measured: dict[int, list[Steps]], rounds: int) -> str:
         rows.append(
             [
                 str(batch),
-                *(show(median(values)) for values in zip(*steps, strict=True)),
+                *(show_value(median(values)) for values in zip(*steps, strict=True)),
                 f"{overheads[batch]:.1%}",
                 f"{min(s.overhead for s in steps):.1%} to {max(s.overhead for s in steps):.1%}",
             ]
@@ -94,7 +94,7 @@ def page(measured: dict[int, list[Steps]], rounds: int) -> str:
     parts = [
         f"{origin('benchmarks.cpu.overhead')} Rounds: {rounds}, medians of their medians; prompts "
         f"of {PROMPT} tokens, {OUTPUT} new ones.",
-        text_table([*header, "spread"], rows),
+        format_table([*header, "spread"], rows),
     ]
     if AIM_BATCH in overheads:
         word = "met" if overheads[AIM_BATCH] <= AIM else "**missed**"

@@ -98,13 +98,18 @@ def main() -> None:
     finally:
         workers.kill()
     rows = [
-        [str(generation), str(len(times)), show(max(times), 1e3), show(sum(times) / seconds, 100)]
+        [
+            str(generation),
+            str(len(times)),
+            show_value(max(times), 1e3),
+            show_value(sum(times) / seconds, 100),
+        ]
         for generation, times in sorted(pauses.seconds.items())
     ]
     figures = (
         f"{origin('benchmarks.cpu.pauses')} {options.streams} streams at once for "
-        f"{show(seconds)} s, prompts of {PROMPT} tokens, {OUTPUT} new ones.\n\n"
-        + text_table(["generation", "collections", "longest, ms", "share of time, %"], rows)
+        f"{show_value(seconds)} s, prompts of {PROMPT} tokens, {OUTPUT} new ones.\n\n"
+        + format_table(["generation", "collections", "longest, ms", "share of time, %"], rows)
     )
     results: dict[str, Any] = {"seconds": seconds, "pauses": dict(pauses.seconds)}
     write_results(options.output, "Garbage collection while serving", figures, results)

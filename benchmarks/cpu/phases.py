@@ -36,9 +36,9 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
-from gllm.sim.report import text_table
-from gllm.sim.run import run_of
-from gllm.sim.workload import Job
+from gllm.sim.report import format_table
+from gllm.sim.run_record import build_run_record
+from gllm.sim.workload import WorkloadRequest
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
 
@@ -155,9 +155,9 @@ async def measure_round(
         Median milliseconds of a full decode step: SERVED and one entry for each phase.
     """
     num_old_events = len(made.events)
-    await made.serve([Job(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * setting.requests, seed)
+    await made.serve([WorkloadRequest(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * setting.requests, seed)
     await made.news()
-    run = run_of(made.events, warm_ups=True)
+    run = build_run_record(made.events, warm_ups=True)
     replay = Replay(made.events)
     new_plans = (
         event.plan
@@ -205,7 +205,7 @@ def phase_table(measured: dict[str, list[float]], stages: int) -> str:
     rows.append(
         ["waiting and switching", f"{critical - total:.3f}", "", f"{1 - total / critical:.1%}"]
     )
-    return text_table(["phase", "ms", "spread", "share"], rows)
+    return format_table(["phase", "ms", "spread", "share"], rows)
 
 
 def page(measured: dict[str, dict[str, list[float]]], rounds: int) -> str:

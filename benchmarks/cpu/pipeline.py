@@ -15,9 +15,9 @@ import uvloop
 from benchmarks.cpu.page import make_parser, origin, write_results
 from benchmarks.cpu.rounds import Round, bench
 from gllm.config.engine import EngineConfig
-from gllm.sim.report import show, text_table
-from gllm.sim.run import Run
-from gllm.sim.workload import Job
+from gllm.sim.report import format_table, show_value
+from gllm.sim.run_record import RunRecord
+from gllm.sim.workload import WorkloadRequest
 
 STAGES = 2
 AIM, COST, BUBBLES = 0.95, 0.05, 0.05
@@ -37,9 +37,9 @@ class Workload(NamedTuple):
     head costs a decode as much as eight layers, and a long prompt next to nothing."""
 
     @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[WorkloadRequest]:
         """As the engine is asked."""
-        return [Job(0.0, self.prompt, self.output)] * self.requests
+        return [WorkloadRequest(0.0, self.prompt, self.output)] * self.requests
 
 
 WORKLOADS = {
@@ -48,7 +48,7 @@ WORKLOADS = {
 }
 
 
-def machinery_share(run: Run) -> float:
+def machinery_share(run: RunRecord) -> float:
     """Of a run's length, what it would be shorter if nothing lay between a step's end on one stage
     and its begin on the next, or between its last end and the plan of the step that waits for it.
 
@@ -109,15 +109,15 @@ def page(results: dict[str, dict[str, Any]], rounds: int) -> str:
         [
             f"{name}: {work.requests} x {work.prompt} + {work.output}",
             " + ".join(map(str, work.layers)),
-            show(figures["micro_batches"]),
-            show(figures["served_tokens_per_second"]),
-            show(figures["loops_tokens_per_second"]),
+            show_value(figures["micro_batches"]),
+            show_value(figures["served_tokens_per_second"]),
+            show_value(figures["loops_tokens_per_second"]),
             f"{figures['ratio']:.3f}",
             f"{min(figures['ratios']):.3f} to {max(figures['ratios']):.3f}",
-            show(figures["machinery_share"], 100),
-            show(figures["bubble_share"], 100),
-            show(figures["busy_over_loop"]),
-            show(figures["loop_seconds"]),
+            show_value(figures["machinery_share"], 100),
+            show_value(figures["bubble_share"], 100),
+            show_value(figures["busy_over_loop"]),
+            show_value(figures["loop_seconds"]),
         ]
         for (name, work), figures in zip(WORKLOADS.items(), results.values(), strict=True)
     ]
@@ -126,7 +126,7 @@ def page(results: dict[str, dict[str, Any]], rounds: int) -> str:
         [
             f"{origin('benchmarks.cpu.pipeline')} Rounds: {rounds}, medians; others used at most "
             f"{foreign:.2f} cores.",
-            text_table(header, rows),
+            format_table(header, rows),
             verdict(results),
             "Machinery: what the run would be shorter if stages took as long for each step and "
             "nothing else took any time. The loops do not wait for each other, the stages do: with "

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from benchmarks.policies import processor
 from gllm import LLM, SamplingParams
 from gllm.messages.sampling import TokenLogprobs
-from gllm.sim.report import text_table
+from gllm.sim.report import format_table
 from scripts.demo_model import grammar
 from scripts.demo_model.chat import TURN_END, Message, render_prompt
 from scripts.demo_model.stories import draw_scene, tell
@@ -140,7 +140,7 @@ def page(rows: list[list[str]], counts: dict[str, int]) -> str:
             "everything else, `--dtype`. Perplexity: over the tokens of the answers. Same "
             "likeliest token: at each place of the true text, beside float32. Same greedy answer: "
             f"every token of it, up to {ANSWER_TOKENS} for a question, {STORY_TOKENS} for a story.",
-            text_table(names, rows),
+            format_table(names, rows),
         ]
     )
 

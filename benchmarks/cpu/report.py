@@ -10,7 +10,7 @@ from benchmarks.cpu.drivers.timing import decode_name, prefill_name
 from benchmarks.cpu.limits import Rates
 from benchmarks.cpu.loads import streams_name
 from benchmarks.cpu.results import Results, Row
-from gllm.sim.report import show, text_table
+from gllm.sim.report import format_table, show_value
 
 SPEEDS = {"server": "output_throughput", "in-process": "tokens_per_second"}
 """The figure that a mode is about."""
@@ -66,7 +66,7 @@ def cells_of(results: Results) -> list[str]:
 def middle(results: Results, peer: str, cell: str, key: str) -> str:
     """The median of a figure, as it is shown."""
     found = values(results.rows, peer, cell, key)
-    return show(median(found)) if found else NOTHING
+    return show_value(median(found)) if found else NOTHING
 
 
 def with_spread(results: Results, peer: str, cell: str, key: str) -> str:
@@ -74,7 +74,7 @@ def with_spread(results: Results, peer: str, cell: str, key: str) -> str:
     found = values(results.rows, peer, cell, key)
     if len(found) < 2:
         return middle(results, peer, cell, key)
-    return f"{show(median(found))} ({show(min(found))}-{show(max(found))})"
+    return f"{show_value(median(found))} ({show_value(min(found))}-{show_value(max(found))})"
 
 
 def rates_of(results: Results) -> list[Rates]:
@@ -111,8 +111,10 @@ def speed_table(results: Results) -> str:
         [peer, *(with_spread(results, peer, cell, key) for cell in cells)]
         for peer in peers_of(results)
     ]
-    table.append(["physical limit, bf16", *(show(most.get(cell)) or NOTHING for cell in cells)])
-    return text_table(["tokens/s", *cells], table)
+    table.append(
+        ["physical limit, bf16", *(show_value(most.get(cell)) or NOTHING for cell in cells)]
+    )
+    return format_table(["tokens/s", *cells], table)
 
 
 def use_table(results: Results) -> str:
@@ -123,9 +125,14 @@ def use_table(results: Results) -> str:
         foreign = [row.foreign for row in rows]
         memory = max(row.pss for row in rows)
         table.append(
-            [peer, show(memory / 1e9), show(median(foreign), 100), show(max(foreign), 100)]
+            [
+                peer,
+                show_value(memory / 1e9),
+                show_value(median(foreign), 100),
+                show_value(max(foreign), 100),
+            ]
         )
-    return text_table(["", "peak PSS, GB", "foreign CPU, %, median", "largest"], table)
+    return format_table(["", "peak PSS, GB", "foreign CPU, %, median", "largest"], table)
 
 
 LATENCIES = {
@@ -148,7 +155,7 @@ def latency_table(results: Results) -> str:
         ]
         for peer in peers_of(results)
     ]
-    return text_table([" / ".join(cells), *LATENCIES], table)
+    return format_table([" / ".join(cells), *LATENCIES], table)
 
 
 LOADED = {
@@ -167,12 +174,14 @@ def load_table(results: Results, cell: str) -> str:
         [
             peer,
             *(with_spread(results, peer, cell, key) for key in LOADED.values()),
-            show(median(r.foreign for r in results.rows if (r.peer, r.cell) == (peer, cell)), 100),
+            show_value(
+                median(r.foreign for r in results.rows if (r.peer, r.cell) == (peer, cell)), 100
+            ),
         ]
         for peer in peers_of(results)
         if values(results.rows, peer, cell, "output_throughput")
     ]
-    return text_table(["", *LOADED, "foreign CPU, %"], table)
+    return format_table(["", *LOADED, "foreign CPU, %"], table)
 
 
 def machine_table(results: Results) -> str:
@@ -180,9 +189,9 @@ def machine_table(results: Results) -> str:
     table = [
         [
             str(rates.threads),
-            show(rates.bytes_per_second / 1e9),
-            show(rates.flops_per_second / 1e9),
+            show_value(rates.bytes_per_second / 1e9),
+            show_value(rates.flops_per_second / 1e9),
         ]
         for rates in rates_of(results)
     ]
-    return text_table(["threads", "GB/s read", "bf16 GFLOP/s"], table)
+    return format_table(["threads", "GB/s read", "bf16 GFLOP/s"], table)

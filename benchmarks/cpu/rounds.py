@@ -20,18 +20,18 @@ from gllm.engine.engine import Engine
 from gllm.experiments.real import LOG_SECONDS, serve_jobs
 from gllm.models.hub import resolve_model
 from gllm.observability.step_log import StartEvent, StepLogEvent, read_step_log
-from gllm.sim.run import Run, run_of
-from gllm.sim.workload import Job
+from gllm.sim.run_record import RunRecord, build_run_record
+from gllm.sim.workload import WorkloadRequest
 
 
 @dataclass(frozen=True)
 class Round:
     """What both sides did with one workload."""
 
-    jobs: list[Job]
+    jobs: list[WorkloadRequest]
     served_seconds: float
     """From the first request's way into the engine to the last token's way out."""
-    run: Run
+    run: RunRecord
     loop_seconds: list[list[float]]
     """By stage, of each micro-batch of the run."""
     foreign_cores: float
@@ -68,23 +68,23 @@ class Bench:
         self._engine = engine
         self._log = log
 
-    async def round(self, jobs: list[Job], seed: int) -> Round:
+    async def round(self, jobs: list[WorkloadRequest], seed: int) -> Round:
         """Serve the jobs, with prompts that no other seed has, and compute the same again."""
         foreign = ForeignCpu()
         served = await self.serve(jobs, seed)
-        run = run_of(await self.news())
+        run = build_run_record(await self.news())
         seconds = await asyncio.to_thread(self.loops.seconds)
         return Round(jobs, served, run, seconds, foreign.cores())
 
-    async def serve(self, jobs: list[Job], seed: int) -> float:
+    async def serve(self, jobs: list[WorkloadRequest], seed: int) -> float:
         """Serve the jobs; return the seconds that it took."""
         begin = time.perf_counter()
-        await serve_jobs(self._engine, jobs, seed)
+        await serve_workload(self._engine, jobs, seed)
         return time.perf_counter() - begin
 
     async def news(self) -> list[StepLogEvent]:
         """The log's start and what was logged since the last call; the loops are fed with it."""
-        await asyncio.sleep(LOG_SECONDS)
+        await asyncio.sleep(LOG_DRAIN_SECONDS)
         events = list(read_step_log(self._log))
         new, self.events = events[len(self.events) :], events
         await asyncio.to_thread(self.loops.prepare, new)

@@ -100,8 +100,8 @@ def page(results: dict[str, Any], rounds: int) -> str:
     rows = [
         [
             stages,
-            show(results["ready_seconds"][stages]),
-            show(results["floor_seconds"]),
+            show_value(results["ready_seconds"][stages]),
+            show_value(results["floor_seconds"]),
             f"{ratio:.2f} ({'met' if ratio <= AIM else '**missed**'})",
         ]
         for stages, ratio in results["ratios"].items()
@@ -109,9 +109,10 @@ def page(results: dict[str, Any], rounds: int) -> str:
     return "\n\n".join(
         [
             f"{origin('benchmarks.cpu.startup')} Rounds: {rounds}, medians; others used "
-            f"{results['foreign_cores']:.2f} cores. Floor: {show(results['import_seconds'])} s to "
-            f"import torch and {show(results['read_seconds'])} s to read the weights.",
-            text_table(["stages", "command to ready, s", "floor, s", f"ratio, aim {AIM}"], rows),
+            f"{results['foreign_cores']:.2f} cores. "
+            f"Floor: {show_value(results['import_seconds'])} s to "
+            f"import torch and {show_value(results['read_seconds'])} s to read the weights.",
+            format_table(["stages", "command to ready, s", "floor, s", f"ratio, aim {AIM}"], rows),
         ]
     )
 

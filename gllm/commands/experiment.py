@@ -12,7 +12,7 @@ from pathlib import Path
 from gllm.config.flags import FlagParser, FlagType, number_type, output_folder
 from gllm.config.options import INT32_MAX
 from gllm.engine.engine import EngineError
-from gllm.experiments.base import Options, Result, claims_table, write_result
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, claims_table, write_result
 
 EXPERIMENTS = {
     "latency-vs-rate": ("latency_vs_rate", "TTFT, TPOT, E2EL, throughput against request rate"),
@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--requests",
         type=number_type(int, ge=8, le=INT32_MAX),
-        default=Options.requests,
+        default=ExperimentOptions.requests,
         help="requests per simulation",
     )
     parser.add_argument("--quick", action="store_true", help="few points: a functional check")
@@ -64,12 +64,12 @@ def main(argv: list[str]) -> int:
     if values.real and values.name not in REAL:
         print(f"gllm experiment: --real supports {', '.join(REAL)}, not {values.name}")
         return 2
-    options = Options(values.requests, values.quick)
+    options = ExperimentOptions(values.requests, values.quick)
     module_name = REAL[values.name] if values.real else EXPERIMENTS[values.name][0]
     module = importlib.import_module(f"gllm.experiments.{module_name}")
     name = values.name + ("-real" if values.real else "")
     try:
-        result: Result = module.run(options)
+        result: ExperimentResult = module.run(options)
         shown_arguments = [word for word in argv if not word.startswith("--output")]
         page = write_result(
             result, name, f"gllm experiment {shlex.join(shown_arguments)}", Path(values.output)

@@ -17,11 +17,11 @@ from gllm.config.flags import (
     output_folder,
 )
 from gllm.observability.step_log import StepLogEvent, StepLogWriter
-from gllm.sim.compare import compare, comparison_table
+from gllm.sim.compare import compare_with_profile, comparison_table
 from gllm.sim.deployment import simulate
-from gllm.sim.options import SimulationConfig, deployment_of, jobs_of
-from gllm.sim.report import metrics_table, summarize
-from gllm.sim.run import Run
+from gllm.sim.options import SimulationConfig, build_deployment, build_workload
+from gllm.sim.report import format_metrics_table, summarize_run
+from gllm.sim.run_record import RunRecord
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,11 +49,11 @@ def main(argv: list[str]) -> int:
         config = config_from_flags(SimulationConfig, values)
         if values.compare:
             return _compare(config, values.compare, values.output)
-        jobs = jobs_of(config)
+        jobs = build_workload(config)
         longest = max(job.prompt + job.output for job in jobs)
-        run, events = simulate(deployment_of(config, longest), jobs)
-        summary = summarize(run, config.slo_ttft, config.slo_tpot)
-        print(metrics_table({run.start.scheduler.policy: summary}))
+        run, events = simulate(build_deployment(config, longest), jobs)
+        summary = summarize_run(run, config.slo_ttft, config.slo_tpot)
+        print(format_metrics_table({run.start.scheduler.policy: summary}))
         if values.step_log:
             _write_log(values.step_log, events)
         if values.output:
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def write_outputs(run: Run, summary: dict[str, Any], folder: Path) -> None:
+def write_outputs(run: RunRecord, summary: dict[str, Any], folder: Path) -> None:
     """Write metrics.json, latencies.svg, tokens.svg and gantt.svg.
 
     Raises:
@@ -95,8 +95,8 @@ def _compare(config: SimulationConfig, log: str, output: str | None) -> int:
     """Print a real run next to its prediction from the profile."""
     if config.profile is None:
         raise ValueError("--compare needs --profile, a profile of the same model and stages")
-    comparison = compare(log, config.profile)
+    comparison = compare_with_profile(log, config.profile)
     print(comparison_table(comparison))
     if output:
-        write_outputs(comparison.predicted, summarize(comparison.predicted), Path(output))
+        write_outputs(comparison.predicted, summarize_run(comparison.predicted), Path(output))
     return 0

@@ -10,10 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gllm.experiments.base import Claim, Options, Result, change
-from gllm.experiments.trials import L20_32B, Setting, Trial, at_rates, run_trials
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim, format_change
+from gllm.experiments.trials import (
+    L20_32B,
+    HardwareSetting,
+    SimulationTrial,
+    run_trials,
+    trials_at_rates,
+)
 from gllm.sim.plots import plot_bars
-from gllm.sim.report import show, text_table
+from gllm.sim.report import format_table, show_value
 
 BASE = "throttle-paper"
 """What the changes are measured against: the paper ablates its own rule."""
@@ -21,7 +27,7 @@ POLICIES = (BASE, "throttle-no-wt", "throttle-no-ut", "sarathi", "throttle")
 SATURATED = 1.0
 """Share of capacity; fixed before the first run. The others show what the changes depend on."""
 SHARES = (SATURATED, 0.8, 0.5)
-SETTINGS = (L20_32B, Setting("qwen2.5-14b", "L20"))
+SETTINGS = (L20_32B, HardwareSetting("qwen2.5-14b", "L20"))
 WORKLOADS = ("sharegpt-like", "azure-conv")
 TIGHT = 0.25
 """Share of the KV cache in the second half: what UT is for shows where the cache fills up."""
@@ -37,18 +43,20 @@ Groups = dict[str, dict[str, dict[str, Any]]]
 """Figures by setting and policy."""
 
 
-def run(options: Options) -> Result:
+def run(options: ExperimentOptions) -> ExperimentResult:
     """Two settings, two workloads, all policies; with the whole KV cache and with a part of it."""
     settings = SETTINGS[:1] if options.quick else SETTINGS
-    trials: dict[str, list[Trial]] = {}
+    trials: dict[str, list[SimulationTrial]] = {}
     at_saturation = []
     for setting in settings:
         for workload in WORKLOADS:
             shares = SHARES[:1] if options.quick else SHARES
             for kv_share in (1.0, TIGHT):
-                base = Trial(setting, workload, BASE, 1.0, options.requests, kv_share=kv_share)
-                for share, trial in zip(shares, at_rates(base, shares), strict=True):
-                    name = f"{setting}, {workload}, {show(trial.rate)}/s"
+                base = SimulationTrial(
+                    setting, workload, BASE, 1.0, options.requests, kv_share=kv_share
+                )
+                for share, trial in zip(shares, trials_at_rates(base, shares), strict=True):
+                    name = f"{setting}, {workload}, {show_value(trial.rate)}/s"
                     name += f", {kv_share} of the cache" if kv_share < 1 else ""
                     trials[name] = [replace(trial, policy=policy) for policy in POLICIES]
                     if share == SATURATED:
@@ -62,7 +70,7 @@ def run(options: Options) -> Result:
         f"run; at lower rates, and with {TIGHT} of the KV cache, to see what the changes depend "
         f"on. Changes are against {BASE}.\n\n" + ablation_table(groups)
     )
-    return Result(
+    return ExperimentResult(
         "Ablation of token throttling",
         text,
         ablation_claims(saturated),
@@ -77,19 +85,20 @@ def ablation_table(groups: Groups) -> str:
         full = policies[BASE]
         for policy, figures in policies.items():
             cells = [
-                f"{show(figures[m]['mean'], 1e3)} ({change(figures[m]['mean'], full[m]['mean'])})"
+                f"{show_value(figures[m]['mean'], 1e3)} "
+                f"({format_change(figures[m]['mean'], full[m]['mean'])})"
                 for m in ("ttft", "tpot", "e2el")
             ]
-            cells.append(show(figures["itl"]["p99"], 1e3))
-            cells.append(show(figures["steady_tokens_per_second"]))
-            cells.append(show(figures["tokens_per_step_variation"]))
-            cells += [show(figures["bubble_share"], 100), str(figures["preemptions"])]
+            cells.append(show_value(figures["itl"]["p99"], 1e3))
+            cells.append(show_value(figures["steady_tokens_per_second"]))
+            cells.append(show_value(figures["tokens_per_step_variation"]))
+            cells += [show_value(figures["bubble_share"], 100), str(figures["preemptions"])]
             rows.append([name, policy, *cells])
     header = ["setting", "policy", "TTFT, ms", "TPOT, ms", "E2EL, ms", "ITL p99, ms", "tokens/s"]
-    return text_table([*header, "CV of tokens", "bubbles, %", "preemptions"], rows)
+    return format_table([*header, "CV of tokens", "bubbles, %", "preemptions"], rows)
 
 
-def ablation_claims(groups: Groups) -> list[Claim]:
+def ablation_claims(groups: Groups) -> list[PaperClaim]:
     """The paper's changes beside ours; met where the sign is the paper's."""
     claims = []
     for name, policies in groups.items():
@@ -97,7 +106,7 @@ def ablation_claims(groups: Groups) -> list[Claim]:
             for metric, paper in claimed.items():
                 ours = policies[policy][metric]["mean"] / policies[BASE][metric]["mean"] - 1
                 claims.append(
-                    Claim(
+                    PaperClaim(
                         f"{name}: {policy}, {metric.upper()}",
                         f"{100 * paper:+.0f} %",
                         f"{100 * ours:+.0f} %",

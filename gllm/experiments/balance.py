@@ -7,10 +7,10 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from gllm.experiments.base import Claim, Options, Result, change
-from gllm.experiments.trials import L20_32B, SETTINGS, Trial, at_rates, run_trials
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim, format_change
+from gllm.experiments.trials import L20_32B, SETTINGS, SimulationTrial, run_trials, trials_at_rates
 from gllm.sim.plots import plot_lines
-from gllm.sim.report import show, text_table
+from gllm.sim.report import format_table, show_value
 
 POLICIES = ("throttle", "balance")
 WORKLOADS = (
@@ -29,7 +29,7 @@ NOISE = 0.01
 """Differences below this are none."""
 
 
-def value_of(figures: dict[str, Any], metric: str) -> float:
+def get_metric(figures: dict[str, Any], metric: str) -> float:
     """A metric of METRICS; bubbles as the stages' mean."""
     value: Any = figures
     for part in METRICS[metric]:
@@ -37,15 +37,15 @@ def value_of(figures: dict[str, Any], metric: str) -> float:
     return fmean(value) if isinstance(value, list) else float(value)
 
 
-def run(options: Options) -> Result:
+def run(options: ExperimentOptions) -> ExperimentResult:
     """All workloads at rising rates."""
     settings = (L20_32B,) if options.quick else (L20_32B, SETTINGS[-1])
     workloads = WORKLOADS[:2] if options.quick else WORKLOADS
-    trials: list[Trial] = []
+    trials: list[SimulationTrial] = []
     for setting in settings:
         for workload in workloads:
-            base = Trial(setting, workload, "throttle", 1.0, options.requests)
-            for trial in at_rates(base, SHARES[:1] if options.quick else SHARES):
+            base = SimulationTrial(setting, workload, "throttle", 1.0, options.requests)
+            for trial in trials_at_rates(base, SHARES[:1] if options.quick else SHARES):
                 trials += [replace(trial, policy=policy) for policy in POLICIES]
     results = run_trials(trials, options.progress)
     rows = []
@@ -53,24 +53,25 @@ def run(options: Options) -> Result:
     for trial, old, new in zip(trials[::2], results[::2], results[1::2], strict=True):
         cells = []
         for metric in METRICS:
-            before, after = value_of(old, metric), value_of(new, metric)
+            before, after = get_metric(old, metric), get_metric(new, metric)
             factor = {"bubbles": 100.0, "throughput": 1.0}.get(metric, 1e3)
             changes[metric].append(after / before - 1)
             cells.append(
-                f"{show(before, factor)} / {show(after, factor)} ({change(after, before)})"
+                f"{show_value(before, factor)} / {show_value(after, factor)} "
+                f"({format_change(after, before)})"
             )
-        rows.append([str(trial.setting), trial.workload, show(trial.rate), *cells])
+        rows.append([str(trial.setting), trial.workload, show_value(trial.rate), *cells])
     header = ["setting", "workload", "rate, 1/s", "bubbles, %", "tokens/s", "TTFT, ms", "TPOT, ms"]
     text = (
         f"Simulated, {options.requests} requests with Poisson arrivals each, at "
         f"{', '.join(map(str, SHARES))} of capacity. Each cell: throttle / balance (change).\n\n"
-        + text_table([*header, "ITL p99, ms"], rows)
+        + format_table([*header, "ITL p99, ms"], rows)
     )
     points = {
         metric: [(float(i), 100 * each) for i, each in enumerate(values)]
         for metric, values in changes.items()
     }
-    return Result(
+    return ExperimentResult(
         "Throttling by predicted time",
         text,
         _claims(changes),
@@ -82,7 +83,7 @@ def run(options: Options) -> Result:
     )
 
 
-def _claims(changes: dict[str, list[float]]) -> list[Claim]:
+def _claims(changes: dict[str, list[float]]) -> list[PaperClaim]:
     """It would have to win everywhere to be the default."""
     claims = []
     for metric, values in changes.items():
@@ -92,6 +93,6 @@ def _claims(changes: dict[str, list[float]]) -> list[Claim]:
         shown = f"better in {wins}, worse in {losses} of {len(gains)}"
         shown += f"; mean {100 * fmean(values):+.1f} %"
         claims.append(
-            Claim(metric, "ours alone: to win everywhere", shown, losses == 0 and wins > 0)
+            PaperClaim(metric, "ours alone: to win everywhere", shown, losses == 0 and wins > 0)
         )
     return claims

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from gllm.sim.report import text_table
+from gllm.sim.report import format_table
 
-PAPER = 'arXiv 2504.14775 ("gLLM", SC\'25)'
+PAPER_REFERENCE = 'arXiv 2504.14775 ("gLLM", SC\'25)'
 
 
 @dataclass(frozen=True)
-class Options:
+class ExperimentOptions:
     """How an experiment is run."""
 
     requests: int = 800
@@ -24,7 +24,7 @@ class Options:
     progress: bool = True
 
 
-class Claim(NamedTuple):
+class PaperClaim(NamedTuple):
     """A figure of the paper, and ours."""
 
     what: str
@@ -35,30 +35,30 @@ class Claim(NamedTuple):
 
 
 @dataclass
-class Result:
+class ExperimentResult:
     """What came out."""
 
     title: str
     text: str
     """Markdown: setting, tables."""
-    claims: list[Claim] = field(default_factory=list)
+    claims: list[PaperClaim] = field(default_factory=list)
     plots: dict[str, Callable[[Path], None]] = field(default_factory=dict)
     """File name and how to draw it."""
 
 
-def claims_table(claims: list[Claim]) -> str:
+def claims_table(claims: list[PaperClaim]) -> str:
     """Ours beside the paper's."""
     verdict = {True: "yes", False: "**miss**", None: "-"}
     rows = [[c.what, c.paper, c.ours, verdict[c.met]] for c in claims]
-    return text_table(["", "claimed", "ours", "met"], rows)
+    return format_table(["", "claimed", "ours", "met"], rows)
 
 
-def change(value: float, base: float) -> str:
+def format_change(value: float, base: float) -> str:
     """How far a value is from a base, in per cent."""
     return f"{100 * (value / base - 1):+.0f} %"
 
 
-def write_result(result: Result, name: str, command: str, folder: Path) -> Path:
+def write_result(result: ExperimentResult, name: str, command: str, folder: Path) -> Path:
     """Write the page and its plots into a folder; the page's path. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, draw in result.plots.items():
@@ -66,9 +66,8 @@ def write_result(result: Result, name: str, command: str, folder: Path) -> Path:
     pictures = "".join(f"\n![{file}]({file})\n" for file in result.plots)
     claims = ""
     if result.claims:
-        claims = (
-            f"\n## Beside what is claimed\n\nPaper: {PAPER}.\n\n{claims_table(result.claims)}\n"
-        )
+        table = claims_table(result.claims)
+        claims = f"\n## Beside what is claimed\n\nPaper: {PAPER_REFERENCE}.\n\n{table}\n"
     page = folder / f"{name}.md"
     page.write_text(
         f"# {result.title}\n\nMade by `{command}`; overwritten by it.\n\n"

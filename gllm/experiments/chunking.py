@@ -4,13 +4,13 @@ Owns the comparison that the chunk rule of `throttle` has to stand: equal chunks
 one big chunk, the paper's rule.
 """
 
-from gllm.experiments.base import Claim, Options, Result
-from gllm.experiments.trials import CONTEXT
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim
+from gllm.experiments.trials import MAX_MODEL_LEN
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.deployment import roofline, simulate
-from gllm.sim.plots import Panel, plot_grid
-from gllm.sim.report import text_table
-from gllm.sim.workload import Job
+from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.plots import ChartPanel, plot_grid
+from gllm.sim.report import format_table
+from gllm.sim.workload import WorkloadRequest
 
 SETTINGS = (("qwen2.5-14b", "L20"), ("qwen2.5-14b", "A100-40G"), ("qwen2.5-32b", "H200"))
 STAGES = (1, 2, 4, 8)
@@ -23,14 +23,14 @@ ALLOWED = 1.10
 def ttft(model: str, device: str, stages: int, prompt: int, policy: str, cap: int | None) -> float:
     """Seconds to the first token. cap: most tokens in a micro-batch, where not the default."""
     config = SchedulerConfig(policy=policy, max_num_batched_tokens=cap)
-    deployment = roofline(model, device, stages, CONTEXT, scheduler=config)
-    run, _ = simulate(deployment, [Job(0.0, prompt, 1)])
+    deployment = roofline_deployment(model, device, stages, MAX_MODEL_LEN, scheduler=config)
+    run, _ = simulate(deployment, [WorkloadRequest(0.0, prompt, 1)])
     (served,) = run.requests.values()
     assert served.line.ttft is not None
     return served.line.ttft
 
 
-def run(options: Options) -> Result:
+def run(options: ExperimentOptions) -> ExperimentResult:
     """Every setting, number of stages and prompt."""
     settings = SETTINGS[:1] if options.quick else SETTINGS
     prompts = PROMPTS[::3] if options.quick else PROMPTS
@@ -58,23 +58,23 @@ def run(options: Options) -> Result:
                 for label, ratio in ratios.items():
                     lines.setdefault(label, []).append((float(prompt), ratio))
             panels.append(
-                Panel(f"{device}, {stages} stages", "prompt tokens", "TTFT / best", lines)
+                ChartPanel(f"{device}, {stages} stages", "prompt tokens", "TTFT / best", lines)
             )
     header = ["setting", "stages", "prompt", "best TTFT, ms", "chunks"]
     text = (
         f"Simulated. Best: the fastest of 1 to {most_chunks} equal chunks; the other columns are "
         "multiples of it. `auto` is the default: sarathi at one stage, throttle at more.\n\n"
-        + text_table([*header, "one chunk", "eight equal", "auto", "throttle-paper"], rows)
+        + format_table([*header, "one chunk", "eight equal", "auto", "throttle-paper"], rows)
     )
     claims = [
-        Claim(
+        PaperClaim(
             "TTFT of the default against the best",
             f"aim: <= {ALLOWED:.2f} x",
             f"{worst['auto']:.2f} x at worst (the paper's rule: {worst['throttle-paper']:.2f} x)",
             worst["auto"] <= ALLOWED,
         )
     ]
-    return Result(
+    return ExperimentResult(
         "Chunks of a lone prompt",
         text,
         claims,

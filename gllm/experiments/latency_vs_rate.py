@@ -7,10 +7,16 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from gllm.experiments.base import Claim, Options, Result
-from gllm.experiments.trials import SETTINGS, Setting, Trial, at_rates, run_trials
-from gllm.sim.plots import Panel, plot_grid
-from gllm.sim.report import show, text_table
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim
+from gllm.experiments.trials import (
+    SETTINGS,
+    HardwareSetting,
+    SimulationTrial,
+    run_trials,
+    trials_at_rates,
+)
+from gllm.sim.plots import ChartPanel, plot_grid
+from gllm.sim.report import format_table, show_value
 
 POLICIES = ("throttle", "throttle-paper", "sarathi", "prefill-first")
 WORKLOADS = ("sharegpt-like", "azure-conv")
@@ -18,20 +24,20 @@ SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
 TURNING = 2.0
 """TTFT has turned where its mean is this many times that of the lowest rate."""
 
-Key = tuple[Setting, str, str]
+Key = tuple[HardwareSetting, str, str]
 Curve = list[tuple[float, dict[str, Any]]]
 """(rate, figures), by rising rate."""
 
 
-def run(options: Options) -> Result:
+def run(options: ExperimentOptions) -> ExperimentResult:
     """All settings, workloads and policies."""
     settings = SETTINGS[1:2] if options.quick else SETTINGS
     shares = SHARES[::3] if options.quick else SHARES
-    trials: list[Trial] = []
+    trials: list[SimulationTrial] = []
     for setting in settings:
         for workload in WORKLOADS:
-            base = Trial(setting, workload, "throttle", 1.0, options.requests)
-            for trial in at_rates(base, shares):
+            base = SimulationTrial(setting, workload, "throttle", 1.0, options.requests)
+            for trial in trials_at_rates(base, shares):
                 trials += [replace(trial, policy=policy) for policy in POLICIES]
     curves: dict[Key, Curve] = {}
     for trial, figures in zip(trials, run_trials(trials, options.progress), strict=True):
@@ -43,7 +49,7 @@ def run(options: Options) -> Result:
         "Every policy runs in the same runtime: what the paper's baselines lose to theirs is not "
         "in these figures.\n\n" + _table(curves)
     )
-    return Result(
+    return ExperimentResult(
         "Latency and throughput against request rate",
         text,
         _claims(curves, settings),
@@ -57,15 +63,18 @@ def _table(curves: dict[Key, Curve]) -> str:
         for rate, figures in curve:
             rows.append(
                 [
-                    *(str(setting), workload, show(rate), policy),
-                    *(show(figures[name]["mean"], 1e3) for name in ("ttft", "tpot")),
-                    *(show(figures["itl"]["p99"], 1e3), show(figures["e2el"]["mean"])),
-                    show(figures["steady_tokens_per_second"]),
-                    show(100 * fmean(figures["bubble_share"])),
+                    *(str(setting), workload, show_value(rate), policy),
+                    *(show_value(figures[name]["mean"], 1e3) for name in ("ttft", "tpot")),
+                    *(
+                        show_value(figures["itl"]["p99"], 1e3),
+                        show_value(figures["e2el"]["mean"]),
+                    ),
+                    show_value(figures["steady_tokens_per_second"]),
+                    show_value(100 * fmean(figures["bubble_share"])),
                 ]
             )
     header = ["setting", "workload", "rate, 1/s", "policy", "TTFT, ms", "TPOT, ms", "ITL p99, ms"]
-    return text_table([*header, "E2EL, s", "tokens/s", "bubbles, %"], rows)
+    return format_table([*header, "E2EL, s", "tokens/s", "bubbles, %"], rows)
 
 
 def turning_point(curve: Curve) -> float:
@@ -85,7 +94,7 @@ def slope(curve: Curve) -> float:
     return float((last["e2el"]["mean"] - first["e2el"]["mean"]) / (high - low))
 
 
-def _ratios(curves: dict[Key, Curve], setting: Setting) -> dict[str, list[float]]:
+def _ratios(curves: dict[Key, Curve], setting: HardwareSetting) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"throughput": [], "turning": [], "slope": []}
     for workload in WORKLOADS:
         ours, theirs = curves[setting, workload, "throttle"], curves[setting, workload, "sarathi"]
@@ -96,7 +105,7 @@ def _ratios(curves: dict[Key, Curve], setting: Setting) -> dict[str, list[float]
     return found
 
 
-def _claims(curves: dict[Key, Curve], settings: tuple[Setting, ...]) -> list[Claim]:
+def _claims(curves: dict[Key, Curve], settings: tuple[HardwareSetting, ...]) -> list[PaperClaim]:
     """The paper's ranges, and where each setting falls; against vLLM there, sarathi here."""
     claims = []
     for setting in settings:
@@ -114,7 +123,7 @@ def _claims(curves: dict[Key, Curve], settings: tuple[Setting, ...]) -> list[Cla
             values = ratios[what]
             shown = ", ".join(form.format(value) for value in values)
             claims.append(
-                Claim(
+                PaperClaim(
                     f"{setting}: {names[what]} ({', '.join(WORKLOADS)})",
                     paper,
                     shown,
@@ -124,7 +133,7 @@ def _claims(curves: dict[Key, Curve], settings: tuple[Setting, ...]) -> list[Cla
     return claims
 
 
-def _panels(curves: dict[Key, Curve], settings: tuple[Setting, ...]) -> list[Panel]:
+def _panels(curves: dict[Key, Curve], settings: tuple[HardwareSetting, ...]) -> list[ChartPanel]:
     panels = []
     for setting in settings:
         for name, label, factor in (("ttft", "mean TTFT, s", 1.0), ("tpot", "mean TPOT, ms", 1e3)):
@@ -136,5 +145,5 @@ def _panels(curves: dict[Key, Curve], settings: tuple[Setting, ...]) -> list[Pan
                 for policy in POLICIES
             }
             title = f"{setting}, azure-conv"
-            panels.append(Panel(title, "requests/s", label, series, name == "ttft"))
+            panels.append(ChartPanel(title, "requests/s", label, series, name == "ttft"))
     return panels

@@ -7,23 +7,23 @@ import asyncio
 from pathlib import Path
 
 from gllm.config.engine import EngineConfig
-from gllm.experiments.base import Claim, Options, Result
-from gllm.experiments.profile import measure
-from gllm.experiments.real import Turns, logged_run, serve, serve_in_turns
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim
+from gllm.experiments.profile import measure_profile
+from gllm.experiments.real import RoundRobinLock, run_logged, serve_logged, serve_round_robin
 from gllm.observability.step_log import StepLogEvent
 from gllm.sim.compare import (
     METRICS,
-    Comparison,
+    RunComparison,
     compare_runs,
-    error_of_median,
-    median_error,
-    median_of,
+    median_latency,
+    median_latency_error,
+    median_request_error,
 )
+from gllm.sim.cost_profile import CostProfile
 from gllm.sim.plots import plot_bars
-from gllm.sim.profile import Profile
-from gllm.sim.report import show, text_table
-from gllm.sim.run import run_of
-from gllm.sim.workload import make_jobs
+from gllm.sim.report import format_table, show_value
+from gllm.sim.run_record import build_run_record
+from gllm.sim.workload import make_workload
 
 WORKLOAD = "uniform:16,400,8,60"
 STAGES = (1, 2)
@@ -43,11 +43,11 @@ ROUNDS = 3
 ALLOWED = 0.15
 
 
-def run(options: Options) -> Result:
+def run(options: ExperimentOptions) -> ExperimentResult:
     """Both numbers of stages: the profile and all loads, in turns."""
     stages, count, rounds = (STAGES[:1], 16, 1) if options.quick else (STAGES, REQUESTS, ROUNDS)
     loads = LOADS[1:2] if options.quick else LOADS
-    found: dict[str, Comparison] = {}
+    found: dict[str, RunComparison] = {}
     for number in stages:
         config = EngineConfig.from_options("demo", pipeline_parallel_size=number)
         most = capacity(config, count)
@@ -64,7 +64,7 @@ def run(options: Options) -> Result:
         "requests there at once. Machine: what the stages took over what the profile says of the "
         "very same steps. At speed: the error of a prediction with all stages slower by that, the "
         "simulator's own.\n\n"
-        + text_table(
+        + format_table(
             [
                 *("load", "metric", "real", "predicted", "error", "at speed"),
                 *("error of a request", "machine"),
@@ -72,7 +72,7 @@ def run(options: Options) -> Result:
             [row for title, both in found.items() for row in _rows(title, both)],
         )
     )
-    return Result(
+    return ExperimentResult(
         "Prediction against reality",
         text,
         [_claim(title, both) for title, both in found.items()],
@@ -82,32 +82,32 @@ def run(options: Options) -> Result:
 
 async def _in_turns(
     config: EngineConfig, loads: Loads, count: int, rounds: int, most: float
-) -> tuple[Profile, list[list[StepLogEvent]]]:
+) -> tuple[CostProfile, list[list[StepLogEvent]]]:
     """The profile, and the step log of each load."""
-    turns = Turns(len(loads) + 2)
+    turns = RoundRobinLock(len(loads) + 2)
 
     async def serve_load(share: float, arrivals: str) -> list[StepLogEvent]:
         parts = [
-            make_jobs(WORKLOAD, count // PARTS, share * most, arrivals, seed=seed)
+            make_workload(WORKLOAD, count // PARTS, share * most, arrivals, seed=seed)
             for seed in range(rounds * PARTS)
         ]
-        return await logged_run(config, lambda engine: serve_in_turns(engine, parts, turns))
+        return await run_logged(config, lambda engine: serve_round_robin(engine, parts, turns))
 
     served = asyncio.gather(*(serve_load(share, arrivals) for _, share, arrivals in loads))
-    return await asyncio.gather(measure(config, False, turns, rounds), served)
+    return await asyncio.gather(measure_profile(config, False, turns, rounds), served)
 
 
-def _claim(title: str, both: Comparison) -> Claim:
+def _claim(title: str, both: RunComparison) -> PaperClaim:
     """Whether the error of the median is small enough for every metric."""
-    errors = {metric.upper(): error_of_median(both, metric) for metric in METRICS}
+    errors = {metric.upper(): median_latency_error(both, metric) for metric in METRICS}
     shown = ", ".join(f"{metric} {100 * error:+.1f} %" for metric, error in errors.items())
     met = max(map(abs, errors.values())) <= ALLOWED
-    return Claim(title, "aim: within 15 % (Vidur: < 9 % on GPUs)", shown, met)
+    return PaperClaim(title, "aim: within 15 % (Vidur: < 9 % on GPUs)", shown, met)
 
 
-def _plot(found: dict[str, Comparison], path: Path) -> None:
+def _plot(found: dict[str, RunComparison], path: Path) -> None:
     bars = {
-        title: {metric.upper(): 100 * abs(error_of_median(both, metric)) for metric in METRICS}
+        title: {metric.upper(): 100 * abs(median_latency_error(both, metric)) for metric in METRICS}
         for title, both in found.items()
     }
     plot_bars(bars, path, "error of the median, %", "Prediction against reality")
@@ -115,23 +115,23 @@ def _plot(found: dict[str, Comparison], path: Path) -> None:
 
 def capacity(config: EngineConfig, count: int) -> float:
     """Requests a second with all of them there at once."""
-    jobs = make_jobs(WORKLOAD, count, 1.0, "static", seed=3)
-    run = run_of(serve(config, jobs))
+    jobs = make_workload(WORKLOAD, count, 1.0, "static", seed=3)
+    run = build_run_record(serve_logged(config, jobs))
     return count / (run.end - run.begin)
 
 
-def _rows(title: str, both: Comparison) -> list[list[str]]:
+def _rows(title: str, both: RunComparison) -> list[list[str]]:
     """The medians of each metric."""
     rows = []
     for metric in METRICS:
-        values = [median_of(run, metric) for run in (both.real, both.predicted)]
-        errors = [error_of_median(both, metric, at_speed) for at_speed in (False, True)]
+        values = [median_latency(run, metric) for run in (both.real, both.predicted)]
+        errors = [median_latency_error(both, metric, at_speed) for at_speed in (False, True)]
         rows.append(
             [
                 *(title, f"median {metric.upper()}, ms"),
-                *(show(value, 1e3) for value in values),
+                *(show_value(value, 1e3) for value in values),
                 *(f"{100 * error:+.1f} %" for error in errors),
-                *(f"{100 * median_error(both, metric):.1f} %", f"{both.slowdown:.2f}"),
+                *(f"{100 * median_request_error(both, metric):.1f} %", f"{both.slowdown:.2f}"),
             ]
         )
     return rows

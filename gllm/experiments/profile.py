@@ -22,11 +22,11 @@ from tqdm import tqdm
 from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags, output_file
 from gllm.engine.engine import Engine, EngineError
-from gllm.experiments.real import Turns, logged_run, serve_jobs
+from gllm.experiments.real import RoundRobinLock, run_logged, serve_workload
 from gllm.models.errors import ModelError
-from gllm.sim.profile import Profile, profile_of, write_profile
-from gllm.sim.run import run_of
-from gllm.sim.workload import Job
+from gllm.sim.cost_profile import CostProfile, build_profile, write_profile
+from gllm.sim.run_record import build_run_record
+from gllm.sim.workload import WorkloadRequest
 
 DECODE_BATCHES = (1, 2, 4, 8, 16, 32)
 DECODE_TOKENS = 40
@@ -41,7 +41,7 @@ WHOLE_PROMPTS = 10**9
 """As ridge_tokens: prompts are not cut but by #MaxP, so that large chunks are seen as well."""
 
 
-def sweeps(stages: int, longest: int, seed: int = 0) -> list[list[Job]]:
+def make_sweep_workloads(stages: int, longest: int, seed: int = 0) -> list[list[WorkloadRequest]]:
     """Workloads to serve one after the other: batches of decodes with short contexts and with all
     kinds of contexts, then single prompts of rising length."""
     rng = random.Random(seed)
@@ -49,21 +49,24 @@ def sweeps(stages: int, longest: int, seed: int = 0) -> list[list[Job]]:
     for batch in DECODE_BATCHES:
         for most in (max(1, longest // 64), longest * 3 // 4):
             contexts = [rng.randint(1, most) for _ in range(batch * stages)]
-            made.append([Job(0.0, context, DECODE_TOKENS) for context in contexts])
+            made.append([WorkloadRequest(0.0, context, DECODE_TOKENS) for context in contexts])
     prompts = [tokens for tokens in PREFILLS if tokens < longest] + [longest]
-    return made + [[Job(0.0, tokens, 1)] for tokens in prompts for _ in range(REPEATS)]
+    return made + [[WorkloadRequest(0.0, tokens, 1)] for tokens in prompts for _ in range(REPEATS)]
 
 
-def mixture(count: int, longest: int, rate: float, seed: int) -> list[Job]:
+def make_mixed_workload(count: int, longest: int, rate: float, seed: int) -> list[WorkloadRequest]:
     """Requests of all lengths; all at once at a rate of infinity."""
     rng = random.Random(seed)
     arrivals = accumulate(rng.expovariate(1) / rate for _ in range(count))
-    return [Job(a, rng.randint(1, longest // 2), rng.randint(4, 60)) for a in arrivals]
+    return [WorkloadRequest(a, rng.randint(1, longest // 2), rng.randint(4, 60)) for a in arrivals]
 
 
-async def measure(
-    config: EngineConfig, progress: bool = True, turns: Turns | None = None, rounds: int = 1
-) -> Profile:
+async def measure_profile(
+    config: EngineConfig,
+    progress: bool = True,
+    turns: RoundRobinLock | None = None,
+    rounds: int = 1,
+) -> CostProfile:
     """Serve sweeps with whole prompts and mixtures as configured, `rounds` times.
 
     `turns`: have both engines at once and take turns with them; else one after the other.
@@ -72,14 +75,14 @@ async def measure(
     bar = tqdm(unit="request", desc="profile", disable=None if progress else True)
 
     async def sweep(engine: Engine) -> None:
-        workloads = sweeps(config.pipeline_parallel_size, _longest(engine))
+        workloads = make_sweep_workloads(config.pipeline_parallel_size, _longest(engine))
         bar.total = rounds * (sum(map(len, workloads)) + BURST * (BURSTS + len(SHARES)))
         mine = await _begin(turns)
         for _ in range(rounds):
             for part in range(SWEEP_TURNS):
                 async with mine:
                     for seed, jobs in enumerate(workloads[part::SWEEP_TURNS]):
-                        await serve_jobs(engine, jobs, seed, bar.update)
+                        await serve_workload(engine, jobs, seed, bar.update)
 
     async def mix(engine: Engine) -> None:
         loop, longest, seconds = asyncio.get_running_loop(), _longest(engine), []
@@ -88,24 +91,26 @@ async def measure(
             for seed in range(BURSTS):
                 async with mine:
                     begin = loop.time()
-                    burst = mixture(BURST, longest, math.inf, seed)
-                    await serve_jobs(engine, burst, seed, bar.update)
+                    burst = make_mixed_workload(BURST, longest, math.inf, seed)
+                    await serve_workload(engine, burst, seed, bar.update)
                     seconds.append(loop.time() - begin)
             for seed, share in enumerate(SHARES, start=BURSTS):
                 async with mine:
-                    jobs = mixture(BURST, longest, share * BURST / median(seconds), seed)
-                    await serve_jobs(engine, jobs, seed, bar.update)
+                    jobs = make_mixed_workload(
+                        BURST, longest, share * BURST / median(seconds), seed
+                    )
+                    await serve_workload(engine, jobs, seed, bar.update)
 
-    swept = logged_run(_uncached(config, ridge_tokens=WHOLE_PROMPTS), sweep)
-    mixed = logged_run(_uncached(config), mix)
+    swept = run_logged(_uncached(config, ridge_tokens=WHOLE_PROMPTS), sweep)
+    mixed = run_logged(_uncached(config), mix)
     with bar:
         runs = await asyncio.gather(swept, mixed) if turns else [await swept, await mixed]
-    return profile_of([run_of(run) for run in reversed(runs)], _machine(config))
+    return build_profile([build_run_record(run) for run in reversed(runs)], _machine(config))
 
 
-async def _begin(turns: Turns | None) -> Turns:
+async def _begin(turns: RoundRobinLock | None) -> RoundRobinLock:
     """Turns to take, of one's own where nobody else takes any."""
-    turns = turns or Turns(1)
+    turns = turns or RoundRobinLock(1)
     await turns.start()
     return turns
 
@@ -157,7 +162,9 @@ def main(argv: list[str]) -> int:
     values = make_parser().parse_args(argv)
     values.model = values.model_name or values.model
     try:
-        write_profile(asyncio.run(measure(config_from_flags(EngineConfig, values))), values.output)
+        write_profile(
+            asyncio.run(measure_profile(config_from_flags(EngineConfig, values))), values.output
+        )
     except (ValueError, OSError, ModelError, EngineError) as error:
         print(f"gllm profile: {error}", file=sys.stderr)
         return 2

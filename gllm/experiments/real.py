@@ -16,14 +16,17 @@ from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.observability.step_log import StepLogEvent, read_step_log
-from gllm.sim.workload import Job
+from gllm.sim.workload import WorkloadRequest
 
-LOG_SECONDS = 1.2
+LOG_DRAIN_SECONDS = 1.2
 """How long stages may take to report their last times."""
 
 
-async def serve_jobs(
-    engine: Engine, jobs: list[Job], seed: int = 0, served: Callable[[], None] = lambda: None
+async def serve_workload(
+    engine: Engine,
+    jobs: list[WorkloadRequest],
+    seed: int = 0,
+    served: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Send every job at its time and wait for all; the tokens of each output.
 
@@ -34,7 +37,7 @@ async def serve_jobs(
     loop = asyncio.get_running_loop()
     begin = loop.time()
 
-    async def serve_one(job: Job, prompt: list[int]) -> list[int]:
+    async def serve_one(job: WorkloadRequest, prompt: list[int]) -> list[int]:
         await asyncio.sleep(begin + job.arrival - loop.time())
         params = SamplingParams(temperature=0, max_tokens=job.output, ignore_eos=True)
         tokens: list[int] = []
@@ -52,7 +55,7 @@ async def serve_jobs(
     )
 
 
-class Turns:
+class RoundRobinLock:
     """Engines side by side of which one works at a time, one after the other in a circle: what a
     shared machine does meanwhile falls on all of them alike.
 
@@ -74,15 +77,17 @@ class Turns:
         self._lock.release()
 
 
-async def serve_in_turns(engine: Engine, workloads: list[list[Job]], turns: Turns) -> None:
+async def serve_round_robin(
+    engine: Engine, workloads: list[list[WorkloadRequest]], turns: RoundRobinLock
+) -> None:
     """Serve workloads, each in a turn of its own."""
     await turns.start()
     for seed, jobs in enumerate(workloads):
         async with turns:
-            await serve_jobs(engine, jobs, seed)
+            await serve_workload(engine, jobs, seed)
 
 
-async def logged_run(
+async def run_logged(
     config: EngineConfig, work: Callable[[Engine], Awaitable[None]]
 ) -> list[StepLogEvent]:
     """Start an engine, let `work` use it (a coroutine function), and return the step log."""
@@ -90,14 +95,14 @@ async def logged_run(
         log = Path(folder) / "steps.jsonl"
         async with Engine(replace(config, step_log=str(log))) as engine:
             await work(engine)
-            await asyncio.sleep(LOG_SECONDS)
+            await asyncio.sleep(LOG_DRAIN_SECONDS)
         return list(read_step_log(log))
 
 
-def serve(config: EngineConfig, jobs: list[Job]) -> list[StepLogEvent]:
+def serve_logged(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[StepLogEvent]:
     """Serve jobs with an engine of their own; the step log. For callers without an event loop."""
 
     async def work(engine: Engine) -> None:
-        await serve_jobs(engine, jobs)
+        await serve_workload(engine, jobs)
 
-    return asyncio.run(logged_run(config, work))
+    return asyncio.run(run_logged(config, work))

@@ -15,11 +15,11 @@ from gllm.experiments.ablation import (
     ablation_plots,
     ablation_table,
 )
-from gllm.experiments.base import Options, Result
-from gllm.experiments.real import serve
-from gllm.sim.report import summarize
-from gllm.sim.run import run_of
-from gllm.sim.workload import Job, make_jobs
+from gllm.experiments.base import ExperimentOptions, ExperimentResult
+from gllm.experiments.real import serve_logged
+from gllm.sim.report import summarize_run
+from gllm.sim.run_record import build_run_record
+from gllm.sim.workload import WorkloadRequest, make_workload
 
 STAGES = (2, 4)
 REQUESTS = 100
@@ -28,7 +28,7 @@ LENGTH_SCALE = 0.2
 """Of the trace's lengths: the demo model's context is 1,024 tokens."""
 
 
-def run(options: Options) -> Result:
+def run(options: ExperimentOptions) -> ExperimentResult:
     """Every policy on the same jobs, round by round, medians over the rounds."""
     stages, count, rounds = (STAGES[:1], 12, 1) if options.quick else (STAGES, REQUESTS, ROUNDS)
     groups: dict[str, dict[str, dict[str, Any]]] = {}
@@ -40,7 +40,7 @@ def run(options: Options) -> Result:
             for policy in POLICIES if turn % 2 == 0 else reversed(POLICIES):
                 found[policy].append(_figures(number, policy, jobs))
         name = f"demo at --pp {number}, {SATURATED * most:.1f}/s"
-        groups[name] = {policy: middle(figures) for policy, figures in found.items()}
+        groups[name] = {policy: median_figures(figures) for policy, figures in found.items()}
     text = (
         f"The demo model on this machine, {count} requests of azure-conv's lengths x "
         f"{LENGTH_SCALE}, Poisson arrivals at what throttle serves with all requests there at "
@@ -51,17 +51,19 @@ def run(options: Options) -> Result:
         name.replace("ablation", "ablation-real"): draw
         for name, draw in ablation_plots(groups).items()
     }
-    return Result("Ablation of token throttling, real engine", text, ablation_claims(groups), plots)
+    return ExperimentResult(
+        "Ablation of token throttling, real engine", text, ablation_claims(groups), plots
+    )
 
 
-def middle(figures: list[dict[str, Any]]) -> dict[str, Any]:
+def median_figures(figures: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over rounds, figure by figure."""
     first = figures[0]
     made: dict[str, Any] = {}
     for name, value in first.items():
         values = [each[name] for each in figures]
         if isinstance(value, dict):
-            made[name] = middle(values) if value else {}
+            made[name] = median_figures(values) if value else {}
         elif isinstance(value, list):
             made[name] = [median(column) for column in zip(*values, strict=True)]
         else:
@@ -69,23 +71,23 @@ def middle(figures: list[dict[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _jobs(count: int, rate: float) -> list[Job]:
-    return [_shorter(job) for job in make_jobs("azure-conv", count, rate, seed=11)]
+def _jobs(count: int, rate: float) -> list[WorkloadRequest]:
+    return [_shorter(job) for job in make_workload("azure-conv", count, rate, seed=11)]
 
 
-def _static(count: int) -> list[Job]:
+def _static(count: int) -> list[WorkloadRequest]:
     return [job._replace(arrival=0.0) for job in _jobs(count, 1.0)]
 
 
-def _shorter(job: Job) -> Job:
+def _shorter(job: WorkloadRequest) -> WorkloadRequest:
     """Within the model's context."""
     prompt = min(800, max(1, round(job.prompt * LENGTH_SCALE)))
-    return Job(job.arrival, prompt, min(200, max(1, round(job.output * LENGTH_SCALE))))
+    return WorkloadRequest(job.arrival, prompt, min(200, max(1, round(job.output * LENGTH_SCALE))))
 
 
-def _figures(stages: int, policy: str, jobs: list[Job]) -> dict[str, Any]:
+def _figures(stages: int, policy: str, jobs: list[WorkloadRequest]) -> dict[str, Any]:
     config = EngineConfig.from_options("demo", pipeline_parallel_size=stages, policy=policy)
-    return summarize(run_of(serve(config, jobs)))
+    return summarize_run(build_run_record(serve_logged(config, jobs)))
 
 
 def _seconds(figures: dict[str, Any]) -> float:

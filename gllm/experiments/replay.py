@@ -4,11 +4,11 @@ Owns the runs that are replayed.
 """
 
 from gllm.config.engine import EngineConfig
-from gllm.experiments.base import Claim, Options, Result
-from gllm.experiments.real import serve
-from gllm.sim.replay import replay_calls, replay_times
-from gllm.sim.report import text_table
-from gllm.sim.workload import make_jobs
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim
+from gllm.experiments.real import serve_logged
+from gllm.sim.replay import replay_calls, replay_step_times
+from gllm.sim.report import format_table
+from gllm.sim.workload import make_workload
 
 RUNS = (
     *((1, "sarathi"), (1, "throttle"), (2, "throttle"), (2, "balance"), (2, "sarathi")),
@@ -20,14 +20,14 @@ RATE = 12.0
 REQUESTS = 120
 
 
-def run(options: Options) -> Result:
+def run(options: ExperimentOptions) -> ExperimentResult:
     """Serve the load on this machine's engine, once for each run, and replay the log."""
     count = 12 if options.quick else REQUESTS
     rows, calls_equal, least = [], True, 1.0
     for stages, policy in RUNS[2:3] if options.quick else RUNS:
         config = EngineConfig.from_options("demo", pipeline_parallel_size=stages, policy=policy)
-        events = serve(config, make_jobs(WORKLOAD, count, RATE, "gamma:2", seed=5))
-        calls, times = replay_calls(events), replay_times(events)
+        events = serve_logged(config, make_workload(WORKLOAD, count, RATE, "gamma:2", seed=5))
+        calls, times = replay_calls(events), replay_step_times(events)
         calls_equal = calls_equal and calls.equal == calls.plans
         least = min(least, times.share)
         shown = [f"{each.equal} of {each.plans}" for each in (calls, times)]
@@ -36,15 +36,15 @@ def run(options: Options) -> Result:
         f"The demo model on this machine, {count} requests of {WORKLOAD} at {RATE:g}/s (gamma "
         "gaps, CV 2). Recorded calls: a new scheduler is called as the driver was. Recorded times: "
         "the event loop gets the arrivals and each step's times.\n\n"
-        + text_table(
+        + format_table(
             ["stages", "policy", "recorded calls: plans equal", "recorded times: plans equal", ""],
             rows,
         )
     )
     claims = [
-        Claim("recorded calls give the same plans", "aim: bit-identical",
+        PaperClaim("recorded calls give the same plans", "aim: bit-identical",
               "all" if calls_equal else "not all", calls_equal),
-        Claim("recorded times give the same plans", "aim: >= 95 %",
+        PaperClaim("recorded times give the same plans", "aim: >= 95 %",
               f"{100 * least:.1f} % at least", least >= 0.95),
     ]  # fmt: skip
-    return Result("Replay of real runs", text, claims)
+    return ExperimentResult("Replay of real runs", text, claims)

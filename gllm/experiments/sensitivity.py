@@ -6,10 +6,10 @@ Owns the values that are tried. Runs the paper's rule and ours.
 from dataclasses import replace
 from typing import Any
 
-from gllm.experiments.base import Claim, Options, Result, change
-from gllm.experiments.trials import L20_32B, Trial, at_rates, run_trials
-from gllm.sim.plots import Panel, plot_grid
-from gllm.sim.report import show, text_table
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim, format_change
+from gllm.experiments.trials import L20_32B, SimulationTrial, run_trials, trials_at_rates
+from gllm.sim.plots import ChartPanel, plot_grid
+from gllm.sim.report import format_table, show_value
 
 VALUES: dict[str, tuple[float, ...]] = {
     "prefill_iterations": (1, 2, 4, 8, 16, 32),
@@ -35,10 +35,10 @@ Results = dict[tuple[str, str, float], dict[str, Any]]
 """By policy, field and value."""
 
 
-def run(options: Options) -> Result:
+def run(options: ExperimentOptions) -> ExperimentResult:
     """One field at a time, the others at their defaults."""
-    base = Trial(L20_32B, WORKLOAD, "throttle", 1.0, options.requests, kv_share=KV_SHARE)
-    (base,) = at_rates(base, [SHARE])
+    base = SimulationTrial(L20_32B, WORKLOAD, "throttle", 1.0, options.requests, kv_share=KV_SHARE)
+    (base,) = trials_at_rates(base, [SHARE])
     keys = [
         (policy, field, value)
         for policy in POLICIES
@@ -51,20 +51,23 @@ def run(options: Options) -> Result:
     rows = [
         [
             *(policy, SYMBOLS[field], f"{value:g}"),
-            *(show(figures[name]["mean"], 1e3) for name in ("ttft", "tpot")),
-            *(show(figures["itl"]["p99"], 1e3), show(figures["steady_tokens_per_second"])),
-            *(str(figures["preemptions"]), show(figures["bubble_share"], 100)),
+            *(show_value(figures[name]["mean"], 1e3) for name in ("ttft", "tpot")),
+            *(
+                show_value(figures["itl"]["p99"], 1e3),
+                show_value(figures["steady_tokens_per_second"]),
+            ),
+            *(str(figures["preemptions"]), show_value(figures["bubble_share"], 100)),
         ]
         for (policy, field, value), figures in results.items()
     ]
     header = ["policy", "field", "value", "TTFT, ms", "TPOT, ms", "ITL p99, ms", "tokens/s"]
     text = (
         f"Simulated: {L20_32B}, {WORKLOAD}, {options.requests} requests with Poisson arrivals at "
-        f"{show(base.rate)}/s, {SHARE} of capacity, with {KV_SHARE} of the KV cache.\n\n"
-        + text_table([*header, "preemptions", "bubbles, %"], rows)
+        f"{show_value(base.rate)}/s, {SHARE} of capacity, with {KV_SHARE} of the KV cache.\n\n"
+        + format_table([*header, "preemptions", "bubbles, %"], rows)
     )
     claims = [] if options.quick else _claims(results)
-    return Result(
+    return ExperimentResult(
         "Sensitivity to the hyper-parameters",
         text,
         claims,
@@ -72,7 +75,7 @@ def run(options: Options) -> Result:
     )
 
 
-def _claims(results: Results) -> list[Claim]:
+def _claims(results: Results) -> list[PaperClaim]:
     """The paper's four sentences, for its own rule and for ours."""
     claims = []
     for policy in POLICIES:
@@ -92,17 +95,28 @@ def _claims(results: Results) -> list[Claim]:
         spread = max(ends) / min(ends) - 1
         iterations, steady = f"{policy}: #T", rise[0] < 1.1 * rise[1]
         claims += [
-            Claim(f"{iterations} 1 to 4, TTFT", "kept", change(*rise), steady),
-            Claim(f"{iterations} 1 to 4, TPOT", "lower", change(*fall), fall[0] < fall[1]),
-            Claim(f"{iterations} 4 to 32, TTFT", "higher", change(*late), late[0] > late[1]),
-            Claim(f"{policy}: #MaxP 512, throughput", "lower", change(small, usual), small < usual),
-            Claim(f"{policy}: KV_thresh 0", "more preemptions", f"{none} to {some}", none > some),
-            Claim(f"{policy}: #MinP, E2EL", "< 2 %", f"{100 * spread:.1f} %", spread < 0.02),
+            PaperClaim(f"{iterations} 1 to 4, TTFT", "kept", format_change(*rise), steady),
+            PaperClaim(
+                f"{iterations} 1 to 4, TPOT", "lower", format_change(*fall), fall[0] < fall[1]
+            ),
+            PaperClaim(
+                f"{iterations} 4 to 32, TTFT", "higher", format_change(*late), late[0] > late[1]
+            ),
+            PaperClaim(
+                f"{policy}: #MaxP 512, throughput",
+                "lower",
+                format_change(small, usual),
+                small < usual,
+            ),
+            PaperClaim(
+                f"{policy}: KV_thresh 0", "more preemptions", f"{none} to {some}", none > some
+            ),
+            PaperClaim(f"{policy}: #MinP, E2EL", "< 2 %", f"{100 * spread:.1f} %", spread < 0.02),
         ]
     return claims
 
 
-def _panels(results: Results) -> list[Panel]:
+def _panels(results: Results) -> list[ChartPanel]:
     panels = []
     for field in VALUES:
         series = {}
@@ -116,5 +130,5 @@ def _panels(results: Results) -> list[Panel]:
                 if points:
                     first = next(iter(points.values()))
                     series[f"{label}, {policy}"] = [(v, each / first) for v, each in points.items()]
-        panels.append(Panel(SYMBOLS[field], SYMBOLS[field], "against the first value", series))
+        panels.append(ChartPanel(SYMBOLS[field], SYMBOLS[field], "against the first value", series))
     return panels

@@ -6,18 +6,18 @@ Owns the limits and the rate at which 80 % of the requests meet them.
 from dataclasses import replace
 from itertools import pairwise
 
-from gllm.experiments.base import Claim, Options, Result, change
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim, format_change
 from gllm.experiments.trials import (
     L20_32B,
     SETTINGS,
-    Setting,
-    Trial,
-    at_rates,
+    HardwareSetting,
+    SimulationTrial,
     run_trials,
-    summary_of,
+    summarize_trial,
+    trials_at_rates,
 )
-from gllm.sim.plots import Panel, plot_grid
-from gllm.sim.report import show, text_table
+from gllm.sim.plots import ChartPanel, plot_grid
+from gllm.sim.report import format_table, show_value
 
 POLICIES = ("throttle", "throttle-paper", "sarathi", "prefill-first")
 WORKLOADS = ("sharegpt-like", "azure-conv")
@@ -31,13 +31,17 @@ TARGET = 0.8
 Curve = list[tuple[float, float]]
 
 
-def limits(setting: Setting, workload: str, num_requests: int) -> tuple[float, float]:
+def measure_slo_limits(
+    setting: HardwareSetting, workload: str, num_requests: int
+) -> tuple[float, float]:
     """TTFT and TPOT limits in seconds: multiples of the 90th percentile at next to no load."""
-    figures = summary_of(Trial(setting, workload, "throttle", LOW_RATE, num_requests))
+    figures = summarize_trial(
+        SimulationTrial(setting, workload, "throttle", LOW_RATE, num_requests)
+    )
     return TTFT_TIMES * figures["ttft"]["p90"], TPOT_TIMES * figures["tpot"]["p90"]
 
 
-def rate_at(curve: Curve, target: float) -> float:
+def interpolate_rate(curve: Curve, target: float) -> float:
     """The rate at which a falling curve first crosses the target, linear between its points; the
     last rate where it never does, 0 where it begins below."""
     if curve[0][1] < target:
@@ -48,47 +52,54 @@ def rate_at(curve: Curve, target: float) -> float:
     return curve[-1][0]
 
 
-def run(options: Options) -> Result:
+def run(options: ExperimentOptions) -> ExperimentResult:
     """Two settings, two workloads, all policies."""
     settings = (L20_32B,) if options.quick else (L20_32B, SETTINGS[-1])
     shares = SHARES[::5] if options.quick else SHARES
-    trials: list[Trial] = []
+    trials: list[SimulationTrial] = []
     for setting in settings:
         for workload in WORKLOADS:
-            slo = limits(setting, workload, min(options.requests, MAX_LOW_RATE_REQUESTS))
-            base = Trial(setting, workload, "throttle", 1.0, options.requests, slo=slo)
-            for trial in at_rates(base, shares):
+            slo = measure_slo_limits(
+                setting, workload, min(options.requests, MAX_LOW_RATE_REQUESTS)
+            )
+            base = SimulationTrial(setting, workload, "throttle", 1.0, options.requests, slo=slo)
+            for trial in trials_at_rates(base, shares):
                 trials += [replace(trial, policy=policy) for policy in POLICIES]
-    curves: dict[tuple[Setting, str, str], Curve] = {}
+    curves: dict[tuple[HardwareSetting, str, str], Curve] = {}
     slos = {(t.setting, t.workload): t.slo for t in trials if t.slo is not None}
     for trial, figures in zip(trials, run_trials(trials, options.progress), strict=True):
         key = (trial.setting, trial.workload, trial.policy)
         curves.setdefault(key, []).append((trial.rate, figures["slo_attainment"]))
     rows, claims, panels = [], [], []
     for (setting, workload), limit in slos.items():
-        best = {policy: rate_at(curves[setting, workload, policy], TARGET) for policy in POLICIES}
+        best = {
+            policy: interpolate_rate(curves[setting, workload, policy], TARGET)
+            for policy in POLICIES
+        }
         for policy, rate in best.items():
             shown = [f"{seconds * 1e3:.0f}" for seconds in limit]
-            rows.append([str(setting), workload, *shown, policy, show(rate)])
+            rows.append([str(setting), workload, *shown, policy, show_value(rate)])
         ours = best["throttle"], best["sarathi"]
-        gain = change(*ours) if ours[1] else "sarathi never gets there"
+        gain = format_change(*ours) if ours[1] else "sarathi never gets there"
         network = setting.link == "network"
         paper = "+79 % against vLLM" if network else "a plot without numbers"
         met = (not ours[1] or ours[0] / ours[1] >= 1.79) if network else None
-        claims.append(Claim(f"{setting}, {workload}: rate at 80 %, over sarathi", paper, gain, met))
+        claims.append(
+            PaperClaim(f"{setting}, {workload}: rate at 80 %, over sarathi", paper, gain, met)
+        )
         series = {p: [(r, 100 * s) for r, s in curves[setting, workload, p]] for p in POLICIES}
         title = f"{setting}, {workload}"
-        panels.append(Panel(title, "requests/s", "SLO attainment, %", series, False))
+        panels.append(ChartPanel(title, "requests/s", "SLO attainment, %", series, False))
     text = (
         f"Simulated, {options.requests} requests with Poisson arrivals each. The limits are "
         f"{TTFT_TIMES:g} x TTFT and {TPOT_TIMES:g} x TPOT of the 90th percentile at next to no "
         "load; both have to be met.\n\n"
-        + text_table(
+        + format_table(
             ["setting", "workload", "TTFT limit, ms", "TPOT limit, ms", "policy",
              "rate at 80 %, 1/s"], rows,
         )
     )  # fmt: skip
-    return Result(
+    return ExperimentResult(
         "SLO attainment against request rate",
         text,
         claims,

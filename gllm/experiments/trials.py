@@ -14,17 +14,17 @@ from typing import Any
 from tqdm import tqdm
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.deployment import roofline, simulate
-from gllm.sim.report import steady_rate, summarize
-from gllm.sim.run import Run
-from gllm.sim.workload import make_jobs
+from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.report import steady_throughput, summarize_run
+from gllm.sim.run_record import RunRecord
+from gllm.sim.workload import make_workload
 
-CONTEXT = 16384
+MAX_MODEL_LEN = 16384
 """Holds every request of the traces."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class HardwareSetting:
     """Hardware and model."""
 
     model: str
@@ -37,22 +37,22 @@ class Setting:
         return f"{self.model} on {self.stages} x {self.device}{over}"
 
 
-L20_32B = Setting("qwen2.5-32b", "L20")
+L20_32B = HardwareSetting("qwen2.5-32b", "L20")
 SETTINGS = (
-    Setting("qwen2.5-14b", "L20"),
+    HardwareSetting("qwen2.5-14b", "L20"),
     L20_32B,
-    Setting("qwen2.5-14b", "A100-40G"),
-    Setting("qwen2.5-32b", "A100-40G"),
-    Setting("llama-100b", "A800-80G", link="network"),
+    HardwareSetting("qwen2.5-14b", "A100-40G"),
+    HardwareSetting("qwen2.5-32b", "A100-40G"),
+    HardwareSetting("llama-100b", "A800-80G", link="network"),
 )
 """The paper's: 4 GPUs joined by PCIe, and a model that needs 80 GB each, over a network."""
 
 
 @dataclass(frozen=True)
-class Trial:
+class SimulationTrial:
     """One simulation. `options` are fields of SchedulerConfig."""
 
-    setting: Setting
+    setting: HardwareSetting
     workload: str
     policy: str
     rate: float
@@ -66,42 +66,46 @@ class Trial:
     """Of the KV cache that the devices have room for."""
 
 
-def simulate_trial(trial: Trial) -> Run:
+def simulate_trial(trial: SimulationTrial) -> RunRecord:
     """The trial's run."""
-    jobs = make_jobs(trial.workload, trial.requests, trial.rate, trial.arrivals, trial.seed)
+    jobs = make_workload(trial.workload, trial.requests, trial.rate, trial.arrivals, trial.seed)
     scheduler = SchedulerConfig(policy=trial.policy, **dict(trial.options))
     setting = trial.setting
-    deployment = roofline(
-        *(setting.model, setting.device, setting.stages, CONTEXT, setting.link, scheduler)
+    deployment = roofline_deployment(
+        *(setting.model, setting.device, setting.stages, MAX_MODEL_LEN, setting.link, scheduler)
     )
     config = deployment.scheduler
     config = replace(config, num_blocks=int(config.num_blocks * trial.kv_share))
     return simulate(replace(deployment, scheduler=config), jobs)[0]
 
 
-def summary_of(trial: Trial) -> dict[str, Any]:
+def summarize_trial(trial: SimulationTrial) -> dict[str, Any]:
     """The trial's figures (sim.report.summarize)."""
-    return summarize(simulate_trial(trial), *(trial.slo or (None, None)))
+    return summarize_run(simulate_trial(trial), *(trial.slo or (None, None)))
 
 
-def run_trials(trials: Sequence[Trial], progress: bool = True) -> list[dict[str, Any]]:
+def run_trials(trials: Sequence[SimulationTrial], progress: bool = True) -> list[dict[str, Any]]:
     """The figures of all trials, computed by as many processes as there are cores."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = pool.map(summary_of, trials)
+        results = pool.map(summarize_trial, trials)
         # None: no bar where the output is no terminal.
         disable = None if progress else True
         return list(tqdm(results, total=len(trials), unit="run", disable=disable))
 
 
 @cache
-def capacity(setting: Setting, workload: str, requests: int, kv_share: float = 1.0) -> float:
+def measure_capacity(
+    setting: HardwareSetting, workload: str, requests: int, kv_share: float = 1.0
+) -> float:
     """Requests a second that `throttle` serves when all of them are there from the beginning,
     without the tail of the last: the yardstick for rates, the same for every policy."""
-    trial = Trial(setting, workload, "throttle", 1.0, requests, "static", kv_share=kv_share)
-    return steady_rate(simulate_trial(trial))[1]
+    trial = SimulationTrial(
+        setting, workload, "throttle", 1.0, requests, "static", kv_share=kv_share
+    )
+    return steady_throughput(simulate_trial(trial))[1]
 
 
-def at_rates(trial: Trial, shares: Sequence[float]) -> list[Trial]:
+def trials_at_rates(trial: SimulationTrial, shares: Sequence[float]) -> list[SimulationTrial]:
     """The trial at these shares of its capacity."""
-    most = capacity(trial.setting, trial.workload, trial.requests, trial.kv_share)
+    most = measure_capacity(trial.setting, trial.workload, trial.requests, trial.kv_share)
     return [replace(trial, rate=share * most) for share in shares]

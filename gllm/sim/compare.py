@@ -17,63 +17,65 @@ from gllm.observability.step_log import (
     to_request,
 )
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.costs.fitted import FittedCost, SlowedCost
+from gllm.sim.cost_profile import CostProfile, read_profile
+from gllm.sim.costs.fitted import FittedCostModel, ScaledCostModel
 from gllm.sim.deployment import Deployment, serve_requests
-from gllm.sim.profile import Profile, read_profile
-from gllm.sim.report import show, text_table
-from gllm.sim.run import Run, run_of
-from gllm.sim.step_costs import step_costs
+from gllm.sim.report import format_table, show_value
+from gllm.sim.run_record import RunRecord, build_run_record
+from gllm.sim.step_costs import measure_step_costs
 
 METRICS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """The two runs, of the same requests."""
 
-    real: Run
-    predicted: Run
+    real: RunRecord
+    predicted: RunRecord
     slowdown: float
     """Seconds that the real stages took over what the profile says of the very same steps: how much
     slower the machine was in the run, as far as the cost model is right."""
-    at_speed: Run
+    at_speed: RunRecord
     """Predicted with all stages slower by that: what is left is the simulator's own error."""
 
 
-def compare(log: str | Path, profile: str | Path) -> Comparison:
+def compare_with_profile(log: str | Path, profile: str | Path) -> RunComparison:
     """Predict the run of a step log from a profile's file. Raises ValueError and OSError as the
     files' readers do, and as `compare_runs`."""
     return compare_runs(list(read_step_log(log)), read_profile(profile))
 
 
-def compare_runs(events: list[StepLogEvent], profile: Profile) -> Comparison:
+def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunComparison:
     """Predict a run. Raises ValueError where the profile is of another pipeline."""
-    real = run_of(events)
+    real = build_run_record(events)
     if profile.layers != real.start.layers:
         raise ValueError(
             f"the run had stages of {real.start.layers} layers, the profile of {profile.layers}: "
             "measure the profile at the same --pp"
         )
-    cost, start = FittedCost(profile), real.start
+    cost, start = FittedCostModel(profile), real.start
     factor = _slowdown(real, cost)
-    requests = requests_of_log(events, real)
+    requests = read_requests(events, real)
     predicted, at_speed = (
         serve_requests(Deployment(start.model, start.layers, each, start.scheduler), requests)[0]
-        for each in (cost, SlowedCost(cost, factor))
+        for each in (cost, ScaledCostModel(cost, factor))
     )
-    return Comparison(real, predicted, factor, at_speed)
+    return RunComparison(real, predicted, factor, at_speed)
 
 
-def _slowdown(run: Run, cost: FittedCost) -> float:
+def _slowdown(run: RunRecord, cost: FittedCostModel) -> float:
     took = said = 0.0
-    for costs in step_costs(run):
+    for costs in measure_step_costs(run):
         for stage, seconds in enumerate(costs.stages):
             took += seconds
             said += cost.stage_seconds(stage, costs.step.work)
     return took / said if said else 1.0
 
 
-def requests_of_log(events: list[StepLogEvent], run: Run) -> list[tuple[float, SchedulerRequest]]:
+def read_requests(
+    events: list[StepLogEvent], run: RunRecord
+) -> list[tuple[float, SchedulerRequest]]:
     """A log's requests, each to generate as many tokens as it did there; warm-ups are left out."""
     requests = []
     for event in events:
@@ -85,17 +87,17 @@ def requests_of_log(events: list[StepLogEvent], run: Run) -> list[tuple[float, S
     return requests
 
 
-def aborts_of_log(events: list[StepLogEvent]) -> list[tuple[float, list[int]]]:
+def read_aborts(events: list[StepLogEvent]) -> list[tuple[float, list[int]]]:
     """A log's aborts and their times."""
     return [(event.time, event.seqs) for event in events if isinstance(event, AbortEvent)]
 
 
-def _values(run: Run, metric: str) -> dict[int, float]:
+def _values(run: RunRecord, metric: str) -> dict[int, float]:
     found = ((seq, getattr(served.line, metric)) for seq, served in run.requests.items())
     return {seq: value for seq, value in found if value is not None}
 
 
-def median_error(comparison: Comparison, metric: str) -> float:
+def median_request_error(comparison: RunComparison, metric: str) -> float:
     """Median over the requests of |predicted - real| / real."""
     real, predicted = _values(comparison.real, metric), _values(comparison.predicted, metric)
     return median(
@@ -105,18 +107,18 @@ def median_error(comparison: Comparison, metric: str) -> float:
     )
 
 
-def median_of(run: Run, metric: str) -> float:
+def median_latency(run: RunRecord, metric: str) -> float:
     """Median over the requests, seconds."""
     return median(_values(run, metric).values())
 
 
-def error_of_median(comparison: Comparison, metric: str, at_speed: bool = False) -> float:
+def median_latency_error(comparison: RunComparison, metric: str, at_speed: bool = False) -> float:
     """How far the predicted median is from the real one, as a share of it; with sign."""
     predicted = comparison.at_speed if at_speed else comparison.predicted
-    return median_of(predicted, metric) / median_of(comparison.real, metric) - 1
+    return median_latency(predicted, metric) / median_latency(comparison.real, metric) - 1
 
 
-def comparison_table(comparison: Comparison) -> str:
+def comparison_table(comparison: RunComparison) -> str:
     """Real, predicted and their relation, for each latency; bubbles and busy shares below."""
     rows = []
     for metric in METRICS:
@@ -128,14 +130,16 @@ def comparison_table(comparison: Comparison) -> str:
         }
         for name, (was, said) in pairs.items():
             label = f"{metric.upper()} {name}, ms"
-            rows.append([label, show(was, 1e3), show(said, 1e3), f"{said / was - 1:+.1%}"])
-        error = median_error(comparison, metric)
+            rows.append(
+                [label, show_value(was, 1e3), show_value(said, 1e3), f"{said / was - 1:+.1%}"]
+            )
+        error = median_request_error(comparison, metric)
         rows.append([f"{metric.upper()} median error of a request", "", "", f"{error:.1%}"])
     uses = comparison.real.stage_uses(), comparison.predicted.stage_uses()
     for label, name in (("stages busy, %", "busy_share"), ("bubbles, %", "bubble_share")):
-        shares = [show([getattr(use, name) for use in stages], 100) for stages in uses]
+        shares = [show_value([getattr(use, name) for use in stages], 100) for stages in uses]
         rows.append([label, *shares, ""])
     counts = len(comparison.real.steps), len(comparison.predicted.steps)
     rows.append(["micro-batches", *map(str, counts), f"{counts[1] / counts[0] - 1:+.1%}"])
     rows.append(["machine slower than in the profile", f"{comparison.slowdown:.2f} x", "", ""])
-    return text_table(["", "real", "predicted", "error"], rows)
+    return format_table(["", "real", "predicted", "error"], rows)

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.costs.base import Cost
-from gllm.sim.costs.roofline import Efficiency, RooflineCost
-from gllm.sim.events import run as run_events
-from gllm.sim.pipeline import Pipeline
-from gllm.sim.run import Run, Told, run_of
-from gllm.sim.shapes import DEVICES, LINKS, MODELS, even_layers
-from gllm.sim.workload import Job, requests_of
+from gllm.sim.costs.base import CostModel
+from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
+from gllm.sim.event_loop import run_events
+from gllm.sim.hardware import DEVICES, LINKS, MODELS, split_layers_evenly
+from gllm.sim.pipeline import SimulatedPipeline
+from gllm.sim.run_record import RunRecord, StageReport, build_run_record
+from gllm.sim.workload import WorkloadRequest, to_scheduler_requests
 
-MEMORY_SHARE = 0.9
+USABLE_MEMORY_SHARE = 0.9
 """Of a device's memory for weights and KV cache; the rest is for activations and the system."""
 
 
@@ -29,21 +29,23 @@ class Deployment:
     model: str
     layers: list[int]
     """Of each stage."""
-    cost: Cost
+    cost: CostModel
     scheduler: SchedulerConfig
 
 
-def simulate(deployment: Deployment, jobs: list[Job]) -> tuple[Run, list[StepLogEvent]]:
+def simulate(
+    deployment: Deployment, jobs: list[WorkloadRequest]
+) -> tuple[RunRecord, list[StepLogEvent]]:
     """Serve the jobs; the run and its log. Raises ValueError as `serve_requests`."""
-    return serve_requests(deployment, requests_of(jobs))
+    return serve_requests(deployment, to_scheduler_requests(jobs))
 
 
 def serve_requests(
     deployment: Deployment,
     requests: list[tuple[float, SchedulerRequest]],
     aborts: Iterable[tuple[float, list[int]]] = (),
-    told: list[Told] | None = None,
-) -> tuple[Run, list[StepLogEvent]]:
+    told: list[StageReport] | None = None,
+) -> tuple[RunRecord, list[StepLogEvent]]:
     """Serve requests that come, and end sequences that are aborted, at their times. `told`: what
     the driver hears of stages' times and when, where not at the end of each step.
 
@@ -60,23 +62,23 @@ def serve_requests(
     events: list[StepLogEvent] = [
         StartEvent(begin, deployment.model, deployment.layers, config, source="simulator")
     ]
-    pipeline = Pipeline(config, deployment.cost, events.append, tells=told is None)
+    pipeline = SimulatedPipeline(config, deployment.cost, events.append, tells=told is None)
     others = [pipeline.abortion(time, seqs) for time, seqs in aborts]
     others += [
         pipeline.telling(each.heard, each.stage, each.steps) for each in told or () if each.heard
     ]
     run_events([*pipeline.arrivals(requests), *others])
-    return run_of(events), events
+    return build_run_record(events), events
 
 
-def roofline(
+def roofline_deployment(
     model: str,
     device: str,
     stages: int,
     max_model_len: int,
     link: str = "pcie",
     scheduler: SchedulerConfig | None = None,
-    efficiency: Efficiency | None = None,
+    efficiency: DeviceEfficiency | None = None,
 ) -> Deployment:
     """A model on `stages` devices of one kind, its KV cache all that their memory leaves.
 
@@ -88,11 +90,11 @@ def roofline(
         if name not in table:
             raise ValueError(f"{kind} {name!r} is none of {', '.join(table)}")
     shape, hardware = MODELS[model], DEVICES[device]
-    layers = even_layers(shape.layers, stages)
+    layers = split_layers_evenly(shape.layers, stages)
     config = scheduler or SchedulerConfig()
     blocks = []
     for stage, count in enumerate(layers):
-        room = hardware.memory * MEMORY_SHARE - shape.stage_bytes(stage, layers)
+        room = hardware.memory * USABLE_MEMORY_SHARE - shape.stage_bytes(stage, layers)
         blocks.append(int(room // (count * shape.kv_bytes * config.block_size)))
     if min(blocks) < 1:
         raise ValueError(
@@ -102,6 +104,6 @@ def roofline(
     return Deployment(
         model,
         layers,
-        RooflineCost(shape, hardware, LINKS[link], layers, efficiency),
+        RooflineCostModel(shape, hardware, LINKS[link], layers, efficiency),
         config.resolve(stages, min(blocks), max_model_len),
     )

@@ -11,13 +11,13 @@ from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
-from gllm.sim.run import Run, StageUse
+from gllm.sim.run_record import RunRecord, StageUsage
 
 WINDOW_STEPS = 40
 """Micro-batches in a window nobody chose: more cannot be told apart at 800 pixels."""
 
 
-class Bar(NamedTuple):
+class MicroBatchInterval(NamedTuple):
     """A micro-batch on a stage. Times are seconds of the run's clock."""
 
     stage: int
@@ -28,7 +28,7 @@ class Bar(NamedTuple):
     """0..1, of the micro-batch's tokens."""
 
 
-class Bubble(NamedTuple):
+class BubbleInterval(NamedTuple):
     """Time in which a stage was idle though work was at hand."""
 
     stage: int
@@ -43,7 +43,7 @@ class Bubble(NamedTuple):
         return (self.end - self.start) * self.share
 
 
-class Stretch(NamedTuple):
+class TokenInterval(NamedTuple):
     """Tokens of a micro-batch while it was the newest, or their means over several."""
 
     start: float
@@ -55,8 +55,8 @@ class Stretch(NamedTuple):
     """Of one micro-batch, prefill and decode together."""
 
 
-def window_of(
-    run: Run, begin: float | None = None, seconds: float | None = None
+def select_window(
+    run: RunRecord, begin: float | None = None, seconds: float | None = None
 ) -> tuple[float, float]:
     """(begin, end) of a part of the run, in its clock's seconds.
 
@@ -80,19 +80,23 @@ def window_of(
     return start, start + (length if seconds is None else seconds)
 
 
-def bars_of(run: Run, begin: float = -inf, end: float = inf) -> list[Bar]:
+def micro_batch_intervals(
+    run: RunRecord, begin: float = -inf, end: float = inf
+) -> list[MicroBatchInterval]:
     """Bars that reach into begin..end, uncut, in the order of micro-batches."""
     return [
-        Bar(stage, step.work.step, time.start, time.end, step.prefill_tokens / step.work.num_tokens)
+        MicroBatchInterval(
+            stage, step.work.step, time.start, time.end, step.prefill_tokens / step.work.num_tokens
+        )
         for step in run.steps
         for stage, time in enumerate(step.stages)
         if time is not None and time.start < end and time.end > begin
     ]
 
 
-def bubbles_of(run: Run, begin: float = -inf, end: float = inf) -> list[Bubble]:
+def bubble_intervals(run: RunRecord, begin: float = -inf, end: float = inf) -> list[BubbleInterval]:
     """Bubbles in begin..end, cut to it; over all of a run they add up to `Run.stage_uses`."""
-    found: list[Bubble] = []
+    found: list[BubbleInterval] = []
     latest: dict[int, int] = {}
     """By stage, where in `found` its newest bubble is."""
     for spell in run.spells(begin, end):
@@ -103,15 +107,19 @@ def bubbles_of(run: Run, begin: float = -inf, end: float = inf) -> list[Bubble]:
                 found[latest[stage]] = last._replace(end=spell.end)
             else:
                 latest[stage] = len(found)
-                found.append(Bubble(stage, spell.begin, spell.end, share))
+                found.append(BubbleInterval(stage, spell.begin, spell.end, share))
     return found
 
 
-def uses_of(
-    run: Run, bars: Iterable[Bar], bubbles: Iterable[Bubble], begin: float, end: float
-) -> list[StageUse]:
+def stage_usages_in(
+    run: RunRecord,
+    bars: Iterable[MicroBatchInterval],
+    bubbles: Iterable[BubbleInterval],
+    begin: float,
+    end: float,
+) -> list[StageUsage]:
     """What each stage did between begin and end, as `Run.stage_uses` says it of the whole run."""
-    uses = [StageUse(span=end - begin) for _ in run.start.layers]
+    uses = [StageUsage(span=end - begin) for _ in run.start.layers]
     for bar in bars:
         uses[bar.stage].busy += max(0.0, min(bar.end, end) - max(bar.start, begin))
     for bubble in bubbles:
@@ -119,7 +127,7 @@ def uses_of(
     return uses
 
 
-def stretches_of(run: Run) -> list[Stretch]:
+def token_intervals(run: RunRecord) -> list[TokenInterval]:
     """Each micro-batch from its entry into the pipeline until the next one's, or its own commit."""
     # Several may be planned at one moment, but the first stage takes one after another.
     entries = [step.stages[0].start if step.stages[0] else step.planned for step in run.steps]
@@ -131,34 +139,34 @@ def stretches_of(run: Run) -> list[Stretch]:
         if step.committed is not None:
             end = max(start, min(end, step.committed - run.begin))
         prefill, decode = step.prefill_tokens, step.decode_tokens
-        found.append(Stretch(start, end, prefill, decode, prefill + decode))
+        found.append(TokenInterval(start, end, prefill, decode, prefill + decode))
     return found
 
 
-def joined(stretches: list[Stretch]) -> list[Stretch]:
+def fill_gaps(stretches: list[TokenInterval]) -> list[TokenInterval]:
     """The same from 0 on without gaps: empty ones are put where nothing ran."""
-    found = [Stretch(0.0, 0.0)]
+    found = [TokenInterval(0.0, 0.0)]
     for stretch in stretches:
         if stretch.start > found[-1].end:
-            found.append(Stretch(found[-1].end, stretch.start))
+            found.append(TokenInterval(found[-1].end, stretch.start))
         found.append(stretch)
     return found
 
 
-def binned(stretches: list[Stretch], count: int) -> list[Stretch]:
+def bin_token_intervals(stretches: list[TokenInterval], count: int) -> list[TokenInterval]:
     """`count` bins of equal length from 0 on: the mean of what reaches into each, and the most.
 
     Raises ValueError without stretches.
     """
     width = (max(stretch.end for stretch in stretches) or 1.0) / count
-    bins: list[list[Stretch]] = [[] for _ in range(count)]
+    bins: list[list[TokenInterval]] = [[] for _ in range(count)]
     for stretch in stretches:
         first = min(int(stretch.start / width), count - 1)
         last = min(int(stretch.end / width), count - 1)
         for place in range(first, last + 1):
             bins[place].append(stretch)
     return [
-        Stretch(
+        TokenInterval(
             place * width,
             (place + 1) * width,
             fmean([stretch.prefill for stretch in inside] or [0.0]),

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from gllm.config.field_types import convert_fields
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.fitted import FittedCost
-from gllm.sim.deployment import Deployment, roofline
-from gllm.sim.profile import read_profile
-from gllm.sim.shapes import DEVICES, LINKS, MODELS
-from gllm.sim.workload import Job, make_jobs, scaled
+from gllm.sim.cost_profile import read_profile
+from gllm.sim.costs.fitted import FittedCostModel
+from gllm.sim.deployment import Deployment, roofline_deployment
+from gllm.sim.hardware import DEVICES, LINKS, MODELS
+from gllm.sim.workload import WorkloadRequest, make_workload, scale_request
 
 VIDUR = "vidur"
 VIDUR_STAGE_BYTES, VIDUR_WEIGHTS, VIDUR_KV_BYTES = 0.9 * 160e9, 138e9, 320 * 1024
@@ -71,16 +71,16 @@ class SimulationConfig:
         convert_fields(self)
 
 
-def jobs_of(config: SimulationConfig) -> list[Job]:
+def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
     """The workload. Raises ValueError as make_jobs does."""
-    jobs = make_jobs(
+    jobs = make_workload(
         *(config.workload, config.requests, config.rate, config.arrivals),
         *(config.seed, config.time_scale),
     )
-    return [scaled(job, config.length_scale) for job in jobs]
+    return [scale_request(job, config.length_scale) for job in jobs]
 
 
-def deployment_of(config: SimulationConfig, longest: int) -> Deployment:
+def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
     """The deployment; `longest` is the workload's longest request in tokens.
 
     Raises ValueError for what cannot be, OSError for a profile that cannot be read.
@@ -88,7 +88,7 @@ def deployment_of(config: SimulationConfig, longest: int) -> Deployment:
     stages = config.pipeline_parallel_size
     if config.profile is None:
         length = config.max_model_len or longest
-        return roofline(
+        return roofline_deployment(
             *(config.model, config.device, stages or 4, length, config.link, config.scheduler)
         )
     if config.profile == VIDUR:
@@ -103,15 +103,15 @@ def deployment_of(config: SimulationConfig, longest: int) -> Deployment:
     resolved = config.scheduler.resolve(
         len(profile.layers), measured.num_blocks, config.max_model_len or measured.max_model_len
     )
-    return Deployment(profile.model, profile.layers, FittedCost(profile), resolved)
+    return Deployment(profile.model, profile.layers, FittedCostModel(profile), resolved)
 
 
 def _vidur(config: SimulationConfig, stages: int, max_model_len: int) -> Deployment:
     """Llama-2-70B on pairs of A100s with 80 GB, tensor parallel within a stage."""
     # scikit-learn and its forests take seconds: only where asked for.
-    from gllm.sim.costs.forest import ForestCost
+    from gllm.sim.costs.forest import ForestCostModel
 
-    cost = ForestCost(stages)
+    cost = ForestCostModel(stages)
     tokens = (VIDUR_STAGE_BYTES * stages - VIDUR_WEIGHTS) / VIDUR_KV_BYTES
     blocks = int(tokens // config.scheduler.block_size)
     scheduler = config.scheduler.resolve(stages, blocks, max_model_len)

@@ -15,37 +15,37 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
-from gllm.sim.costs.base import Cost
-from gllm.sim.events import Event
+from gllm.sim.costs.base import CostModel
+from gllm.sim.event_loop import SimulationEvent
 
-COMMIT, ARRIVAL, TURN, PIPELINE = range(4)
+COMMIT, ARRIVAL, DRIVER_TURN, PIPELINE = range(4)
 """Ranks of events at one time: the driver hears all that is new before it schedules."""
 
-NANOSECONDS = 9
+TIME_DECIMALS = 9
 """Decimals of an event's time: finer differences are errors of rounding."""
 
-TOKEN = 1
+OUTPUT_TOKEN_ID = 1
 """What every made-up output token is."""
 
-MicroBatch = tuple[StepPlan, StageWork]
+PlannedBatch = tuple[StepPlan, StageWork]
 
 
 class _Lane:
     """A stage, or the link after it: one micro-batch at a time, in order."""
 
     def __init__(self) -> None:
-        self.waiting: deque[MicroBatch] = deque()
+        self.waiting: deque[PlannedBatch] = deque()
         self.busy = False
 
 
-class Pipeline:
+class SimulatedPipeline:
     """A replica. `config` is resolved; `write` takes each logged event of the run. `tells`: stages
     tell the driver their times at each step's end; if not, only `telling` does."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        cost: Cost,
+        cost: CostModel,
         write: Callable[[Logged], None],
         tells: bool = True,
     ) -> None:
@@ -59,107 +59,113 @@ class Pipeline:
         self._planned = self._sampled = self._returned = 0.0
         """When the newest plan's inputs, the newest step's tokens and its result are there."""
 
-    def arrivals(self, requests: Iterable[tuple[float, SchedulerRequest]]) -> list[Event]:
+    def arrivals(self, requests: Iterable[tuple[float, SchedulerRequest]]) -> list[SimulationEvent]:
         """Events that bring the requests at their times, in seconds."""
         return [
-            Event(round(time, NANOSECONDS), ARRIVAL, partial(self._arrive, request))
+            SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, partial(self._arrive, request))
             for time, request in requests
         ]
 
-    def abortion(self, time: float, seqs: list[int]) -> Event:
+    def abortion(self, time: float, seqs: list[int]) -> SimulationEvent:
         """An event that ends sequences."""
-        return Event(round(time, NANOSECONDS), ARRIVAL, partial(self._abort, seqs))
+        return SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, partial(self._abort, seqs))
 
-    def telling(self, time: float, stage: int, steps: list[StepTime]) -> Event:
+    def telling(self, time: float, stage: int, steps: list[StepTime]) -> SimulationEvent:
         """An event that tells the driver of steps that a stage computed."""
         handle = partial(self._observe, stage, steps)
-        return Event(round(time, NANOSECONDS), ARRIVAL, handle)
+        return SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, handle)
 
     # Handlers: each takes the time and returns what follows.
 
-    def _arrive(self, request: SchedulerRequest, now: float) -> list[Event]:
+    def _arrive(self, request: SchedulerRequest, now: float) -> list[SimulationEvent]:
         self._now = now
         self.scheduler.add(request, now)
         return self._news(now)
 
-    def _abort(self, seqs: list[int], now: float) -> list[Event]:
+    def _abort(self, seqs: list[int], now: float) -> list[SimulationEvent]:
         self._now = now
         self.scheduler.abort(seqs)
         return self._news(now)
 
-    def _observe(self, stage: int, steps: list[StepTime], now: float) -> list[Event]:
+    def _observe(self, stage: int, steps: list[StepTime], now: float) -> list[SimulationEvent]:
         self._now = now
         self.scheduler.record_step_times(stage, steps)
         return self._news(now)
 
-    def _news(self, now: float) -> list[Event]:
+    def _news(self, now: float) -> list[SimulationEvent]:
         """Have the driver take its turn once it has heard everything of this moment."""
         if self._turning:
             return []
         self._turning = True
-        return [Event(now, TURN, self._turn)]
+        return [SimulationEvent(now, DRIVER_TURN, self._turn)]
 
-    def _turn(self, now: float) -> list[Event]:
+    def _turn(self, now: float) -> list[SimulationEvent]:
         """What the driver does after news: fill the pipeline."""
         self._turning = False
         follows = []
         while (plan := self.scheduler.schedule(now)) is not None:
             batch = plan, compute_stage_work(plan.step, plan.rows)
-            ready = round(now + self._cost.plan_seconds(batch[1]), NANOSECONDS)
+            ready = round(now + self._cost.plan_seconds(batch[1]), TIME_DECIMALS)
             self._planned = max(self._planned, ready)
-            follows.append(Event(self._planned, PIPELINE, partial(self._reach_stage, 0, batch)))
+            follows.append(
+                SimulationEvent(self._planned, PIPELINE, partial(self._reach_stage, 0, batch))
+            )
         return follows
 
-    def _reach_stage(self, stage: int, batch: MicroBatch, now: float) -> list[Event]:
+    def _reach_stage(self, stage: int, batch: PlannedBatch, now: float) -> list[SimulationEvent]:
         lane = self._stages[stage]
         lane.waiting.append(batch)
         return [] if lane.busy else self._start_stage(stage, now)
 
-    def _start_stage(self, stage: int, now: float) -> list[Event]:
+    def _start_stage(self, stage: int, now: float) -> list[SimulationEvent]:
         lane = self._stages[stage]
         batch = lane.waiting.popleft()
         lane.busy = True
         # A row whose input token the step before samples waits for it (one stage only).
         start = max(now, self._sampled) if batch[1].has_placeholders else now
-        end = round(start + self._cost.stage_seconds(stage, batch[1]), NANOSECONDS)
-        return [Event(end, PIPELINE, partial(self._end_stage, stage, batch, start))]
+        end = round(start + self._cost.stage_seconds(stage, batch[1]), TIME_DECIMALS)
+        return [SimulationEvent(end, PIPELINE, partial(self._end_stage, stage, batch, start))]
 
-    def _end_stage(self, stage: int, batch: MicroBatch, start: float, now: float) -> list[Event]:
+    def _end_stage(
+        self, stage: int, batch: PlannedBatch, start: float, now: float
+    ) -> list[SimulationEvent]:
         self._now = now
         self._stages[stage].busy = False
         if self._tells:
             self.scheduler.record_step_times(stage, [StepTime(batch[0].step, start, now)])
         if stage == len(self._links):
             self._sampled = now + self._cost.sample_seconds(batch[1])
-            done = round(now + self._cost.return_seconds(batch[1]), NANOSECONDS)
+            done = round(now + self._cost.return_seconds(batch[1]), TIME_DECIMALS)
             self._returned = max(self._returned, done)
-            commit = Event(self._returned, COMMIT, partial(self._commit, batch[0]))
+            commit = SimulationEvent(self._returned, COMMIT, partial(self._commit, batch[0]))
             return [*self._next(stage, now), commit]
         link = self._links[stage]
         link.waiting.append(batch)
         sent = [] if link.busy else [self._start_link(stage, now)]
         return [*self._next(stage, now), *sent]
 
-    def _next(self, stage: int, now: float) -> list[Event]:
+    def _next(self, stage: int, now: float) -> list[SimulationEvent]:
         return self._start_stage(stage, now) if self._stages[stage].waiting else []
 
-    def _start_link(self, stage: int, now: float) -> Event:
+    def _start_link(self, stage: int, now: float) -> SimulationEvent:
         link = self._links[stage]
         batch = link.waiting.popleft()
         link.busy = True
-        end = round(now + self._cost.link_seconds(stage, batch[1]), NANOSECONDS)
-        return Event(end, PIPELINE, partial(self._end_link, stage, batch))
+        end = round(now + self._cost.link_seconds(stage, batch[1]), TIME_DECIMALS)
+        return SimulationEvent(end, PIPELINE, partial(self._end_link, stage, batch))
 
-    def _end_link(self, stage: int, batch: MicroBatch, now: float) -> list[Event]:
+    def _end_link(self, stage: int, batch: PlannedBatch, now: float) -> list[SimulationEvent]:
         link = self._links[stage]
         link.busy = False
         follows = [self._start_link(stage, now)] if link.waiting else []
         return [*follows, *self._reach_stage(stage + 1, batch, now)]
 
-    def _commit(self, plan: StepPlan, now: float) -> list[Event]:
+    def _commit(self, plan: StepPlan, now: float) -> list[SimulationEvent]:
         self._now = now
         sampled = [
-            SampledToken(row.seq, row.epoch, TOKEN) for row in plan.rows if row.should_sample
+            SampledToken(row.seq, row.epoch, OUTPUT_TOKEN_ID)
+            for row in plan.rows
+            if row.should_sample
         ]
         self.scheduler.commit(StepResult(plan.step, sampled))
         return self._news(now)

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
 from gllm.sim.intervals import (
-    Bar,
-    Bubble,
-    bars_of,
-    binned,
-    bubbles_of,
-    joined,
-    stretches_of,
-    uses_of,
-    window_of,
+    BubbleInterval,
+    MicroBatchInterval,
+    bin_token_intervals,
+    bubble_intervals,
+    fill_gaps,
+    micro_batch_intervals,
+    select_window,
+    stage_usages_in,
+    token_intervals,
 )
-from gllm.sim.report import variation
-from gllm.sim.run import Run
+from gllm.sim.report import coefficient_of_variation
+from gllm.sim.run_record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,7 +84,7 @@ ROW = 0.76
 """Height of a stage's bars; rows are 1 apart."""
 
 
-class Panel(NamedTuple):
+class ChartPanel(NamedTuple):
     """One of several charts side by side."""
 
     title: str
@@ -115,13 +115,13 @@ def _picture(path: str | Path, height: float) -> Iterator["Figure"]:
         figure.savefig(path, metadata=undated, facecolor="white")
 
 
-def _caption(run: Run) -> str:
+def _caption(run: RunRecord) -> str:
     """What was run; a model in a folder goes by the folder's name."""
     model = run.start.model.rstrip("/").rpartition("/")[2]
     return f"{model}, {run.start.scheduler.policy}, {len(run.start.layers)} stages"
 
 
-def plot_latencies(run: Run, path: str | Path) -> None:
+def plot_latencies(run: RunRecord, path: str | Path) -> None:
     """Distributions of a run's latencies. Raises as plot_distributions does."""
     plot_distributions([served.line for served in run.requests.values()], _caption(run), path)
 
@@ -172,7 +172,7 @@ def _draw_distribution(axes: "Axes", seconds: list[float]) -> None:
         )
 
 
-def plot_tokens(run: Run, path: str | Path) -> None:
+def plot_tokens(run: RunRecord, path: str | Path) -> None:
     """Tokens of each micro-batch over time, decode below prefill; means over bins of many.
 
     Raises ValueError for a run without micro-batches, and as plot_latencies does.
@@ -181,7 +181,9 @@ def plot_tokens(run: Run, path: str | Path) -> None:
         raise ValueError("the run has no micro-batches to draw")
     tokens = [step.work.num_tokens for step in run.steps]
     many = len(tokens) > MOST_STEPS
-    stretches = binned(stretches_of(run), BINS) if many else joined(stretches_of(run))
+    stretches = (
+        bin_token_intervals(token_intervals(run), BINS) if many else fill_gaps(token_intervals(run))
+    )
     edges = [stretch.start for stretch in stretches] + [stretches[-1].end]
     with _picture(path, 3.6) as figure:
         axes = figure.subplots()
@@ -196,7 +198,7 @@ def plot_tokens(run: Run, path: str | Path) -> None:
         axes.axhline(fmean(tokens), color="black", lw=1, ls=dashes, label="mean over micro-batches")
         axes.set_title(
             f"{_caption(run)}: {len(tokens)} micro-batches\n{fmean(tokens):.0f} tokens on average, "
-            f"coefficient of variation {variation(tokens):.2f}"
+            f"coefficient of variation {coefficient_of_variation(tokens):.2f}"
         )
         axes.set(xlabel="seconds since the first request", ylabel="tokens in a micro-batch")
         axes.set(xlim=(0, edges[-1] or 1), ylim=(0, None))
@@ -204,7 +206,7 @@ def plot_tokens(run: Run, path: str | Path) -> None:
 
 
 def plot_gantt(
-    run: Run, path: str | Path, begin: float | None = None, seconds: float | None = None
+    run: RunRecord, path: str | Path, begin: float | None = None, seconds: float | None = None
 ) -> None:
     """The stages over time: micro-batches by their share of prefill, bubbles hatched, else white.
 
@@ -212,9 +214,9 @@ def plot_gantt(
     the middle of the run. A bubble is the paler the less work was at hand for the idle stages.
     Raises as `window_of` and plot_latencies do.
     """
-    start, end = window_of(run, begin, seconds)
-    bars, bubbles = bars_of(run, start, end), bubbles_of(run, start, end)
-    uses = uses_of(run, bars, bubbles, start, end)
+    start, end = select_window(run, begin, seconds)
+    bars, bubbles = micro_batch_intervals(run, start, end), bubble_intervals(run, start, end)
+    uses = stage_usages_in(run, bars, bubbles, start, end)
     stages = range(len(uses))
     with _picture(path, 1.5 + 0.5 * len(uses)) as figure:
         axes = figure.subplots()
@@ -242,14 +244,16 @@ def _mix(colour: str, other: str, share: float) -> tuple[float, ...]:
     return tuple(share * one + (1 - share) * two for one, two in pairs)
 
 
-def _draw_shapes(axes: "Axes", bars: list[Bar], bubbles: list[Bubble], origin: float) -> None:
+def _draw_shapes(
+    axes: "Axes", bars: list[MicroBatchInterval], bubbles: list[BubbleInterval], origin: float
+) -> None:
     """Bubbles, and bars over them. `origin`: the run's second that x begins to count at."""
     pixels = len(bars) + len(bubbles) > MOST_SHAPES
     # Edges and hatches of shapes under some five pixels would hide what they surround, and shapes
     # moved to whole pixels would make stages look busy or idle that are neither.
     crowded = len(bars) > CROWD * len({bar.stage for bar in bars})
     plain = {"linewidth": 0, "hatch": None, "snap": False} if crowded else {}
-    kinds: dict[tuple[bool, float], list[Bar | Bubble]] = {}
+    kinds: dict[tuple[bool, float], list[MicroBatchInterval | BubbleInterval]] = {}
     for bubble in bubbles:
         kinds.setdefault((False, bubble.share), []).append(bubble)
     for bar in bars:
@@ -294,10 +298,10 @@ def plot_lines(
     log_y: bool = False,
 ) -> None:
     """One chart of several lines, in whatever units the labels name. Raises as plot_grid does."""
-    plot_grid([Panel(title, x_label, y_label, series, log_y)], path, columns=1)
+    plot_grid([ChartPanel(title, x_label, y_label, series, log_y)], path, columns=1)
 
 
-def plot_grid(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> None:
+def plot_grid(panels: Sequence[ChartPanel], path: str | Path, columns: int = 2) -> None:
     """Charts side by side under one legend; a line's name has one colour in all of them.
 
     Raises ValueError without panels, and as plot_latencies does.

@@ -19,14 +19,14 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.scheduler import Scheduler
-from gllm.sim.compare import aborts_of_log
-from gllm.sim.costs.recorded import RecordedCost
+from gllm.sim.compare import read_aborts
+from gllm.sim.costs.recorded import RecordedCostModel
 from gllm.sim.deployment import Deployment, serve_requests
-from gllm.sim.run import run_of
+from gllm.sim.run_record import build_run_record
 
 
 @dataclass(frozen=True)
-class Agreement:
+class ReplayAgreement:
     """How many plans came again."""
 
     equal: int
@@ -38,7 +38,7 @@ class Agreement:
         return self.equal / self.plans if self.plans else 1.0
 
 
-def replay_calls(events: list[StepLogEvent]) -> Agreement:
+def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
     """Call a new scheduler as the log says, and compare all of each plan."""
     start = events[0]
     assert isinstance(start, StartEvent), "read_step_log has checked it"
@@ -50,23 +50,23 @@ def replay_calls(events: list[StepLogEvent]) -> Agreement:
         if plan is not None or recorded is not None:
             plans += 1
             equal += plan == recorded
-    return Agreement(equal, plans)
+    return ReplayAgreement(equal, plans)
 
 
-def replay_times(events: list[StepLogEvent]) -> Agreement:
+def replay_step_times(events: list[StepLogEvent]) -> ReplayAgreement:
     """Simulate with the log's arrivals and step times, and compare what each plan runs."""
-    run = run_of(events, warm_ups=True)
+    run = build_run_record(events, warm_ups=True)
     requests = [
         (run.requests[event.seq].heard, to_request(event))
         for event in events
         if isinstance(event, AddEvent)
     ]
     start = run.start
-    deployment = Deployment(start.model, start.layers, RecordedCost(run), start.scheduler)
-    _, simulated = serve_requests(deployment, requests, aborts_of_log(events), run.told)
+    deployment = Deployment(start.model, start.layers, RecordedCostModel(run), start.scheduler)
+    _, simulated = serve_requests(deployment, requests, read_aborts(events), run.told)
     real, again = ([_content(plan) for plan in _plans(log)] for log in (events, simulated))
     equal = sum(one == other for one, other in zip(real, again, strict=False))
-    return Agreement(equal, max(len(real), len(again)))
+    return ReplayAgreement(equal, max(len(real), len(again)))
 
 
 def _plans(events: list[StepLogEvent]) -> list[StepPlan]:
@@ -80,7 +80,7 @@ def _content(plan: StepPlan) -> list[tuple[int, int, int, int]]:
 def main(argv: list[str]) -> int:
     """Print both agreements for a step log."""
     events = list(read_step_log(argv[0]))
-    calls, times = replay_calls(events), replay_times(events)
+    calls, times = replay_calls(events), replay_step_times(events)
     print(f"recorded calls: {calls.equal} of {calls.plans} plans bit-identical")
     print(f"recorded times: {times.equal} of {times.plans} plans equal ({times.share:.1%})")
     return 0 if calls.equal == calls.plans and times.share >= 0.95 else 1

@@ -8,43 +8,43 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from gllm.observability.latency import collect_latencies, percentile, slo_attainment
-from gllm.sim.run import Run
+from gllm.sim.run_record import RunRecord
 
 PERCENTS = (50, 90, 99)
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def summary_statistics(values: Sequence[float]) -> dict[str, float]:
     """Mean and percentiles; nothing of no values."""
     if not values:
         return {}
     return {"mean": fmean(values), **{f"p{p}": percentile(values, p) for p in PERCENTS}}
 
 
-def variation(values: Sequence[float]) -> float:
+def coefficient_of_variation(values: Sequence[float]) -> float:
     """Coefficient of variation: standard deviation over mean; 0 of no values."""
     mean = fmean(values) if values else 0.0
     return pstdev(values) / mean if mean else 0.0
 
 
-STEADY = 0.8
+STEADY_TOKEN_SHARE = 0.8
 """Share of a run's tokens that counts as its steady part: what comes after is a tail of few long
 requests, during which no system is at its best."""
 
 
-def steady_rate(run: Run) -> tuple[float, float]:
+def steady_throughput(run: RunRecord) -> tuple[float, float]:
     """(tokens, requests) a second while the first STEADY of all tokens were computed."""
     tokens = sum(step.work.num_tokens for step in run.steps)
     done = 0
     for step in run.steps:
         done += step.work.num_tokens
-        if done >= STEADY * tokens and step.committed is not None:
+        if done >= STEADY_TOKEN_SHARE * tokens and step.committed is not None:
             seconds = step.committed - run.begin
             return done / seconds, done / tokens * len(run.requests) / seconds
     return 0.0, 0.0
 
 
-def summarize(
-    run: Run, slo_ttft: float | None = None, slo_tpot: float | None = None
+def summarize_run(
+    run: RunRecord, slo_ttft: float | None = None, slo_tpot: float | None = None
 ) -> dict[str, Any]:
     """A run's figures; seconds, tokens, shares in 0..1. SLO limits in seconds."""
     lines = [served.line for served in run.requests.values()]
@@ -59,11 +59,13 @@ def summarize(
         "requests_per_second": len(lines) / span,
         "output_tokens_per_second": output / span,
         "total_tokens_per_second": (prompt + output) / span,
-        "steady_tokens_per_second": steady_rate(run)[0],
-        **{name: spread(values) for name, values in collect_latencies(lines).items()},
+        "steady_tokens_per_second": steady_throughput(run)[0],
+        **{name: summary_statistics(values) for name, values in collect_latencies(lines).items()},
         "steps": len(run.steps),
-        "tokens_per_step": spread([float(step.work.num_tokens) for step in run.steps]),
-        "tokens_per_step_variation": variation([step.work.num_tokens for step in run.steps]),
+        "tokens_per_step": summary_statistics([float(step.work.num_tokens) for step in run.steps]),
+        "tokens_per_step_variation": coefficient_of_variation(
+            [step.work.num_tokens for step in run.steps]
+        ),
         "preemptions": sum(served.preempted for served in run.requests.values()),
         "busy_share": [use.busy_share for use in uses],
         "bubble_share": [use.bubble_share for use in uses],
@@ -73,7 +75,7 @@ def summarize(
     return figures
 
 
-ROWS: list[tuple[str, str, float]] = [
+METRICS_TABLE_ROWS: list[tuple[str, str, float]] = [
     ("requests", "requests", 1),
     ("requests_per_second", "requests/s", 1),
     ("output_tokens_per_second", "output tokens/s", 1),
@@ -94,7 +96,7 @@ ROWS: list[tuple[str, str, float]] = [
 """(path in the summary, label, factor)."""
 
 
-def look_up(summary: dict[str, Any], path: str) -> Any:
+def get_figure(summary: dict[str, Any], path: str) -> Any:
     """A figure by its dotted path; None where there is none."""
     value: Any = summary
     for part in path.split("."):
@@ -102,7 +104,7 @@ def look_up(summary: dict[str, Any], path: str) -> Any:
     return value
 
 
-def text_table(header: list[str], rows: list[list[str]]) -> str:
+def format_table(header: list[str], rows: list[list[str]]) -> str:
     """Columns side by side, as Markdown shows them."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
@@ -112,23 +114,23 @@ def text_table(header: list[str], rows: list[list[str]]) -> str:
     )
 
 
-def show(value: Any, factor: float = 1) -> str:
+def show_value(value: Any, factor: float = 1) -> str:
     """A figure in four significant digits; several, one for each stage."""
     if value is None:
         return ""
     if isinstance(value, list):
-        return " ".join(show(each, factor) for each in value)
+        return " ".join(show_value(each, factor) for each in value)
     scaled = value * factor
     if isinstance(value, int) or abs(scaled) >= 1000:
         return f"{scaled:.0f}"
     return f"{scaled:.4g}"
 
 
-def metrics_table(summaries: dict[str, dict[str, Any]]) -> str:
+def format_metrics_table(summaries: dict[str, dict[str, Any]]) -> str:
     """Runs side by side, by name."""
     rows = []
-    for path, label, factor in ROWS:
-        cells = [show(look_up(summary, path), factor) for summary in summaries.values()]
+    for path, label, factor in METRICS_TABLE_ROWS:
+        cells = [show_value(get_figure(summary, path), factor) for summary in summaries.values()]
         if any(cells):
             rows.append([label, *cells])
-    return text_table(["", *summaries], rows)
+    return format_table(["", *summaries], rows)

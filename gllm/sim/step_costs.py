@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from gllm.sim.run import Run, Step
+from gllm.sim.run_record import MicroBatch, RunRecord
 
 
 class StepCosts(NamedTuple):
     """Seconds of one step."""
 
-    step: Step
+    step: MicroBatch
     plan: float | None
     """From the driver's news to the first stage's start; None where that stage was busy."""
     stages: list[float]
@@ -26,7 +26,7 @@ class StepCosts(NamedTuple):
     """From the last stage's end until the driver had heard of it."""
 
 
-def step_costs(run: Run) -> Iterator[StepCosts]:
+def measure_step_costs(run: RunRecord) -> Iterator[StepCosts]:
     """The costs of all steps whose times are all there, in order."""
     earlier = [0.0] * len(run.start.layers)
     for step in run.steps:

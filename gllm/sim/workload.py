@@ -24,7 +24,7 @@ Lengths = list[tuple[int, int]]
 """(prompt tokens, output tokens), each at least 1."""
 
 
-class Job(NamedTuple):
+class WorkloadRequest(NamedTuple):
     """A request to come."""
 
     arrival: float
@@ -33,7 +33,7 @@ class Job(NamedTuple):
     output: int
 
 
-class Trace(NamedTuple):
+class WorkloadTrace(NamedTuple):
     """A recorded workload; `arrivals` is empty where only lengths were recorded."""
 
     arrivals: list[float]
@@ -41,13 +41,13 @@ class Trace(NamedTuple):
 
 
 @cache
-def load_trace(file: str) -> Trace:
+def load_trace(file: str) -> WorkloadTrace:
     """A trace that ships with gllm; data/README.md names sources and licences."""
     with gzip.open(str(files("gllm.sim") / "data" / f"{file}.csv.gz"), "rt") as lines:
         rows = list(csv.DictReader(lines))
     arrivals = [float(row["arrival_s"]) for row in rows if "arrival_s" in row]
     lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
-    return Trace(arrivals, lengths)
+    return WorkloadTrace(arrivals, lengths)
 
 
 TRACES = {
@@ -85,7 +85,7 @@ def _mixed(rng: random.Random, count: int) -> Lengths:
     return pairs
 
 
-NAMED: dict[str, Callable[[random.Random, int], Lengths]] = {
+NAMED_WORKLOADS: dict[str, Callable[[random.Random, int], Lengths]] = {
     **{name: _sampled(name) for name in TRACES},
     "sharegpt-like": _sharegpt,
     "mixed": _mixed,
@@ -120,7 +120,7 @@ def _zipf(rng: random.Random, values: list[float]) -> int:
     return bisect_left(weights, rng.random() * weights[-1]) + 1
 
 
-class Generator(NamedTuple):
+class LengthDistribution(NamedTuple):
     """A distribution of one length."""
 
     values: tuple[str, ...]
@@ -130,28 +130,28 @@ class Generator(NamedTuple):
     draw: Callable[[random.Random, list[float]], int]
 
 
-GENERATORS = {
-    "fixed": Generator(("LENGTH",), lambda v: v[0] >= 1, _fixed),
-    "uniform": Generator(("LOW", "HIGH"), lambda v: 1 <= v[0] <= v[1], _uniform),
-    "lognormal": Generator(
+LENGTH_DISTRIBUTIONS = {
+    "fixed": LengthDistribution(("LENGTH",), lambda v: v[0] >= 1, _fixed),
+    "uniform": LengthDistribution(("LOW", "HIGH"), lambda v: 1 <= v[0] <= v[1], _uniform),
+    "lognormal": LengthDistribution(
         ("MEDIAN", "P90", "MOST"), lambda v: 1 <= v[0] <= min(v[1:]), _lognormal
     ),
-    "zipf": Generator(("EXPONENT", "MOST"), lambda v: v[0] > 0 and v[1] >= 1, _zipf),
+    "zipf": LengthDistribution(("EXPONENT", "MOST"), lambda v: v[0] > 0 and v[1] >= 1, _zipf),
 }
 """By name; `fixed:512,128` describes two lengths."""
 
 
-def draw_lengths(workload: str, count: int, seed: int) -> Lengths:
+def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
     """Lengths of `count` requests: a name of NAMED, or a generator as `uniform:16,512,16,64`, the
     prompt's values before the output's. Raises ValueError where there is no such workload."""
     rng = random.Random(seed)
-    if workload in NAMED:
-        return NAMED[workload](rng, count)
+    if workload in NAMED_WORKLOADS:
+        return NAMED_WORKLOADS[workload](rng, count)
     kind, _, text = workload.partition(":")
-    if kind not in GENERATORS:
-        names = ", ".join([*NAMED, *(f"{name}:..." for name in GENERATORS)])
+    if kind not in LENGTH_DISTRIBUTIONS:
+        names = ", ".join([*NAMED_WORKLOADS, *(f"{name}:..." for name in LENGTH_DISTRIBUTIONS)])
         raise ValueError(f"workload {workload!r} is none of {names}")
-    names_of_values, sound, draw = GENERATORS[kind]
+    names_of_values, sound, draw = LENGTH_DISTRIBUTIONS[kind]
     width = len(names_of_values)
     values = _numbers(text)
     prompt, output = values[:width], values[width:]
@@ -173,7 +173,7 @@ def _numbers(text: str) -> list[float]:
     return values if all(map(math.isfinite, values)) else []
 
 
-def draw_arrivals(kind: str, count: int, rate: float, seed: int) -> list[float]:
+def sample_arrival_times(kind: str, count: int, rate: float, seed: int) -> list[float]:
     """Times of `count` arrivals at `rate` a second.
 
     kind: poisson; gamma:CV, gaps with that coefficient of variation; burst:SIZE, so many together
@@ -202,14 +202,14 @@ def draw_arrivals(kind: str, count: int, rate: float, seed: int) -> list[float]:
     return list(accumulate(gaps))
 
 
-def make_jobs(
+def make_workload(
     workload: str,
     count: int,
     rate: float = 1.0,
     arrivals: str = "poisson",
     seed: int = 0,
     time_scale: float = 1.0,
-) -> list[Job]:
+) -> list[WorkloadRequest]:
     """Requests to come, by name of workload and arrivals.
 
     `replay` takes the first `count` rows of a trace with their times, stretched by `time_scale`;
@@ -218,27 +218,27 @@ def make_jobs(
     if arrivals == "replay":
         if not 0 < time_scale < math.inf:
             raise ValueError(f"time_scale is {time_scale}, but has to be above 0")
-        trace = load_trace(TRACES[workload]) if workload in TRACES else Trace([], [])
+        trace = load_trace(TRACES[workload]) if workload in TRACES else WorkloadTrace([], [])
         if not trace.arrivals:
             raise ValueError(f"workload {workload!r} has no arrivals to replay: azure-conv has")
         rows = zip(trace.arrivals[:count], trace.lengths[:count], strict=True)
-        return [Job(arrival * time_scale, *lengths) for arrival, lengths in rows]
-    lengths = draw_lengths(workload, count, seed)
-    times = draw_arrivals(arrivals, count, rate, seed)
-    return [Job(time, *pair) for time, pair in zip(times, lengths, strict=True)]
+        return [WorkloadRequest(arrival * time_scale, *lengths) for arrival, lengths in rows]
+    lengths = sample_lengths(workload, count, seed)
+    times = sample_arrival_times(arrivals, count, rate, seed)
+    return [WorkloadRequest(time, *pair) for time, pair in zip(times, lengths, strict=True)]
 
 
-def scaled(job: Job, factor: float, most: int | None = None) -> Job:
+def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) -> WorkloadRequest:
     """A job with lengths multiplied; at least 1 each, together at most `most`: the output is cut
     to half of that, then the prompt to what the output leaves. `most` is at least 2."""
     prompt, output = max(1, round(job.prompt * factor)), max(1, round(job.output * factor))
     if most is not None and prompt + output > most:
         output = min(output, most // 2)
         prompt = min(prompt, most - output)
-    return Job(job.arrival, prompt, output)
+    return WorkloadRequest(job.arrival, prompt, output)
 
 
-def requests_of(jobs: list[Job]) -> list[tuple[float, SchedulerRequest]]:
+def to_scheduler_requests(jobs: list[WorkloadRequest]) -> list[tuple[float, SchedulerRequest]]:
     """Requests of the scheduler, no two prompts with a block in common."""
     requests, base = [], 0
     for seq, job in enumerate(jobs):

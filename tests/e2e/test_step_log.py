@@ -11,7 +11,7 @@ from gllm.engine.engine import Engine
 from gllm.messages.reports import BubbleReport
 from gllm.observability.step_log import read_step_log
 from gllm.sim.replay import replay_calls
-from gllm.sim.run import run_of
+from gllm.sim.run_record import build_run_record
 
 
 async def serve(config: EngineConfig, count: int) -> BubbleReport:
@@ -45,7 +45,7 @@ async def test_everything_is_written(
     )
     bubbles = await serve(config, 5)
     events = list(read_step_log(log))
-    run = run_of(events)
+    run = build_run_record(events)
     assert run.start.scheduler.stages == stages
     assert [served.prompt_tokens for served in run.requests.values()] == [20, 21, 22, 23, 24]
     assert [served.line.num_tokens for served in run.requests.values()] == [6, 7, 8, 9, 10]
@@ -62,7 +62,7 @@ async def test_everything_is_written(
         assert before[-1] <= step.committed
     agreement = replay_calls(events)
     assert agreement.equal == agreement.plans > 0
-    uses = run_of(events, warm_ups=True).stage_uses()
+    uses = build_run_record(events, warm_ups=True).stage_uses()
     close = pytest.approx([use.bubble for use in uses], abs=0.01 * bubbles.work_seconds)
     assert bubbles.seconds == close
 

@@ -9,14 +9,14 @@ from gllm.commands.experiment import EXPERIMENTS, REAL, main
 from gllm.config.engine import EngineConfig
 from gllm.experiments import real, real_ablation
 from gllm.experiments.ablation import BASE
-from gllm.experiments.base import Claim, Result, claims_table, write_result
+from gllm.experiments.base import ExperimentResult, PaperClaim, claims_table, write_result
 from gllm.experiments.latency_vs_rate import slope, turning_point
-from gllm.experiments.real_ablation import middle
-from gllm.experiments.slo import rate_at
+from gllm.experiments.real_ablation import median_figures
+from gllm.experiments.slo import interpolate_rate
 from gllm.observability.step_log import StepLogEvent
-from gllm.sim.costs.constant import ConstantCost
+from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.workload import Job
+from gllm.sim.workload import WorkloadRequest
 
 SIMULATED = [name for name in EXPERIMENTS if name not in ("replay", "prediction")]
 
@@ -50,23 +50,23 @@ def test_prediction_of_the_real_engine(tmp_path: Path) -> None:
         assert f"median {metric}, ms" in page
 
 
-def serve_simulated(config: EngineConfig, jobs: list[Job]) -> list[StepLogEvent]:
+def serve_simulated(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[StepLogEvent]:
     """Return the step log of a simulated pipeline in place of a real engine's."""
     stages = config.pipeline_parallel_size
     scheduler = config.scheduler.resolve(stages, 1000, 1024)
-    deployment = Deployment("simulated", [1] * stages, ConstantCost(0.01), scheduler)
+    deployment = Deployment("simulated", [1] * stages, ConstantCostModel(0.01), scheduler)
     return simulate(deployment, jobs)[1]
 
 
 @pytest.mark.parametrize(
-    "serve", [serve_simulated, pytest.param(real.serve, marks=pytest.mark.long)]
+    "serve", [serve_simulated, pytest.param(real.serve_logged, marks=pytest.mark.long)]
 )
 def test_the_real_ablation(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    serve: Callable[[EngineConfig, list[Job]], list[StepLogEvent]],
+    serve: Callable[[EngineConfig, list[WorkloadRequest]], list[StepLogEvent]],
 ) -> None:
-    monkeypatch.setattr(real_ablation, "serve", serve)
+    monkeypatch.setattr(real_ablation, "serve_logged", serve)
     assert main(["ablation", "--real", "--quick", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "ablation-real.md").read_text()
     assert "demo at --pp 2" in page
@@ -84,8 +84,10 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_page_names_its_misses(tmp_path: Path) -> None:
-    claims = [Claim("a", "+1 %", "+2 %", True), Claim("b", "-1 %", "+2 %", False)]
-    page = write_result(Result("Title", "Text.", claims), "x", "gllm experiment x", tmp_path)
+    claims = [PaperClaim("a", "+1 %", "+2 %", True), PaperClaim("b", "-1 %", "+2 %", False)]
+    page = write_result(
+        ExperimentResult("Title", "Text.", claims), "x", "gllm experiment x", tmp_path
+    )
     text = page.read_text()
     assert text.startswith("# Title")
     assert text.count("**miss**") == 1
@@ -94,9 +96,9 @@ def test_a_page_names_its_misses(tmp_path: Path) -> None:
 
 def test_reading_curves() -> None:
     curve = [(1.0, 1.0), (2.0, 0.9), (3.0, 0.5), (4.0, 0.6)]
-    assert rate_at(curve, 0.7) == pytest.approx(2.5)
-    assert rate_at(curve, 0.1) == 4.0
-    assert rate_at([(1.0, 0.2)], 0.8) == 0.0
+    assert interpolate_rate(curve, 0.7) == pytest.approx(2.5)
+    assert interpolate_rate(curve, 0.1) == 4.0
+    assert interpolate_rate([(1.0, 0.2)], 0.8) == 0.0
     figures = [(rate, {"ttft": {"mean": t}, "e2el": {"mean": t}}) for rate, t in
                ((1.0, 1.0), (2.0, 1.5), (3.0, 5.0), (4.0, 1.0))]  # fmt: skip
     assert turning_point(figures) == 2.0
@@ -105,4 +107,4 @@ def test_reading_curves() -> None:
 
 def test_medians_over_rounds() -> None:
     rounds = [{"a": n, "b": {"c": 10 * n}, "d": [n, -n], "e": {}} for n in (1, 5, 2)]
-    assert middle(rounds) == {"a": 2, "b": {"c": 20}, "d": [2, -2], "e": {}}
+    assert median_figures(rounds) == {"a": 2, "b": {"c": 20}, "d": [2, -2], "e": {}}

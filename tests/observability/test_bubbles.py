@@ -6,9 +6,9 @@ from gllm.observability.bubbles import BubbleMeter
 from gllm.observability.step_log import ScheduleEvent, StageTimesEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
-from gllm.sim.deployment import roofline, simulate
-from gllm.sim.run import Run, run_of
-from gllm.sim.workload import make_jobs
+from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.run_record import RunRecord, build_run_record
+from gllm.sim.workload import make_workload
 
 
 def test_a_stage_without_a_step_while_there_is_work_for_both() -> None:
@@ -44,7 +44,7 @@ def test_time_counts_up_to_where_all_stages_have_told() -> None:
     assert (meter.work_seconds, meter.seconds) == (5.0, [5.0, 4.0])
 
 
-def live(events: list[StepLogEvent], run: Run) -> BubbleMeter:
+def live(events: list[StepLogEvent], run: RunRecord) -> BubbleMeter:
     """What a driver would have added up over a log's calls."""
     meter = BubbleMeter(len(run.start.layers), run.start.time)
     for event in events:
@@ -62,9 +62,9 @@ def live(events: list[StepLogEvent], run: Run) -> BubbleMeter:
 @pytest.mark.parametrize(("stages", "policy"), [(1, "sarathi"), (2, "throttle"), (4, "sarathi")])
 def test_the_figures_are_those_of_the_step_log(stages: int, policy: str) -> None:
     scheduler = SchedulerConfig(policy=policy)
-    deployment = roofline("qwen2.5-14b", "A100-40G", stages, 4096, scheduler=scheduler)
-    _, events = simulate(deployment, make_jobs("uniform:16,900,8,60", 60, 8.0))
-    run = run_of(events)
+    deployment = roofline_deployment("qwen2.5-14b", "A100-40G", stages, 4096, scheduler=scheduler)
+    _, events = simulate(deployment, make_workload("uniform:16,900,8,60", 60, 8.0))
+    run = build_run_record(events)
     uses, meter = run.stage_uses(), live(events, run)
     assert meter.seconds == pytest.approx([use.bubble for use in uses])
     assert stages == 1 or min(meter.seconds) > 0

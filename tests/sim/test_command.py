@@ -10,10 +10,10 @@ import pytest
 from gllm.commands.simulate import main
 from gllm.observability.step_log import StepLogWriter, read_step_log
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.deployment import roofline, simulate
-from gllm.sim.profile import profile_of, write_profile
-from gllm.sim.run import run_of
-from gllm.sim.workload import make_jobs
+from gllm.sim.cost_profile import build_profile, write_profile
+from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.run_record import build_run_record
+from gllm.sim.workload import make_workload
 
 SMALL = ["--model", "qwen2.5-14b", "--device", "A100-40G", "--requests", "20"]
 
@@ -34,7 +34,7 @@ def test_a_table_a_document_plots_and_a_log(
     assert len(document["metrics"]["bubble_share"]) == 2
     for name in ("latencies", "tokens", "gantt"):
         assert (tmp_path / "out" / f"{name}.svg").read_text().lstrip().startswith("<?xml")
-    run = run_of(read_step_log(log))
+    run = build_run_record(read_step_log(log))
     assert sum(served.line.num_tokens for served in run.requests.values()) > 20
     assert len(run.steps) == document["metrics"]["steps"]
 
@@ -51,10 +51,10 @@ def test_a_profile_predicts_and_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = SchedulerConfig(policy="throttle")
-    made = roofline("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=config)
-    run, events = simulate(made, make_jobs("uniform:1,900,1,90", 60, 4.0))
+    made = roofline_deployment("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=config)
+    run, events = simulate(made, make_workload("uniform:1,900,1,90", 60, 4.0))
     profile, log = tmp_path / "profile.json", tmp_path / "log.jsonl"
-    write_profile(profile_of([run], {}), profile)
+    write_profile(build_profile([run], {}), profile)
     assert main(["--profile", str(profile), "--workload", "fixed:100,20", "--requests", "5"]) == 0
     assert "requests/s" in capsys.readouterr().out
     written = StepLogWriter(log)

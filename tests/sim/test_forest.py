@@ -11,7 +11,7 @@ import pytest
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
-from gllm.sim.costs.forest import ForestCost, aggregate
+from gllm.sim.costs.forest import ForestCostModel, aggregate
 
 ROOT = Path(__file__).parents[2]
 LLAMA_70B = operators.ATTENTION
@@ -26,13 +26,13 @@ def decode(count: int, context: int) -> StageWork:
 
 
 @pytest.fixture(scope="module")
-def cost() -> ForestCost:
-    return ForestCost()
+def cost() -> ForestCostModel:
+    return ForestCostModel()
 
 
 @pytest.fixture(scope="module")
-def pipeline() -> ForestCost:
-    return ForestCost(3)
+def pipeline() -> ForestCostModel:
+    return ForestCostModel(3)
 
 
 def test_operators_are_predicted_from_half_of_their_samples() -> None:
@@ -84,12 +84,12 @@ def test_a_repeated_key_is_one_sample() -> None:
     np.testing.assert_allclose(last, [(7.97 + 7.9835) / 2])
 
 
-def test_llama_70b_on_two_a100_takes_what_it_should(cost: ForestCost) -> None:
+def test_llama_70b_on_two_a100_takes_what_it_should(cost: ForestCostModel) -> None:
     assert 1.350 <= cost.stage_seconds(0, prefill((0, 4096))) <= 1.650
     assert 0.052 <= cost.stage_seconds(0, decode(1, 512)) <= 0.064
 
 
-def test_more_work_takes_longer(cost: ForestCost) -> None:
+def test_more_work_takes_longer(cost: ForestCostModel) -> None:
     sizes = [cost.stage_seconds(0, prefill((0, tokens))) for tokens in (64, 512, 2048, 4096)]
     contexts = [cost.stage_seconds(0, decode(64, context)) for context in (64, 512, 4000)]
     later = [cost.stage_seconds(0, prefill((kv, 512))) for kv in (0, 1024, 3584)]
@@ -97,12 +97,12 @@ def test_more_work_takes_longer(cost: ForestCost) -> None:
         assert times == sorted(times)
 
 
-def test_a_mixed_micro_batch_costs_both_attentions(cost: ForestCost) -> None:
+def test_a_mixed_micro_batch_costs_both_attentions(cost: ForestCostModel) -> None:
     both = cost.stage_seconds(0, StageWork(0, 544, ((0, 512),), 32, 32 * 2048, 33))
     assert both > cost.stage_seconds(0, prefill((0, 544)))
 
 
-def test_stages_share_the_layers(cost: ForestCost, pipeline: ForestCost) -> None:
+def test_stages_share_the_layers(cost: ForestCostModel, pipeline: ForestCostModel) -> None:
     """Each stage prepares its inputs anew; embedding and final norm are there once."""
     assert pipeline.layers == [27, 27, 26]
     work = prefill((0, 2048))
@@ -112,7 +112,7 @@ def test_stages_share_the_layers(cost: ForestCost, pipeline: ForestCost) -> None
     assert whole < sum(stages) < whole + 2 * 0.002
 
 
-def test_links_and_commits(pipeline: ForestCost) -> None:
+def test_links_and_commits(pipeline: ForestCostModel) -> None:
     small, large = decode(8, 512), prefill((0, 4096))
     assert 0 < pipeline.link_seconds(0, small) < pipeline.link_seconds(0, large) < 0.002
     assert 0 < pipeline.return_seconds(small) < pipeline.return_seconds(decode(128, 512)) < 0.01
@@ -140,12 +140,14 @@ def test_several_chunks_count_as_one_with_the_same_pairs() -> None:
         (decode(4, 4034), "attn_decode: mean kv is 4033"),
     ],
 )
-def test_what_was_not_measured_is_refused(cost: ForestCost, work: StageWork, message: str) -> None:
+def test_what_was_not_measured_is_refused(
+    cost: ForestCostModel, work: StageWork, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         cost.stage_seconds(0, work)
 
 
-def test_every_corner_of_the_range_is_answered(cost: ForestCost) -> None:
+def test_every_corner_of_the_range_is_answered(cost: ForestCostModel) -> None:
     for work in (
         *(prefill((0, 64)), prefill((4032, 64)), prefill((0, 4096)), prefill((8, 4088))),
         *(prefill((7, 4073)), decode(1, 33), decode(128, 33), decode(1, 4033), decode(128, 4033)),
@@ -153,19 +155,19 @@ def test_every_corner_of_the_range_is_answered(cost: ForestCost) -> None:
         assert cost.stage_seconds(0, work) > 0
 
 
-def test_the_grid_says_what_the_forest_says(cost: ForestCost) -> None:
+def test_the_grid_says_what_the_forest_says(cost: ForestCostModel) -> None:
     """At measured keys; between them the two may differ by a step."""
     for samples, table in (
         (operators.decode_samples(), lambda key: cost._decode.at(int(key[0]), key[1])),
         (operators.prefill_samples(), lambda key: cost._prefill.at(key[0], key[1] ** 0.5)),
     ):
         keys = samples.features[::97]
-        expected = operators.Forest(samples).predict(keys)
+        expected = operators.OperatorForest(samples).predict(keys)
         np.testing.assert_allclose([table(key) for key in keys], expected)
 
 
 def test_a_forest_refuses_what_it_was_not_fitted_to() -> None:
-    forest = operators.Forest(operators.token_samples(*LLAMA_70B)["add"])
+    forest = operators.OperatorForest(operators.token_samples(*LLAMA_70B)["add"])
     assert forest.predict(np.array([[1.0], [4096.0]])).shape == (2,)
     for tokens in (0.0, 4097.0):
         with pytest.raises(ValueError, match="add: num_tokens is"):
@@ -174,7 +176,7 @@ def test_a_forest_refuses_what_it_was_not_fitted_to() -> None:
 
 def test_what_was_not_profiled_is_named() -> None:
     with pytest.raises(ValueError, match=r"attention was not profiled for .'h100'"):
-        ForestCost(device="h100")
+        ForestCostModel(device="h100")
     with pytest.raises(ValueError, match=r"choose from .*a100, meta-llama/Llama-2-70b-hf, 2"):
         operators.token_samples("a100", "gpt-5", 2)
     with pytest.raises(ValueError, match=r"choose from .*a40_pairwise_nvlink, send_recv"):
@@ -184,7 +186,7 @@ def test_what_was_not_profiled_is_named() -> None:
 @pytest.mark.parametrize(("stages", "layers"), [(0, None), (81, None), (2, (40, 41)), (2, (80,))])
 def test_layers_have_to_add_up(stages: int, layers: tuple[int, ...] | None) -> None:
     with pytest.raises(ValueError, match="every stage needs a layer"):
-        ForestCost(stages, layers=layers)
+        ForestCostModel(stages, layers=layers)
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(
@@ -192,7 +194,7 @@ def test_without_scikit_learn_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install gllm\[sim\]"):
-        operators.Forest(operators.decode_samples())
+        operators.OperatorForest(operators.decode_samples())
 
 
 def test_nothing_heavy_is_loaded_with_the_module() -> None:

@@ -20,12 +20,12 @@ from gllm.observability.step_log import StepLogEvent as Logged
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.constant import ConstantCost
+from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.events import Event, run
-from gllm.sim.pipeline import Pipeline
-from gllm.sim.run import Run, Served, run_of
-from gllm.sim.workload import Job, make_jobs, requests_of
+from gllm.sim.event_loop import SimulationEvent, run_events
+from gllm.sim.pipeline import SimulatedPipeline
+from gllm.sim.run_record import RunRecord, ServedRequest, build_run_record
+from gllm.sim.workload import WorkloadRequest, make_workload, to_scheduler_requests
 from tests.examples import num_examples
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ LONGEST = 64
 """Tokens of a sequence at most, where nothing else is said."""
 
 
-class HostCost(ConstantCost):
+class HostCost(ConstantCostModel):
     """A constant pipeline with a host around it."""
 
     def __init__(self, stage: float, plan: float, sample: float, back: float) -> None:
@@ -59,13 +59,15 @@ def config(stages: int = 1, blocks: int = 1000, **options: Any) -> SchedulerConf
     return SchedulerConfig(**options).resolve(stages, blocks, LONGEST)
 
 
-def served(cost: ConstantCost, resolved: SchedulerConfig, jobs: list[Job]) -> Run:
+def served(
+    cost: ConstantCostModel, resolved: SchedulerConfig, jobs: list[WorkloadRequest]
+) -> RunRecord:
     return simulate(Deployment("made up", [1] * resolved.stages, cost, resolved), jobs)[0]
 
 
-def only(run: Run) -> Served:
+def only(run_events: RunRecord) -> ServedRequest:
     """The one request of a run."""
-    (request,) = run.requests.values()
+    (request,) = run_events.requests.values()
     return request
 
 
@@ -77,7 +79,7 @@ class Played:
     """A run with everything that was said in it."""
 
     config: SchedulerConfig
-    pipeline: Pipeline
+    pipeline: SimulatedPipeline
     log: list[Logged]
     plans: dict[int, tuple[float, StepPlan]] = field(default_factory=dict)
     times: list[list[StepTime]] = field(default_factory=list)
@@ -89,10 +91,13 @@ class Played:
 
 
 def play(
-    resolved: SchedulerConfig, cost: ConstantCost, jobs: list[Job], aborts: list[tuple[float, int]]
+    resolved: SchedulerConfig,
+    cost: ConstantCostModel,
+    jobs: list[WorkloadRequest],
+    aborts: list[tuple[float, int]],
 ) -> Played:
     log: list[Logged] = [StartEvent(0.0, "made up", [1] * resolved.stages, resolved, "simulator")]
-    pipeline = Pipeline(resolved, cost, log.append)
+    pipeline = SimulatedPipeline(resolved, cost, log.append)
     played = Played(resolved, pipeline, log, times=[[] for _ in range(resolved.stages)])
     commit = pipeline.scheduler.commit
 
@@ -104,8 +109,8 @@ def play(
 
     monitored: Any = pipeline.scheduler
     monitored.commit = listened
-    events = pipeline.arrivals(requests_of(jobs))
-    run([*events, *(pipeline.abortion(time, [seq]) for time, seq in aborts)])
+    events = pipeline.arrivals(to_scheduler_requests(jobs))
+    run_events([*events, *(pipeline.abortion(time, [seq]) for time, seq in aborts)])
     for event in log:
         match event:
             case ScheduleEvent(time=time, plan=StepPlan() as plan):
@@ -117,12 +122,14 @@ def play(
     return played
 
 
-def check_requests(played: Played, jobs: list[Job], aborts: list[tuple[float, int]]) -> None:
+def check_requests(
+    played: Played, jobs: list[WorkloadRequest], aborts: list[tuple[float, int]]
+) -> None:
     """Every request that was not aborted finished once, with the trace's tokens."""
     aborted = {
         seq for time, seq in aborts if seq < len(jobs) and time >= jobs[seq].arrival - ROUNDING
     }
-    told = run_of(played.log).requests
+    told = build_run_record(played.log).requests
     ended = [end.seq for end in played.ends]
     assert len(set(ended)) == len(ended)
     assert {end.finish_reason for end in played.ends} <= {"length"}
@@ -154,7 +161,7 @@ def check_order(played: Played, link: float) -> None:
 
 
 JOBS = st.lists(
-    st.builds(Job, st.floats(0, 8), st.integers(1, 48), st.integers(1, LONGEST - 48)),
+    st.builds(WorkloadRequest, st.floats(0, 8), st.integers(1, 48), st.integers(1, LONGEST - 48)),
     min_size=1,
     max_size=14,
 )
@@ -194,12 +201,12 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 )
 def test_nothing_is_lost_and_nothing_overlaps(
     resolved: SchedulerConfig,
-    jobs: list[Job],
+    jobs: list[WorkloadRequest],
     aborts: list[tuple[float, int]],
     stage: float,
     link: float,
 ) -> None:
-    played = play(resolved, ConstantCost(stage, link), jobs, aborts)
+    played = play(resolved, ConstantCostModel(stage, link), jobs, aborts)
     check_requests(played, jobs, aborts)
     check_order(played, link)
     scheduler = played.pipeline.scheduler
@@ -211,10 +218,10 @@ def test_nothing_is_lost_and_nothing_overlaps(
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_a_cache_too_small_for_all_preempts_and_loses_nothing(policy: str, stages: int) -> None:
-    jobs = [Job(0.0, 20, 40)] * 8
+    jobs = [WorkloadRequest(0.0, 20, 40)] * 8
     options = {"policy": policy, "block_size": 4, "kv_threshold": 0.0}
     options["expected_output_tokens"] = 0
-    played = play(config(stages, 24, **options), ConstantCost(0.1, 0.01), jobs, [(3.0, 2)])
+    played = play(config(stages, 24, **options), ConstantCostModel(0.1, 0.01), jobs, [(3.0, 2)])
     check_requests(played, jobs, [(3.0, 2)])
     check_order(played, 0.01)
     assert played.pipeline.scheduler.stats().preemptions > 0
@@ -231,9 +238,9 @@ def test_waits_are_those_of_a_queue_with_constant_service(count: int, tolerance:
     """M/D/1 at load 0.7, first come first served."""
     load, seconds = 0.7, 0.5
     resolved = config(max_num_seqs=1, prefix_cache=False, async_scheduling=False)
-    jobs = make_jobs("fixed:1,1", count, load / seconds, seed=1)
-    run = served(ConstantCost(seconds), resolved, jobs)
-    ttfts = [request.line.ttft for request in run.requests.values()]
+    jobs = make_workload("fixed:1,1", count, load / seconds, seed=1)
+    run_events = served(ConstantCostModel(seconds), resolved, jobs)
+    ttfts = [request.line.ttft for request in run_events.requests.values()]
     waits = [ttft - seconds for ttft in ttfts if ttft is not None]
     assert len(waits) == len(ttfts)
     assert fmean(waits) == pytest.approx(load * seconds / (2 * (1 - load)), rel=tolerance)
@@ -242,7 +249,7 @@ def test_waits_are_those_of_a_queue_with_constant_service(count: int, tolerance:
     for (before, after), simulated in zip(pairwise(jobs), waits[1:], strict=True):
         wait = max(0.0, wait + seconds - (after.arrival - before.arrival))
         assert simulated == pytest.approx(wait, abs=1e-6)
-    assert run.stage_uses()[0].busy_share == pytest.approx(load, rel=tolerance / 2)
+    assert run_events.stage_uses()[0].busy_share == pytest.approx(load, rel=tolerance / 2)
 
 
 # Timing by hand. All times are sums of powers of two, so they are exact.
@@ -251,7 +258,7 @@ STAGE, LINK = 0.25, 0.0625
 
 
 def test_a_request_alone_crosses_the_pipeline_once_for_each_token() -> None:
-    request = only(served(ConstantCost(STAGE, LINK), config(2), [Job(1.0, 10, 5)]))
+    request = only(served(ConstantCostModel(STAGE, LINK), config(2), [WorkloadRequest(1.0, 10, 5)]))
     crossing = 2 * STAGE + LINK
     assert request.line.ttft == request.line.tpot == crossing
     assert request.line.itl == [crossing] * 4
@@ -271,35 +278,41 @@ def test_a_request_alone_crosses_the_pipeline_once_for_each_token() -> None:
 )
 def test_chunks_of_a_prompt_follow_each_other(in_flight: int, seconds: float) -> None:
     resolved = config(2, policy="sarathi", max_num_batched_tokens=16, max_in_flight=in_flight)
-    run = served(ConstantCost(STAGE, LINK), resolved, [Job(0.0, 40, 1)])
-    assert [step.work.num_tokens for step in run.steps] == [16, 16, 8]
-    assert only(run).line.ttft == seconds
+    run_events = served(ConstantCostModel(STAGE, LINK), resolved, [WorkloadRequest(0.0, 40, 1)])
+    assert [step.work.num_tokens for step in run_events.steps] == [16, 16, 8]
+    assert only(run_events).line.ttft == seconds
 
 
 def test_a_link_carries_one_at_a_time() -> None:
     resolved = config(2, policy="sarathi", max_num_batched_tokens=16, max_in_flight=9)
-    run = served(ConstantCost(STAGE, 4 * STAGE), resolved, [Job(0.0, 48, 1)])
-    assert only(run).line.ttft == STAGE + 3 * 4 * STAGE + STAGE
-    assert [time.start for step in run.steps if (time := step.stages[1])] == [1.25, 2.25, 3.25]
+    run_events = served(
+        ConstantCostModel(STAGE, 4 * STAGE), resolved, [WorkloadRequest(0.0, 48, 1)]
+    )
+    assert only(run_events).line.ttft == STAGE + 3 * 4 * STAGE + STAGE
+    assert [time.start for step in run_events.steps if (time := step.stages[1])] == [
+        1.25,
+        2.25,
+        3.25,
+    ]
 
 
 def test_the_host_is_part_of_every_token_without_async_scheduling() -> None:
     cost = HostCost(STAGE, plan=1 / 32, sample=1 / 64, back=1 / 16)
-    request = only(served(cost, config(async_scheduling=False), [Job(0.0, 10, 5)]))
+    request = only(served(cost, config(async_scheduling=False), [WorkloadRequest(0.0, 10, 5)]))
     assert request.line.ttft == request.line.tpot == STAGE + 1 / 32 + 1 / 16
 
 
-def gaps(run: Run) -> list[float]:
+def gaps(run_events: RunRecord) -> list[float]:
     """Seconds between steps on the first stage."""
-    times = [time for step in run.steps if (time := step.stages[0]) is not None]
-    assert len(times) == len(run.steps)
+    times = [time for step in run_events.steps if (time := step.stages[0]) is not None]
+    assert len(times) == len(run_events.steps)
     return [after.start - before.end for before, after in pairwise(times)]
 
 
 def test_async_scheduling_keeps_a_stage_busy() -> None:
     """The host works beside the stage; without async scheduling the stage waits for it."""
     cost = HostCost(STAGE, plan=1 / 32, sample=0.0, back=1 / 16)
-    jobs = [Job(0.0, 10, 9), Job(0.0, 10, 5)]
+    jobs = [WorkloadRequest(0.0, 10, 9), WorkloadRequest(0.0, 10, 5)]
     ahead = served(cost, config(async_scheduling=True), jobs)
     assert gaps(ahead) == [0.0] * 8
     assert ahead.requests[0].line.tpot == STAGE
@@ -309,9 +322,9 @@ def test_async_scheduling_keeps_a_stage_busy() -> None:
 
 def test_async_scheduling_waits_for_the_token_that_it_feeds() -> None:
     cost = HostCost(STAGE, plan=1 / 32, sample=1 / 64, back=1 / 16)
-    run = served(cost, config(), [Job(0.0, 10, 9)])
-    assert gaps(run) == [1 / 64] * 8
-    assert only(run).line.tpot == STAGE + 1 / 64
+    run_events = served(cost, config(), [WorkloadRequest(0.0, 10, 9)])
+    assert gaps(run_events) == [1 / 64] * 8
+    assert only(run_events).line.tpot == STAGE + 1 / 64
 
 
 def test_the_driver_hears_all_of_one_moment_before_it_schedules() -> None:
@@ -319,21 +332,21 @@ def test_the_driver_hears_all_of_one_moment_before_it_schedules() -> None:
     the result before it."""
     turn = STAGE + 1 / 16
     cost = HostCost(STAGE, plan=0.0, sample=0.0, back=1 / 16)
-    jobs = [Job(0.0, 10, 3), Job(0.0, 5, 1), Job(turn, 12, 1)]
-    run = served(cost, config(async_scheduling=False), jobs)
-    assert [step.work.num_tokens for step in run.steps] == [15, 13, 1]
-    assert [request.line.ttft for request in run.requests.values()] == [turn] * 3
+    jobs = [WorkloadRequest(0.0, 10, 3), WorkloadRequest(0.0, 5, 1), WorkloadRequest(turn, 12, 1)]
+    run_events = served(cost, config(async_scheduling=False), jobs)
+    assert [step.work.num_tokens for step in run_events.steps] == [15, 13, 1]
+    assert [request.line.ttft for request in run_events.requests.values()] == [turn] * 3
 
 
 def test_commits_keep_their_order_though_results_overtake() -> None:
-    class Uneven(ConstantCost):
+    class Uneven(ConstantCostModel):
         def return_seconds(self, work: StageWork) -> float:
             return 1.0 if work.step == 0 else 0.0
 
         def plan_seconds(self, work: StageWork) -> float:
             return 1.0 if work.step == 0 else 0.0
 
-    jobs = [Job(time, 10, 2) for time in (0.0, 0.125, 0.25)]
+    jobs = [WorkloadRequest(time, 10, 2) for time in (0.0, 0.125, 0.25)]
     played = play(config(3), Uneven(STAGE, LINK), jobs, [])
     starts = [time.start for time in played.times[0]]
     assert starts[:3] == [1.0, 1.25, 1.5]
@@ -343,7 +356,7 @@ def test_commits_keep_their_order_though_results_overtake() -> None:
 
 def test_a_job_longer_than_the_context_is_refused() -> None:
     with pytest.raises(ValueError, match="65 tokens, but max_model_len is 64: raise it"):
-        served(ConstantCost(STAGE), config(), [Job(0.0, 60, 5)])
+        served(ConstantCostModel(STAGE), config(), [WorkloadRequest(0.0, 60, 5)])
 
 
 # Time.
@@ -352,32 +365,32 @@ def test_a_job_longer_than_the_context_is_refused() -> None:
 def test_events_of_one_time_go_by_rank_then_in_order() -> None:
     said: list[str] = []
 
-    def say(word: str, *follows: Event) -> Callable[[float], list[Event]]:
-        def happen(now: float) -> list[Event]:
+    def say(word: str, *follows: SimulationEvent) -> Callable[[float], list[SimulationEvent]]:
+        def happen(now: float) -> list[SimulationEvent]:
             said.append(f"{word} {now:g}")
             return list(follows)
 
         return happen
 
-    late = Event(2.0, 0, say("never"))
-    follow = Event(1.0, 0, say("follows"))
+    late = SimulationEvent(2.0, 0, say("never"))
+    follow = SimulationEvent(1.0, 0, say("follows"))
     events = [
-        *(Event(1.0, 1, say("second", follow)), Event(1.0, 1, say("third"))),
-        *(Event(1.0, 0, say("first")), late),
+        *(SimulationEvent(1.0, 1, say("second", follow)), SimulationEvent(1.0, 1, say("third"))),
+        *(SimulationEvent(1.0, 0, say("first")), late),
     ]
-    assert run(events, until=1.5) == 1.0
+    assert run_events(events, until=1.5) == 1.0
     assert said == ["first 1", "second 1", "follows 1", "third 1"]
     with pytest.raises(ValueError, match=r"at 0\.5 s came up at 1\.0 s"):
-        run([Event(1.0, 0, say("early", Event(0.5, 0, say("before"))))])
+        run_events([SimulationEvent(1.0, 0, say("early", SimulationEvent(0.5, 0, say("before"))))])
 
 
 # The same again.
 
 
 def bytes_of(seed: int, policy: str = "balance") -> bytes:
-    jobs = make_jobs("uniform:4,40,2,24", 60, 6.0, seed=seed)
+    jobs = make_workload("uniform:4,40,2,24", 60, 6.0, seed=seed)
     resolved = config(3, 20, policy=policy, block_size=8)
-    deployment = Deployment("made up", [1, 1, 1], ConstantCost(0.05, 0.01), resolved)
+    deployment = Deployment("made up", [1, 1, 1], ConstantCostModel(0.05, 0.01), resolved)
     return b"\n".join(map(msgspec.json.encode, simulate(deployment, jobs)[1]))
 
 
@@ -387,8 +400,8 @@ def test_a_seed_and_a_configuration_give_the_same_bytes(policy: str) -> None:
     assert first == bytes_of(3, policy)
     assert first != bytes_of(4, policy)
     resolved = replace(config(3, 20, policy=policy, block_size=8), max_num_seqs=2)
-    deployment = Deployment("made up", [1, 1, 1], ConstantCost(0.05, 0.01), resolved)
-    jobs = make_jobs("uniform:4,40,2,24", 60, 6.0, seed=3)
+    deployment = Deployment("made up", [1, 1, 1], ConstantCostModel(0.05, 0.01), resolved)
+    jobs = make_workload("uniform:4,40,2,24", 60, 6.0, seed=3)
     assert first != b"\n".join(map(msgspec.json.encode, simulate(deployment, jobs)[1]))
 
 

@@ -13,20 +13,20 @@ from gllm.observability.step_log import StartEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.deployment import roofline, simulate
+from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.intervals import (
-    Bubble,
-    Stretch,
-    bars_of,
-    binned,
-    bubbles_of,
-    joined,
-    stretches_of,
-    uses_of,
-    window_of,
+    BubbleInterval,
+    TokenInterval,
+    bin_token_intervals,
+    bubble_intervals,
+    fill_gaps,
+    micro_batch_intervals,
+    select_window,
+    stage_usages_in,
+    token_intervals,
 )
 from gllm.sim.plots import (
-    Panel,
+    ChartPanel,
     plot_bars,
     plot_gantt,
     plot_grid,
@@ -34,41 +34,45 @@ from gllm.sim.plots import (
     plot_lines,
     plot_tokens,
 )
-from gllm.sim.run import Run, Served, Step
-from gllm.sim.workload import make_jobs
+from gllm.sim.run_record import MicroBatch, RunRecord, ServedRequest
+from gllm.sim.workload import make_workload
 
 matplotlib = pytest.importorskip("matplotlib")
 
 STAGES = 4
 SERIES = {"throttle": [(1.0, 2.0), (2.0, 3.0)], "sarathi": [(2.0, 9.0), (1.0, 4.0)]}
 BARS = {"14B": {"throttle": 3.0, "sarathi": 2.0}, "32B": {"throttle": 1.5}}
-PANELS = [Panel(title, "rate", "s", SERIES, title == "TTFT") for title in ("TTFT", "TPOT", "E2EL")]
+PANELS = [
+    ChartPanel(title, "rate", "s", SERIES, title == "TTFT") for title in ("TTFT", "TPOT", "E2EL")
+]
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
-    deployment = roofline("qwen2.5-14b", "L20", STAGES, 8192)
-    return simulate(deployment, make_jobs("azure-conv", 30, 4.0))[0]
+def run() -> RunRecord:
+    deployment = roofline_deployment("qwen2.5-14b", "L20", STAGES, 8192)
+    return simulate(deployment, make_workload("azure-conv", 30, 4.0))[0]
 
 
 def step(
     number: int, *times: tuple[float, float] | None, decodes: int = 1, prefill: int = 0
-) -> Step:
+) -> MicroBatch:
     work = StageWork(number, decodes + prefill, (), decodes, 0, 0)
     stages = [StepTime(number, *pair) if pair else None for pair in times]
     ends = [pair[1] for pair in times if pair]
-    return Step(0.0, work, prefill, decodes, stages, max(ends, default=None))
+    return MicroBatch(0.0, work, prefill, decodes, stages, max(ends, default=None))
 
 
-def made(*steps: Step, parallelism: list[tuple[float, int]], end: float) -> Run:
+def made(*steps: MicroBatch, parallelism: list[tuple[float, int]], end: float) -> RunRecord:
     """Two stages, one request that is there from 10 to `end`."""
-    run = Run(StartEvent(0.0, "m", [1, 1], SchedulerConfig(), "driver"), parallelism=parallelism)
-    run.requests[0] = Served(1, 1, RequestTimeline(10.0, [end], 1))
+    run = RunRecord(
+        StartEvent(0.0, "m", [1, 1], SchedulerConfig(), "driver"), parallelism=parallelism
+    )
+    run.requests[0] = ServedRequest(1, 1, RequestTimeline(10.0, [end], 1))
     run.steps += steps
     return run
 
 
-PLOTS: dict[str, tuple[Callable[[Run, Path], None], list[str]]] = {
+PLOTS: dict[str, tuple[Callable[[RunRecord, Path], None], list[str]]] = {
     "latencies": (
         plot_latencies,
         ["time to first token (TTFT)", "p50", "p99", "percentile", "end-to-end latency (E2EL)"],
@@ -89,7 +93,7 @@ PLOTS: dict[str, tuple[Callable[[Run, Path], None], list[str]]] = {
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_a_picture_has_its_labels_and_the_same_bytes_each_time(
-    name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, run: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw, labels = PLOTS[name]
     first, again = tmp_path / "first", tmp_path / "again.svg"
@@ -105,7 +109,7 @@ def test_a_picture_has_its_labels_and_the_same_bytes_each_time(
     assert len(picture) < 300_000
 
 
-def test_png_by_suffix(run: Run, tmp_path: Path) -> None:
+def test_png_by_suffix(run: RunRecord, tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         plot_gantt(run, tmp_path / name)
     picture = (tmp_path / "a.png").read_bytes()
@@ -113,7 +117,7 @@ def test_png_by_suffix(run: Run, tmp_path: Path) -> None:
     assert picture == (tmp_path / "b.png").read_bytes()
 
 
-def test_long_runs_stay_small(run: Run, tmp_path: Path) -> None:
+def test_long_runs_stay_small(run: RunRecord, tmp_path: Path) -> None:
     assert len(run.steps) > 1000
     plot_gantt(run, tmp_path / "gantt.svg", 0.0, run.end)
     plot_tokens(run, tmp_path / "tokens.svg")
@@ -129,9 +133,9 @@ def test_more_lines_than_colours(tmp_path: Path) -> None:
     assert "none yet" in text
 
 
-def test_what_cannot_be_drawn_says_why(run: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_drawn_says_why(run: RunRecord, tmp_path: Path) -> None:
     path = tmp_path / "x.svg"
-    empty = Run(run.start)
+    empty = RunRecord(run.start)
     with pytest.raises(ValueError, match=r"\.svg or \.png"):
         plot_latencies(run, tmp_path / "x.pdf")
     with pytest.raises(ValueError, match="no micro-batch"):
@@ -159,38 +163,38 @@ def test_without_matplotlib_the_error_names_the_fix(tmp_path: Path) -> None:
     assert "pip install gllm[sim]" in done.stderr.splitlines()[-1]
 
 
-def test_a_run_has_a_bar_for_each_stage_of_a_micro_batch(run: Run) -> None:
-    assert len(bars_of(run)) == len(run.steps) * STAGES
-    start, end = window_of(run)
+def test_a_run_has_a_bar_for_each_stage_of_a_micro_batch(run: RunRecord) -> None:
+    assert len(micro_batch_intervals(run)) == len(run.steps) * STAGES
+    start, end = select_window(run)
     inside = [
         s for s in run.steps if s.stages[0] and s.stages[0].start >= start
         and s.stages[-1] and s.stages[-1].end <= end
     ]  # fmt: skip
     assert len(inside) == 40
-    bars = bars_of(run, start, end)
+    bars = micro_batch_intervals(run, start, end)
     steps = {s.work.step for s in inside}
     assert sum(bar.step in steps for bar in bars) == 40 * STAGES
     assert all(bar.end > start and bar.start < end for bar in bars)
     assert len(bars) < 60 * STAGES
 
 
-def test_a_window_as_asked(run: Run) -> None:
-    start, end = window_of(run)
-    assert window_of(run, seconds=2.0) == (start, start + 2)
-    assert window_of(run, begin=3.0) == (run.begin + 3, run.begin + 3 + (end - start))
+def test_a_window_as_asked(run: RunRecord) -> None:
+    start, end = select_window(run)
+    assert select_window(run, seconds=2.0) == (start, start + 2)
+    assert select_window(run, begin=3.0) == (run.begin + 3, run.begin + 3 + (end - start))
 
 
-def test_bubbles_add_up_to_the_stages_use(run: Run) -> None:
-    bubbles = bubbles_of(run)
-    whole = uses_of(run, bars_of(run), bubbles, run.begin, run.end)
+def test_bubbles_add_up_to_the_stages_use(run: RunRecord) -> None:
+    bubbles = bubble_intervals(run)
+    whole = stage_usages_in(run, micro_batch_intervals(run), bubbles, run.begin, run.end)
     for use, expected in zip(whole, run.stage_uses(), strict=True):
         assert use.bubble == pytest.approx(expected.bubble)
         assert use.busy == pytest.approx(expected.busy)
         assert use.span == expected.span
-    halves = [*bubbles_of(run, end=run.end / 2), *bubbles_of(run, run.end / 2)]
+    halves = [*bubble_intervals(run, end=run.end / 2), *bubble_intervals(run, run.end / 2)]
     assert sum(b.seconds for b in halves) == pytest.approx(sum(b.seconds for b in bubbles))
     for stage in range(STAGES):
-        bars = [bar for bar in bars_of(run) if bar.stage == stage]
+        bars = [bar for bar in micro_batch_intervals(run) if bar.stage == stage]
         for bubble in [bubble for bubble in bubbles if bubble.stage == stage][::20]:
             assert all(bar.end <= bubble.start or bar.start >= bubble.end for bar in bars)
 
@@ -205,25 +209,30 @@ def test_bubbles_of_a_run_by_hand() -> None:
     # From 14 on the work is enough for one stage; after 15 both are idle and share the loss, but
     # nothing was heard of the work since.
     run.parallelism.append((16.0, 0))
-    assert bubbles_of(run) == [
-        Bubble(1, 10, 12, 1.0),
-        Bubble(0, 12, 13, 1.0),
-        Bubble(0, 15, 16, 0.5),
-        Bubble(1, 15, 16, 0.5),
+    assert bubble_intervals(run) == [
+        BubbleInterval(1, 10, 12, 1.0),
+        BubbleInterval(0, 12, 13, 1.0),
+        BubbleInterval(0, 15, 16, 0.5),
+        BubbleInterval(1, 15, 16, 0.5),
     ]
-    assert bubbles_of(run, 11.0, 12.5) == [Bubble(1, 11, 12, 1.0), Bubble(0, 12, 12.5, 1.0)]
+    assert bubble_intervals(run, 11.0, 12.5) == [
+        BubbleInterval(1, 11, 12, 1.0),
+        BubbleInterval(0, 12, 12.5, 1.0),
+    ]
     assert [use.bubble for use in run.stage_uses()] == [1.5, 2.5]
 
 
 def test_neighbouring_bubbles_of_one_share_are_one() -> None:
     run = made(step(0, (10, 14), None), parallelism=[(10, 2), (11, 2), (12, 2)], end=14.0)
-    assert bubbles_of(run) == [Bubble(1, 10, 14, 1.0)]
+    assert bubble_intervals(run) == [BubbleInterval(1, 10, 14, 1.0)]
 
 
 def test_a_bar_of_no_length_ends() -> None:
     run = made(step(0, (10, 10), (10, 12)), parallelism=[(10, 1)], end=12.0)
-    assert [use.busy for use in uses_of(run, bars_of(run), [], 10.0, 12.0)] == [0.0, 2.0]
-    assert bubbles_of(run) == []
+    assert [
+        use.busy for use in stage_usages_in(run, micro_batch_intervals(run), [], 10.0, 12.0)
+    ] == [0.0, 2.0]
+    assert bubble_intervals(run) == []
 
 
 def test_tokens_lie_between_entries() -> None:
@@ -236,22 +245,26 @@ def test_tokens_lie_between_entries() -> None:
         end=20.0,
     )
     run.steps[2].committed = None
-    assert stretches_of(run) == [
-        Stretch(0, 2, 3, 1, 4),  # until its commit
-        Stretch(5, 6, 0, 1, 1),  # until the next one's entry
-        Stretch(6, 6, 0, 2, 2),  # planned before, never entered: no time goes backward
-        Stretch(6, 10, 0, 1, 1),
+    assert token_intervals(run) == [
+        TokenInterval(0, 2, 3, 1, 4),  # until its commit
+        TokenInterval(5, 6, 0, 1, 1),  # until the next one's entry
+        TokenInterval(6, 6, 0, 2, 2),  # planned before, never entered: no time goes backward
+        TokenInterval(6, 10, 0, 1, 1),
     ]
-    assert [(s.start, s.end, s.most) for s in joined(stretches_of(run))[:4]] == [
+    assert [(s.start, s.end, s.most) for s in fill_gaps(token_intervals(run))[:4]] == [
         (0, 0, 0), (0, 2, 4), (2, 5, 0), (5, 6, 1),
     ]  # fmt: skip
 
 
 def test_bins_hold_what_reaches_into_them() -> None:
-    stretches = [Stretch(0, 1, 3, 1, 4), Stretch(1, 5, 0, 2, 2), Stretch(7, 8, 8, 0, 8)]
-    assert binned(stretches, 4) == [
-        Stretch(0, 2, 1.5, 1.5, 4),
-        Stretch(2, 4, 0, 2, 2),
-        Stretch(4, 6, 0, 2, 2),
-        Stretch(6, 8, 8, 0, 8),
+    stretches = [
+        TokenInterval(0, 1, 3, 1, 4),
+        TokenInterval(1, 5, 0, 2, 2),
+        TokenInterval(7, 8, 8, 0, 8),
+    ]
+    assert bin_token_intervals(stretches, 4) == [
+        TokenInterval(0, 2, 1.5, 1.5, 4),
+        TokenInterval(2, 4, 0, 2, 2),
+        TokenInterval(4, 6, 0, 2, 2),
+        TokenInterval(6, 8, 8, 0, 8),
     ]

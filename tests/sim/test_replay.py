@@ -7,24 +7,29 @@ import pytest
 from gllm.observability.step_log import ScheduleEvent, StepLogEvent, StepLogWriter
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import StepPlan
-from gllm.sim.compare import compare, comparison_table, error_of_median, median_error
-from gllm.sim.costs.fitted import FittedCost
-from gllm.sim.deployment import Deployment, roofline, simulate
-from gllm.sim.profile import Profile, profile_of, read_profile, write_profile
-from gllm.sim.replay import main, replay_calls, replay_times
-from gllm.sim.run import Run
-from gllm.sim.workload import make_jobs
+from gllm.sim.compare import (
+    compare_with_profile,
+    comparison_table,
+    median_latency_error,
+    median_request_error,
+)
+from gllm.sim.cost_profile import CostProfile, build_profile, read_profile, write_profile
+from gllm.sim.costs.fitted import FittedCostModel
+from gllm.sim.deployment import Deployment, roofline_deployment, simulate
+from gllm.sim.replay import main, replay_calls, replay_step_times
+from gllm.sim.run_record import RunRecord
+from gllm.sim.workload import make_workload
 
 
 def deployment(policy: str = "throttle", stages: int = 4) -> Deployment:
     config = SchedulerConfig(policy=policy)
-    return roofline("qwen2.5-14b", "A100-40G", stages, 16384, scheduler=config)
+    return roofline_deployment("qwen2.5-14b", "A100-40G", stages, 16384, scheduler=config)
 
 
 def simulated(
     policy: str = "throttle", stages: int = 4, seed: int = 0
-) -> tuple[Run, list[StepLogEvent]]:
-    jobs = make_jobs("sharegpt-like", 40, 4.0, "gamma:2", seed)
+) -> tuple[RunRecord, list[StepLogEvent]]:
+    jobs = make_workload("sharegpt-like", 40, 4.0, "gamma:2", seed)
     return simulate(deployment(policy, stages), jobs)
 
 
@@ -40,7 +45,7 @@ def write(events: list[StepLogEvent], path: Path) -> Path:
 @pytest.mark.parametrize("stages", [1, 4])
 def test_a_run_comes_again(policy: str, stages: int) -> None:
     _, events = simulated(policy, stages)
-    calls, times = replay_calls(events), replay_times(events)
+    calls, times = replay_calls(events), replay_step_times(events)
     assert calls.plans > 100
     assert calls.equal == calls.plans
     assert times.share == 1.0
@@ -63,22 +68,22 @@ def test_a_changed_plan_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.fixture(scope="module")
-def profile() -> Profile:
+def profile() -> CostProfile:
     """Of several runs' variety in one: the roofline stands for the machine."""
-    jobs = make_jobs("uniform:1,2000,1,100", 300, 3.0)
+    jobs = make_workload("uniform:1,2000,1,100", 300, 3.0)
     config = SchedulerConfig(ridge_tokens=10**6, prefix_cache=False)
-    made = roofline("qwen2.5-14b", "A100-40G", 4, 16384, scheduler=config)
-    return profile_of([simulate(made, jobs)[0]], {"device": "roofline"})
+    made = roofline_deployment("qwen2.5-14b", "A100-40G", 4, 16384, scheduler=config)
+    return build_profile([simulate(made, jobs)[0]], {"device": "roofline_deployment"})
 
 
-def test_a_profile_survives_its_file(profile: Profile, tmp_path: Path) -> None:
+def test_a_profile_survives_its_file(profile: CostProfile, tmp_path: Path) -> None:
     write_profile(profile, tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == profile
 
 
-def test_a_fit_predicts_another_run(profile: Profile) -> None:
+def test_a_fit_predicts_another_run(profile: CostProfile) -> None:
     real, _ = simulated(seed=5)
-    cost = FittedCost(profile)
+    cost = FittedCostModel(profile)
     errors = []
     for step in real.steps:
         for stage, times in enumerate(step.stages):
@@ -88,26 +93,26 @@ def test_a_fit_predicts_another_run(profile: Profile) -> None:
     assert cost.link_seconds(0, real.steps[0].work) > 0
 
 
-def test_real_beside_predicted(profile: Profile, tmp_path: Path) -> None:
+def test_real_beside_predicted(profile: CostProfile, tmp_path: Path) -> None:
     _, events = simulated(seed=5)
     log, file = write(events, tmp_path / "log"), tmp_path / "profile.json"
     write_profile(profile, file)
-    both = compare(log, file)
+    both = compare_with_profile(log, file)
     assert set(both.real.requests) == set(both.predicted.requests)
     for metric in ("ttft", "tpot", "e2el"):
-        assert abs(error_of_median(both, metric)) < 0.08
-        assert median_error(both, metric) < 0.08
+        assert abs(median_latency_error(both, metric)) < 0.08
+        assert median_request_error(both, metric) < 0.08
     table = comparison_table(both)
     for words in ("TTFT mean, ms", "E2EL p99, ms", "bubbles, %", "micro-batches"):
         assert words in table
 
 
-def test_files_that_do_not_fit_are_refused(profile: Profile, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused(profile: CostProfile, tmp_path: Path) -> None:
     _, events = simulated(stages=1)
     log = write(events, tmp_path / "log")
     write_profile(profile, tmp_path / "p.json")
     with pytest.raises(ValueError, match="same --pp"):
-        compare(log, tmp_path / "p.json")
+        compare_with_profile(log, tmp_path / "p.json")
     (tmp_path / "no.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no\.json is no profile"):
         read_profile(tmp_path / "no.json")
@@ -119,6 +124,6 @@ def test_files_that_do_not_fit_are_refused(profile: Profile, tmp_path: Path) -> 
         read_profile(tmp_path / "new.json")
 
 
-def write_profile_of_format(profile: Profile, path: Path, number: int) -> None:
+def write_profile_of_format(profile: CostProfile, path: Path, number: int) -> None:
     values = {name: getattr(profile, name) for name in profile.__struct_fields__}
-    write_profile(Profile(**values | {"format": number}), path)
+    write_profile(CostProfile(**values | {"format": number}), path)

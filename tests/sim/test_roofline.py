@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
-from gllm.sim.costs.roofline import Efficiency, RooflineCost
-from gllm.sim.deployment import roofline
-from gllm.sim.shapes import DEVICES, LINKS, MODELS, Device, Link, ModelShape, even_layers
+from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
+from gllm.sim.deployment import roofline_deployment
+from gllm.sim.hardware import (
+    DEVICES,
+    LINKS,
+    MODELS,
+    DeviceSpec,
+    ModelShape,
+    NetworkLink,
+    split_layers_evenly,
+)
 
-PEAK = Efficiency(1.0, 1.0, 0.0, 0.0, 0.0)
+PEAK = DeviceEfficiency(1.0, 1.0, 0.0, 0.0, 0.0)
 TINY = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, mlp=16, vocabulary=10, head_dim=4)
-SLOW = Device(flops=1000.0, bandwidth=100.0, memory=1e6)
+SLOW = DeviceSpec(flops=1000.0, bandwidth=100.0, memory=1e6)
 LAYER = 8 * 4 * (2 * 2 + 2 * 1) + 3 * 8 * 16
 """Weights of a layer of TINY: Q and O of two heads, K and V of one, gate, up and down."""
 ATTENTION = operators.ATTENTION[:2]
@@ -32,8 +40,8 @@ def decode(count: int, context: int) -> StageWork:
     return StageWork(0, count, (), count, count * context, count)
 
 
-def tiny(*layers: int, efficiency: Efficiency = PEAK) -> RooflineCost:
-    return RooflineCost(TINY, SLOW, Link(50.0, 0.25), list(layers), efficiency)
+def tiny(*layers: int, efficiency: DeviceEfficiency = PEAK) -> RooflineCostModel:
+    return RooflineCostModel(TINY, SLOW, NetworkLink(50.0, 0.25), list(layers), efficiency)
 
 
 # By hand.
@@ -71,7 +79,7 @@ def test_efficiencies_scale_the_device() -> None:
     assert half.stage_seconds(0, prefill((5, 3))) == pytest.approx(
         2 * tiny(2, 2).stage_seconds(0, prefill((5, 3)))
     )
-    late = tiny(2, 2, efficiency=Efficiency(1, 1, 3.0, 5.0, 7.0))
+    late = tiny(2, 2, efficiency=DeviceEfficiency(1, 1, 3.0, 5.0, 7.0))
     work = decode(2, 10)
     assert late.stage_seconds(0, work) == pytest.approx(tiny(2, 2).stage_seconds(0, work) + 3)
     assert (late.plan_seconds(work), late.sample_seconds(work), late.return_seconds(work)) == (
@@ -99,9 +107,13 @@ def test_the_lm_head_is_on_the_last_stage_over_sampled_rows() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_step_is_faster_than_the_device(model: str, device: str) -> None:
-    shape, hardware, layers = MODELS[model], DEVICES[device], even_layers(MODELS[model].layers, 4)
+    shape, hardware, layers = (
+        MODELS[model],
+        DEVICES[device],
+        split_layers_evenly(MODELS[model].layers, 4),
+    )
     for efficiency in (None, PEAK):
-        cost = RooflineCost(shape, hardware, LINKS["pcie"], layers, efficiency)
+        cost = RooflineCostModel(shape, hardware, LINKS["pcie"], layers, efficiency)
         weights = shape.layers * shape.layer_weights
         one = [cost.stage_seconds(stage, decode(1, 1000)) for stage in range(4)]
         kv = shape.layers * 1000 * shape.kv_bytes
@@ -124,7 +136,7 @@ def test_more_work_takes_longer(
     chunks: list[tuple[int, int]], decodes: int, context: int, more: int, stage: int
 ) -> None:
     model, layers = MODELS["qwen2.5-14b"], [24, 24]
-    cost = RooflineCost(model, DEVICES["L20"], LINKS["pcie"], layers)
+    cost = RooflineCostModel(model, DEVICES["L20"], LINKS["pcie"], layers)
 
     def seconds(chunks: list[tuple[int, int]], decodes: int, context: int) -> float:
         tokens = decodes + sum(tokens for _, tokens in chunks)
@@ -165,7 +177,7 @@ def test_models_have_their_known_sizes(model: str, billions: float, kv_kilobytes
 def test_stages_hold_all_weights() -> None:
     shape = MODELS["qwen2.5-14b"]
     for stages in (1, 3, 4):
-        layers = even_layers(shape.layers, stages)
+        layers = split_layers_evenly(shape.layers, stages)
         held = [shape.stage_bytes(stage, layers) for stage in range(stages)]
         assert sum(held) == 2 * shape.parameters
 
@@ -184,28 +196,28 @@ def test_stages_hold_all_weights() -> None:
     ],
 )
 def test_layers_are_cut_evenly(layers: int, stages: int, expected: list[int]) -> None:
-    assert even_layers(layers, stages) == expected
+    assert split_layers_evenly(layers, stages) == expected
 
 
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_no_layer_is_lost(layers: int, stages: int) -> None:
     if stages > layers:
         with pytest.raises(ValueError, match=f"{layers} layers cannot be cut into {stages} stages"):
-            even_layers(layers, stages)
+            split_layers_evenly(layers, stages)
         return
-    counts = even_layers(layers, stages)
+    counts = split_layers_evenly(layers, stages)
     assert (len(counts), sum(counts)) == (stages, layers)
     assert max(counts) - min(counts) <= 1
 
 
 def test_the_cache_is_what_the_fullest_stage_leaves() -> None:
-    deployment = roofline("llama-3.1-8b", "L20", 2, 4096)
+    deployment = roofline_deployment("llama-3.1-8b", "L20", 2, 4096)
     assert deployment.layers == [16, 16]
     room = 0.9 * 48e9 - 2 * (16 * MODELS["llama-3.1-8b"].layer_weights + 4096 * 128256)
     assert deployment.scheduler.num_blocks == room // (16 * 16 * 4096)
     assert deployment.scheduler.stages == 2
     larger = SchedulerConfig(block_size=32, policy="sarathi")
-    halved = roofline("llama-3.1-8b", "L20", 2, 4096, scheduler=larger).scheduler
+    halved = roofline_deployment("llama-3.1-8b", "L20", 2, 4096, scheduler=larger).scheduler
     assert halved.num_blocks == deployment.scheduler.num_blocks // 2
     assert halved.policy == "sarathi"
 
@@ -230,7 +242,7 @@ def test_what_cannot_be_deployed_says_why(options: dict[str, Any], message: str)
         "max_model_len": 8192,
     }
     with pytest.raises(ValueError, match=message):
-        roofline(**known | options)
+        roofline_deployment(**known | options)
 
 
 # Against measurements.
@@ -249,8 +261,10 @@ def test_the_rounded_corner_is_closer_to_vidurs_tables(monkeypatch: pytest.Monke
         *(1, known["embedding_dim"], known["num_q_heads"], known["num_kv_heads"]),
         *(known["mlp_hidden_dim"], known["vocab_size"]),
     )
-    efficiency = Efficiency(compute=0.73, memory=0.74, stage_overhead=0.0)
-    cost = RooflineCost(shape, Device(312e12, 2039e9, 80e9), LINKS["pcie"], [1], efficiency)
+    efficiency = DeviceEfficiency(compute=0.73, memory=0.74, stage_overhead=0.0)
+    cost = RooflineCostModel(
+        shape, DeviceSpec(312e12, 2039e9, 80e9), LINKS["pcie"], [1], efficiency
+    )
 
     def error() -> float:
         works = [StageWork(0, int(count), (), 0, 0, 0) for count in tokens]

@@ -25,9 +25,9 @@ from gllm.scheduler.plan import (
     StepResult,
     StepTime,
 )
-from gllm.sim.intervals import bubbles_of
-from gllm.sim.report import metrics_table, summarize
-from gllm.sim.run import Run, run_of
+from gllm.sim.intervals import bubble_intervals
+from gllm.sim.report import format_metrics_table, summarize_run
+from gllm.sim.run_record import RunRecord, build_run_record
 
 STOP = 9
 
@@ -87,11 +87,11 @@ LOG: list[StepLogEvent] = [
 
 
 @pytest.fixture
-def run() -> Run:
-    return run_of(LOG)
+def run() -> RunRecord:
+    return build_run_record(LOG)
 
 
-def test_timelines_of_requests(run: Run) -> None:
+def test_timelines_of_requests(run: RunRecord) -> None:
     first, second = run.requests[0].line, run.requests[1].line
     assert (first.arrival, first.times, first.num_tokens) == (10, [15, 21, 25], 3)
     assert (first.ttft, first.tpot, first.itl, first.e2el) == (5, 5, [6, 4], 15)
@@ -100,7 +100,7 @@ def test_timelines_of_requests(run: Run) -> None:
     assert (run.begin, run.end) == (10, 25)
 
 
-def test_micro_batches_with_their_tokens_and_times(run: Run) -> None:
+def test_micro_batches_with_their_tokens_and_times(run: RunRecord) -> None:
     tokens = [(step.prefill_tokens, step.decode_tokens) for step in run.steps]
     assert tokens == [(4, 0), (3, 0), (3, 1), (0, 2)]
     assert [step.work.num_sampled_rows for step in run.steps] == [1, 0, 2, 2]
@@ -109,7 +109,7 @@ def test_micro_batches_with_their_tokens_and_times(run: Run) -> None:
     assert run.steps[1].stages == [StepTime(1, 12, 13), StepTime(1, 15, 16)]
 
 
-def test_bubbles_by_hand(run: Run) -> None:
+def test_bubbles_by_hand(run: RunRecord) -> None:
     """The work is enough for one stage until 11, for two until 17, for one from then on."""
     first, second = run.stage_uses()
     assert (first.span, first.busy, second.busy) == (15, 2 + 1 + 2 + 1, 1 + 1 + 2 + 1)
@@ -119,11 +119,13 @@ def test_bubbles_by_hand(run: Run) -> None:
     assert second.bubble == 2 + 1 + 1 + 1.5
     assert first.busy_share == 6 / 15
     assert second.bubble_share == 5.5 / 15
-    by_stage = [sum(b.seconds for b in bubbles_of(run) if b.stage == stage) for stage in (0, 1)]
+    by_stage = [
+        sum(b.seconds for b in bubble_intervals(run) if b.stage == stage) for stage in (0, 1)
+    ]
     assert by_stage == [first.bubble, second.bubble]
 
 
-def test_spells_are_without_gaps_and_cut_to_what_is_asked(run: Run) -> None:
+def test_spells_are_without_gaps_and_cut_to_what_is_asked(run: RunRecord) -> None:
     spells = list(run.spells())
     assert (spells[0].begin, spells[-1].end) == (10, 25)
     assert [spell.end for spell in spells[:-1]] == [spell.begin for spell in spells[1:]]
@@ -137,8 +139,8 @@ def test_spells_are_without_gaps_and_cut_to_what_is_asked(run: Run) -> None:
     assert list(run.spells(30.0)) == list(run.spells(end=5.0)) == []
 
 
-def test_a_summary_in_numbers(run: Run) -> None:
-    summary = summarize(run, slo_ttft=6.0)
+def test_a_summary_in_numbers(run: RunRecord) -> None:
+    summary = summarize_run(run, slo_ttft=6.0)
     assert summary["requests"] == summary["finished"] == 2
     assert summary["output_tokens_per_second"] == 5 / 15
     assert summary["total_tokens_per_second"] == (5 + 10) / 15
@@ -146,12 +148,12 @@ def test_a_summary_in_numbers(run: Run) -> None:
     assert summary["tokens_per_step"]["mean"] == (4 + 3 + 4 + 2) / 4
     assert summary["bubble_share"] == [4.5 / 15, 5.5 / 15]
     assert summary["slo_attainment"] == 0.5
-    rows = [row.split() for row in metrics_table({"ours": summary}).splitlines()]
+    rows = [row.split() for row in format_metrics_table({"ours": summary}).splitlines()]
     assert ["|", "bubbles,", "%", "|", "30", "36.67", "|"] in rows
 
 
 def test_a_step_that_takes_no_time_does_not_keep_its_stage_busy() -> None:
-    run = run_of([
+    run = build_run_record([
         start(1),
         add(0.0, 0, prompt=1, output=2),
         plan(0.0, 1, 0, chunk(0, 0, 1)),
@@ -173,7 +175,7 @@ def test_steps_that_touch_or_overlap_keep_their_stage_busy(first_end: float) -> 
     plans = [plan(0.0, 1, 0, chunk(0, 0, 1)), plan(0.0, 1, 1, decode(0, 1, token=ON_DEVICE))]
     commits = [commit(1.0, 0, 0), commit(2.0, 1, 0)]
     for order in (steps, steps[::-1]):
-        run = run_of([start(1), add(0.0, 0, 1, 2), *plans, *order, *commits])
+        run = build_run_record([start(1), add(0.0, 0, 1, 2), *plans, *order, *commits])
         (use,) = run.stage_uses()
         assert (use.busy, use.bubble) == (2, 0)
         # The second was planned before the first one's token was known, but is a decode.
@@ -181,7 +183,7 @@ def test_steps_that_touch_or_overlap_keep_their_stage_busy(first_end: float) -> 
 
 
 def test_preempted_sequences_prefill_again() -> None:
-    run = run_of([
+    run = build_run_record([
         start(1),
         add(0.0, 0, prompt=3, output=5),
         plan(0.0, 1, 0, chunk(0, 0, 3)),
@@ -199,7 +201,7 @@ def test_preempted_sequences_prefill_again() -> None:
     ])  # fmt: skip
     assert run.requests[0].preempted == 2
     assert run.requests[0].line.num_tokens == 5
-    assert summarize(run)["preemptions"] == 2
+    assert summarize_run(run)["preemptions"] == 2
     tokens = [(step.prefill_tokens, step.decode_tokens) for step in run.steps]
     assert tokens == [(3, 0), (0, 1), (4, 0), (1, 0), (0, 1), (7, 0)]
 
@@ -217,7 +219,7 @@ def test_preempted_sequences_prefill_again() -> None:
 def test_what_is_in_flight_of_an_ended_sequence_is_no_output(
     end: list[StepLogEvent], outputs: list[float]
 ) -> None:
-    run = run_of([
+    run = build_run_record([
         start(1),
         add(0.0, 0, prompt=3, output=9),
         plan(0.0, 1, 0, chunk(0, 0, 3)),
@@ -231,7 +233,7 @@ def test_what_is_in_flight_of_an_ended_sequence_is_no_output(
 
 
 def test_choices_are_requests_of_one_arrival() -> None:
-    run = run_of([start(1), add(4.0, 3, prompt=2, output=1, n=2)])
+    run = build_run_record([start(1), add(4.0, 3, prompt=2, output=1, n=2)])
     assert [(seq, s.line.arrival) for seq, s in run.requests.items()] == [(3, 4.0), (4, 4.0)]
 
 
@@ -251,7 +253,7 @@ def test_warm_ups_are_left_out() -> None:
         times(1, 1, 11.0, 12.0),
         commit(12.0, 1, 2),
     ]
-    run = run_of(warm)
+    run = build_run_record(warm)
     assert list(run.requests) == [2]
     assert [step.work.step for step in run.steps] == [1]
     assert (run.begin, run.end) == (10, 12)
@@ -260,10 +262,10 @@ def test_warm_ups_are_left_out() -> None:
 
 def test_a_run_cut_off_is_read_as_far_as_it_goes() -> None:
     for length in range(1, len(LOG)):
-        run = run_of(LOG[:length])
+        run = build_run_record(LOG[:length])
         assert run.end >= run.begin
         assert all(0 <= use.busy + use.bubble <= use.span for use in run.stage_uses())
-    run = run_of(LOG[:8])
+    run = build_run_record(LOG[:8])
     assert [step.committed for step in run.steps] == [None, None]
     assert run.steps[1].stages == [StepTime(1, 12, 13), None]
     assert run.requests[0].line.ttft is None
@@ -273,7 +275,7 @@ def test_a_run_cut_off_is_read_as_far_as_it_goes() -> None:
 def test_a_log_has_to_begin_with_its_start() -> None:
     for events in ([], LOG[1:]):
         with pytest.raises(ValueError, match="has to begin with its start"):
-            run_of(events)
+            build_run_record(events)
 
 
 # Files.
@@ -290,7 +292,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_file_holds_what_was_written(path: Path) -> None:
     assert list(read_step_log(path)) == LOG
-    assert run_of(read_step_log(path)) == run_of(LOG)
+    assert build_run_record(read_step_log(path)) == build_run_record(LOG)
 
 
 def test_what_was_flushed_can_be_read_meanwhile(tmp_path: Path) -> None:

@@ -12,29 +12,31 @@ from hypothesis import strategies as st
 
 from gllm.observability.latency import percentile
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.constant import ConstantCost
-from gllm.sim.events import run
-from gllm.sim.pipeline import Pipeline
+from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.event_loop import run_events
+from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workload import (
-    NAMED,
+    NAMED_WORKLOADS,
     TRACES,
-    Job,
-    draw_arrivals,
-    draw_lengths,
+    WorkloadRequest,
     load_trace,
-    make_jobs,
-    requests_of,
+    make_workload,
+    sample_arrival_times,
+    sample_lengths,
+    to_scheduler_requests,
 )
 
 MANY = 20_000
 
 
 def prompts(workload: str, count: int = MANY, seed: int = 0) -> list[int]:
-    return [prompt for prompt, _ in draw_lengths(workload, count, seed)]
+    return [prompt for prompt, _ in sample_lengths(workload, count, seed)]
 
 
 def gaps(kind: str, rate: float, count: int = 50_000) -> list[float]:
-    return [after - before for before, after in pairwise(draw_arrivals(kind, count, rate, 0))]
+    return [
+        after - before for before, after in pairwise(sample_arrival_times(kind, count, rate, 0))
+    ]
 
 
 # Traces.
@@ -69,16 +71,16 @@ def test_traces_are_the_known_ones(
 @pytest.mark.parametrize("name", TRACES)
 def test_lengths_of_a_trace_are_drawn_without_replacement(name: str) -> None:
     lengths = load_trace(TRACES[name]).lengths
-    few = Counter(draw_lengths(name, 1000, 0))
+    few = Counter(sample_lengths(name, 1000, 0))
     assert few <= Counter(lengths)
     assert few != Counter(lengths[:1000])
-    assert Counter(draw_lengths(name, len(lengths), 0)) == Counter(lengths)
-    more = Counter(draw_lengths(name, len(lengths) + 5, 0))
+    assert Counter(sample_lengths(name, len(lengths), 0)) == Counter(lengths)
+    more = Counter(sample_lengths(name, len(lengths) + 5, 0))
     assert (more - Counter(lengths)).total() == 5
 
 
 def test_sharegpt_like_is_the_trace_divided() -> None:
-    lengths = draw_lengths("sharegpt-like", 19_366, 0)
+    lengths = sample_lengths("sharegpt-like", 19_366, 0)
     assert fmean(p for p, _ in lengths) == pytest.approx(1154.7 / 5.21, rel=0.01)
     assert fmean(o for _, o in lengths) == pytest.approx(211.1 / 1.66, rel=0.01)
     assert min(min(pair) for pair in lengths) == 1
@@ -86,7 +88,7 @@ def test_sharegpt_like_is_the_trace_divided() -> None:
 
 def test_mixed_is_half_chats_and_a_quarter_each_of_code_and_papers() -> None:
     count = 8000
-    lengths = draw_lengths("mixed", count, 0)
+    lengths = sample_lengths("mixed", count, 0)
     known = {name: set(load_trace(TRACES[name]).lengths) for name in TRACES}
     alone = {
         name: known[name].difference(*(known[other] for other in TRACES if other != name))
@@ -101,18 +103,18 @@ def test_mixed_is_half_chats_and_a_quarter_each_of_code_and_papers() -> None:
         assert found == pytest.approx(count * share * telling, rel=0.05)
     halves = [fmean(p for p, _ in half) for half in (lengths[:4000], lengths[4000:])]
     assert halves[0] == pytest.approx(halves[1], rel=0.05)
-    assert len(draw_lengths("mixed", 7, 0)) == 7
+    assert len(sample_lengths("mixed", 7, 0)) == 7
 
 
 # Generators.
 
 
 def test_fixed_lengths() -> None:
-    assert draw_lengths("fixed:512,128", 3, 0) == [(512, 128)] * 3
+    assert sample_lengths("fixed:512,128", 3, 0) == [(512, 128)] * 3
 
 
 def test_uniform_lengths_reach_their_bounds() -> None:
-    lengths = draw_lengths("uniform:16,64,1,4", MANY, 0)
+    lengths = sample_lengths("uniform:16,64,1,4", MANY, 0)
     assert {p for p, _ in lengths} == set(range(16, 65))
     assert {o for _, o in lengths} == {1, 2, 3, 4}
     assert fmean(p for p, _ in lengths) == pytest.approx(40, rel=0.01)
@@ -132,7 +134,7 @@ def test_lognormal_is_cut_off() -> None:
     # What is cut off is drawn again, so the median is that of the lower nine tenths.
     uncut = sorted(prompts("lognormal:400,1600,1000000,10,20,100"))
     assert median(drawn) == pytest.approx(uncut[round(MANY * 0.45)], rel=0.03)
-    assert draw_lengths("lognormal:100,100,100,1,9,1", 2, 0) == [(100, 1)] * 2
+    assert sample_lengths("lognormal:100,100,100,1,9,1", 2, 0) == [(100, 1)] * 2
 
 
 def test_zipf_weights_fall_with_the_rank() -> None:
@@ -169,38 +171,39 @@ def test_gamma_arrivals(variation: float) -> None:
 
 
 def test_static_arrivals_come_at_once() -> None:
-    assert [job.arrival for job in make_jobs("fixed:1,1", 4, arrivals="static")] == [0.0] * 4
+    assert [job.arrival for job in make_workload("fixed:1,1", 4, arrivals="static")] == [0.0] * 4
 
 
 def test_replay_keeps_lengths_and_stretches_times() -> None:
     trace = load_trace(TRACES["azure-code"])
-    plain = make_jobs("azure-code", 100, arrivals="replay")
+    plain = make_workload("azure-code", 100, arrivals="replay")
     assert plain == [
-        Job(time, *pair) for time, pair in zip(trace.arrivals, trace.lengths, strict=True)
+        WorkloadRequest(time, *pair)
+        for time, pair in zip(trace.arrivals, trace.lengths, strict=True)
     ][:100]  # fmt: skip
-    slow = make_jobs("azure-code", 100, arrivals="replay", time_scale=2.5, seed=9)
+    slow = make_workload("azure-code", 100, arrivals="replay", time_scale=2.5, seed=9)
     assert [job[1:] for job in slow] == [job[1:] for job in plain]
     assert [job.arrival for job in slow] == [2.5 * job.arrival for job in plain]
 
 
 # Seeds.
 
-KINDS = [*NAMED, "uniform:1,99,1,99", "lognormal:9,99,999,9,99,999", "zipf:0.5,99,1.5,99"]
+KINDS = [*NAMED_WORKLOADS, "uniform:1,99,1,99", "lognormal:9,99,999,9,99,999", "zipf:0.5,99,1.5,99"]
 
 
 @pytest.mark.parametrize("workload", KINDS)
 def test_a_seed_gives_the_same_jobs(workload: str) -> None:
     for arrivals in ("poisson", "gamma:2"):
-        first = make_jobs(workload, 50, 3.0, arrivals, seed=7)
+        first = make_workload(workload, 50, 3.0, arrivals, seed=7)
         assert len(first) == 50
-        assert first == make_jobs(workload, 50, 3.0, arrivals, seed=7)
-        other = make_jobs(workload, 50, 3.0, arrivals, seed=8)
+        assert first == make_workload(workload, 50, 3.0, arrivals, seed=7)
+        other = make_workload(workload, 50, 3.0, arrivals, seed=8)
         assert [job.arrival for job in first] != [job.arrival for job in other]
         assert [job[1:] for job in first] != [job[1:] for job in other]
 
 
 def test_the_rate_changes_when_but_not_what() -> None:
-    slow, fast = (make_jobs("azure-conv", 50, rate, seed=7) for rate in (1.0, 4.0))
+    slow, fast = (make_workload("azure-conv", 50, rate, seed=7) for rate in (1.0, 4.0))
     assert [job[1:] for job in slow] == [job[1:] for job in fast]
     assert [job.arrival / 4 for job in slow] == pytest.approx([job.arrival for job in fast])
 
@@ -254,16 +257,20 @@ def test_the_rate_changes_when_but_not_what() -> None:
 def test_bad_input_is_refused_with_the_fix(options: dict[str, Any], message: str) -> None:
     known: dict[str, Any] = {"workload": "fixed:8,8", "count": 5}
     with pytest.raises(ValueError, match=message):
-        make_jobs(**known | options)
+        make_workload(**known | options)
 
 
 # Requests.
 
 
-@given(st.lists(st.builds(Job, st.floats(0, 9), st.integers(1, 70), st.integers(1, 9))))
-def test_requests_are_the_jobs_and_their_prompts_share_no_token(jobs: list[Job]) -> None:
-    requests = requests_of(jobs)
-    assert [Job(time, len(r.prompt_token_ids), r.max_tokens) for time, r in requests] == jobs
+@given(st.lists(st.builds(WorkloadRequest, st.floats(0, 9), st.integers(1, 70), st.integers(1, 9))))
+def test_requests_are_the_jobs_and_their_prompts_share_no_token(
+    jobs: list[WorkloadRequest],
+) -> None:
+    requests = to_scheduler_requests(jobs)
+    assert [
+        WorkloadRequest(time, len(r.prompt_token_ids), r.max_tokens) for time, r in requests
+    ] == jobs
     assert [request.seq for _, request in requests] == list(range(len(jobs)))
     tokens = [token for _, request in requests for token in request.prompt_token_ids]
     assert len(set(tokens)) == len(tokens)
@@ -271,8 +278,8 @@ def test_requests_are_the_jobs_and_their_prompts_share_no_token(jobs: list[Job])
 
 def test_the_prefix_cache_finds_nothing_in_common() -> None:
     resolved = SchedulerConfig(block_size=1).resolve(1, 500, 100)
-    pipeline = Pipeline(resolved, ConstantCost(0.1), lambda event: None)
-    run(pipeline.arrivals(requests_of(make_jobs("uniform:1,40,1,9", 50, 2.0))))
+    pipeline = SimulatedPipeline(resolved, ConstantCostModel(0.1), lambda event: None)
+    run_events(pipeline.arrivals(to_scheduler_requests(make_workload("uniform:1,40,1,9", 50, 2.0))))
     stats = pipeline.scheduler.stats()
     assert stats.prefix_queries > 0
     assert stats.prefix_hits == 0

@@ -16,9 +16,9 @@ from gllm.config.field_types import convert_fields
 from gllm.config.flags import FlagParser, add_flags, config_from_flags, output_file
 from gllm.config.options import INT32_MAX, option
 from gllm.engine.engine import Engine, EngineError
-from gllm.experiments.real import serve_jobs
+from gllm.experiments.real import serve_workload
 from gllm.observability.latency import percentile
-from gllm.sim.workload import Job
+from gllm.sim.workload import WorkloadRequest
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
 
@@ -80,12 +80,12 @@ def main(argv: list[str]) -> int:
 
 async def _measure(config: EngineConfig, batch: LatencyConfig) -> list[float]:
     """Return the seconds of each measured batch; batches share no prompts."""
-    jobs = [Job(0.0, batch.input_len, batch.output_len)] * batch.batch_size
+    jobs = [WorkloadRequest(0.0, batch.input_len, batch.output_len)] * batch.batch_size
     seconds = []
     async with Engine(config, progress=True) as engine:
         rounds = range(batch.num_iters_warmup + batch.num_iters)
         for seed in tqdm(rounds, desc="batches"):
             begin = time.monotonic()
-            await serve_jobs(engine, jobs, seed)
+            await serve_workload(engine, jobs, seed)
             seconds.append(time.monotonic() - begin)
     return seconds[batch.num_iters_warmup :]

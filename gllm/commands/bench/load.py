@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.commands.bench.trace_file import SUFFIXES, TraceRow, read_rows
-from gllm.sim.workload import Job, draw_arrivals, draw_lengths, make_jobs, scaled
+from gllm.sim.workload import (
+    WorkloadRequest,
+    make_workload,
+    sample_arrival_times,
+    sample_lengths,
+    scale_request,
+)
 
 WORDS = [
     *("about", "after", "again", "air", "all", "along", "animal", "another", "answer", "any"),
@@ -69,7 +75,7 @@ def warmup_requests(
     ]
 
 
-def jobs_of(config: LoadConfig) -> list[Job]:
+def jobs_of(config: LoadConfig) -> list[WorkloadRequest]:
     """Return requests with the lengths of a workload that all arrive at once.
 
     Raises:
@@ -80,7 +86,7 @@ def jobs_of(config: LoadConfig) -> list[Job]:
     for row in _rows(config, replay=False):
         if not isinstance(row.prompt, int):
             raise ValueError(f"{config.workload} has prompts: only `gllm bench serve` sends them")
-        jobs.append(Job(0.0, row.prompt, row.output))
+        jobs.append(WorkloadRequest(0.0, row.prompt, row.output))
     return jobs
 
 
@@ -89,10 +95,10 @@ def _rows(config: LoadConfig, replay: bool) -> list[TraceRow]:
     if config.workload.endswith(SUFFIXES):
         rows = read_rows(config.workload)[: config.num_prompts]
     elif replay:
-        jobs = make_jobs(config.workload, config.num_prompts, arrivals="replay")
+        jobs = make_workload(config.workload, config.num_prompts, arrivals="replay")
         rows = [TraceRow(job.prompt, job.output, job.arrival) for job in jobs]
     else:
-        lengths = draw_lengths(config.workload, config.num_prompts, config.seed)
+        lengths = sample_lengths(config.workload, config.num_prompts, config.seed)
         rows = [TraceRow(*pair) for pair in lengths]
     return [_scaled(row, config) for row in rows]
 
@@ -100,7 +106,9 @@ def _rows(config: LoadConfig, replay: bool) -> list[TraceRow]:
 def _scaled(row: TraceRow, config: LoadConfig) -> TraceRow:
     if not isinstance(row.prompt, int):
         return row
-    job = scaled(Job(0.0, row.prompt, row.output), config.scale_length, config.max_length)
+    job = scale_request(
+        WorkloadRequest(0.0, row.prompt, row.output), config.scale_length, config.max_length
+    )
     return TraceRow(job.prompt, job.output, row.arrival)
 
 
@@ -111,7 +119,7 @@ def _arrivals(config: ServeConfig, count: int) -> list[float]:
         return [0.0] * count
     # draw_arrivals takes the coefficient of variation of the gamma distribution.
     kind = config.arrivals or f"gamma:{config.burstiness**-0.5}"
-    return draw_arrivals(kind, count, rate, config.load.seed)
+    return sample_arrival_times(kind, count, rate, config.load.seed)
 
 
 def _prompt_of(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gllm.commands.bench.report import tokens_by_second
 from gllm.observability.latency import RequestTimeline, percentile
-from gllm.sim.plots import Panel, Series, plot_distributions, plot_grid
+from gllm.sim.plots import ChartPanel, Series, plot_distributions, plot_grid
 
 BINS = 30
 PERCENTS = (50, 99)
@@ -26,9 +26,11 @@ def plot_load(lines: Sequence[RequestTimeline], caption: str, folder: Path) -> l
     tokens = sorted(tokens_by_second(lines).items())
     seconds = "seconds since the first request"
     panels = [
-        Panel("TTFT by send time", seconds, "ms", _over_time(lines, "ttft")),
-        Panel("TPOT by send time", seconds, "ms", _over_time(lines, "tpot")),
-        Panel("output", seconds, "tokens/s", {"tokens": [(s + 0.5, float(n)) for s, n in tokens]}),
+        ChartPanel("TTFT by send time", seconds, "ms", _over_time(lines, "ttft")),
+        ChartPanel("TPOT by send time", seconds, "ms", _over_time(lines, "tpot")),
+        ChartPanel(
+            "output", seconds, "tokens/s", {"tokens": [(s + 0.5, float(n)) for s, n in tokens]}
+        ),
     ]
     plot_grid(panels, folder / "over-time.svg", columns=1)
     return ["latencies.svg", "over-time.svg"]

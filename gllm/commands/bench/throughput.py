@@ -15,8 +15,8 @@ from gllm.commands.bench.options import LoadConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags, output_file
 from gllm.engine.engine import Engine, EngineError
-from gllm.experiments.real import serve_jobs
-from gllm.sim.workload import Job
+from gllm.experiments.real import serve_workload
+from gllm.sim.workload import WorkloadRequest
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def throughput_metrics(jobs: list[Job], seconds: float) -> dict[str, Any]:
+def throughput_metrics(jobs: list[WorkloadRequest], seconds: float) -> dict[str, Any]:
     """Return the result by the keys of the JSON file."""
     prompt, output = sum(job.prompt for job in jobs), sum(job.output for job in jobs)
     return {
@@ -76,10 +76,10 @@ def throughput_metrics(jobs: list[Job], seconds: float) -> dict[str, Any]:
     }
 
 
-async def _measure_seconds(config: EngineConfig, jobs: list[Job], seed: int) -> float:
+async def _measure_seconds(config: EngineConfig, jobs: list[WorkloadRequest], seed: int) -> float:
     """Return the seconds from submitting the first request to receiving the last token."""
     async with Engine(config, progress=True) as engine:
         with tqdm(total=len(jobs), desc="requests") as bar:
             begin = time.monotonic()
-            await serve_jobs(engine, jobs, seed, bar.update)
+            await serve_workload(engine, jobs, seed, bar.update)
             return time.monotonic() - begin

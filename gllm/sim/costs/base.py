@@ -9,7 +9,7 @@ from typing import Protocol
 from gllm.scheduler.stage_work import StageWork
 
 
-class Cost(Protocol):
+class CostModel(Protocol):
     """Seconds that a pipeline takes. Raises ValueError for work outside of what it was made for."""
 
     def stage_seconds(self, stage: int, work: StageWork) -> float:

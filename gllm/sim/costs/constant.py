@@ -6,7 +6,7 @@ Owns nothing but the constants.
 from gllm.scheduler.stage_work import StageWork
 
 
-class ConstantCost:
+class ConstantCostModel:
     """`stage` and `link` in seconds."""
 
     def __init__(self, stage: float, link: float = 0.0) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import solve_nonnegative
-from gllm.sim.profile import Profile, StepSample
+from gllm.sim.cost_profile import CostProfile, StepSample
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Where the curve may bend, in tokens; the last piece goes on for ever."""
@@ -85,10 +85,10 @@ class _StageFit:
         )
 
 
-class FittedCost:
+class FittedCostModel:
     """The pipeline of a profile."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: CostProfile) -> None:
         self._stages = [_StageFit(profile.steps, stage) for stage in range(len(profile.layers))]
         self._link = _line(profile.links)
         self._plan = median(profile.plans) if profile.plans else 0.0
@@ -116,10 +116,10 @@ class FittedCost:
         return self._return[0] + self._return[1] * work.num_sampled_rows
 
 
-class SlowedCost(FittedCost):
+class ScaledCostModel(FittedCostModel):
     """The pipeline of another cost on a machine whose stages are slower by a factor."""
 
-    def __init__(self, cost: FittedCost, factor: float) -> None:
+    def __init__(self, cost: FittedCostModel, factor: float) -> None:
         vars(self).update(vars(cost))
         self._factor = factor
 

@@ -19,8 +19,8 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.operators import (
     ATTENTION,
     NORM,
-    Forest,
-    Samples,
+    OperatorForest,
+    OperatorSamples,
     collective_samples,
     decode_samples,
     host_rows,
@@ -38,7 +38,7 @@ BYTES_PER_ELEMENT = 2
 MS = 1e-3
 
 
-class ForestCost:
+class ForestCostModel:
     """Cost of a pipeline whose stages are `tp` GPUs each; fp16.
 
     A call raises ValueError where the micro-batch lies outside of the profiles: 1 to 4,096 tokens,
@@ -142,9 +142,9 @@ class _ByTokens:
         self._times = list(times)
 
     @classmethod
-    def of(cls, samples: Samples, unit: int = 1) -> Self:
+    def of(cls, samples: OperatorSamples, unit: int = 1) -> Self:
         """Tabulated from a forest of one feature, of which a token has `unit`."""
-        forest = Forest(samples)
+        forest = OperatorForest(samples)
         ((low, high),) = forest.ranges.values()
         tokens = np.arange(math.ceil(low / unit), high // unit + 1)
         times = forest.predict(tokens[:, None] * unit)
@@ -181,7 +181,7 @@ def _token_tables(device: str, model: str, tp: int) -> tuple[_ByTokens, _ByToken
 class _PrefillTable:
     """Milliseconds of a layer's prefill attention by (kv, chunk), on a grid."""
 
-    def __init__(self, forest: Forest) -> None:
+    def __init__(self, forest: OperatorForest) -> None:
         self.operator = forest.operator
         self.ranges = forest.ranges
         self._low = int(self.ranges["chunk"][0])
@@ -206,7 +206,7 @@ class _PrefillTable:
 class _DecodeTable:
     """Milliseconds of a layer's decode attention by (batch, mean kv), on a grid."""
 
-    def __init__(self, forest: Forest) -> None:
+    def __init__(self, forest: OperatorForest) -> None:
         self.operator = forest.operator
         self._batch = tuple(map(int, forest.ranges["batch"]))
         self._kv = tuple(map(int, forest.ranges["mean kv"]))
@@ -227,7 +227,9 @@ class _DecodeTable:
 @cache
 def _attention_tables() -> tuple[_PrefillTable, _DecodeTable]:
     """Return the tables of prefill and decode attention, which were profiled for one model."""
-    return _PrefillTable(Forest(prefill_samples())), _DecodeTable(Forest(decode_samples()))
+    return _PrefillTable(OperatorForest(prefill_samples())), _DecodeTable(
+        OperatorForest(decode_samples())
+    )
 
 
 class _HostLine:

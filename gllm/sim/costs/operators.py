@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Row = Mapping[str, str]
+TableRow = Mapping[str, str]
 
-TREES = 100
-DEPTH = 16
+NUM_TREES = 100
+MAX_TREE_DEPTH = 16
 
 NORM = "input_layernorm"
 TOKEN_OPS = (
@@ -38,7 +38,7 @@ ATTENTION = ("a100", "meta-llama/Llama-2-70b-hf", 2)
 
 
 @dataclass(frozen=True)
-class Samples:
+class OperatorSamples:
     """Measurements of one operator, one per distinct key."""
 
     operator: str
@@ -56,10 +56,10 @@ class Samples:
         return {name: (float(v.min()), float(v.max())) for name, v in values.items()}
 
 
-class Forest:
+class OperatorForest:
     """A random forest for one operator, which refuses what lies outside of its measurements."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: OperatorSamples) -> None:
         """Fit. Raises ModuleNotFoundError, saying what to install, without scikit-learn."""
         self.operator = samples.operator
         self.ranges = samples.ranges
@@ -90,7 +90,7 @@ def out_of_range(operator: str, name: str, value: float, low: float, high: float
     )
 
 
-def cross_validated_mape(samples: Samples, folds: int = 5, seed: int = 0) -> float:
+def cross_validated_mape(samples: OperatorSamples, folds: int = 5, seed: int = 0) -> float:
     """Mean absolute percentage error, in percent, of forests on samples they were not fitted to.
 
     The samples are shuffled once and dealt into folds. Each is held out in turn, and the errors of
@@ -107,7 +107,7 @@ def cross_validated_mape(samples: Samples, folds: int = 5, seed: int = 0) -> flo
     return float(np.concatenate(errors).mean() * 100)
 
 
-def token_samples(device: str, model: str, tp: int) -> dict[str, Samples]:
+def token_samples(device: str, model: str, tp: int) -> dict[str, OperatorSamples]:
     """Every token-level operator of one layer's shard, features [num_tokens], by operator.
 
     `emb` is the embedding, `attn_pre_proj` and `attn_post_proj` are the QKV and O projections,
@@ -127,7 +127,7 @@ def token_samples(device: str, model: str, tp: int) -> dict[str, Samples]:
     return found
 
 
-def prefill_samples() -> Samples:
+def prefill_samples() -> OperatorSamples:
     """Attention of one prefill chunk, features [kv, chunk^2].
 
     kv: tokens cached before the chunk. No sequence was longer than 4,096 tokens.
@@ -145,7 +145,7 @@ def prefill_samples() -> Samples:
     return _samples("attn_prefill", measured, measures)
 
 
-def decode_samples() -> Samples:
+def decode_samples() -> OperatorSamples:
     """Attention of a batch of decodes, features [batch, mean kv]; kv: tokens cached before."""
     measured = [
         ((float(row["batch_size"]), float(row["kv_cache"])), float(row["attn_decode_ms"]))
@@ -159,7 +159,7 @@ def decode_samples() -> Samples:
     return _samples("attn_decode", measured, measures)
 
 
-def reshape_samples() -> Samples:
+def reshape_samples() -> OperatorSamples:
     """Reshapes around attention, features [num_tokens]: the stand-in for saving keys and values.
 
     They do not depend on kv, so all kv of a chunk length or batch are averaged.
@@ -174,7 +174,7 @@ def reshape_samples() -> Samples:
 
 def collective_samples(
     node: str, collective: str, num_workers: int, devices_per_node: int
-) -> Samples:
+) -> OperatorSamples:
     """One collective ("all_reduce" or "send_recv"), features [bytes].
 
     Raises ValueError for a combination that was not profiled.
@@ -209,7 +209,7 @@ def model_shape(model: str) -> dict[str, int]:
     return {k: flags[v] if v in flags else int(v) for k, v in row.items() if k != "model"}
 
 
-def profiled() -> list[tuple[str, str, int]]:
+def list_profiled_models() -> list[tuple[str, str, int]]:
     """Every device, model and tensor parallel size whose token-level operators were profiled."""
     rows = _table("vidur_token_ops.csv.gz")
     return sorted({(row["device"], row["model"], int(row["tp"])) for row in rows})
@@ -222,24 +222,24 @@ def _samples(
     operator: str,
     measured: Iterable[tuple[tuple[float, ...], float]],
     measures: Mapping[str, Callable[[Array], Array]],
-) -> Samples:
+) -> OperatorSamples:
     """Repeats of a key averaged, keys in order."""
     by_key: dict[tuple[float, ...], list[float]] = defaultdict(list)
     for key, time in measured:
         by_key[key].append(time)
     keys = sorted(by_key)
     times = np.array([np.mean(by_key[key]) for key in keys])
-    return Samples(operator, np.array(keys), times, measures)
+    return OperatorSamples(operator, np.array(keys), times, measures)
 
 
-def _table(name: str) -> list[Row]:
+def _table(name: str) -> list[TableRow]:
     """The rows of a shipped table."""
     data = (files("gllm.sim") / "data" / name).read_bytes()
     text = gzip.decompress(data) if name.endswith(".gz") else data
     return list(csv.DictReader(io.StringIO(text.decode())))
 
 
-def _selected(name: str, **wanted: str | int) -> list[Row]:
+def _selected(name: str, **wanted: str | int) -> list[TableRow]:
     """The rows with these values; ValueError, naming what there is, for none."""
     table = _table(name)
     rows = [row for row in table if all(row[k] == str(v) for k, v in wanted.items())]
@@ -265,5 +265,5 @@ def _regressor() -> Any:
             "the forest cost model needs scikit-learn: pip install gllm[sim]", name=error.name
         ) from error
     return ensemble.RandomForestRegressor(
-        n_estimators=TREES, max_depth=DEPTH, random_state=0, n_jobs=1
+        n_estimators=NUM_TREES, max_depth=MAX_TREE_DEPTH, random_state=0, n_jobs=1
     )

@@ -4,19 +4,19 @@ Owns the recorded times by step. Knows nothing of work: a step takes what it too
 """
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.run import Run
-from gllm.sim.step_costs import StepCosts, step_costs
+from gllm.sim.run_record import RunRecord
+from gllm.sim.step_costs import StepCosts, measure_step_costs
 
 
-class RecordedCost:
+class RecordedCostModel:
     """Costs of a run whose steps come again in the same order, counted from 0.
 
     A step beyond the recording takes as long as its last one.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunRecord) -> None:
         """Raises ValueError for a run without complete steps."""
-        self._costs = list(step_costs(run))
+        self._costs = list(measure_step_costs(run))
         if not self._costs:
             raise ValueError("the run has no step whose times are all there")
 

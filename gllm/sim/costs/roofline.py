@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from math import hypot
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.shapes import BYTES, Device, Link, ModelShape
+from gllm.sim.hardware import BYTES_PER_ELEMENT, DeviceSpec, ModelShape, NetworkLink
 
 
 @dataclass(frozen=True)
-class Efficiency:
+class DeviceEfficiency:
     """Shares of a device's peak rates that kernels reach, and the host's seconds around them."""
 
     compute: float = 0.68
@@ -32,21 +32,21 @@ class Efficiency:
     """Seconds from the last stage's end to the commit: sampling and the way back."""
 
 
-class RooflineCost:
+class RooflineCostModel:
     """A model in `layer_counts` stages, each on one device, neighbours joined by equal links."""
 
     def __init__(
         self,
         model: ModelShape,
-        device: Device,
-        link: Link,
+        device: DeviceSpec,
+        link: NetworkLink,
         layer_counts: list[int],
-        efficiency: Efficiency | None = None,
+        efficiency: DeviceEfficiency | None = None,
     ) -> None:
         self._model = model
         self._link = link
         self._layers = layer_counts
-        self._efficiency = efficiency or Efficiency()
+        self._efficiency = efficiency or DeviceEfficiency()
         self._flops = device.flops * self._efficiency.compute
         self._bandwidth = device.bandwidth * self._efficiency.memory
 
@@ -59,7 +59,7 @@ class RooflineCost:
 
     def link_seconds(self, stage: int, work: StageWork) -> float:
         """One tensor [tokens, hidden] of bf16."""
-        size = work.num_tokens * self._model.hidden * BYTES
+        size = work.num_tokens * self._model.hidden * BYTES_PER_ELEMENT
         return self._link.latency + size / self._link.bandwidth
 
     def plan_seconds(self, work: StageWork) -> float:
@@ -92,4 +92,6 @@ class RooflineCost:
         return seconds
 
     def _matrix_seconds(self, weights: int, rows: int) -> float:
-        return hypot(2 * rows * weights / self._flops, weights * BYTES / self._bandwidth)
+        return hypot(
+            2 * rows * weights / self._flops, weights * BYTES_PER_ELEMENT / self._bandwidth
+        )

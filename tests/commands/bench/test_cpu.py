@@ -8,15 +8,15 @@ from benchmarks.cpu import bursts, overhead, pipeline
 from benchmarks.cpu.page import BEGIN, END, ForeignCpu, write_figures
 from benchmarks.cpu.rounds import Round
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.deployment import roofline, simulate
-from gllm.sim.report import summarize
-from gllm.sim.run import Run
-from gllm.sim.workload import Job
+from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.report import summarize_run
+from gllm.sim.run_record import RunRecord
+from gllm.sim.workload import WorkloadRequest
 
 
-def served(jobs: list[Job], policy: str = "throttle") -> Run:
+def served(jobs: list[WorkloadRequest], policy: str = "throttle") -> RunRecord:
     scheduler = SchedulerConfig(policy=policy)
-    deployment = roofline("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=scheduler)
+    deployment = roofline_deployment("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=scheduler)
     return simulate(deployment, jobs)[0]
 
 
@@ -39,7 +39,7 @@ def test_own_work_is_not_foreign() -> None:
 
 
 def test_a_pipeline_beside_its_loops() -> None:
-    jobs = [Job(0.0, 32, 16)] * 8
+    jobs = [WorkloadRequest(0.0, 32, 16)] * 8
     run = served(jobs)
     seconds = run.end - run.begin
     loops = [[seconds / 10] * 6, [seconds / 10] * 8]
@@ -68,7 +68,7 @@ def test_policies_under_bursts_show_the_best_of_each_column() -> None:
     assert [job.arrival for job in jobs][:: bursts.BURST] == [0.0, 0.4, 0.8, 1.2, 1.6]
     policies = {}
     for policy in bursts.POLICIES:
-        summary = summarize(served(jobs, policy))
+        summary = summarize_run(served(jobs, policy))
         policies[policy] = bursts._medians([summary, summary])
     measured = {"rate": 20.0, "requests": 40, "rounds": 2, "foreign_cores": 0.0}
     text = bursts.page({"azure-conv": measured | {"policies": policies}})

@@ -2,9 +2,9 @@
 
 from benchmarks.policies import BASE, POLICIES, Evenness, evenness, measure, table, verdict
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.deployment import roofline, simulate
-from gllm.sim.run import Run
-from gllm.sim.workload import Job, make_jobs
+from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.run_record import RunRecord
+from gllm.sim.workload import WorkloadRequest, make_workload
 
 
 def times(base: Evenness, factor: float) -> Evenness:
@@ -14,14 +14,16 @@ def times(base: Evenness, factor: float) -> Evenness:
     )
 
 
-def serve(policy: str, jobs: list[Job]) -> tuple[Run, list[list[int]]]:
+def serve(policy: str, jobs: list[WorkloadRequest]) -> tuple[RunRecord, list[list[int]]]:
     scheduler = SchedulerConfig(policy=policy)
-    run, _ = simulate(roofline("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=scheduler), jobs)
+    run, _ = simulate(
+        roofline_deployment("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=scheduler), jobs
+    )
     return run, [[1, 2], [3]]
 
 
 def test_figures_are_those_of_all_micro_batches() -> None:
-    run, _ = serve("sarathi", make_jobs("uniform:16,400,16,60", 60, 20.0))
+    run, _ = serve("sarathi", make_workload("uniform:16,400,16,60", 60, 20.0))
     figures = evenness(run)
     assert figures.steps == len(run.steps)
     assert figures.tokens * len(run.steps) == sum(step.work.num_tokens for step in run.steps)
@@ -41,6 +43,6 @@ def test_policies_side_by_side() -> None:
 
 
 def test_the_verdict() -> None:
-    base = evenness(serve(BASE, make_jobs("uniform:16,400,16,60", 20, 20.0))[0])
+    base = evenness(serve(BASE, make_workload("uniform:16,400,16,60", 20, 20.0))[0])
     for factor, word in ((0.5, "(met)"), (0.51, "**missed**")):
         assert verdict({BASE: base, "throttle": times(base, factor)}).count(word) == 2

@@ -9,21 +9,21 @@ from itertools import count
 from typing import NamedTuple
 
 
-class Event(NamedTuple):
+class SimulationEvent(NamedTuple):
     """A call at a time. Of two at one time the smaller rank goes first."""
 
     time: float
     rank: int
-    handle: Callable[[float], Iterable["Event"]]
+    handle: Callable[[float], Iterable["SimulationEvent"]]
     """Takes the time and returns what follows from it, none of it in the past."""
 
 
-def run(events: Iterable[Event], until: float = float("inf")) -> float:
+def run_events(events: Iterable[SimulationEvent], until: float = float("inf")) -> float:
     """Let the events and all that follow happen, up to a time; the time of the last one.
 
     Raises ValueError for an event that lies before the one that caused it.
     """
-    heap: list[tuple[float, int, int, Callable[[float], Iterable[Event]]]] = []
+    heap: list[tuple[float, int, int, Callable[[float], Iterable[SimulationEvent]]]] = []
     order = count()
     for event in events:
         heapq.heappush(heap, (event.time, event.rank, next(order), event.handle))

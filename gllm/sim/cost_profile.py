@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.run import Run
-from gllm.sim.step_costs import StepCosts, step_costs
+from gllm.sim.run_record import RunRecord
+from gllm.sim.step_costs import StepCosts, measure_step_costs
 
-FORMAT = 1
+FORMAT_VERSION = 1
 
 
 class StepSample(msgspec.Struct, frozen=True, array_like=True):
@@ -28,7 +28,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     """Seconds of each stage."""
 
 
-class Profile(msgspec.Struct, frozen=True):
+class CostProfile(msgspec.Struct, frozen=True):
     """What was measured, and on what."""
 
     model: str
@@ -48,20 +48,20 @@ class Profile(msgspec.Struct, frozen=True):
     stage only."""
     returns: list[tuple[int, float]]
     """(samples, seconds) from the last stage's end to the commit."""
-    format: int = FORMAT
+    format: int = FORMAT_VERSION
 
 
-def profile_of(runs: list[Run], machine: dict[str, str]) -> Profile:
+def build_profile(runs: list[RunRecord], machine: dict[str, str]) -> CostProfile:
     """Take runs of one pipeline in; the first one's configuration counts."""
     start = runs[0].start
-    profile = Profile(start.model, start.layers, start.scheduler, machine, [], [], [], [], [])
+    profile = CostProfile(start.model, start.layers, start.scheduler, machine, [], [], [], [], [])
     for run in runs:
-        for costs in step_costs(run):
+        for costs in measure_step_costs(run):
             _take(profile, costs)
     return profile
 
 
-def _take(profile: Profile, costs: StepCosts) -> None:
+def _take(profile: CostProfile, costs: StepCosts) -> None:
     work = costs.step.work
     stages = costs.stages
     if work.has_placeholders and costs.plan is None:
@@ -85,19 +85,19 @@ def _take(profile: Profile, costs: StepCosts) -> None:
     profile.links.extend((work.num_tokens, round(wait, 7)) for wait in waits)
 
 
-def write_profile(profile: Profile, path: str | Path) -> None:
+def write_profile(profile: CostProfile, path: str | Path) -> None:
     """Raises OSError as open does."""
     Path(path).write_bytes(msgspec.json.encode(profile))
 
 
-def read_profile(path: str | Path) -> Profile:
+def read_profile(path: str | Path) -> CostProfile:
     """Raises OSError, and ValueError for a file that is no profile."""
     try:
-        profile = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
+        profile = msgspec.json.decode(Path(path).read_bytes(), type=CostProfile)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is no profile of `gllm profile`: {error}") from None
-    if profile.format != FORMAT:
-        raise ValueError(f"{path} has format {profile.format}, not {FORMAT}: make it anew")
+    if profile.format != FORMAT_VERSION:
+        raise ValueError(f"{path} has format {profile.format}, not {FORMAT_VERSION}: make it anew")
     if not profile.steps:
         raise ValueError(f"{path} has no steps: make it anew with `gllm profile`")
     return profile

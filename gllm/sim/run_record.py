@@ -25,7 +25,7 @@ from gllm.scheduler.stage_work import StageWork, compute_stage_work
 
 
 @dataclass
-class Served:
+class ServedRequest:
     """One sequence."""
 
     prompt_tokens: int
@@ -38,7 +38,7 @@ class Served:
 
 
 @dataclass
-class Step:
+class MicroBatch:
     """One micro-batch."""
 
     planned: float
@@ -56,7 +56,7 @@ class Step:
 
 
 @dataclass
-class Told:
+class StageReport:
     """What a stage told the driver of its steps."""
 
     stage: int
@@ -66,7 +66,7 @@ class Told:
 
 
 @dataclass
-class StageUse:
+class StageUsage:
     """A stage's seconds over a run."""
 
     busy: float = 0.0
@@ -87,13 +87,13 @@ class StageUse:
 
 
 @dataclass
-class Run:
+class RunRecord:
     """A whole run."""
 
     start: StartEvent
-    requests: dict[int, Served] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-    told: list[Told] = field(default_factory=list)
+    requests: dict[int, ServedRequest] = field(default_factory=dict)
+    steps: list[MicroBatch] = field(default_factory=list)
+    told: list[StageReport] = field(default_factory=list)
     parallelism: list[tuple[float, int]] = field(default_factory=list)
     """(time, stages that the work at hand could keep busy from then on)."""
 
@@ -108,9 +108,9 @@ class Run:
         lines = [served.line for served in self.requests.values()]
         return max((line.times[-1] for line in lines if line.times), default=self.begin)
 
-    def stage_uses(self) -> list[StageUse]:
+    def stage_uses(self) -> list[StageUsage]:
         """What each stage did between the run's begin and end."""
-        uses = [StageUse(span=self.end - self.begin) for _ in self.start.layers]
+        uses = [StageUsage(span=self.end - self.begin) for _ in self.start.layers]
         for spell in self.spells():
             seconds = spell.end - spell.begin
             for stage in spell.busy:
@@ -141,7 +141,7 @@ class Run:
                     yield ActivityChange(times.end, stage, -1)
 
 
-def run_of(events: Iterable[StepLogEvent], warm_ups: bool = False) -> Run:
+def build_run_record(events: Iterable[StepLogEvent], warm_ups: bool = False) -> RunRecord:
     """Read a run off its log. Raises ValueError where the log does not begin with a start.
 
     Warm-up requests and their micro-batches are left out, unless `warm_ups`.
@@ -150,7 +150,7 @@ def run_of(events: Iterable[StepLogEvent], warm_ups: bool = False) -> Run:
     start = next(iterator, None)
     if not isinstance(start, StartEvent):
         raise ValueError("a step log has to begin with its start")
-    reader = _Reader(Run(start), 0 if warm_ups else start.warm_ups)
+    reader = _Reader(RunRecord(start), 0 if warm_ups else start.warm_ups)
     for event in iterator:
         reader.read(event)
     reader.run.steps = [step for step in reader.run.steps if step.work.step not in reader.ignored]
@@ -160,13 +160,13 @@ def run_of(events: Iterable[StepLogEvent], warm_ups: bool = False) -> Run:
 class _Reader:
     """Builds a run event by event."""
 
-    def __init__(self, run: Run, warm_ups: int) -> None:
+    def __init__(self, run: RunRecord, warm_ups: int) -> None:
         self.run = run
         self.ignored: set[int] = set()
         """Steps of warm-up requests."""
         self._warm_ups = warm_ups
-        self._steps: dict[int, Step] = {}
-        self._heard: list[Served | Step | Told] = []
+        self._steps: dict[int, MicroBatch] = {}
+        self._heard: list[ServedRequest | MicroBatch | StageReport] = []
         """What came since the last schedule."""
         self._news = run.start.time
         """When the last of it came."""
@@ -187,7 +187,7 @@ class _Reader:
             case ScheduleEvent():
                 self._schedule(event)
             case StageTimesEvent(stage=stage, steps=steps):
-                self.run.told.append(Told(stage, steps))
+                self.run.told.append(StageReport(stage, steps))
                 self._heard.append(self.run.told[-1])
                 for times in steps:
                     self._steps[times.step].stages[stage] = times
@@ -204,7 +204,7 @@ class _Reader:
             self._warm_ups -= 1
             return
         for seq in range(add.seq, add.seq + add.n):
-            self.run.requests[seq] = Served(
+            self.run.requests[seq] = ServedRequest(
                 len(add.prompt), add.max_tokens, RequestTimeline(add.time)
             )
             self._stop_ids[seq] = add.stop_ids
@@ -221,7 +221,7 @@ class _Reader:
         decodes = sum(self._prefilled.get(row.seq) == row.epoch for row in plan.rows)
         work = compute_stage_work(plan.step, plan.rows)
         stages: list[StepTime | None] = [None] * len(run.start.layers)
-        step = Step(event.time, work, work.num_tokens - decodes, decodes, stages)
+        step = MicroBatch(event.time, work, work.num_tokens - decodes, decodes, stages)
         step.prompted = self._news
         self._steps[plan.step] = step
         run.steps.append(step)

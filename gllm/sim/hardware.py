@@ -6,7 +6,7 @@ model's business.
 
 from dataclasses import dataclass
 
-BYTES = 2
+BYTES_PER_ELEMENT = 2
 """Of a weight, an activation or a KV entry: bfloat16."""
 
 
@@ -43,18 +43,20 @@ class ModelShape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one token in one layer's KV cache."""
-        return 2 * self.kv_heads * self.head_dim * BYTES
+        return 2 * self.kv_heads * self.head_dim * BYTES_PER_ELEMENT
 
     def stage_bytes(self, stage: int, layer_counts: list[int]) -> int:
         """Bytes of the weights that a stage holds."""
         ends = (stage == 0) + (stage == len(layer_counts) - 1)
         if self.tied and len(layer_counts) == 1:
             ends = 1
-        return BYTES * (layer_counts[stage] * self.layer_weights + ends * self.head_weights)
+        return BYTES_PER_ELEMENT * (
+            layer_counts[stage] * self.layer_weights + ends * self.head_weights
+        )
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """Peak rates from its data sheet: dense bf16 FLOP/s, bytes/s, bytes."""
 
     flops: float
@@ -63,7 +65,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """Between neighbouring stages: bytes/s, seconds."""
 
     bandwidth: float
@@ -82,25 +84,25 @@ MODELS = {
 }
 
 DEVICES = {
-    "L20": Device(119.5e12, 864e9, 48e9),
-    "A100-40G": Device(312e12, 1555e9, 40e9),
-    "A100-80G": Device(312e12, 2039e9, 80e9),
-    "A800-80G": Device(312e12, 2039e9, 80e9),
-    "RTX4090": Device(165e12, 1008e9, 24e9),
-    "H200": Device(989e12, 4800e9, 141e9),
+    "L20": DeviceSpec(119.5e12, 864e9, 48e9),
+    "A100-40G": DeviceSpec(312e12, 1555e9, 40e9),
+    "A100-80G": DeviceSpec(312e12, 2039e9, 80e9),
+    "A800-80G": DeviceSpec(312e12, 2039e9, 80e9),
+    "RTX4090": DeviceSpec(165e12, 1008e9, 24e9),
+    "H200": DeviceSpec(989e12, 4800e9, 141e9),
 }
 """Data sheets; of the RTX 4090 the fp16 rate with fp32 accumulation."""
 
 LINKS = {
-    "pcie": Link(20.79e9, 10e-6),
-    "network": Link(73.28e9 / 8, 50e-6),
-    "nvlink": Link(250e9, 5e-6),
+    "pcie": NetworkLink(20.79e9, 10e-6),
+    "network": NetworkLink(73.28e9 / 8, 50e-6),
+    "nvlink": NetworkLink(250e9, 5e-6),
 }
 """Bandwidths of PCIe and the simulated network as measured by arXiv 2504.14775; the latencies and
 NVLink's usable rate are assumptions."""
 
 
-def even_layers(layers: int, stages: int) -> list[int]:
+def split_layers_evenly(layers: int, stages: int) -> list[int]:
     """Layers of each stage; what does not divide goes to the stages in the middle, which have
     neither embedding nor LM head. Raises ValueError for more stages than layers."""
     if not 1 <= stages <= layers:
