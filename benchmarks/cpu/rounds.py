@@ -17,7 +17,7 @@ from benchmarks.cpu.loops import Loops
 from benchmarks.cpu.page import ForeignCpu
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
-from gllm.experiments.real import LOG_SECONDS, serve_jobs
+from gllm.experiments.real import LOG_DRAIN_SECONDS, serve_workload
 from gllm.models.hub import resolve_model
 from gllm.observability.step_log import StartEvent, StepLogEvent, read_step_log
 from gllm.sim.run_record import RunRecord, build_run_record
