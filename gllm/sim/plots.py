@@ -1,7 +1,7 @@
-"""Pictures of runs and experiments: SVG, or PNG by the file's suffix.
+"""Plots of runs and experiments, as SVG or PNG by the suffix of the file.
 
-Owns how figures look on paper. Knows nothing of where they come from. matplotlib is loaded when a
-picture is drawn, its global state is left as it was, and the same figures give the same bytes.
+matplotlib is imported only when a plot is made, and its global state is restored. The same figures
+give the same bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+Bars = list[MicroBatchInterval]
 Series = dict[str, list[tuple[float, float]]]
 """Points (x, y) by the name of their line."""
 
@@ -181,21 +182,19 @@ def plot_tokens(run: RunRecord, path: str | Path) -> None:
         raise ValueError("the run has no micro-batches to draw")
     tokens = [step.work.num_tokens for step in run.steps]
     many = len(tokens) > MOST_STEPS
-    stretches = (
-        bin_token_intervals(token_intervals(run), BINS) if many else fill_gaps(token_intervals(run))
-    )
-    edges = [stretch.start for stretch in stretches] + [stretches[-1].end]
+    intervals = token_intervals(run)
+    intervals = bin_token_intervals(intervals, BINS) if many else fill_gaps(intervals)
+    edges = [interval.start for interval in intervals] + [intervals[-1].end]
     with _picture(path, 3.6) as figure:
         axes = figure.subplots()
-        layers = {"prefill": (BLUE, [s.prefill + s.decode for s in stretches])}
-        layers["decode"] = (SKY, [s.decode for s in stretches])
+        layers = {"prefill": (BLUE, [s.prefill + s.decode for s in intervals])}
+        layers["decode"] = (SKY, [s.decode for s in intervals])
         if many:
             label = f"largest in {edges[1] - edges[0]:.2g} s"
-            layers = {label: ("#D0D0D0", [s.most for s in stretches])} | layers
+            layers = {label: ("#D0D0D0", [s.most for s in intervals])} | layers
         for label, (colour, heights) in layers.items():
             axes.stairs(heights, edges, fill=True, color=colour, label=label)
-        dashes = (0, (4, 2))
-        axes.axhline(fmean(tokens), color="black", lw=1, ls=dashes, label="mean over micro-batches")
+        axes.axhline(fmean(tokens), color="black", lw=1, ls=(0, (4, 2)), label="mean per batch")
         axes.set_title(
             f"{_caption(run)}: {len(tokens)} micro-batches\n{fmean(tokens):.0f} tokens on average, "
             f"coefficient of variation {coefficient_of_variation(tokens):.2f}"
@@ -244,13 +243,10 @@ def _mix(colour: str, other: str, share: float) -> tuple[float, ...]:
     return tuple(share * one + (1 - share) * two for one, two in pairs)
 
 
-def _draw_shapes(
-    axes: "Axes", bars: list[MicroBatchInterval], bubbles: list[BubbleInterval], origin: float
-) -> None:
-    """Bubbles, and bars over them. `origin`: the run's second that x begins to count at."""
+def _draw_shapes(axes: "Axes", bars: "Bars", bubbles: list[BubbleInterval], origin: float) -> None:
+    """Draw bubbles, and bars over them; x counts seconds from `origin`."""
     pixels = len(bars) + len(bubbles) > MOST_SHAPES
-    # Edges and hatches of shapes under some five pixels would hide what they surround, and shapes
-    # moved to whole pixels would make stages look busy or idle that are neither.
+    # Edges and hatches hide small shapes; snapping to pixels would distort the busy share.
     crowded = len(bars) > CROWD * len({bar.stage for bar in bars})
     plain = {"linewidth": 0, "hatch": None, "snap": False} if crowded else {}
     kinds: dict[tuple[bool, float], list[MicroBatchInterval | BubbleInterval]] = {}
@@ -297,7 +293,7 @@ def plot_lines(
     title: str,
     log_y: bool = False,
 ) -> None:
-    """One chart of several lines, in whatever units the labels name. Raises as plot_grid does."""
+    """Plot one chart of several lines, in the units of the labels. Raises as plot_grid does."""
     plot_grid([ChartPanel(title, x_label, y_label, series, log_y)], path, columns=1)
 
 
