@@ -1,7 +1,7 @@
-"""Compaction of a conversation: what the model is asked, and the answer's shape.
+"""Compaction of a conversation: the prompt for the summary, and the answer.
 
-A compacted conversation is the user's messages as they were, followed by one item that carries the
-model's summary of all the rest. The server keeps nothing: the item holds the summary itself.
+A compacted conversation has the user's messages unchanged, followed by one item with the model's
+summary of everything else. The server stores nothing: the item contains the summary.
 """
 
 import time
@@ -18,31 +18,36 @@ SUMMARY_PROMPT = (
     "Summarize the conversation above, so that it can go on without it: facts, decisions, results "
     "of tool calls, and what is left to do. Answer with the summary alone."
 )
-"""The last message of the chat that brings a summary."""
+"""Last message of the chat, which requests the summary."""
 
 
 class CompactionWriter:
-    """Writes the answer to a chat whose last message is SUMMARY_PROMPT. `name` is in ids."""
+    """WholeAnswerWriter of a chat whose last message is SUMMARY_PROMPT.
 
-    def __init__(self, job: PreparedRequest, name: str) -> None:
-        assert isinstance(job.fields, ChatCompletionFields), (
+    Args:
+        request: The chat.
+        default_id: Id of the answer.
+    """
+
+    def __init__(self, request: PreparedRequest, default_id: str) -> None:
+        assert isinstance(request.fields, ChatCompletionFields), (
             "the conversation was converted to a chat"
         )
-        self._outputs = ChatOutputParser(job.output_format)
-        conversation = job.fields.messages[:-1]
-        self._users = [one["content"] for one in conversation if one["role"] == "user"]
-        self._name = name
+        self._parser = ChatOutputParser(request.output_format)
+        conversation = request.fields.messages[:-1]
+        self._users = [message["content"] for message in conversation if message["role"] == "user"]
+        self._id = default_id
 
     def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
         """Return the compacted conversation as input items."""
-        message, _ = self._outputs.parse(choices[0].text, choices[0].finish_reason)
+        message, _ = self._parser.parse(choices[0].text, choices[0].finish_reason)
         item = {
-            "id": f"cmp_{self._name}",
+            "id": f"cmp_{self._id}",
             "type": "compaction",
             "encrypted_content": encode_summary(message.content),
         }
         return {
-            "id": f"resp_{self._name}",
+            "id": f"resp_{self._id}",
             "object": "response.compaction",
             "created_at": int(time.time()),
             "output": [*(self._user(i, text) for i, text in enumerate(self._users)), item],
@@ -50,9 +55,9 @@ class CompactionWriter:
         }
 
     def _user(self, index: int, text: str) -> JsonObject:
-        """Return a message of the user as an item."""
+        """Return a user message as an item."""
         return {
-            "id": f"msg_{self._name}_{index}",
+            "id": f"msg_{self._id}_{index}",
             "type": "message",
             "role": "user",
             "status": "completed",

@@ -1,12 +1,11 @@
-"""HTTP below the routes: how long a connection may take, and the answer to what is no request.
+"""HTTP connections: limits and timeouts of headers, write timeouts, and errors in our JSON.
 
-Owns limits on headers, time-outs of reading headers and of writing answers, and the shape of errors
-that aiohttp finds itself. Uses internals of aiohttp, which has no
-public way to do so.
+Answers the errors that aiohttp finds below the routes, such as bytes that are not HTTP.
 """
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,67 +13,68 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from gllm.config.server import ServerConfig
+from gllm.frontend.aiohttp_internals import CustomConnectionRunner, HeaderAwareConnection
 from gllm.frontend.errors import ApiError, error_response, to_api_error
 from gllm.frontend.request_id import current_request_id, request_id
 
 log = logging.getLogger(__name__)
 
 SERVER_NAME = "gllm"
-"""In the place of aiohttp's own name, which tells its version and Python's."""
+"""Value of the Server header; aiohttp's own contains its version and Python's."""
 MAX_URL_BYTES = 8192
+"""Bytes of a request line."""
 MAX_HEADER_BYTES = 16384
-"""Of one header."""
+"""Bytes of one header."""
 MAX_HEADERS = 100
+"""Number of headers."""
 MAX_HEADERS_BYTES = 65536
-"""Of the request line and all headers; one read from the socket may be above it."""
+"""Bytes of the request line and all headers, exceeded by one read of the socket at most."""
 
 
-class Connection(web.RequestHandler):
-    """One connection of a client."""
+class Connection(HeaderAwareConnection):
+    """Connection of a client, with limits on headers and a write timeout."""
 
-    __slots__ = ("_config", "_head_bytes", "_head_timer")
+    __slots__ = ("_config", "_header_timer", "_num_header_bytes")
 
     def __init__(self, manager: web.Server, config: ServerConfig, **options: Any) -> None:
         super().__init__(manager, **options)
         self._config = config
-        self._head_bytes = 0
-        """Of a request whose headers have not all come."""
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._num_header_bytes = 0
+        """Bytes of the incomplete headers that have arrived."""
+        self._header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Expect a request at once: who connects and says nothing takes a place from others."""
+        """Start the header timeout at once, because a silent connection occupies a socket."""
         super().connection_made(transport)
-        self._start_head_timer()
+        self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Watch how much and for how long a request's head comes in."""
+        """Receive data; check the size and the duration of incomplete headers."""
         super().data_received(data)
-        if not self._waits_for_head:
-            self._forget_head()
+        if not self.is_waiting_for_headers:
+            self._reset_headers()
         elif data:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEADERS_BYTES:
-                self._end(_too_large(f"The headers have more than {MAX_HEADERS_BYTES} bytes."))
-            elif self._head_timer is None:
-                self._start_head_timer()
-
-    @property
-    def _waits_for_head(self) -> bool:
-        # The first bytes may come before the task that waits for them.
-        waiter = self._waiter
-        return self._request_count == 0 or (waiter is not None and not waiter.done())
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADERS_BYTES:
+                self._reject(
+                    _headers_too_large_error(
+                        f"The headers have more than {MAX_HEADERS_BYTES} bytes."
+                    )
+                )
+            elif self._header_timer is None:
+                self._start_header_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Nothing is to be waited for any more."""
-        self._forget_head()
+        """Cancel the header timeout."""
+        self._reset_headers()
         super().connection_lost(exc)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Write an answer; a client that does not read it loses it."""
+        """Write an answer; disconnect a client that does not read it."""
         if isinstance(resp, web.HTTPException):  # raised before any middleware
-            resp = _answer(to_api_error(resp))
+            resp = _error_answer(to_api_error(resp))
         is_broken = request.content.exception() is not None
         if is_broken:
             resp.force_close()
@@ -86,7 +86,7 @@ class Connection(web.RequestHandler):
             return resp, True
         finally:
             if is_broken:
-                # aiohttp would go on reading the body, and log what is wrong with it.
+                # aiohttp would continue to read the body, and log its errors.
                 self.force_close()
 
     def handle_error(
@@ -96,59 +96,62 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is no request, and to what nobody else has caught."""
+        """Return the answer to malformed requests and to errors that no middleware has caught."""
         if isinstance(exc, ConnectionError):
-            raise exc  # the client is gone: nobody reads an answer
+            raise exc  # the client has disconnected
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer has begun already")
+            raise ConnectionError("the answer has started")
         if isinstance(exc, HttpProcessingError):
-            told = _bad_request(exc)
+            api_error = _malformed_request_error(exc)
         else:
-            told = to_api_error(exc if isinstance(exc, Exception) else RuntimeError(message))
-        response = _answer(told)
+            api_error = to_api_error(exc if isinstance(exc, Exception) else RuntimeError(message))
+        response = _error_answer(api_error)
         response.force_close()
         return response
 
-    def _start_head_timer(self) -> None:
+    def _start_header_timer(self) -> None:
         seconds = self._config.header_timeout
-        self._head_timer = self._loop.call_later(seconds, self._on_late_head, seconds)
+        self._header_timer = asyncio.get_running_loop().call_later(
+            seconds, self._on_header_timeout, seconds
+        )
 
-    def _on_late_head(self, seconds: float) -> None:
-        """Headers are not there in time: answer, unless nothing was said at all."""
-        if self._head_bytes:
-            self._end(request_timeout_error(seconds))
+    def _on_header_timeout(self, seconds: float) -> None:
+        """Handle a header timeout: answer 408, or close the connection if it was silent."""
+        if self._num_header_bytes:
+            self._reject(request_timeout_error(seconds))
         else:
-            self._forget_head()
+            self._reset_headers()
             self.force_close()
 
-    def _end(self, error: ApiError) -> None:
-        """Answer to headers that are not all there, and close."""
-        self._forget_head()
+    def _reject(self, error: ApiError) -> None:
+        """Answer a request whose headers are incomplete, and close the connection."""
+        self._reset_headers()
         if self.transport is None:
             return
-        named = request_id("")
-        log.info("request %s: %d %s", named, error.status, error.code)
+        current_id = request_id("")
+        log.info("request %s: %d %s", current_id, error.status, error.code)
         body = msgspec.json.encode(error.body())
         head = (
             f"HTTP/1.1 {error.status} \r\nContent-Type: application/json\r\nConnection: close\r\n"
-            f"Content-Length: {len(body)}\r\nX-Request-Id: {named}\r\n\r\n"
+            f"Content-Length: {len(body)}\r\nX-Request-Id: {current_id}\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.force_close()
 
-    def _forget_head(self) -> None:
-        self._head_bytes = 0
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _reset_headers(self) -> None:
+        self._num_header_bytes = 0
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
 
-class ConnectionRunner(web.AppRunner):
-    """What serves an application; a client that disconnects cancels its handler."""
+class ConnectionRunner(CustomConnectionRunner):
+    """Runner of the application; a client that disconnects cancels its handler."""
 
     def __init__(self, app: web.Application, config: ServerConfig) -> None:
         super().__init__(
             app,
+            partial(Connection, config=config),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=config.shutdown_timeout,
@@ -156,35 +159,13 @@ class ConnectionRunner(web.AppRunner):
             max_field_size=MAX_HEADER_BYTES,
             max_headers=MAX_HEADERS,
             keepalive_timeout=config.keep_alive_timeout,
-            # Bodies are decompressed in a thread, within a bound (fields/content_encoding.py).
+            # Bodies are decompressed in a thread, within a limit (fields/content_encoding.py).
             auto_decompress=False,
         )
-        self._config = config
-
-    def set_shutdown_timeout(self, seconds: float) -> None:
-        """How long `cleanup` waits for answers that are being written."""
-        self._shutdown_timeout = seconds
-
-    async def _make_server(self) -> web.Server:
-        made = await super()._make_server()
-        return _Server(
-            made.request_handler,
-            request_factory=made.request_factory,
-            handler_cancellation=made.handler_cancellation,
-            config=self._config,
-            **made._kwargs,
-        )
-
-
-class _Server(web.Server):
-    """Makes connections."""
-
-    def __call__(self) -> Connection:
-        return Connection(self, loop=self._loop, **self._kwargs)
 
 
 def abort_unread_answer(request: web.BaseRequest) -> None:
-    """End the connection of a client that does not read, with what it was not sent."""
+    """Abort the connection of a client that does not read; unsent data is discarded."""
     log.warning(
         "request %s ended: %s does not read its answer", current_request_id(), request.remote
     )
@@ -192,33 +173,33 @@ def abort_unread_answer(request: web.BaseRequest) -> None:
         request.transport.abort()
 
 
-def _answer(error: ApiError) -> web.Response:
-    """An error with its request's id, where no middleware adds it."""
+def _error_answer(error: ApiError) -> web.Response:
+    """Return an error with the request's id, which no middleware adds here."""
     response = error_response(error)
-    response.headers["X-Request-Id"] = named = current_request_id()
+    response.headers["X-Request-Id"] = current_id = current_request_id()
     response.headers["Server"] = SERVER_NAME
-    # The message may quote a header, and that a key: it is told, not logged.
-    log.info("request %s: %d %s", named, error.status, error.code)
+    # The message may quote a header with a key, so it is not logged.
+    log.info("request %s: %d %s", current_id, error.status, error.code)
     return response
 
 
 def request_timeout_error(seconds: float) -> ApiError:
-    """For a request that does not come in time."""
+    """Return the error of a request that did not arrive in time."""
     return ApiError(408, f"The request did not come within {seconds:g} s.", code="read_timeout")
 
 
-def _too_large(why: str) -> ApiError:
+def _headers_too_large_error(why: str) -> ApiError:
     return ApiError(431, why, code="headers_too_large")
 
 
-def _bad_request(error: HttpProcessingError) -> ApiError:
-    """What a client is told of bytes that are no request."""
+def _malformed_request_error(error: HttpProcessingError) -> ApiError:
+    """Return the error of bytes that are not an HTTP request."""
     if isinstance(error, LineTooLong):
         if error.args[1] == MAX_URL_BYTES:
             why = f"The URL has more than {MAX_URL_BYTES} bytes."
             return ApiError(414, why, code="url_too_long")
-        return _too_large(f"A header has more than {MAX_HEADER_BYTES} bytes.")
+        return _headers_too_large_error(f"A header has more than {MAX_HEADER_BYTES} bytes.")
     if error.message.startswith("Too many headers"):
-        return _too_large(f"There are more than {MAX_HEADERS} headers.")
-    what = error.message.partition("\n")[0].removesuffix(":")
-    return ApiError(400, f"This is not a request: {what:.200}", code="http_400")
+        return _headers_too_large_error(f"There are more than {MAX_HEADERS} headers.")
+    reason = error.message.partition("\n")[0].removesuffix(":")
+    return ApiError(400, f"This is not a request: {reason:.200}", code="http_400")

@@ -1,7 +1,4 @@
-"""What every route shares: the engine, the configuration, the metrics, the door.
-
-Owns admission: how many requests may be inside. Knows nothing of what they ask.
-"""
+"""State shared by all routes: engine, configuration, metrics, number of admitted requests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,21 +12,21 @@ from gllm.frontend.errors import ApiError
 from gllm.frontend.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 5
-"""Seconds after which to ask a loading engine again."""
+"""Retry-After of an engine that is loading, draining or dead."""
 
 
 @dataclass
 class ServerContext:
-    """One server's parts."""
+    """State of one server, stored in its application."""
 
     engine: EngineInterface
     config: ServerConfig
     metrics: Metrics
     num_admitted: int = field(default=0)
-    """Requests inside, those among them that the engine has not seen yet."""
+    """Requests being handled, including those not yet submitted to the engine."""
 
     def check_ready(self) -> None:
-        """Raises EngineUnavailableError unless the engine takes requests."""
+        """Raise EngineUnavailableError unless the engine accepts requests."""
         status = self.engine.status()
         match status.state:
             case "ready":
@@ -45,20 +42,22 @@ class ServerContext:
                 raise EngineUnavailableError("dead", why, RETRY_AFTER_SECONDS)
 
     @contextmanager
-    def admit(self, requests: int = 1) -> Iterator[None]:
-        """Hold places for requests. Raises EngineUnavailableError where there are none."""
+    def admit(self, num_requests: int = 1) -> Iterator[None]:
+        """Count requests as admitted in the block. Raise EngineUnavailableError above the limit."""
         self.check_ready()
-        inside = max(self.num_admitted, self.engine.status().num_requests)
-        if inside + requests > self.config.max_num_queued_requests:
-            raise EngineUnavailableError("full", f"{inside} requests are queued: try again later")
-        self.num_admitted += requests
+        num_inside = max(self.num_admitted, self.engine.status().num_requests)
+        if num_inside + num_requests > self.config.max_num_queued_requests:
+            raise EngineUnavailableError(
+                "full", f"{num_inside} requests are queued: try again later"
+            )
+        self.num_admitted += num_requests
         try:
             yield
         finally:
-            self.num_admitted -= requests
+            self.num_admitted -= num_requests
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError for a model that is not served here."""
+        """Raise ApiError if a model is not served."""
         if name is not None and name != self.engine.model.name:
             raise ApiError(
                 404,
@@ -69,8 +68,10 @@ class ServerContext:
 
 
 CONTEXT = web.AppKey("context", ServerContext)
+"""Key of the application's context."""
 ARRIVAL = web.RequestKey("arrival", float)
-"""When the request came, on the monotonic clock."""
+"""Arrival time of the request, in seconds of the monotonic clock."""
 REQUEST_ID = web.RequestKey("request_id", str)
+"""Key of the request's id."""
 CLIENT_ID = web.RequestKey("client", str)
-"""Whose request it is, where keys tell."""
+"""Client of the request, identified by its API key; absent without keys."""

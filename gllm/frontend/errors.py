@@ -1,7 +1,6 @@
-"""Every error of every endpoint in OpenAI's shape.
+"""Errors of all endpoints in OpenAI's format, and the middleware that answers with them.
 
-Owns the mapping of exceptions to status codes, and the middleware that applies it. Knows nothing of
-what the routes do.
+Maps exceptions to status codes.
 """
 
 import logging
@@ -20,7 +19,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_MESSAGE_CHARACTERS = 1000
-"""Characters of an error message; messages may quote what the client sent."""
+"""Maximum characters of an error message, which may quote the request."""
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -39,10 +38,11 @@ ERROR_TYPES = {
     501: "not_implemented_error",
     503: "unavailable_error",
 }
+"""Value of `type` by status code."""
 
 
 class ApiError(Exception):
-    """An error with its status code, and the field and the code word that clients may look for."""
+    """An error of the API: status code, message, name of the field and error code."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -54,21 +54,21 @@ class ApiError(Exception):
         self.code = code
         self.headers: dict[str, str] = {}
         self.extra_fields: dict[str, Any] = {}
-        """What an endpoint's own clients look for in the body, beside `error`."""
+        """Fields of the body in addition to `error`, for APIs whose clients expect them."""
 
     def body(self) -> dict[str, Any]:
-        """The error as JSON values, safe to encode whatever the client sent."""
+        """Return the body as JSON values, in which lone surrogates are replaced."""
         kind = ERROR_TYPES.get(
             self.status, ERROR_TYPES[400] if self.status < 500 else ERROR_TYPES[500]
         )
         param = None if self.param is None else _encodable(self.param)
         message = _encodable(self.message)
-        told = {"message": message, "type": kind, "param": param, "code": self.code}
-        return {**self.extra_fields, "error": told}
+        error = {"message": message, "type": kind, "param": param, "code": self.code}
+        return {**self.extra_fields, "error": error}
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception; what is not its fault is logged, not told."""
+    """Return the API error of an exception. Log unexpected exceptions and hide their message."""
     match error:
         case ApiError():
             return error
@@ -77,37 +77,39 @@ def to_api_error(error: Exception) -> ApiError:
         case FieldError():
             return ApiError(400, str(error), param=error.param, code="invalid_value")
         case EngineUnavailableError():
-            told = ApiError(503, error.message, code=f"engine_{error.reason}")
-            told.headers["Retry-After"] = str(error.retry_after)
-            return told
+            api_error = ApiError(503, error.message, code=f"engine_{error.reason}")
+            api_error.headers["Retry-After"] = str(error.retry_after)
+            return api_error
         case web.HTTPException():
-            told = ApiError(error.status, error.text or error.reason, code=f"http_{error.status}")
+            api_error = ApiError(
+                error.status, error.text or error.reason, code=f"http_{error.status}"
+            )
             if "Allow" in error.headers:
-                told.headers["Allow"] = error.headers["Allow"]
-            return told
+                api_error.headers["Allow"] = error.headers["Allow"]
+            return api_error
         case _:
             log.error("request %s failed", current_request_id(), exc_info=error)
             return ApiError(500, "The server failed on this request.", code="internal_error")
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Put the middleware into an application."""
+    """Add the middleware to an application."""
     app.middlewares.append(error_middleware)
 
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns whatever a handler raises into an answer."""
+    """Convert exceptions of the handler to answers."""
     try:
         return await handler(request)
     except ConnectionError:
-        raise  # the client is gone: nobody reads an answer
+        raise  # the client has disconnected
     except Exception as error:
         return error_response(to_api_error(error))
 
 
 def error_response(error: ApiError) -> web.Response:
-    """The answer that an error is."""
+    """Return the HTTP response of an error."""
     return web.Response(
         status=error.status,
         body=msgspec.json.encode(error.body()),
@@ -117,5 +119,5 @@ def error_response(error: ApiError) -> web.Response:
 
 
 def _encodable(text: str) -> str:
-    """The text, shortened, without lone surrogates, which have no place in JSON."""
+    """Return the text, shortened, with lone surrogates replaced: JSON cannot contain them."""
     return text[:MAX_MESSAGE_CHARACTERS].encode("utf-8", "replace").decode("utf-8")

@@ -1,8 +1,4 @@
-"""Log-probabilities as the endpoints write them.
-
-Owns the JSON of both endpoints and of prompts, the text and bytes of single tokens, and where a
-token begins in a text. Knows nothing of how they were computed.
-"""
+"""Log-probabilities in the JSON of completions, chat completions and prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +11,11 @@ JsonObject = dict[str, Any]
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token by itself; one that is no whole characters is written as its bytes, so that no two of
-    them look the same."""
+    """Return the text of a token.
+
+    A token that is not valid UTF-8 is written as `bytes:` and its bytes in hexadecimal, so that
+    different tokens have different texts.
+    """
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode()
@@ -32,12 +31,16 @@ def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
 def chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, as_ids: bool = False
 ) -> JsonObject:
-    """Return `logprobs` of a message or its increment, with the `top` likeliest tokens each.
+    """Return `logprobs` of a message or an increment.
 
-    as_ids: write tokens as `token_id:ID`.
+    Args:
+        tokenizer: The model's tokenizer.
+        entries: Log-probabilities of each token.
+        top: Number of most likely tokens per position.
+        as_ids: Write tokens as `token_id:ID`.
     """
 
-    def one(token_id: int, logprob: float) -> JsonObject:
+    def to_json(token_id: int, logprob: float) -> JsonObject:
         raw = list(tokenizer.token_bytes(token_id))
         name = token_name(tokenizer, token_id, as_ids)
         return {"token": name, "logprob": logprob, "bytes": raw}
@@ -45,15 +48,15 @@ def chat_logprobs(
     content = []
     for entry in entries:
         pairs = zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
-        likeliest = [one(*pair) for pair in pairs]
-        content.append({**one(entry.token, entry.logprob), "top_logprobs": likeliest})
+        likeliest = [to_json(*pair) for pair in pairs]
+        content.append({**to_json(entry.token, entry.logprob), "top_logprobs": likeliest})
     return {"content": content}
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int
 ) -> list[JsonObject | None]:
-    """`prompt_logprobs`: by token id, the prompt's own token first; null for the first place."""
+    """Return `prompt_logprobs`: null for the first token, then objects by token id per position."""
     places: list[JsonObject | None] = [None]
     for entry in entries:
         ranked = [(entry.token, entry.logprob, entry.rank)]
@@ -68,9 +71,14 @@ def prompt_logprobs(
 
 
 class CompletionLogprobs:
-    """`logprobs` of one completion, part by part.
+    """`logprobs` of one completion, in parts.
 
-    start: characters of the text before its first token. as_ids: write tokens as `token_id:ID`.
+    Args:
+        tokenizer: The model's tokenizer.
+        top: Number of most likely tokens per position.
+        skip_special_tokens: Omit special tokens from text offsets.
+        start: Offset of the first token, in characters.
+        as_ids: Write tokens as `token_id:ID`.
     """
 
     def __init__(
@@ -88,7 +96,7 @@ class CompletionLogprobs:
         self._length = start
 
     def part(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> JsonObject:
-        """The next tokens, None for one whose log-probability is not known."""
+        """Return the next tokens; entries are None for unknown log-probabilities."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._length)
@@ -103,7 +111,7 @@ class CompletionLogprobs:
         }
 
     def _likeliest(self, entry: TokenLogprobs) -> JsonObject:
-        """The likeliest tokens, and the one that is there."""
+        """Return the most likely tokens and the actual one."""
         ids = [*entry.top_ids[: self._top], entry.token]
         logprobs = [*entry.top_logprobs[: self._top], entry.logprob]
         return {self._name(i): p for i, p in zip(ids, logprobs, strict=True)}
@@ -113,5 +121,5 @@ class CompletionLogprobs:
 
 
 def merge_completion_logprobs(parts: Sequence[JsonObject]) -> JsonObject:
-    """Consecutive parts of one completion as one."""
+    """Concatenate consecutive parts of one completion."""
     return {name: [value for part in parts for value in part[name]] for name in parts[0]}

@@ -1,8 +1,4 @@
-"""Prometheus metrics of the server.
-
-Owns their names, their registry and what requests contribute. The engine's own counters are read
-when somebody asks. Knows nothing of HTTP.
-"""
+"""Prometheus metrics of the server: counters of requests, and the engine's own at each scrape."""
 
 import time
 from bisect import bisect_left
@@ -22,7 +18,9 @@ from gllm.engine.interface import EngineInterface, EngineStatus, OutputDelta
 from gllm.observability.latency import RequestTimeline
 
 PREFIX = "gllm:"
+"""Prefix of all metric names."""
 FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
+"""Bucket bounds of latencies per token, in seconds."""
 SLOW_BUCKETS = (
     0.01,
     0.025,
@@ -40,11 +38,15 @@ SLOW_BUCKETS = (
     160.0,
     320.0,
 )
+"""Bucket bounds of latencies of whole requests, in seconds."""
 STEP_TOKEN_BUCKETS = tuple(2**exponent for exponent in range(15))
-"""Bounds of the histogram of micro-batch sizes, 1..16384 tokens."""
+"""Bucket bounds of micro-batch sizes, 1..16384 tokens."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
+"""Values of the label `finished_reason`."""
 LABELS = ("model_name",)
+"""Labels of all metrics."""
 SPAN_DROP_REASONS = ("queue_full", "export_failed")
+"""Values of the label `reason` of dropped spans."""
 
 GAUGES = {
     "num_requests_running": ("running", "Sequences that hold KV blocks"),
@@ -52,6 +54,7 @@ GAUGES = {
     "kv_cache_usage_perc": ("kv_usage", "Share of KV blocks in use, 0 to 1"),
     "micro_batches_in_flight": ("in_flight", "Micro-batches on their way through the pipeline"),
 }
+"""Gauges: field of the scheduler's statistics and help text, by name."""
 COUNTERS = {
     "micro_batches": ("steps", "Micro-batches committed"),
     "num_preemptions": ("preemptions", "Sequences that lost their KV blocks to others"),
@@ -60,6 +63,7 @@ COUNTERS = {
     "prefill_tokens": ("prefill_tokens", "Prompt tokens computed"),
     "decode_tokens": ("decode_tokens", "Tokens computed in decode"),
 }
+"""Counters: field of the scheduler's statistics and help text, by name."""
 STAGE_COUNTERS = {
     "stage_steps": ("steps", "Micro-batches computed by a stage"),
     "stage_busy_seconds": (
@@ -76,16 +80,17 @@ STAGE_COUNTERS = {
     ),
     "stage_compilations": ("compilations", "GPU kernels compiled since a stage is ready"),
 }
+"""Counters per stage: field of StageUtilization and help text, by name."""
 
 
 class EngineCollector(Collector):
-    """The engine's state, read at each scrape."""
+    """Collector of the engine's gauges and counters, read at each scrape."""
 
     def __init__(self, engine: EngineInterface) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """All gauges and counters the engine keeps."""
+        """Yield the engine's metrics."""
         model = [self._engine.model.name]
         status = self._engine.status()
         stats = status.stats._asdict()
@@ -101,8 +106,10 @@ class EngineCollector(Collector):
         yield from self._stages(model, status)
 
     def _step_sizes(self, model: list[str], status: EngineStatus) -> Metric:
-        """Return tokens per micro-batch as a histogram, every bucket from the start: a series that
-        appears later is read as an increase from nothing."""
+        """Return tokens per micro-batch as a histogram with all buckets.
+
+        Prometheus reads a series that appears later as an increase from 0.
+        """
         text = "Tokens of a micro-batch, prefill and decode together"
         histogram = HistogramMetricFamily(PREFIX + "iteration_tokens_total", text, labels=LABELS)
         sizes = status.step_sizes
@@ -140,22 +147,22 @@ class EngineCollector(Collector):
 
 
 class TokenCounters(Collector):
-    """What is counted at every token of every stream: plain numbers, read at each scrape."""
+    """Counters updated at every token: plain numbers, because prometheus_client's are slower."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self.num_tokens = 0
         self._gaps = [0] * (len(FAST_BUCKETS) + 1)
-        """Inter-token latencies up to each bound of FAST_BUCKETS, and beyond."""
+        """Number of inter-token latencies per bucket of FAST_BUCKETS, and above the last."""
         self._gap_seconds = 0.0
 
     def observe_gap(self, seconds: float) -> None:
-        """A token came so long after the one before."""
+        """Count an inter-token latency."""
         self._gaps[bisect_left(FAST_BUCKETS, seconds)] += 1
         self._gap_seconds += seconds
 
     def collect(self) -> Iterator[Metric]:
-        """Both metrics."""
+        """Yield both metrics."""
         counter = CounterMetricFamily(
             PREFIX + "generation_tokens", "Tokens generated", labels=LABELS
         )
@@ -171,7 +178,7 @@ class TokenCounters(Collector):
 
 
 class Metrics:
-    """The registry of one server."""
+    """Metrics of one server."""
 
     def __init__(self, engine: EngineInterface) -> None:
         self.registry = CollectorRegistry()
@@ -182,8 +189,8 @@ class Metrics:
             return Counter(PREFIX + name, text, LABELS, registry=self.registry).labels(model)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(PREFIX + name, text, LABELS, registry=self.registry, buckets=buckets)
-            return made.labels(model)
+            family = Histogram(PREFIX + name, text, LABELS, registry=self.registry, buckets=buckets)
+            return family.labels(model)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests")
         self.output = TokenCounters(model)
@@ -197,14 +204,14 @@ class Metrics:
         self._model = model
         for reason in FINISH_REASONS:
             self._success.labels(model, reason)
-        self._dropped = Counter(
+        self._dropped_spans = Counter(
             PREFIX + "trace_spans_dropped",
             "Spans of requests that no collector got, by reason",
             (*LABELS, "reason"),
             registry=self.registry,
         )
         for reason in SPAN_DROP_REASONS:
-            self._dropped.labels(model, reason)
+            self._dropped_spans.labels(model, reason)
         self.ttft = histogram("time_to_first_token_seconds", "Time to first token", SLOW_BUCKETS)
         self.tpot = histogram(
             "time_per_output_token_seconds", "Mean time per output token", FAST_BUCKETS
@@ -221,32 +228,32 @@ class Metrics:
         )
 
     def count_finished(self, reason: str) -> None:
-        """Count the end of a choice."""
+        """Count a finished choice by its finish reason."""
         self._success.labels(self._model, reason).inc()
 
     def count_dropped_spans(self, reason: str, spans: int) -> None:
-        """Count spans that go nowhere; `reason` is one of SPAN_DROP_REASONS. From any thread."""
-        self._dropped.labels(self._model, reason).inc(spans)
+        """Count dropped spans; `reason` is one of SPAN_DROP_REASONS. Thread-safe."""
+        self._dropped_spans.labels(self._model, reason).inc(spans)
 
     def render(self) -> bytes:
-        """Everything in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
 class RequestMetrics:
-    """What one prompt's choices contribute to the metrics."""
+    """Latencies and finish reasons of one prompt's choices, added to the metrics."""
 
     def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, choices: int) -> None:
         self._metrics = metrics
         self._lines = [RequestTimeline(arrival) for _ in range(choices)]
         self.queue_seconds: float | None = None
-        """From arrival to the first micro-batch; None before the first token."""
+        """Time from arrival to the first micro-batch; None before the first token."""
         self.finish_reasons = [""] * choices
-        """Why each choice ended; empty for one that has not."""
+        """Finish reason of each choice; empty while it runs."""
         metrics.prompt_tokens.inc(prompt_tokens)
 
     def on_delta(self, delta: OutputDelta) -> None:
-        """Output has come."""
+        """Record a delta."""
         if count := len(delta.token_ids):
             line, output, now = self._lines[delta.index], self._metrics.output, time.monotonic()
             output.num_tokens += count
@@ -254,12 +261,12 @@ class RequestMetrics:
                 output.observe_gap(now - line.times[-1])
             line.record_output(now, count)
             if self.queue_seconds is None:
-                self._answer(delta)
+                self._record_first_token(delta)
         if delta.finish_reason is not None:
             self._end(delta.index, delta.finish_reason)
 
-    def _answer(self, delta: OutputDelta) -> None:
-        """The first of all output has come."""
+    def _record_first_token(self, delta: OutputDelta) -> None:
+        """Record the latencies up to the prompt's first token."""
         ttft = self._lines[delta.index].ttft
         assert ttft is not None, "there is output"
         self.queue_seconds = delta.queue_seconds
@@ -273,7 +280,7 @@ class RequestMetrics:
         return min((line.ttft for line in self._lines if line.ttft is not None), default=None)
 
     def close(self) -> None:
-        """Nothing more comes: choices that have not ended were aborted."""
+        """Count choices that have not finished as aborted."""
         for index, reason in enumerate(self.finish_reasons):
             if not reason:
                 self._end(index, "abort")

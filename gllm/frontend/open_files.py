@@ -1,7 +1,4 @@
-"""How many connections this process may have open.
-
-Owns the raising of the system's limit on open files, of which every connection is one.
-"""
+"""Raise the limit on open files, because every connection is an open file."""
 
 import logging
 import resource
@@ -12,12 +9,12 @@ log = logging.getLogger(__name__)
 def raise_open_files_limit() -> None:
     """Raise the soft limit of this process to the hard one.
 
-    A process that may have few files open cannot accept connections beyond, and cannot answer.
+    Above the limit a process cannot accept connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:  # some systems name a hard limit that they refuse
+    except (OSError, ValueError) as error:  # some systems refuse their own hard limit
         log.warning("the limit on open files stays at %d: %s", soft, error)

@@ -1,7 +1,4 @@
-"""The id of a request, and where log lines find it.
-
-Owns what an id may look like. Knows nothing of answers.
-"""
+"""Ids of requests: from the client's header, or random."""
 
 import re
 import uuid
@@ -9,13 +6,14 @@ import uuid
 from gllm.observability.logs import LOG_REQUEST_ID
 
 MAX_ID_CHARACTERS = 128
+"""Maximum length of a client's id."""
 
 
-def request_id(given: str) -> str:
-    """The client's id without odd characters, or a new one where that leaves nothing."""
-    return re.sub(r"[^A-Za-z0-9._:-]", "", given)[:MAX_ID_CHARACTERS] or uuid.uuid4().hex
+def request_id(header: str) -> str:
+    """Return the id in an X-Request-Id header, without special characters; if empty, a new id."""
+    return re.sub(r"[^A-Za-z0-9._:-]", "", header)[:MAX_ID_CHARACTERS] or uuid.uuid4().hex
 
 
 def current_request_id() -> str:
-    """The id of the request that this task works for, made up where it has none."""
+    """Return the id of the request that the current task serves; a new id outside requests."""
     return LOG_REQUEST_ID.get() or request_id("")

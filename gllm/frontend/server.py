@@ -1,7 +1,4 @@
-"""One pipeline behind HTTP: the engine, the HTTP server, and the signals that end them.
-
-Owns their order from start to end. Knows nothing of command lines, routes and requests.
-"""
+"""HTTP server of one engine: start, signals, drain and exit status."""
 
 import asyncio
 import gc
@@ -23,31 +20,33 @@ from gllm.frontend.tls import tls_context
 log = logging.getLogger("gllm")
 
 DEAD_ANSWER_SECONDS = 5.0
-"""For how long a server whose engine died still answers, with 503, before it ends."""
+"""Time for which a server whose engine died answers 503 before it exits."""
 
 
 MIN_CLOSE_SECONDS = 1.0
-"""What clients get at least, when the drain is over, to read the end of their answers."""
+"""Minimum time for clients to read the end of their answers after the drain."""
 
 
 THREAD_SWITCH_SECONDS = 0.001
-"""After which a thread that renders or tokenizes lets the event loop run; Python's own 5 ms would
-be added to every token of every stream meanwhile."""
+"""Switch interval of threads. Python's 5 ms would delay every token while a thread tokenizes."""
 
 
 class Server:
-    """The engine, the HTTP server, and the signals that end them."""
+    """Serves an engine over HTTP until a signal or the engine's death.
+
+    The engine must not have been started.
+    """
 
     def __init__(self, engine: EngineInterface, config: ServerConfig) -> None:
-        """Serve an engine that has not been started."""
         self._config = config
         self._engine = engine
-        self._told_to_end = asyncio.Event()
+        self._should_stop = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve until a signal or the engine's death; the exit status.
+        """Serve until a signal or the engine's death; return the exit status.
 
-        Raises ValueError that names the flag for keys and certificates that cannot be.
+        Raises:
+            ValueError: A flag has a value that cannot be used; the message names the flag.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -73,43 +72,43 @@ class Server:
             await runner.cleanup()
 
     async def _serve(self, runner: ConnectionRunner) -> int:
-        told = asyncio.ensure_future(self._told_to_end.wait())
+        stop_requested = asyncio.ensure_future(self._should_stop.wait())
         started = asyncio.ensure_future(self._engine.start())
-        await asyncio.wait({told, started}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stop_requested, started}, return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             started.cancel()
             await asyncio.wait({started})
             return 0
         await started
-        self._greet(runner)
-        # What start-up made stays: the collector need not look at it again.
+        self._log_ready(runner)
+        # Objects of the start live forever: exempt them from garbage collection.
         gc.collect()
         gc.freeze()
         died = asyncio.ensure_future(self._engine.wait_until_dead())
-        await asyncio.wait({told, died}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stop_requested, died}, return_when=asyncio.FIRST_COMPLETED)
         if not died.done():
             log.info("draining %d requests", self._engine.status().num_requests)
             deadline = time.monotonic() + self._config.shutdown_timeout
             await self._engine.drain(self._config.shutdown_timeout)
-            # Answers that clients are slow to read get what is left of the time.
+            # Slow readers get the rest of the time to read their answers.
             runner.set_shutdown_timeout(max(MIN_CLOSE_SECONDS, deadline - time.monotonic()))
         status = self._engine.status()
         if status.state == "dead":
             log.error("the engine is down: %s", status.cause_of_death)
-            await asyncio.wait({told}, timeout=DEAD_ANSWER_SECONDS)
+            await asyncio.wait({stop_requested}, timeout=DEAD_ANSWER_SECONDS)
             await self._engine.stop()
             return 1
         await self._engine.stop()
         return 0
 
     def _on_signal(self) -> None:
-        if self._told_to_end.is_set():
+        if self._should_stop.is_set():
             # Workers die with their parent.
             os._exit(1)
-        self._told_to_end.set()
+        self._should_stop.set()
 
-    def _greet(self, runner: web.AppRunner) -> None:
-        """Say what is served, how much fits, and how to ask."""
+    def _log_ready(self, runner: web.AppRunner) -> None:
+        """Log the model, the size of the KV cache and an example request."""
         engine = self._engine
         host, port = runner.addresses[0][:2]
         status, length = engine.status(), engine.model.max_model_len
@@ -119,7 +118,7 @@ class Server:
             "KV cache: %.1f MiB, %d blocks, %.1f requests of full length (%d tokens)",
             status.kv_cache_bytes / 2**20, blocks, tokens / length, length,
         )  # fmt: skip
-        question = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
+        body = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
         url = f"http{'s' if self._config.ssl_certfile else ''}://{host}:{port}"
         key = ""
         if self._config.api_key or self._config.api_key_file:
@@ -127,5 +126,5 @@ class Server:
         log.info(
             "%s is ready: chat at %s/, or\ncurl -N %s/v1/chat/completions %s"
             "-H 'Content-Type: application/json' -d '%s'",
-            engine.model.name, url, url, key, question,
+            engine.model.name, url, url, key, body,
         )  # fmt: skip

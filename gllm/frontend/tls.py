@@ -1,7 +1,4 @@
-"""TLS: from files to what a socket needs.
-
-Owns the messages for files that do not do. Knows nothing of HTTP.
-"""
+"""TLS context of the server from the configured PEM files."""
 
 import ssl
 
@@ -9,7 +6,7 @@ from gllm.config.server import ServerConfig
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """The server's TLS context, None without a certificate. Raises ValueError that names a flag."""
+    """Return the TLS context, or None without a certificate. Raise ValueError naming the flag."""
     if config.ssl_certfile is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -30,8 +27,8 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _refuse() -> str:
-    """In the place of a terminal that would ask for a password."""
-    raise ValueError("--ssl-keyfile is encrypted: decrypt it, for nobody is there to ask")
+    """Refuse an encrypted key, for which OpenSSL would ask for a password on the terminal."""
+    raise ValueError("--ssl-keyfile is encrypted: decrypt it, the server cannot ask for a password")
 
 
 def _reason(error: OSError) -> str:

@@ -1,7 +1,4 @@
-"""Every request has a time and an id; the answer tells the id, and who answers.
-
-Owns X-Request-Id and Server. Knows nothing of what is asked.
-"""
+"""Middleware: store each request's arrival time and id; set X-Request-Id and Server."""
 
 import time
 
@@ -16,20 +13,20 @@ from gllm.observability.logs import LOG_REQUEST_ID
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Put it into an application."""
-    app.middlewares.append(_arrive)
-    app.on_response_prepare.append(_tell)
+    """Add the middleware to an application."""
+    app.middlewares.append(_store_arrival)
+    app.on_response_prepare.append(_set_headers)
 
 
 @web.middleware
-async def _arrive(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _store_arrival(request: web.Request, handler: Handler) -> web.StreamResponse:
     request[ARRIVAL] = time.monotonic()
     request[REQUEST_ID] = request_id(request.headers.get("X-Request-Id", ""))
     LOG_REQUEST_ID.set(request[REQUEST_ID])
     return await handler(request)
 
 
-async def _tell(request: web.Request, response: web.StreamResponse) -> None:
+async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = SERVER_NAME
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]

@@ -1,8 +1,6 @@
-"""Which pages of other origins may read answers: cross-origin resource sharing.
+"""Middleware: cross-origin resource sharing (CORS), enabled by --allowed-origins.
 
-Owns the headers and the answer to preflights; off unless origins are given. Credentials that a
-browser adds by itself are never allowed: a key is a header, which a page sets. Knows nothing of
-which keys there are.
+Cookies and other credentials that browsers add themselves are never allowed; API keys are headers.
 Source: WHATWG Fetch, "CORS protocol".
 """
 
@@ -16,20 +14,21 @@ from gllm.frontend.errors import Handler
 EXPOSED_HEADERS = "X-Request-Id, Retry-After, WWW-Authenticate, " + ", ".join(
     f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")
 )
-"""What a page may read besides what every page may."""
+"""Headers that pages of other origins may read."""
 PREFLIGHT_SECONDS = 600
+"""Time for which browsers cache a preflight's answer."""
 _HEADERS = re.compile(r"[A-Za-z0-9-]+(?:\s*,\s*[A-Za-z0-9-]+)*", re.ASCII)
-"""Names of headers, as a preflight lists them."""
+"""List of header names in a preflight."""
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Put it into an application, if it is asked for."""
+    """Add the middleware to an application if its flag is set."""
     if not config.allowed_origins:
         return
     origins = frozenset(config.allowed_origins)
 
     def allowed(request: web.Request) -> str | None:
-        """The origin that may read the answer."""
+        """Return the value of Access-Control-Allow-Origin, or None."""
         if "*" in origins:
             return "*"
         origin = request.headers.get("Origin")
@@ -44,13 +43,13 @@ def install(app: web.Application, config: ServerConfig) -> None:
             "Access-Control-Allow-Methods": "GET, HEAD, POST",
             "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
         }
-        # Clients add headers of their own, which do no harm here.
+        # Allow all headers: clients send their own, which the server ignores.
         named = request.headers.get("Access-Control-Request-Headers", "").strip()
         if _HEADERS.fullmatch(named):
             headers["Access-Control-Allow-Headers"] = named
         return web.Response(status=204, headers=headers)
 
-    async def tell(request: web.Request, response: web.StreamResponse) -> None:
+    async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
         if "*" not in origins:
             response.headers.add("Vary", "Origin")
         if (origin := allowed(request)) is not None:
@@ -58,4 +57,4 @@ def install(app: web.Application, config: ServerConfig) -> None:
             response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
 
     app.middlewares.append(answer_preflight)
-    app.on_response_prepare.append(tell)
+    app.on_response_prepare.append(set_headers)

@@ -1,8 +1,4 @@
-"""Who may ask: keys, as a bearer token or in x-api-key.
-
-Owns where keys come from and how they are compared. Knows nothing of what a key's owner may do:
-all keys are alike.
-"""
+"""Middleware: API keys, as a bearer token or in x-api-key. All keys have the same rights."""
 
 import hashlib
 import hmac
@@ -18,7 +14,7 @@ from gllm.frontend.errors import ApiError, Handler
 
 
 class ApiKeys:
-    """The keys of a server, kept as SHA-256 digests."""
+    """API keys of a server, stored as SHA-256 digests."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in dict.fromkeys(keys)]
@@ -27,16 +23,16 @@ class ApiKeys:
         return len(self._digests)
 
     def index_of(self, key: str) -> int | None:
-        """The number of a key. Takes as long whichever it is, and if it is none."""
-        digest, found = _digest(key), None
+        """Return the index of a key, or None, in constant time."""
+        digest, index = _digest(key), None
         for i, known in enumerate(self._digests):
             if hmac.compare_digest(digest, known):
-                found = i
-        return found
+                index = i
+        return index
 
 
 def read_api_keys(config: ServerConfig) -> ApiKeys:
-    """The keys of the configuration and of its file. Raises ValueError that names the flag."""
+    """Return the keys of the configuration and of its file. Raise ValueError naming the flag."""
     keys = list(config.api_key)
     if config.api_key_file is not None:
         keys += _keys_of_file(config.api_key_file)
@@ -44,7 +40,7 @@ def read_api_keys(config: ServerConfig) -> ApiKeys:
 
 
 def _keys_of_file(path: str) -> list[str]:
-    """A key a line; empty lines and those that begin with # are none."""
+    """Return the keys of a file: one per line, without empty lines and lines starting with #."""
     flag = f"--api-key-file {path}"
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -62,13 +58,13 @@ def _keys_of_file(path: str) -> list[str]:
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Put it into an application, if there are keys. Raises ValueError as `read_api_keys` does."""
+    """Add the middleware to an application if there are keys. Raises ValueError."""
     keys = read_api_keys(config)
 
     @web.middleware
     async def ask_for_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         endpoint = find_endpoint(request)
-        # Where there is no endpoint, who has no key is not told so.
+        # Unknown paths need a key too, so that their absence is not revealed.
         if endpoint is None or not endpoint.is_public:
             request[CLIENT_ID] = f"key {_check(request, keys)}"
         return await handler(request)
@@ -78,14 +74,14 @@ def install(app: web.Application, config: ServerConfig) -> None:
 
 
 def _check(request: web.Request, keys: ApiKeys) -> int:
-    """The number of the key that a request bears. Raises ApiError."""
+    """Return the index of a request's key. Raise ApiError if it has no valid key."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    given = [request.headers["X-Api-Key"]] if "X-Api-Key" in request.headers else []
-    given += [token.strip()] if scheme.lower() == "bearer" else []
-    for one in given:
-        if (found := keys.index_of(one)) is not None:
-            return found
-    if given:
+    keys_sent = [request.headers["X-Api-Key"]] if "X-Api-Key" in request.headers else []
+    keys_sent += [token.strip()] if scheme.lower() == "bearer" else []
+    for key in keys_sent:
+        if (index := keys.index_of(key)) is not None:
+            return index
+    if keys_sent:
         error = ApiError(401, "This API key is not valid here.", code="invalid_api_key")
         error.headers["WWW-Authenticate"] = 'Bearer realm="gllm", error="invalid_token"'
     else:

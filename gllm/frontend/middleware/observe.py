@@ -1,7 +1,6 @@
-"""Who watches requests come and go: the status line, the access log, traces.
+"""Middleware: status line, access log (level debug) and traces of requests.
 
-Owns what is told of every request, in the log (at debug level) and to a collector. Knows nothing of
-prompts and outputs, which are told to neither.
+Neither log nor traces contain prompts or outputs.
 """
 
 import asyncio
@@ -24,15 +23,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLIENT_DISCONNECTED_STATUS = 499
-"""Stands for a status where the client left before there was one."""
+"""Status in logs and traces if the client disconnected before the answer."""
 
 STATUS_LINE = web.AppKey("status_line", StatusLine)
 TRACER: web.AppKey["RequestTracer"] = web.AppKey("tracer")
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Put it into an application. Raises ValueError that names the flag where traces are asked for
-    and cannot be."""
+    """Add the middleware to an application. Raise ValueError if traces cannot be enabled."""
     context = app[CONTEXT]
     app[STATUS_LINE] = StatusLine(context.engine, context.metrics)
     app.middlewares.append(_observe)
@@ -80,9 +78,9 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def _log(request: web.Request, path: str, status: int, seconds: float) -> None:
-    """One line; the path is the endpoint's, for the client's own may say anything."""
+    """Log one line, with the endpoint's path: the requested path may contain anything."""
     usage = request[SUMMARY].usage if SUMMARY in request else None
-    told = {
+    fields = {
         "method": request.method,
         "path": path or "(no endpoint)",
         "status": status,
@@ -90,4 +88,4 @@ def _log(request: web.Request, path: str, status: int, seconds: float) -> None:
         "output_tokens": usage.num_completion_tokens if usage else 0,
         "seconds": round(seconds, 6),
     }
-    log.debug("%s %s: %d, %d + %d tokens, %.3f s", *told.values(), extra={"fields": told})
+    log.debug("%s %s: %d, %d + %d tokens, %.3f s", *fields.values(), extra={"fields": fields})

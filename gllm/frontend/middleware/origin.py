@@ -48,7 +48,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
 
 
 def host_check(config: ServerConfig) -> Callable[[str], bool]:
-    """Return a function that tells whether the server answers to a host name.
+    """Return a function that tells if the server accepts a host name.
 
     A server bound to loopback accepts the loopback names and --allowed-hosts. A server bound
     elsewhere accepts every name, or with --allowed-hosts those, the loopback names and IP
@@ -72,8 +72,10 @@ def host_check(config: ServerConfig) -> Callable[[str], bool]:
 
 
 def host_name(host: str) -> str | None:
-    """Return the name of a Host header in lower case, without port, brackets and a final dot; None
-    if the header is malformed."""
+    """Return the name of a Host header, or None if the header is malformed.
+
+    The name is in lower case, without port, brackets and a final dot.
+    """
     try:
         parts = urlsplit(f"//{host}")
         _ = parts.port
@@ -85,7 +87,7 @@ def host_name(host: str) -> str | None:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether a host name or IP address is that of the own machine."""
+    """Return True if a host name or IP address is a loopback one."""
     address = _address(name)
     if address is None:
         return name.lower() == "localhost"
@@ -94,7 +96,7 @@ def is_loopback(name: str) -> bool:
 
 
 def is_same_origin(request: web.Request, origin: str) -> bool:
-    """Return whether an Origin header is that of this server's own page.
+    """Return True if an Origin header is that of this server's own page.
 
     Browsers say so in Sec-Fetch-Site, which pages cannot set. It also holds behind a proxy that
     rewrites Host. Browsers leave it out for plain http, where Origin is compared with Host.

@@ -1,7 +1,6 @@
-"""How often one client may ask: a token bucket for each key, or each address without keys.
+"""Middleware: token bucket per API key, or per address without keys, and its headers.
 
-Owns the buckets and the headers that tell of them. Knows nothing of keys and of load: how many
-requests may be inside is admission's (context.py).
+context.py limits the number of concurrent requests.
 """
 
 import ipaddress
@@ -19,38 +18,39 @@ from gllm.frontend.endpoint import find_endpoint
 from gllm.frontend.errors import ApiError, Handler
 
 MAX_CLIENTS = 16384
+"""Maximum number of buckets."""
 RATE_LIMIT_HEADERS = web.RequestKey("rate_limit_headers", dict[str, str])
 
 
 class BucketLevel(NamedTuple):
-    """A client's bucket after a request."""
+    """Level of a client's bucket after a request."""
 
     is_granted: bool
     num_remaining: int
-    """Requests that would be granted now."""
+    """Requests that would be granted at once."""
     wait_seconds: float
-    """Seconds until the next one is."""
+    """Time until the next request is granted."""
     reset_seconds: float
-    """Seconds until the bucket is full."""
+    """Time until the bucket is full."""
 
 
 class TokenBuckets:
-    """Token buckets of `per_minute` requests that fill within a minute; all may be used at once.
+    """Token buckets of `per_minute` requests, which refill within a minute.
 
-    Remembers `MAX_CLIENTS` clients, the last ones to ask: whoever is forgotten has a full bucket.
+    Keeps the buckets of the `MAX_CLIENTS` most recent clients; others have full buckets.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._size = per_minute
         self._clock = clock
         self._table: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Tokens, and when there were so many."""
+        """Number of tokens and the time of that number, by client."""
 
     def __len__(self) -> int:
         return len(self._table)
 
     def consume(self, client: str) -> BucketLevel:
-        """Ask for one request."""
+        """Take a token for one request, if the client has one; return the bucket's level."""
         now, rate = self._clock(), self._size / 60
         tokens, then = self._table.pop(client, (float(self._size), now))
         tokens = min(self._size, tokens + (now - then) * rate)
@@ -64,7 +64,7 @@ class TokenBuckets:
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Put it into an application, if it is asked for."""
+    """Add the middleware to an application if its flag is set."""
     if config.rate_limit is None:
         return
     most, buckets = config.rate_limit, TokenBuckets(config.rate_limit)
@@ -87,15 +87,15 @@ def install(app: web.Application, config: ServerConfig) -> None:
             raise error
         return await handler(request)
 
-    async def tell(request: web.Request, response: web.StreamResponse) -> None:
+    async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(request.get(RATE_LIMIT_HEADERS, {}))
 
     app.middlewares.append(limit)
-    app.on_response_prepare.append(tell)
+    app.on_response_prepare.append(set_headers)
 
 
 def rate_limit_key(address: str | None) -> str:
-    """Whom an address stands for: itself, or its /64 network, which IPv6 gives to one client."""
+    """Return the rate-limit key of an address: itself, or the /64 network of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address or "")
     except ValueError:
