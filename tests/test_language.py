@@ -20,7 +20,6 @@ PENDING = frozenset(
         "models",
         "scheduler",
         "sim",
-        "transport",
     }
 )
 """Packages whose docstrings have not been rewritten yet."""

@@ -163,12 +163,12 @@ class _LocalTransfer:
     """Both ends of a shared-memory edge within one process."""
 
     def __init__(self, executor: Any) -> None:
-        from gllm.transport.base import EdgeShape
+        from gllm.transport.base import EdgeLayout
         from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
         descriptors = [os.memfd_create("transfer"), os.eventfd(0)]
         itemsize = executor.dtype.itemsize
-        shape = EdgeShape(1, MOST_TOKENS, executor.model.hidden_size, itemsize)
+        shape = EdgeLayout(1, MOST_TOKENS, executor.model.hidden_size, itemsize)
         self._sender = SharedMemorySender(descriptors, shape, executor.dtype)
         self._receiver = SharedMemoryReceiver(descriptors, shape, executor.dtype)
 

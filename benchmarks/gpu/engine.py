@@ -228,7 +228,7 @@ def decode(model: Model, batch: int) -> Measured:
     wall = median(after - before for before, after in pairwise(ends))
     first, last = counted[0].batch.device_state, counted[-1].batch.device_state
     busy = sum(step.spent.busy for step in counted)
-    busy /= last.spans[-1][1].since(first.spans[0][0])
+    busy /= last.spans[-1][1].seconds_since(first.spans[0][0])
     seen = sum(row.start + 1 for step in counted for row in step.plan.rows) / len(counted)
     figures = {
         "ms": device * 1000,

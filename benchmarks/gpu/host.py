@@ -37,7 +37,7 @@ class HostEvent:
         """As in gllm.transport.device_streams.DeviceEvent: it is over."""
         return True
 
-    def since(self, earlier: DeviceEvent) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         """As in gllm.transport.device_streams.DeviceEvent."""
         assert isinstance(earlier, HostEvent)
         return self.at - earlier.at
@@ -83,11 +83,11 @@ class HostQueues:
         """As in Queues."""
         return HostEvent()
 
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """As in Queues."""
         return torch.empty(*shape, dtype=dtype)
 
-    def pin(self, memory: Tensor) -> None:
+    def pin_memory(self, memory: Tensor) -> None:
         """As in Queues: nothing to do."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -102,12 +102,12 @@ class HostQueues:
     def synchronize(self) -> None:
         """As in Queues: nothing runs."""
 
-    def room(self, work: Callable[[], None], share: float) -> int:
+    def measure_free_bytes(self, work: Callable[[], None], share: float) -> int:
         """As in Queues; the CPU's memory is not counted."""
         work()
         return 2**30
 
-    def held(self, work: Callable[[], None]) -> int:
+    def measure_used_bytes(self, work: Callable[[], None]) -> int:
         """As in Queues; the CPU's memory is not counted."""
         work()
         return 0

@@ -28,7 +28,7 @@ class Routing:
     scoring: Literal["softmax", "sigmoid"]
     """Function from logits to scores; the softmax is over all experts."""
     renormalize: bool
-    """Whether the weights of a token's experts are divided by their sum."""
+    """True if the weights of a token's experts are divided by their sum."""
     scaling_factor: float
     """Multiplies the weights."""
     num_groups: int = 1

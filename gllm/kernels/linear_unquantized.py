@@ -38,7 +38,7 @@ class UnquantizedMatrix:
     """Number of outputs; panels may hold more."""
     is_packed: bool
     is_gated: bool = False
-    """Whether panels of a gate and of an up projection alternate, `outputs` of each."""
+    """True if panels of a gate and of an up projection alternate, `outputs` of each."""
 
     @property
     def nbytes(self) -> int:

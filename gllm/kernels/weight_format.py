@@ -54,7 +54,7 @@ class WeightFormat(ABC, Generic[M]):
     """Dtype of `weight` tensors in this format, by its safetensors name; None if no checkpoint has
     them."""
     has_lookup: ClassVar[bool] = False
-    """Whether `lookup` is implemented: the matrix keeps the exact values of the weight."""
+    """True if `lookup` is implemented: the matrix keeps the exact values of the weight."""
 
     def load(
         self,

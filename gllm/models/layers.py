@@ -42,7 +42,7 @@ class DecoderLayers:
 
     @property
     def is_program(self) -> bool:
-        """Whether steps run as a recorded program; known after the first step."""
+        """True if steps run as a recorded program; known after the first step."""
         return self._program is not None
 
     def __call__(self, hidden: Tensor, context: ForwardContext, kv: Sequence[LayerCache]) -> Tensor:

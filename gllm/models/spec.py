@@ -32,7 +32,7 @@ class LinearSpec:
     names: tuple[str, ...]
     has_bias: bool = False
     is_transposed: bool = False
-    """Whether the weight is stored as [inputs, outputs]."""
+    """True if the weight is stored as [inputs, outputs]."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RopeSpec:
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Parameters of the scaling, by their names in config.json."""
     is_interleaved: bool = False
-    """Whether neighbouring elements form pairs; otherwise elements i and i + dim / 2 do."""
+    """True if neighbouring elements form pairs; otherwise elements i and i + dim / 2 do."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class KVEntrySpec:
     value_dim: int
     """Elements per value."""
     is_shared: bool = False
-    """Whether values are the first elements of the keys and are not stored separately."""
+    """True if values are the first elements of the keys and are not stored separately."""
 
     @property
     def num_elements(self) -> int:
@@ -90,9 +90,9 @@ class AttentionSpec:
     key_norm: NormSpec | None = None
     """Norm of each key head before the rotation."""
     has_norm_per_head: bool = False
-    """Whether query_norm and key_norm have a separate scale for each head."""
+    """True if query_norm and key_norm have a separate scale for each head."""
     is_grouped_by_kv_head: bool = False
-    """Whether qkv_proj is stored KV head by KV head: its queries, its key, its value."""
+    """True if qkv_proj is stored KV head by KV head: its queries, its key, its value."""
 
     @property
     def kv_entry(self) -> KVEntrySpec:
@@ -182,7 +182,7 @@ class ExpertsSpec:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """Function from the router's logits to scores."""
     renormalize: bool = False
-    """Whether the weights of a token's experts are divided by their sum."""
+    """True if the weights of a token's experts are divided by their sum."""
     scaling_factor: float = 1.0
     """Multiplies the weights of the experts."""
     num_groups: int = 1
@@ -219,7 +219,7 @@ class LayerSpec:
     post_mlp_norm: NormSpec | None = None
     """Norm of the feed-forward output before it is added."""
     is_parallel: bool = False
-    """Whether attention and `mlp` read the same residual stream."""
+    """True if attention and `mlp` read the same residual stream."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class HeadSpec:
     softcap: float | None = None
     """Cap c of the logits: l becomes c * tanh(l / c)."""
     has_normalized_rows: bool = False
-    """Whether the rows of the weight are scaled to length 1."""
+    """True if the rows of the weight are scaled to length 1."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class ModelSpec:
 
     @property
     def is_head_tied(self) -> bool:
-        """Whether the LM head and the embedding share their weights."""
+        """True if the LM head and the embedding share their weights."""
         return self.head.name == self.embedding.name
 
     def names_outside_layers(self, layers: range) -> list[str]:

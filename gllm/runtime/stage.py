@@ -25,7 +25,7 @@ from gllm.messages.steps import GrammarReady, RegisterSequences, StepDone
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import Executor
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
-from gllm.transport.base import Receiver, Sender, StepFailed
+from gllm.transport.base import Receiver, Sender, StepFailedError
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class StageRunner:
             plan, batch = self._prepared.get()
             try:
                 self._compute(plan, batch)
-            except StepFailed as error:
+            except StepFailedError as error:
                 if not isinstance(batch, str):
                     self._executor.fail_batch(batch, str(error))
                 self._fail(plan, str(error))
@@ -150,14 +150,14 @@ class StageRunner:
         """Compute one step.
 
         Raises:
-            StepFailed: the step has no output, because of an error here or on an earlier stage.
+            StepFailedError: the step has no output, due to an error here or on an earlier stage.
         """
         hidden = None
         if self._receiver is not None:
             num_tokens = sum(row.num_tokens for row in plan.rows)
             hidden = self._receiver.receive(plan.step, num_tokens)
         if isinstance(batch, str):
-            raise StepFailed(batch)
+            raise StepFailedError(batch)
         begin = time.monotonic()
         self._start_times.append(begin)
         try:
@@ -166,7 +166,7 @@ class StageRunner:
         except Exception as error:
             log.exception("step %d failed", plan.step)
             self._start_times.pop()
-            raise StepFailed(format_error(error)) from error
+            raise StepFailedError(format_error(error)) from error
         if self._sender is not None:
             self._sender.send(plan.step, output)
         if not self._executor.is_asynchronous:
@@ -223,7 +223,7 @@ class StageRunner:
         """Wait until the device has computed a step.
 
         Raises:
-            TransportFault: the step was computed with activations that did not arrive.
+            TransportError: the step was computed with activations that did not arrive.
         """
         device_time = self._executor.wait(item.batch)
         if self._receiver is not None:

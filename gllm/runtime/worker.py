@@ -48,7 +48,7 @@ from gllm.runtime.spec import WorkerSpec
 from gllm.runtime.stage import StageRunner, format_error
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.scheduler import Scheduler
-from gllm.transport.base import EdgeShape, Receiver, Sender
+from gllm.transport.base import EdgeLayout, Receiver, Sender
 from gllm.transport.registry import open_edges
 
 log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class Worker:
         assert scheduler.max_in_flight is not None
         assert scheduler.max_num_batched_tokens is not None
         executor = self._backend.executor
-        shape = EdgeShape(
+        shape = EdgeLayout(
             scheduler.max_in_flight,
             scheduler.max_num_batched_tokens,
             executor.model.hidden_size,

@@ -1,1 +1,1 @@
-"""Moves activations between stages, one file per transport; registry.py lists them."""
+"""Transports of activations between stages, one file each; registry.py lists them."""

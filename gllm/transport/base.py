@@ -1,7 +1,7 @@
-"""How activations get from one stage to the next: the interface, and who implements it.
+"""Interface of a transport, which moves activations from one pipeline stage to the next.
 
-Owns the contract of an edge. Knows nothing of models; metadata travels on the bus ahead of the
-activations, so both ends know step, shape and dtype beforehand and a transport only checks them.
+The driver announces every step to all stages ahead of its activations. Both ends of an edge
+therefore know step, shape and dtype beforehand, and a transport only checks them.
 """
 
 from collections.abc import Callable
@@ -13,51 +13,63 @@ if TYPE_CHECKING:
     import torch
 
 
-class StepFailed(Exception):
-    """The stages before could not compute this step; its sequences end with this error."""
+class StepFailedError(Exception):
+    """An earlier stage could not compute this step; the step's sequences end with this error."""
 
 
-class TransportFault(Exception):
-    """What arrived is not what the plan announced; the pipeline cannot go on."""
+class TransportError(Exception):
+    """The activations received are not those announced; the pipeline cannot continue."""
 
 
-OnFault = Callable[[BaseException], None]
+OnTransportError = Callable[[BaseException], None]
 """Reports, from any thread, why an edge is broken."""
 
 
-class EdgeShape(msgspec.Struct, frozen=True):
-    """What an edge has to carry at most."""
+class EdgeLayout(msgspec.Struct, frozen=True):
+    """Capacity of an edge."""
 
     slots: int
-    """Steps in flight at most: a slot is used again only after the step before in it committed."""
+    """Largest number of steps in flight. A slot is reused only after its previous step has
+    committed."""
     max_tokens: int
+    """Largest number of tokens per step."""
     hidden_size: int
     itemsize: int
-    """Bytes of one element."""
+    """Bytes per element."""
 
 
 class Sender(Protocol):
-    """The earlier stage's end. Called on the compute thread."""
+    """Sending end of an edge, on the earlier stage. Called on the compute thread."""
 
     def send(self, step: int, hidden: "torch.Tensor") -> None:
-        """hidden: [tokens, hidden_size]. It may be changed once this returns; on a device, by what
-        is put into the stage's stream from then on."""
+        """Send the activations of a step.
+
+        Args:
+            step: number of the step.
+            hidden: [tokens, hidden_size]. The caller may overwrite it once this returns; on a
+                device, by work put into the stage's stream from then on.
+        """
 
     def fail(self, step: int, error: str) -> None:
-        """Tell the following stages that there is no activation for this step."""
+        """Send an error in place of the activations of a step."""
 
 
 class Receiver(Protocol):
-    """The later stage's end. Called on the compute thread."""
+    """Receiving end of an edge, on the later stage. Called on the compute thread."""
 
     def receive(self, step: int, tokens: int) -> "torch.Tensor":
-        """[tokens, hidden_size] of this step; waits for it without using the CPU.
+        """Return the activations [tokens, hidden_size] of a step; wait for them without CPU load.
 
-        The tensor is the receiver's, to overwrite as well, until the step has committed; on a
-        device it is there for what is put into the stage's stream from now on. Raises StepFailed,
-        TransportFault.
+        The caller may read and overwrite the tensor until the step has committed. On a device it is
+        valid for work put into the stage's stream from then on.
+
+        Raises:
+            StepFailedError: an earlier stage sent an error.
+            TransportError: the edge is broken.
         """
 
     def check(self) -> None:
-        """Raises TransportFault where what was received may not be what was sent; to be asked once
-        a device has computed with it."""
+        """Raise TransportError if received activations may be invalid.
+
+        Called after a device has computed with them.
+        """

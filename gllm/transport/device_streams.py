@@ -1,12 +1,9 @@
-"""A device's queues of work: streams, events, graphs, and memory that the host and it exchange.
+"""Interface of an asynchronous device: streams, events, graphs and memory; and its CUDA version.
 
-Owns the few words in which the rest speaks of them, and their meaning on CUDA. Knows nothing of
-what is computed. Tests put a device of their own in its place (tests/runtime/fake_streams.py).
-
-Work is put into a *stream* and runs later, in the order of its stream and in none across streams.
-An *event* marks a place in a stream, for other streams and the host to wait for. A *graph* is work
-that was recorded once, from the same memory to the same memory, and is put into a stream at a
-stroke.
+Work put into a *stream* runs later, in the order of the stream; streams are not ordered among each
+other. An *event* marks a position in a stream, for which other streams and the host can wait. A
+*graph* is work that was captured once, with fixed memory, and is launched as a whole. Tests use a
+simulated device (tests/runtime/fake_streams.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,180 +15,184 @@ from torch import Tensor
 
 
 class DeviceEvent(Protocol):
-    """A place in a stream, as of its last record."""
+    """Position in a stream at which the event was last recorded."""
 
     def synchronize(self) -> None:
-        """Let the host wait until the stream got there; at once where nothing was recorded."""
+        """Make the host wait until the stream reaches the event; return at once if unrecorded."""
 
     def query(self) -> bool:
-        """Return whether the stream got there, without a wait; True where nothing was recorded."""
+        """Return whether the stream has reached the event; True if it was never recorded."""
 
-    def since(self, earlier: "DeviceEvent") -> float:
-        """Seconds of the device's between two timed events, both reached."""
+    def seconds_since(self, earlier: "DeviceEvent") -> float:
+        """Return the device time in seconds between two timed events, both reached."""
 
 
 class DeviceGraph(Protocol):
-    """Recorded work."""
+    """Captured work."""
 
     def replay(self) -> None:
-        """Put it into the current stream."""
+        """Launch the graph in the current stream."""
 
 
 class DeviceStream(Protocol):
-    """Work in order."""
+    """Ordered queue of work."""
 
     def current(self) -> AbstractContextManager[None]:
-        """Within it torch's operations go to this stream."""
+        """Return a context in which torch's operations are put into this stream."""
 
     def wait(self, event: DeviceEvent) -> None:
-        """What is put here from now on runs after the event; at once where it has no record."""
+        """Make all later work in this stream wait for the event, if it was recorded."""
 
     def record(self, event: DeviceEvent) -> None:
-        """Move the event behind all that is here now."""
+        """Record the event after all work in this stream."""
 
 
 class DeviceRuntime(Protocol):
-    """One device."""
+    """One device: its streams, events, graphs and memory."""
 
     @property
     def device(self) -> torch.device:
-        """Where its memory is."""
+        """The torch device of its memory."""
 
     def bind_thread(self) -> None:
-        """Make this the current device of the calling thread; every thread that uses it does so
-        first."""
+        """Make this the current device of the calling thread, before the thread uses it."""
 
     def stream(self) -> DeviceStream:
-        """A new stream."""
+        """Create a stream."""
 
     def event(self, timed: bool = False) -> DeviceEvent:
-        """A new event."""
+        """Create an event."""
 
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Unwritten memory of the host that the device copies from and to by itself."""
+    def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate uninitialized pinned memory of the host."""
 
-    def pin(self, memory: Tensor) -> None:
-        """Let the device copy from and to this memory of the host by itself, as long as the process
-        lives. Raises RuntimeError where the system does not allow that."""
+    def pin_memory(self, memory: Tensor) -> None:
+        """Pin memory of the host until the process ends. Raises RuntimeError if that fails."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros in memory of the device, there when this returns."""
+        """Return zeros in device memory, written when this returns."""
 
     def capture(self, stream: DeviceStream, work: Callable[[], None]) -> DeviceGraph:
-        """`work`, which puts something into the stream, as a graph; it does not run now.
+        """Return a graph of the work that `work` puts into the stream; it does not run now.
 
-        It has to have run before, so that nothing is left to be set up. The memory that it makes is
-        the graph's and is overwritten by each replay.
+        `work` has run before, so that everything is initialized. Memory that it allocates belongs
+        to the graph and is overwritten by each replay.
         """
 
     def synchronize(self) -> None:
-        """Let the host wait until every stream is empty."""
+        """Make the host wait until all streams are empty."""
 
-    def room(self, work: Callable[[], None], share: float) -> int:
-        """Bytes that `share` of the device's memory leaves beside what is in use, by others too,
-        and what `work` takes at its peak; it runs."""
+    def measure_free_bytes(self, work: Callable[[], None], share: float) -> int:
+        """Run `work`; return the bytes of device memory that remain free at its peak.
 
-    def held(self, work: Callable[[], None]) -> int:
-        """Run `work`; return the bytes of the device's memory that are in use behind it and were
-        not before."""
+        Args:
+            work: allocates the memory of one step.
+            share: share of the device's memory that may be used, by all processes together.
+        """
+
+    def measure_used_bytes(self, work: Callable[[], None]) -> int:
+        """Run `work`; return by how many bytes the device memory in use has grown."""
 
 
 class CudaEvent:
-    """An event of CUDA."""
+    """CUDA event."""
 
     def __init__(self, timed: bool) -> None:
-        # A host that waits sleeps: by default it would keep a core busy.
+        """Create an event, with timestamps if it is timed."""
+        # Blocking: a waiting host sleeps instead of keeping a core busy.
         self.event = torch.cuda.Event(enable_timing=timed, blocking=True)
 
     def synchronize(self) -> None:
-        """As in DeviceEvent."""
+        """See DeviceEvent."""
         self.event.synchronize()
 
     def query(self) -> bool:
-        """As in DeviceEvent."""
-        reached: bool = self.event.query()
-        return reached
+        """See DeviceEvent."""
+        is_reached: bool = self.event.query()
+        return is_reached
 
-    def since(self, earlier: DeviceEvent) -> float:
-        """As in DeviceEvent."""
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        """See DeviceEvent."""
         assert isinstance(earlier, CudaEvent)
         milliseconds: float = earlier.event.elapsed_time(self.event)
         return milliseconds / 1000
 
 
 class CudaStream:
-    """A stream of CUDA that does not wait for the default one."""
+    """CUDA stream that does not wait for the default stream."""
 
     def __init__(self, device: torch.device) -> None:
+        """Create a stream on a GPU."""
         self.stream = torch.cuda.Stream(device)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """As in DeviceStream."""
+        """See DeviceStream."""
         with torch.cuda.stream(self.stream):
             yield
 
     def wait(self, event: DeviceEvent) -> None:
-        """As in DeviceStream."""
+        """See DeviceStream."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
     def record(self, event: DeviceEvent) -> None:
-        """As in DeviceStream."""
+        """See DeviceStream."""
         assert isinstance(event, CudaEvent)
         event.event.record(self.stream)
 
 
 class CudaRuntime:
-    """One GPU through torch.cuda."""
+    """One GPU, through torch.cuda."""
 
     def __init__(self, index: int = 0) -> None:
+        """Open the GPU with this index."""
         self._device = torch.device("cuda", index)
         self.bind_thread()
         self._memory = torch.cuda.graph_pool_handle()
-        """Shared by all graphs: one runs at a time, in the order of one stream."""
+        """Memory pool of all graphs, of which one runs at a time, in the order of one stream."""
 
     @property
     def device(self) -> torch.device:
-        """As in DeviceRuntime."""
+        """See DeviceRuntime."""
         return self._device
 
     def bind_thread(self) -> None:
-        """As in DeviceRuntime."""
+        """See DeviceRuntime."""
         torch.cuda.set_device(self._device)
 
     def stream(self) -> DeviceStream:
-        """As in DeviceRuntime."""
+        """See DeviceRuntime."""
         return CudaStream(self._device)
 
     def event(self, timed: bool = False) -> DeviceEvent:
-        """As in DeviceRuntime."""
+        """See DeviceRuntime."""
         return CudaEvent(timed)
 
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As in DeviceRuntime."""
-        # By itself it would take the thread's current device, and set up another GPU for that.
+    def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See DeviceRuntime."""
+        # Otherwise torch would use the thread's current device and initialize another GPU.
         with torch.cuda.device(self._device):
             return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
-    def pin(self, memory: Tensor) -> None:
-        """As in DeviceRuntime."""
+    def pin_memory(self, memory: Tensor) -> None:
+        """See DeviceRuntime."""
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code) != 0:
             raise RuntimeError(f"{memory.nbytes} bytes cannot be pinned (CUDA error {int(code)})")
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As in DeviceRuntime."""
-        made = torch.zeros(*shape, dtype=dtype, device=self._device)
-        # They are written by the default stream, for which no other one waits.
+        """See DeviceRuntime."""
+        zeros = torch.zeros(*shape, dtype=dtype, device=self._device)
+        # The default stream writes the zeros, and no other stream waits for it.
         torch.cuda.synchronize(self._device)
-        return made
+        return zeros
 
     def capture(self, stream: DeviceStream, work: Callable[[], None]) -> DeviceGraph:
-        """As in DeviceRuntime."""
+        """See DeviceRuntime."""
         assert isinstance(stream, CudaStream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on to use CUDA meanwhile.
+        # Other threads may use CUDA meanwhile.
         recording = torch.cuda.graph(
             graph, self._memory, stream.stream, capture_error_mode="thread_local"
         )
@@ -200,11 +201,11 @@ class CudaRuntime:
         return graph
 
     def synchronize(self) -> None:
-        """As in DeviceRuntime."""
+        """See DeviceRuntime."""
         torch.cuda.synchronize(self._device)
 
-    def room(self, work: Callable[[], None], share: float) -> int:
-        """As in DeviceRuntime."""
+    def measure_free_bytes(self, work: Callable[[], None], share: float) -> int:
+        """See DeviceRuntime."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         held = torch.cuda.memory_reserved(self._device)
@@ -215,14 +216,14 @@ class CudaRuntime:
         torch.cuda.empty_cache()
         return max(int(total * share) - (total - free) - peak, 0)
 
-    def held(self, work: Callable[[], None]) -> int:
-        """As in DeviceRuntime."""
+    def measure_used_bytes(self, work: Callable[[], None]) -> int:
+        """See DeviceRuntime."""
         before = self._free()
         work()
         return max(before - self._free(), 0)
 
     def _free(self) -> int:
-        """Bytes of the device that nobody uses, those that torch only keeps among them."""
+        """Return the free bytes of the device, including those that torch has cached."""
         self.synchronize()
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)

@@ -1,8 +1,7 @@
-"""Activations from one stage to the next over memory of the host, for stages that share a GPU.
+"""Activations between stages that share a GPU, through pinned memory of the host.
 
-Owns the copies from the device to the ring and from there back (shared_memory.py has the ring).
-Knows nothing of models. NCCL refuses two processes on one GPU; this takes its place there, in tests
-above all, and is no faster than the host's memory.
+They are copied from the device to a shared-memory slot (shared_memory.py) and back. This replaces
+NCCL, which refuses two processes on one GPU. It is meant for tests and no faster than host memory.
 """
 
 import queue
@@ -11,23 +10,23 @@ import threading
 import torch
 from torch import Tensor
 
-from gllm.transport.base import EdgeShape, OnFault
+from gllm.transport.base import EdgeLayout, OnTransportError
 from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
-from gllm.transport.shared_memory import Ring
+from gllm.transport.shared_memory import SlotRing
 
 
-class _PinnedRing:
-    """The ring, where the device copies from and to it by itself."""
+class _PinnedSlotRing:
+    """Shared-memory slots in pinned memory."""
 
     def __init__(
-        self, descriptors: list[int], shape: EdgeShape, dtype: torch.dtype, queues: DeviceRuntime
+        self, descriptors: list[int], shape: EdgeLayout, dtype: torch.dtype, device: DeviceRuntime
     ) -> None:
-        self.ring = Ring(descriptors, shape, dtype)
+        self.ring = SlotRing(descriptors, shape, dtype)
         self._memory = torch.frombuffer(self.ring.memory, dtype=torch.uint8)
-        queues.pin(self._memory)
+        device.pin_memory(self._memory)
 
     def tensor(self, step: int, tokens: int) -> Tensor:
-        """The slot's payload as [tokens, hidden_size]."""
+        """Return the payload of a step's slot as [tokens, hidden_size]."""
         shape, begin = self.ring.shape, self.ring.payload(step)
         count = tokens * shape.hidden_size * shape.itemsize
         flat = self._memory[begin : begin + count].view(self.ring.dtype)
@@ -35,30 +34,40 @@ class _PinnedRing:
 
 
 class HostStagingSender:
-    """The earlier stage's end."""
+    """Sending end of an edge through pinned host memory."""
 
     def __init__(
         self,
         descriptors: list[int],
-        shape: EdgeShape,
+        shape: EdgeLayout,
         dtype: torch.dtype,
-        queues: DeviceRuntime,
+        device: DeviceRuntime,
         stream: DeviceStream,
-        on_fault: OnFault = lambda error: None,
+        on_error: OnTransportError = lambda error: None,
         in_background: bool = True,
     ) -> None:
-        """`in_background`: whether a thread calls `signal_next`; on_fault: called where it ends."""
-        self._queues, self._on_fault = queues, on_fault
-        self._pinned = _PinnedRing(descriptors, shape, dtype, queues)
+        """Open the sending end.
+
+        Args:
+            descriptors: of the edge.
+            shape: capacity of the edge.
+            dtype: of activations.
+            device: device of the stage.
+            stream: compute stream of the stage.
+            on_error: called if the background thread fails.
+            in_background: whether a thread calls `signal_next`.
+        """
+        self._device, self._on_fault = device, on_error
+        self._pinned = _PinnedSlotRing(descriptors, shape, dtype, device)
         self._stream = stream
-        self._copied = [queues.event() for _ in range(shape.slots)]
+        self._copied = [device.event() for _ in range(shape.slots)]
         self._sent: queue.SimpleQueue[tuple[int, int, DeviceEvent | str]] = queue.SimpleQueue()
-        """Step, tokens, and when they are there or why there are none."""
+        """Step, tokens, and the event of their copy, or the error in their place."""
         if in_background:
             threading.Thread(target=self._signal_all, name="host-staging", daemon=True).start()
 
     def send(self, step: int, hidden: Tensor) -> None:
-        """Copy [tokens, hidden_size] into the step's slot; the receiver hears when it is there."""
+        """Copy [tokens, hidden_size] to the step's slot; notify the receiver when it is done."""
         copied = self._copied[step % len(self._copied)]
         target = self._pinned.tensor(step, len(hidden))
         with self._stream.current():
@@ -67,11 +76,11 @@ class HostStagingSender:
         self._sent.put((step, len(hidden), copied))
 
     def fail(self, step: int, error: str) -> None:
-        """Send an error in the place of activations."""
+        """Send an error in place of the activations."""
         self._sent.put((step, 0, error))
 
     def signal_next(self) -> None:
-        """Wake the receiver for the next step, in the order of steps."""
+        """Notify the receiver of the next step, in the order of steps."""
         step, tokens, copied = self._sent.get()
         if isinstance(copied, str):
             self._pinned.ring.signal(step, 0, copied)
@@ -81,7 +90,7 @@ class HostStagingSender:
 
     def _signal_all(self) -> None:
         try:
-            self._queues.bind_thread()
+            self._device.bind_thread()
             while True:
                 self.signal_next()
         except Exception as error:
@@ -90,25 +99,28 @@ class HostStagingSender:
 
 
 class HostStagingReceiver:
-    """The later stage's end."""
+    """Receiving end of an edge through pinned host memory."""
 
     def __init__(
         self,
         descriptors: list[int],
-        shape: EdgeShape,
+        shape: EdgeLayout,
         dtype: torch.dtype,
-        queues: DeviceRuntime,
+        device: DeviceRuntime,
         stream: DeviceStream,
-        on_fault: OnFault = lambda error: None,
+        on_error: OnTransportError = lambda error: None,
     ) -> None:
-        """on_fault: never called, for all is done by the caller's thread."""
-        self._pinned = _PinnedRing(descriptors, shape, dtype, queues)
+        """Open the receiving end; `on_error` is not used, because there is no background thread."""
+        self._pinned = _PinnedSlotRing(descriptors, shape, dtype, device)
         self._stream = stream
-        # One is enough: all that reads it is in one stream, in the order of steps.
-        self._hidden = queues.zeros((shape.max_tokens, shape.hidden_size), dtype)
+        # One buffer suffices: its readers are in one stream, in the order of steps.
+        self._hidden = device.zeros((shape.max_tokens, shape.hidden_size), dtype)
 
     def receive(self, step: int, tokens: int) -> Tensor:
-        """The step's [tokens, hidden_size] on the device. Raises StepFailed, TransportFault."""
+        """Return the step's [tokens, hidden_size] on the device.
+
+        Raises StepFailedError, TransportError.
+        """
         self._pinned.ring.wait(step, tokens)
         hidden = self._hidden[:tokens]
         with self._stream.current():
@@ -116,4 +128,4 @@ class HostStagingReceiver:
         return hidden
 
     def check(self) -> None:
-        """Nothing: what is received is there already."""
+        """Do nothing: the slot is complete before it is received."""

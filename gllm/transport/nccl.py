@@ -1,14 +1,13 @@
 """Activations from GPU to GPU by NCCL, point to point.
 
-Owns one communicator of two ranks per edge, the buffers on both sides, and what happens when one
-side does not come. Knows nothing of models.
+Each edge has a communicator of two ranks and buffers on both sides.
 
-What a step brings is announced through the host first, by the header of a shared-memory ring
-(shared_memory.py), whose slots carry nothing else: the receiver asks NCCL only for what has been
-sent, and a step that failed is an error in its header and no call of NCCL. So none waits for a peer
-that has nothing to say. What fails, or does not end in time because a process is gone or a link is
-down, is aborted: the streams go on, the stage hears of the cause at once, and the next call raises
-TransportFault with it.
+Every step is first announced through the host, by the header of a shared-memory slot
+(shared_memory.py) whose payload stays unused. The receiver posts an NCCL receive only for data that
+has been sent, and a failed step is an error in its header without an NCCL call. A rank therefore
+never waits for a peer that has nothing to send. A transfer that fails, or does not end in time
+because a process is gone or a link is down, is aborted: the streams continue, the stage is notified
+at once, and the next call raises TransportError with the cause.
 """
 
 import logging
@@ -26,140 +25,154 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FileStore, Store
 
-from gllm.transport.base import EdgeShape, OnFault, TransportFault
+from gllm.transport.base import EdgeLayout, OnTransportError, TransportError
 from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
-from gllm.transport.shared_memory import Ring
+from gllm.transport.shared_memory import SlotRing
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 60.0
-"""For a step's activations once they are announced: the stage before may have a step to compute."""
-LOOK_SECONDS = 1.0
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
-"""Seconds between two looks of a host that waits: doubled from look to look."""
-UNNAMED = "NCCL reports an error that this version of PyTorch cannot name; NCCL_DEBUG=WARN logs it"
-SENDER, RECEIVER = 0, 1
+"""Limit for a transfer once it is announced; the previous stage may still be computing a step."""
+CHECK_INTERVAL_SECONDS = 1.0
+"""Interval between two checks of the transfers in flight."""
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0005, 0.05
+"""First and largest sleep of a host that waits; the sleep doubles each time."""
+UNNAMED_ERROR = (
+    "NCCL reports an error that this version of PyTorch cannot name; NCCL_DEBUG=WARN logs it"
+)
+SENDER_RANK, RECEIVER_RANK = 0, 1
+"""Ranks of the two ends in their process group."""
 
 
-class Work(Protocol):
-    """A transfer under way, as torch.distributed's."""
+class TransferHandle(Protocol):
+    """A transfer in flight: torch.distributed.Work."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the transfer has ended, successfully or not."""
 
     def exception(self) -> BaseException | None:
-        """What it ended with, if not well. PyTorch 2.11 raises TypeError whatever that is."""
+        """Return the error of the transfer, if it failed. PyTorch 2.11 raises TypeError instead."""
 
     def wait(self) -> bool:
-        """Let the current stream wait for it."""
+        """Make the current stream wait for the transfer."""
 
 
-class Group(Protocol):
-    """Two ranks, as a process group of torch.distributed."""
+class ProcessGroup(Protocol):
+    """Process group of two ranks: torch.distributed.ProcessGroup."""
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
-        """Send one tensor behind what is in the current stream."""
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> TransferHandle:
+        """Send one tensor after the work in the current stream."""
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> TransferHandle:
         """Receive one tensor."""
 
     def abort(self) -> None:
-        """End all transfers under way."""
+        """End all transfers in flight."""
 
 
-MakeGroup = Callable[[Store, int], Group]
+GroupFactory = Callable[[Store, int], ProcessGroup]
+"""Creates the process group of a rank, which meets its peer at the store."""
 
 
-def nccl_group(store: Store, rank: int) -> Group:
-    """A communicator of two GPUs. Time-outs and errors are for Watch to act upon; torch would end
-    the process."""
+def create_nccl_group(store: Store, rank: int) -> ProcessGroup:
+    """Create an NCCL communicator of two GPUs.
+
+    TransferMonitor handles timeouts and errors; torch's own handling would end the process.
+    """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     wait_for_peer(store, rank)
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=365)
     group: Any = distributed.ProcessGroupNCCL(store, rank, 2, options)
-    return cast(Group, group)
+    return cast(ProcessGroup, group)
 
 
-def meet(descriptors: list[int], rank: int, make: MakeGroup) -> Group:
-    """Make the group of an edge's two ends, which find each other by a file that both inherited."""
-    # A descriptor of the store's own: it opens the file by this name until the process ends.
+def join_group(descriptors: list[int], rank: int, create_group: GroupFactory) -> ProcessGroup:
+    """Create the process group of an edge; its ends meet at a file that both inherited."""
+    # A duplicate for the store, which opens the file by this path until the process ends.
     path = f"/proc/{os.getpid()}/fd/{os.dup(descriptors[2])}"
-    return make(FileStore(path, 2), rank)
+    return create_group(FileStore(path, 2), rank)
 
 
 def wait_for_peer(store: Store, rank: int) -> None:
-    """Wait until both ends are there, asleep: NCCL would keep a core busy with it."""
+    """Sleep until both ends have arrived; NCCL would keep a core busy meanwhile."""
     store.set(f"rank {rank} is there", "")
     wait_until(lambda: store.check([f"rank {1 - rank} is there"]))
 
 
 def wait_until(done: Callable[[], bool], timeout: float = math.inf) -> bool:
-    """Sleep until `done()`, longer from look to look; False after `timeout` seconds."""
-    pause, end = SHORTEST_PAUSE, time.monotonic() + timeout
+    """Sleep with growing pauses until `done()` is true; return False after `timeout` seconds."""
+    pause, end = MIN_PAUSE_SECONDS, time.monotonic() + timeout
     while not done():
         if time.monotonic() > end:
             return False
         time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(2 * pause, MAX_PAUSE_SECONDS)
     return True
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A transfer that is watched."""
+    """A monitored transfer."""
 
     step: int
     begin: float
-    work: Work
+    handle: TransferHandle
     ended: DeviceEvent
-    """Recorded in the stream of transfers behind it."""
+    """Recorded after the transfer in the stream of transfers."""
     is_suspect: bool = False
-    """It was complete at an earlier look, and the stream has not got past it."""
+    """True if it was complete at an earlier check while its stream had not passed it."""
 
     def failure(self) -> str | None:
-        """Why a complete transfer failed, empty if it did not; None if that is not known yet."""
+        """Return why a completed transfer failed, "" if it did not, None if unknown yet."""
         try:
-            error = self.work.exception()
+            error = self.handle.exception()
         except TypeError:
-            # An error completes a transfer too, but its stream does not get past it.
+            # An error also completes a transfer, but its stream does not pass it.
             if self.ended.query():
                 return ""
             was_suspect, self.is_suspect = self.is_suspect, True
-            return UNNAMED if was_suspect else None
+            return UNNAMED_ERROR if was_suspect else None
         return "" if error is None else str(error) or type(error).__name__
 
 
-class Watch:
-    """Watches the transfers of one end. `broken` becomes why all of them were aborted."""
+class TransferMonitor:
+    """Monitor of the transfers of one end, which aborts all of them if one fails or hangs."""
 
     def __init__(
         self,
-        group: Group,
+        group: ProcessGroup,
         timeout: float,
-        on_fault: OnFault = lambda error: None,
+        on_error: OnTransportError = lambda error: None,
         bind_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_fault: called with a TransportFault when transfers are aborted; bind_thread: called
-        first on the thread that looks."""
-        self.broken = ""
+        """Create a monitor; `start` runs it on a thread.
+
+        Args:
+            group: aborted on failure.
+            timeout: limit per transfer in seconds.
+            on_error: called with a TransportError when transfers are aborted.
+            bind_thread: called first on the monitoring thread.
+        """
+        self.abort_reason = ""
+        """Cause for which transfers were aborted; empty if they were not."""
         self._group, self._timeout = group, timeout
-        self._on_fault, self._bind_thread = on_fault, bind_thread
-        self._under_way: deque[_Transfer] = deque()
+        self._on_fault, self._bind_thread = on_error, bind_thread
+        self._in_flight: deque[_Transfer] = deque()
 
-    def add(self, step: int, work: Work, ended: DeviceEvent, now: float) -> None:
-        """Watch a transfer that began at `now` seconds, and behind which `ended` is recorded."""
-        self._under_way.append(_Transfer(step, now, work, ended))
+    def add(self, step: int, handle: TransferHandle, ended: DeviceEvent, now: float) -> None:
+        """Monitor a transfer that began at `now` seconds and is followed by the event `ended`."""
+        self._in_flight.append(_Transfer(step, now, handle, ended))
 
-    def look(self, now: float) -> None:
-        """Forget transfers that have ended; abort all if one failed or takes too long."""
-        while self._under_way and not self.broken:
-            transfer = self._under_way[0]
-            failure = transfer.failure() if transfer.work.is_completed() else None
+    def check_transfers(self, now: float) -> None:
+        """Drop transfers that have ended; abort all if one failed or exceeds the timeout."""
+        while self._in_flight and not self.abort_reason:
+            transfer = self._in_flight[0]
+            failure = transfer.failure() if transfer.handle.is_completed() else None
             if failure:
                 self.abort(f"the transfer of step {transfer.step} failed: {failure}")
             elif failure is not None:
-                self._under_way.popleft()
+                self._in_flight.popleft()
                 continue
             elif now - transfer.begin > self._timeout:
                 text = f"the transfer of step {transfer.step} did not end in {self._timeout:g} s"
@@ -167,164 +180,181 @@ class Watch:
             return
 
     def check(self) -> None:
-        """Raises TransportFault where transfers have been aborted."""
-        if self.broken:
-            raise TransportFault(self.broken)
+        """Raise TransportError if transfers have been aborted."""
+        if self.abort_reason:
+            raise TransportError(self.abort_reason)
 
     def start(self) -> None:
-        """Look on a thread, again and again."""
-        threading.Thread(target=self._look_often, name="nccl-watch", daemon=True).start()
+        """Check the transfers periodically on a thread."""
+        threading.Thread(target=self._check_periodically, name="nccl-watch", daemon=True).start()
 
     def abort(self, cause: str) -> None:
-        """End all transfers and report the cause."""
-        # First the cause: who is freed by the abort asks for it.
-        self.broken = cause
+        """Abort all transfers and report the cause."""
+        # The cause first: threads that the abort releases read it.
+        self.abort_reason = cause
         try:
             self._group.abort()
         finally:
-            self._on_fault(TransportFault(cause))
+            self._on_fault(TransportError(cause))
 
-    def _look_often(self) -> None:
+    def _check_periodically(self) -> None:
         try:
             self._bind_thread()
-            while not self.broken:
-                time.sleep(LOOK_SECONDS)
-                self.look(time.monotonic())
+            while not self.abort_reason:
+                time.sleep(CHECK_INTERVAL_SECONDS)
+                self.check_transfers(time.monotonic())
         except Exception as error:
-            log.exception("transfers are not watched any more")
-            if not self.broken:
-                self.abort(f"transfers cannot be watched: {type(error).__name__}: {error}")
+            log.exception("transfers are no longer monitored")
+            if not self.abort_reason:
+                self.abort(f"transfers cannot be monitored: {type(error).__name__}: {error}")
 
 
-class _End:
-    """What both ends have: slots on the device, a stream for transfers, the group, its watch."""
+class _NcclEndpoint:
+    """Common part of both ends: slots on the device, transfer stream, process group, monitor."""
 
     def __init__(
         self,
         descriptors: list[int],
-        shape: EdgeShape,
+        shape: EdgeLayout,
         dtype: torch.dtype,
-        queues: DeviceRuntime,
+        device: DeviceRuntime,
         rank: int,
-        make: MakeGroup,
-        on_fault: OnFault,
+        create_group: GroupFactory,
+        on_error: OnTransportError,
         in_background: bool,
     ) -> None:
-        """`in_background`: whether a thread looks after transfers. Raises TransportFault where the
-        first one does not end."""
-        self._queues = queues
-        self.ring = Ring(descriptors, shape, dtype)
-        self.group = meet(descriptors, rank, make)
-        self.transfers: DeviceStream = queues.stream()
-        self.watch = Watch(self.group, TIMEOUT_SECONDS, on_fault, queues.bind_thread)
-        self._hidden = queues.zeros((shape.slots, shape.max_tokens, shape.hidden_size), dtype)
-        self._ready = [queues.event() for _ in range(shape.slots)]
-        self._done = [queues.event() for _ in range(shape.slots)]
-        # The first transfer sets the communicator up, and the host waits for the peer meanwhile.
-        first = queues.event()
+        """Join the process group and complete a first transfer.
+
+        Args:
+            descriptors: of the edge.
+            shape: capacity of the edge.
+            dtype: of activations.
+            device: device of the stage.
+            rank: SENDER_RANK or RECEIVER_RANK.
+            create_group: creates the process group.
+            on_error: called when transfers are aborted.
+            in_background: whether a thread monitors the transfers.
+
+        Raises:
+            TransportError: the first transfer does not end in time.
+        """
+        self._device = device
+        self.ring = SlotRing(descriptors, shape, dtype)
+        self.group = join_group(descriptors, rank, create_group)
+        self.transfers: DeviceStream = device.stream()
+        self.monitor = TransferMonitor(self.group, TIMEOUT_SECONDS, on_error, device.bind_thread)
+        self._hidden = device.zeros((shape.slots, shape.max_tokens, shape.hidden_size), dtype)
+        self._ready = [device.event() for _ in range(shape.slots)]
+        self._done = [device.event() for _ in range(shape.slots)]
+        # The first transfer initializes the communicator; the host waits for the peer meanwhile.
+        first = device.event()
         with self.transfers.current():
-            transfer = self.group.send if rank == SENDER else self.group.recv
+            transfer = self.group.send if rank == SENDER_RANK else self.group.recv
             transfer([self._hidden[0, :1, :1]], 1 - rank, 0).wait()
         self.transfers.record(first)
         if not wait_until(first.query, TIMEOUT_SECONDS):
-            self.watch.abort(f"the first transfer did not end in {TIMEOUT_SECONDS:g} s")
-        self.watch.check()
+            self.monitor.abort(f"the first transfer did not end in {TIMEOUT_SECONDS:g} s")
+        self.monitor.check()
         if in_background:
-            self.watch.start()
+            self.monitor.start()
 
-    def watch_transfer(self, step: int, work: Work) -> None:
-        """Let the stream of transfers wait for a step's, and watch that it ends."""
-        ended = self._queues.event()
+    def track(self, step: int, handle: TransferHandle) -> None:
+        """Make the transfer stream wait for a step's transfer, and monitor it."""
+        ended = self._device.event()
         with self.transfers.current():
-            work.wait()
+            handle.wait()
         self.transfers.record(ended)
-        self.watch.add(step, work, ended, time.monotonic())
+        self.monitor.add(step, handle, ended, time.monotonic())
 
     def slot(self, step: int, tokens: int) -> tuple[Tensor, DeviceEvent, DeviceEvent]:
-        """A step's [tokens, hidden_size], when a transfer may begin, when it is done with."""
+        """Return a step's buffer [tokens, hidden_size] and its events: ready, and done."""
         index = step % len(self._ready)
         return self._hidden[index, :tokens], self._ready[index], self._done[index]
 
 
 class NcclSender:
-    """The earlier stage's end."""
+    """Sending end of an NCCL edge."""
 
     def __init__(
         self,
         descriptors: list[int],
-        shape: EdgeShape,
+        shape: EdgeLayout,
         dtype: torch.dtype,
-        queues: DeviceRuntime,
+        device: DeviceRuntime,
         stream: DeviceStream,
-        on_fault: OnFault = lambda error: None,
-        make: MakeGroup = nccl_group,
+        on_error: OnTransportError = lambda error: None,
+        create_group: GroupFactory = create_nccl_group,
         in_background: bool = True,
     ) -> None:
-        common = (descriptors, shape, dtype, queues)
-        self._end = _End(*common, SENDER, make, on_fault, in_background)
+        """Open this end; see _NcclEndpoint."""
+        common = (descriptors, shape, dtype, device)
+        self._end = _NcclEndpoint(*common, SENDER_RANK, create_group, on_error, in_background)
         self._stream = stream
 
     def send(self, step: int, hidden: Tensor) -> None:
-        """Announce [tokens, hidden_size] and send a copy of it. Raises TransportFault."""
+        """Announce [tokens, hidden_size] and send a copy of it. Raises TransportError."""
         end = self._end
-        end.watch.check()
+        end.monitor.check()
         buffer, filled, sent = end.slot(step, len(hidden))
-        # The step before in this slot may have failed elsewhere, and be under way still.
+        # The slot's previous step may have failed on another stage and still be in flight.
         self._stream.wait(sent)
         with self._stream.current():
             buffer.copy_(hidden)
         self._stream.record(filled)
         end.transfers.wait(filled)
-        # Before the transfer, which some groups let the host wait for.
+        # Before the transfer, for which the host waits in some process groups.
         end.ring.signal(step, len(hidden))
         with end.transfers.current():
-            work = end.group.send([buffer], RECEIVER, 0)
-        end.watch_transfer(step, work)
+            work = end.group.send([buffer], RECEIVER_RANK, 0)
+        end.track(step, work)
         end.transfers.record(sent)
 
     def fail(self, step: int, error: str) -> None:
-        """Announce an error in the place of activations."""
+        """Announce an error in place of the activations."""
         self._end.ring.signal(step, 0, error)
 
 
 class NcclReceiver:
-    """The later stage's end."""
+    """Receiving end of an NCCL edge."""
 
     def __init__(
         self,
         descriptors: list[int],
-        shape: EdgeShape,
+        shape: EdgeLayout,
         dtype: torch.dtype,
-        queues: DeviceRuntime,
+        device: DeviceRuntime,
         stream: DeviceStream,
-        on_fault: OnFault = lambda error: None,
-        make: MakeGroup = nccl_group,
+        on_error: OnTransportError = lambda error: None,
+        create_group: GroupFactory = create_nccl_group,
         in_background: bool = True,
     ) -> None:
-        common = (descriptors, shape, dtype, queues)
-        self._end = _End(*common, RECEIVER, make, on_fault, in_background)
+        """Open this end; see _NcclEndpoint."""
+        common = (descriptors, shape, dtype, device)
+        self._end = _NcclEndpoint(*common, RECEIVER_RANK, create_group, on_error, in_background)
         self._stream = stream
         self._last: DeviceEvent | None = None
-        """Of the slot received last: to be recorded behind what reads it."""
+        """Event of the slot received last, to be recorded after the work that reads it."""
 
     def receive(self, step: int, tokens: int) -> Tensor:
-        """The step's [tokens, hidden_size] on the device, as soon as it is announced; it arrives
-        later. Raises StepFailed, TransportFault."""
+        """Return the step's [tokens, hidden_size] on the device once it is announced.
+
+        The stage's stream waits for the data. Raises StepFailedError, TransportError.
+        """
         end = self._end
         end.ring.wait(step, tokens)
-        end.watch.check()
+        end.monitor.check()
         if self._last is not None:
             self._stream.record(self._last)
         buffer, arrived, read = end.slot(step, tokens)
         end.transfers.wait(read)
         with end.transfers.current():
-            work = end.group.recv([buffer], SENDER, 0)
-        end.watch_transfer(step, work)
+            work = end.group.recv([buffer], SENDER_RANK, 0)
+        end.track(step, work)
         end.transfers.record(arrived)
         self._stream.wait(arrived)
         self._last = read
         return buffer
 
     def check(self) -> None:
-        """Raises TransportFault where transfers have been aborted."""
-        self._end.watch.check()
+        """Raise TransportError if transfers have been aborted."""
+        self._end.monitor.check()

@@ -1,12 +1,10 @@
-"""Transports by name: where both ends of an edge are found.
-
-Owns the table. A transport is one file in this folder and one line here.
-"""
+"""Registry of transports. A transport is one file in this folder and one line of TRANSPORTS."""
 
 import importlib
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from gllm.transport.base import EdgeShape, OnFault, Receiver, Sender
+from gllm.transport.base import EdgeLayout, OnTransportError, Receiver, Sender
 from gllm.transport.edge import AUTO, Edge
 
 if TYPE_CHECKING:
@@ -15,21 +13,28 @@ if TYPE_CHECKING:
     from gllm.transport.device_streams import DeviceRuntime, DeviceStream
 
 
-TRANSPORTS = {
-    "host-staging": ("gllm.transport.host_staging", "HostStagingReceiver", "HostStagingSender"),
-    "nccl": ("gllm.transport.nccl", "NcclReceiver", "NcclSender"),
-    "shared-memory": ("gllm.transport.shared_memory", "SharedMemoryReceiver", "SharedMemorySender"),
-}
+TRANSPORTS = MappingProxyType(
+    {
+        "host-staging": ("gllm.transport.host_staging", "HostStagingReceiver", "HostStagingSender"),
+        "nccl": ("gllm.transport.nccl", "NcclReceiver", "NcclSender"),
+        "shared-memory": (
+            "gllm.transport.shared_memory",
+            "SharedMemoryReceiver",
+            "SharedMemorySender",
+        ),
+    }
+)
+"""Transports to their module, receiver and sender, imported on first use."""
 
 
 def open_edges(
     incoming: Edge | None,
     outgoing: Edge | None,
     default: str,
-    shape: EdgeShape,
+    shape: EdgeLayout,
     dtype: "torch.dtype",
     device: "tuple[DeviceRuntime, DeviceStream] | None" = None,
-    on_fault: OnFault = lambda error: None,
+    on_error: OnTransportError = lambda error: None,
 ) -> tuple[Receiver | None, Sender | None]:
     """Open this stage's ends of its edges.
 
@@ -40,9 +45,9 @@ def open_edges(
         shape: largest steps that the edges carry.
         dtype: of activations.
         device: the device that computes the stage and its compute stream; None on a CPU.
-        on_fault: called where an edge breaks on a thread of its own.
+        on_error: called if an edge fails on a background thread.
     """
-    common = (shape, dtype) if device is None else (shape, dtype, *device, on_fault)
+    common = (shape, dtype) if device is None else (shape, dtype, *device, on_error)
 
     def open_end(edge: Edge, end: int) -> Any:
         module, *classes = TRANSPORTS[default if edge.transport == AUTO else edge.transport]

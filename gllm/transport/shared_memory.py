@@ -1,11 +1,11 @@
 """Activations through memory that two processes of one host share.
 
-Owns one ring of slots per edge and its signal. Knows nothing of processes: descriptors come by
-inheritance, so nothing has a name, and nothing is left behind when all holders are gone.
+Each edge is a ring of slots and an event counter. Their descriptors are inherited, so nothing has a
+name in the file system, and nothing remains when both processes are gone.
 
-The slot of a step is step % slots, and slots is the largest number of steps in flight: a slot's
-step has committed, and so all its readers are done, before the next step of that slot is planned.
-No signal has to travel back.
+A step uses slot step % slots, and at most `slots` steps are in flight. The previous step of a slot
+has committed, so its readers are done, before the next one is planned; the receiver therefore needs
+no signal back to the sender.
 """
 
 import mmap
@@ -15,17 +15,19 @@ import struct
 import torch
 from torch import Tensor
 
-from gllm.transport.base import EdgeShape, StepFailed, TransportFault
+from gllm.transport.base import EdgeLayout, StepFailedError, TransportError
 
 _HEADER = struct.Struct("<QIIII")
 """Step, tokens, hidden size, element size, and the length of an error text instead of a tensor."""
 _ALIGN = 4096
+"""Bytes reserved for a header, and alignment of slots: a page."""
 
 
-class Ring:
-    """The slots as both ends see them. Pages are taken when they are first written."""
+class SlotRing:
+    """Ring of slots in shared memory. Pages use memory once they are written."""
 
-    def __init__(self, descriptors: list[int], shape: EdgeShape, dtype: torch.dtype) -> None:
+    def __init__(self, descriptors: list[int], shape: EdgeLayout, dtype: torch.dtype) -> None:
+        """Map the memory of an edge."""
         memory, self.event = descriptors[:2]
         self.shape = shape
         self.dtype = dtype
@@ -35,21 +37,21 @@ class Ring:
         self.memory = mmap.mmap(memory, self._stride * shape.slots)
 
     def offset(self, step: int) -> int:
-        """Where the header of a step's slot is."""
+        """Return the offset of the header of a step's slot, in bytes."""
         return step % self.shape.slots * self._stride
 
     def payload(self, step: int) -> int:
-        """Where its activations are."""
+        """Return the offset of a step's activations, in bytes."""
         return self.offset(step) + _ALIGN
 
     def tensor(self, step: int, tokens: int) -> Tensor:
-        """The slot's payload as [tokens, hidden_size]."""
+        """Return the payload of a step's slot as [tokens, hidden_size]."""
         hidden, begin = self.shape.hidden_size, self.payload(step)
         flat = torch.frombuffer(self.memory, dtype=self.dtype, count=tokens * hidden, offset=begin)
         return flat.view(tokens, hidden)
 
     def signal(self, step: int, tokens: int, error: str = "") -> None:
-        """Tell the receiver of a step's activations, or of the error in their place."""
+        """Announce a step's activations, or an error in their place, to the receiver."""
         shape = self.shape
         text = error.encode()[: _ALIGN - _HEADER.size]
         begin = self.offset(step) + _HEADER.size
@@ -59,47 +61,58 @@ class Ring:
         os.eventfd_write(self.event, 1)
 
     def wait(self, step: int, tokens: int) -> None:
-        """Wait for the sender's signal. Raises StepFailed, and TransportFault where it tells of
-        anything but this step's activations."""
+        """Wait for the sender's signal.
+
+        Raises:
+            StepFailedError: the sender announced an error.
+            TransportError: the sender announced other activations than those of this step.
+        """
         os.eventfd_read(self.event)
         shape, begin = self.shape, self.offset(step)
-        *found, error = _HEADER.unpack_from(self.memory, begin)
-        if error and found[0] == step:
+        *header, error = _HEADER.unpack_from(self.memory, begin)
+        if error and header[0] == step:
             begin += _HEADER.size
-            raise StepFailed(self.memory[begin : begin + error].decode(errors="replace"))
+            raise StepFailedError(self.memory[begin : begin + error].decode(errors="replace"))
         expected = [step, tokens, shape.hidden_size, shape.itemsize]
-        if found != expected:
+        if header != expected:
             names = "step, tokens, hidden size, element size"
-            raise TransportFault(f"activations came with ({names}) {found}, not {expected}")
+            raise TransportError(
+                f"received activations have ({names}) {header}, expected {expected}"
+            )
 
 
 class SharedMemorySender:
-    """The earlier stage's end."""
+    """Sending end of a shared-memory edge."""
 
-    def __init__(self, descriptors: list[int], shape: EdgeShape, dtype: torch.dtype) -> None:
-        self._ring = Ring(descriptors, shape, dtype)
+    def __init__(self, descriptors: list[int], shape: EdgeLayout, dtype: torch.dtype) -> None:
+        """Open this end of an edge."""
+        self._ring = SlotRing(descriptors, shape, dtype)
 
     def send(self, step: int, hidden: Tensor) -> None:
-        """Copy [tokens, hidden_size] into the step's slot and wake the receiver."""
+        """Copy [tokens, hidden_size] to the step's slot and notify the receiver."""
         tokens = hidden.shape[0]
         self._ring.tensor(step, tokens).copy_(hidden)
         self._ring.signal(step, tokens)
 
     def fail(self, step: int, error: str) -> None:
-        """Send an error in the place of activations."""
+        """Send an error in place of the activations."""
         self._ring.signal(step, 0, error)
 
 
 class SharedMemoryReceiver:
-    """The later stage's end."""
+    """Receiving end of a shared-memory edge."""
 
-    def __init__(self, descriptors: list[int], shape: EdgeShape, dtype: torch.dtype) -> None:
-        self._ring = Ring(descriptors, shape, dtype)
+    def __init__(self, descriptors: list[int], shape: EdgeLayout, dtype: torch.dtype) -> None:
+        """Open this end of an edge."""
+        self._ring = SlotRing(descriptors, shape, dtype)
 
     def receive(self, step: int, tokens: int) -> Tensor:
-        """The step's [tokens, hidden_size], in place. Raises StepFailed, TransportFault."""
+        """Return the step's [tokens, hidden_size] in shared memory.
+
+        Raises StepFailedError, TransportError.
+        """
         self._ring.wait(step, tokens)
         return self._ring.tensor(step, tokens)
 
     def check(self) -> None:
-        """Nothing: what is received has arrived."""
+        """Do nothing: the slot is complete before it is received."""

@@ -70,7 +70,7 @@ class FakeEvent:
             merge(self._queues.host_clock, self.clock)
         return self.reached[0]
 
-    def since(self, earlier: Any) -> float:
+    def seconds_since(self, earlier: Any) -> float:
         """The device's time between the two, an operation a second; not to be asked before it got
         there."""
         assert self.reached[0], "the host did not wait"
@@ -194,10 +194,10 @@ class FakeQueues:
     def event(self, timed: bool = False) -> FakeEvent:
         return FakeEvent(self)
 
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._made(poisoned(shape, dtype), "pinned")
 
-    def pin(self, memory: Tensor) -> None:
+    def pin_memory(self, memory: Tensor) -> None:
         self._made(memory, "pinned")
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -219,12 +219,12 @@ class FakeQueues:
         for stream in self._streams:
             merge(self.host_clock, stream.clock)
 
-    def room(self, work: Callable[[], None], share: float) -> int:
+    def measure_free_bytes(self, work: Callable[[], None], share: float) -> int:
         work()
         self.synchronize()
         return int(share * 1000)
 
-    def held(self, work: Callable[[], None]) -> int:
+    def measure_used_bytes(self, work: Callable[[], None]) -> int:
         before = len(self._alive)
         work()
         self.synchronize()

@@ -10,7 +10,7 @@ import torch
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.plan import SampledToken
-from gllm.transport.base import EdgeShape
+from gllm.transport.base import EdgeLayout
 from gllm.transport.edge import create_edge
 from gllm.transport.host_staging import HostStagingReceiver, HostStagingSender
 from tests.runtime.device import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
@@ -52,7 +52,7 @@ def test_two_stages_are_as_one(tmp_path: Path, seed: int, sampling: SequenceSamp
     for seq, prompt in PROMPTS.items():
         book.add(seq, prompt)
     edge, order = create_edge("test-edge"), random.Random(seed)
-    shape = EdgeShape(2, 64, book.config.model.hidden_size, 4)
+    shape = EdgeLayout(2, 64, book.config.model.hidden_size, 4)
     with as_on_a_device(), FakeQueues(seed, eagerness=0.4) as queues:
         stages = [executor_on(queues, folder, stage, 2, graphs=4) for stage in range(2)]
         ends = edge.descriptors, shape, torch.float32, queues

@@ -64,13 +64,13 @@ def test_what_graphs_take_is_no_room(tmp_path: Any, monkeypatch: pytest.MonkeyPa
         executor = executor_on(queues, folder)
         monkeypatch.setattr(FakeQueues, "room", lambda self, work, share: 10**9)
         held: list[int] = []
-        hold = FakeQueues.held
+        hold = FakeQueues.measure_used_bytes
 
         def noting(self: FakeQueues, work: Callable[[], None]) -> int:
             held.append(hold(self, work))
             return held[-1]
 
-        monkeypatch.setattr(FakeQueues, "held", noting)
+        monkeypatch.setattr(FakeQueues, "measure_used_bytes", noting)
         room = executor.available_bytes(0.5, BLOCK_SIZE, 8)
         largest, second = held
         assert largest > 0

@@ -19,7 +19,7 @@ def queues(request: pytest.FixtureRequest) -> Iterator[FakeQueues]:
 
 def ones(queues: FakeQueues) -> torch.Tensor:
     """[4] float32 in pinned memory."""
-    return queues.pinned((4,), torch.float32).fill_(1.0)
+    return queues.allocate_pinned((4,), torch.float32).fill_(1.0)
 
 
 def test_waits_make_an_order(queues: FakeQueues) -> None:
@@ -82,7 +82,7 @@ def test_memory_that_is_refilled_too_early_races(queues: FakeQueues) -> None:
 
 
 def test_threads_of_the_host_are_in_order_by_what_they_hand_over(queues: FakeQueues) -> None:
-    buffer = queues.pinned((4,), torch.float32)
+    buffer = queues.allocate_pinned((4,), torch.float32)
     with queues.thread("a"):
         buffer.fill_(1.0)
     queues.hand_over("a", "b")

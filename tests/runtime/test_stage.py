@@ -14,7 +14,7 @@ from gllm.messages.steps import StepDone
 from gllm.runtime.executor import DeviceTime
 from gllm.runtime.stage import StageRunner
 from gllm.scheduler.plan import SampledToken, ScheduledRow, StepPlan, StepResult
-from gllm.transport.base import StepFailed, TransportFault
+from gllm.transport.base import StepFailedError, TransportError
 
 
 def plan(step: int, tokens: int = 1) -> StepPlan:
@@ -123,7 +123,7 @@ async def test_a_plan_that_cannot_be_prepared_is_given_up_before_the_steps_ahead
 class FakeReceiver:
     def receive(self, step: int, tokens: int) -> torch.Tensor:
         if step == 7:
-            raise StepFailed("an earlier stage failed")
+            raise StepFailedError("an earlier stage failed")
         return torch.zeros(tokens, 3)
 
 
@@ -274,7 +274,7 @@ async def test_a_stage_in_the_middle_waits_for_its_device_too() -> None:
 
 class AbortedReceiver(FakeReceiver):
     def check(self) -> None:
-        raise TransportFault("the transfer was aborted")
+        raise TransportError("the transfer was aborted")
 
 
 async def test_what_was_computed_with_nothing_is_not_delivered() -> None:

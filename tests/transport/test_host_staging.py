@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.transport.base import EdgeShape, StepFailed, TransportFault
+from gllm.transport.base import EdgeLayout, StepFailedError, TransportError
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.host_staging import HostStagingReceiver, HostStagingSender
 from tests.runtime.fake_streams import FakeQueues
 
-SHAPE = EdgeShape(slots=3, max_tokens=8, hidden_size=5, itemsize=4)
+SHAPE = EdgeLayout(slots=3, max_tokens=8, hidden_size=5, itemsize=4)
 STEPS = 9
 
 
@@ -32,7 +32,7 @@ def received(edge: Edge, seed: int, ignored: str = "") -> tuple[list[float], Fak
         sender = HostStagingSender(*ends, here, in_background=False)
         receiver = HostStagingReceiver(*ends, there)
         hidden, done = queues.zeros((8, 5), torch.float32), queues.event()
-        results = queues.pinned((STEPS, 5), torch.float32)
+        results = queues.allocate_pinned((STEPS, 5), torch.float32)
         order, sent, signalled, got = random.Random(seed), 0, 0, 0
         while got < STEPS:
             able = ["send"] * (sent < min(STEPS, got + SHAPE.slots))
@@ -78,7 +78,7 @@ def test_a_copy_that_fails_is_reported(edge: Edge) -> None:
     with FakeQueues() as queues:
         stream = queues.stream()
         ends = edge.descriptors, SHAPE, torch.float32, queues, stream
-        sender = HostStagingSender(*ends, on_fault=reported.put)
+        sender = HostStagingSender(*ends, on_error=reported.put)
 
         class Lost:
             def synchronize(self) -> None:
@@ -95,8 +95,8 @@ def test_a_failed_step_and_a_wrong_one(edge: Edge) -> None:
         ends = edge.descriptors, SHAPE, torch.float32, queues, queues.stream()
         sender, receiver = HostStagingSender(*ends), HostStagingReceiver(*ends)
         sender.fail(0, "out of luck")
-        with pytest.raises(StepFailed, match="out of luck"):
+        with pytest.raises(StepFailedError, match="out of luck"):
             receiver.receive(0, 4)
         sender.fail(1, "")
-        with pytest.raises(TransportFault, match="tokens"):
+        with pytest.raises(TransportError, match="tokens"):
             receiver.receive(1, 4)

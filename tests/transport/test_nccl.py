@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, distributed
 
 from gllm.transport import nccl
-from gllm.transport.base import EdgeShape, StepFailed, TransportFault
+from gllm.transport.base import EdgeLayout, StepFailedError, TransportError
 from gllm.transport.edge import Edge, create_edge
-from gllm.transport.nccl import NcclReceiver, NcclSender, Watch
+from gllm.transport.nccl import NcclReceiver, NcclSender, TransferMonitor
 from tests.runtime.fake_streams import FakeEvent, FakeQueues, FakeStream
 from tests.runtime.memory_uses import Race
 
-SHAPE = EdgeShape(slots=2, max_tokens=8, hidden_size=5, itemsize=4)
+SHAPE = EdgeLayout(slots=2, max_tokens=8, hidden_size=5, itemsize=4)
 STEPS = 9
 
 
@@ -70,7 +70,7 @@ class FakeWire:
         return FakeWork(self._queues, done), done
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> FakeWork:
-        assert rank == nccl.RECEIVER
+        assert rank == nccl.RECEIVER_RANK
         self._begin(self._streams[0])
         with self._streams[0].current():
             copy = tensors[0].clone()
@@ -79,7 +79,7 @@ class FakeWire:
         return work
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> FakeWork:
-        assert rank == nccl.SENDER
+        assert rank == nccl.SENDER_RANK
         self._begin(self._streams[1])
         copy, sent = self._sent.popleft()
         self._streams[1].wait(sent)
@@ -98,11 +98,11 @@ def received(seed: int, ignored: str = "", checks: bool = True) -> tuple[list[fl
     with closing(edge), FakeQueues(seed, ignored, checks, eagerness=seed % 3 * 0.3) as queues:
         here, there, wire = queues.stream(), queues.stream(), FakeWire(queues)
         ends = edge.descriptors, SHAPE, torch.float32, queues
-        common: dict[str, Any] = {"make": lambda store, rank: wire, "in_background": False}
+        common: dict[str, Any] = {"create_group": lambda store, rank: wire, "in_background": False}
         sender = NcclSender(*ends, here, **common)
         receiver = NcclReceiver(*ends, there, **common)
         hidden, done = queues.zeros((8, 5), torch.float32), queues.event()
-        results = queues.pinned((STEPS, 5), torch.float32)
+        results = queues.allocate_pinned((STEPS, 5), torch.float32)
         order, sent, got = random.Random(seed), 0, 0
         while got < STEPS:
             able = ["send"] * (sent < min(STEPS, got + SHAPE.slots)) + ["receive"] * (got < sent)
@@ -185,7 +185,7 @@ def joined(edge: Edge) -> Iterator[tuple[NcclSender, NcclReceiver]]:
     """Both ends, which met over the edge's file."""
     queues, made = DirectQueues(), []
     ends = edge.descriptors, SHAPE, torch.float32, queues, queues
-    common: dict[str, Any] = {"make": gloo, "in_background": False}
+    common: dict[str, Any] = {"create_group": gloo, "in_background": False}
 
     def first() -> None:
         made.append(NcclSender(*ends, **common))  # type: ignore[arg-type]
@@ -209,14 +209,14 @@ def test_two_ends_meet_and_failed_steps_need_no_transfer(edge: Edge) -> None:
             hidden = torch.randn(1 + step, 5)
             if step % 3 == 2:
                 sender.fail(step, f"step {step} is lost")
-                with pytest.raises(StepFailed, match=f"step {step} is lost"):
+                with pytest.raises(StepFailedError, match=f"step {step} is lost"):
                     receiver.receive(step, len(hidden))
                 continue
             thread = beside(partial(sender.send, step, hidden))
             assert torch.equal(receiver.receive(step, len(hidden)), hidden)
             thread.join(60)
         sender.fail(7, "of another plan")
-        with pytest.raises(TransportFault, match="step, tokens"):
+        with pytest.raises(TransportError, match="step, tokens"):
             receiver.receive(6, 1)
 
 
@@ -257,7 +257,7 @@ class Aborted:
         self.times += 1
 
 
-class Watched(Watch):
+class Watched(TransferMonitor):
     """A watch whose transfers are their own events, and what it reported."""
 
     def __init__(self) -> None:
@@ -277,15 +277,15 @@ def test_a_transfer_that_does_not_end_is_aborted_and_named(kind: type[FakeTransf
     watch = Watched()
     watch.follow(3, kind(ended=True), 100.0)
     watch.follow(4, kind(), 101.0)
-    watch.look(110.5)
+    watch.check_transfers(110.5)
     watch.check()
-    watch.look(111.5)
+    watch.check_transfers(111.5)
     assert watch.group.times == 1
-    with pytest.raises(TransportFault, match="step 4 did not end in 10 s"):
+    with pytest.raises(TransportError, match="step 4 did not end in 10 s"):
         watch.check()
-    watch.look(200.0)
+    watch.check_transfers(200.0)
     assert watch.group.times == 1
-    assert [str(fault) for fault in watch.faults] == [watch.broken]
+    assert [str(fault) for fault in watch.faults] == [watch.abort_reason]
 
 
 @KINDS
@@ -294,12 +294,12 @@ def test_a_transfer_that_fails_is_named(kind: type[FakeTransfer]) -> None:
     watch.follow(7, kind(ended=True), 0.0)
     watch.follow(8, kind(OSError("the peer is gone"), ended=True), 0.0)
     for now in (0.1, 1.1):
-        watch.look(now)
+        watch.check_transfers(now)
     assert watch.group.times == 1
     why = "the peer is gone" if kind is FakeTransfer else "NCCL_DEBUG=WARN"
-    with pytest.raises(TransportFault, match=f"step 8 failed: .*{why}"):
+    with pytest.raises(TransportError, match=f"step 8 failed: .*{why}"):
         watch.check()
-    assert [str(fault) for fault in watch.faults] == [watch.broken]
+    assert [str(fault) for fault in watch.faults] == [watch.abort_reason]
 
 
 @KINDS
@@ -311,12 +311,12 @@ def test_transfers_that_end_well_are_forgotten(kind: type[FakeTransfer]) -> None
     for now, transfer in enumerate(transfers):
         transfer.finish()
         transfer.is_behind = kind is FakeTransfer
-        watch.look(float(now))
+        watch.check_transfers(float(now))
         transfer.is_behind = True
-    watch.look(5.0)
+    watch.check_transfers(5.0)
     watch.check()
-    assert not watch._under_way
-    watch.look(100.0)
+    assert not watch._in_flight
+    watch.check_transfers(100.0)
     assert watch.group.times == 0
 
 
@@ -325,13 +325,13 @@ def test_a_watch_that_fails_breaks_its_edge(monkeypatch: pytest.MonkeyPatch) -> 
         def is_completed(self) -> bool:
             raise ValueError("driver shut down")
 
-    monkeypatch.setattr(nccl, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(nccl, "CHECK_INTERVAL_SECONDS", 0.0)
     watch, reported = Watched(), threading.Event()
     watch._on_fault = lambda error: reported.set()
     watch.follow(1, Odd(), 0.0)
     watch.start()
     assert reported.wait(60)
-    with pytest.raises(TransportFault, match="driver shut down"):
+    with pytest.raises(TransportError, match="driver shut down"):
         watch.check()
 
 
@@ -342,7 +342,7 @@ def test_a_host_that_waits_sleeps_longer_from_look_to_look(
     monkeypatch.setattr("gllm.transport.nccl.time.sleep", pauses.append)
     assert nccl.wait_until(lambda: len(pauses) == 20)
     assert pauses[1] == 2 * pauses[0]
-    assert pauses[-1] == nccl.LONGEST_PAUSE
+    assert pauses[-1] == nccl.MAX_PAUSE_SECONDS
     assert not nccl.wait_until(lambda: False, timeout=0.0)
 
 
@@ -354,23 +354,23 @@ def test_ends_wait_for_each_other_before_nccl_does(edge: Edge) -> None:
             nccl.wait_for_peer(store, rank)
             there.append(rank)
 
-        return lambda: nccl.meet(edge.descriptors, rank, make)
+        return lambda: nccl.join_group(edge.descriptors, rank, make)
 
-    first = beside(come(nccl.RECEIVER))
+    first = beside(come(nccl.RECEIVER_RANK))
     first.join(0.05)
     assert there == []
-    beside(come(nccl.SENDER)).join(60)
+    beside(come(nccl.SENDER_RANK)).join(60)
     first.join(60)
-    assert sorted(there) == [nccl.SENDER, nccl.RECEIVER]
+    assert sorted(there) == [nccl.SENDER_RANK, nccl.RECEIVER_RANK]
 
 
 def test_threads_that_look_after_an_edge_use_its_device(
     edge: Edge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(nccl, "CHECK_INTERVAL_SECONDS", 0.0)
     queues, looked = DirectQueues(), threading.Event()
-    monkeypatch.setattr(Watch, "look", lambda watch, now: looked.set())
-    Watch(Aborted(), 1.0, bind_thread=queues.bind_thread).start()  # type: ignore[arg-type]
+    monkeypatch.setattr(TransferMonitor, "check_transfers", lambda watch, now: looked.set())
+    TransferMonitor(Aborted(), 1.0, bind_thread=queues.bind_thread).start()  # type: ignore[arg-type]
     assert looked.wait(60)
     assert queues.bound == {"nccl-watch"}
 
@@ -378,9 +378,9 @@ def test_threads_that_look_after_an_edge_use_its_device(
 def test_a_broken_edge_takes_nothing_more(edge: Edge) -> None:
     with joined(edge) as (sender, receiver):
         for end in (sender, receiver):
-            end._end.watch.broken = "the link is down"
-        with pytest.raises(TransportFault, match="the link is down"):
+            end._end.monitor.abort_reason = "the link is down"
+        with pytest.raises(TransportError, match="the link is down"):
             sender.send(0, torch.ones(1, 5))
         sender._end.ring.signal(0, 1)
-        with pytest.raises(TransportFault, match="the link is down"):
+        with pytest.raises(TransportError, match="the link is down"):
             receiver.receive(0, 1)

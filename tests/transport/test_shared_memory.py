@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gllm.transport.base import EdgeShape, StepFailed, TransportFault
+from gllm.transport.base import EdgeLayout, StepFailedError, TransportError
 from gllm.transport.edge import create_edge
 from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
-SHAPE = EdgeShape(slots=3, max_tokens=8, hidden_size=5, itemsize=4)
+SHAPE = EdgeLayout(slots=3, max_tokens=8, hidden_size=5, itemsize=4)
 Ends = tuple[SharedMemorySender, SharedMemoryReceiver]
 
 
@@ -59,7 +59,7 @@ def test_a_failed_step_travels_as_its_error(ends: Ends) -> None:
     sender.send(0, torch.ones(1, 5))
     sender.fail(1, "x" * 10_000)
     receiver.receive(0, 1)
-    with pytest.raises(StepFailed, match=r"^x{4000}"):
+    with pytest.raises(StepFailedError, match=r"^x{4000}"):
         receiver.receive(1, 4)
 
 
@@ -70,13 +70,13 @@ def test_activations_of_another_plan_are_a_fault(ends: Ends, step: int, tokens: 
     if step:
         os.eventfd_write(receiver._ring.event, 1)
         receiver.receive(0, 2)
-    with pytest.raises(TransportFault):
+    with pytest.raises(TransportError):
         receiver.receive(step, tokens)
 
 
 def test_untouched_slots_take_no_memory() -> None:
     edge = create_edge("test-lazy")
-    shape = EdgeShape(slots=4, max_tokens=2560, hidden_size=8192, itemsize=4)
+    shape = EdgeLayout(slots=4, max_tokens=2560, hidden_size=8192, itemsize=4)
     sender = SharedMemorySender(edge.descriptors, shape, torch.float32)
     sender.send(0, torch.ones(1, 8192))
     assert os.fstat(edge.descriptors[0]).st_blocks * 512 < 2**20

@@ -113,7 +113,9 @@ class CudaExecutor(CudaStartUp):
         spans: list[tuple[DeviceEvent, DeviceEvent]] = batch.device_state.spans
         first, last = spans[0][0], spans[-1][1]
         last.synchronize()
-        return DeviceTime(last.since(first), sum(end.since(begin) for begin, end in spans))
+        return DeviceTime(
+            last.seconds_since(first), sum(end.seconds_since(begin) for begin, end in spans)
+        )
 
     @contextmanager
     def _timed(self, batch: Batch) -> Iterator[None]:

@@ -111,7 +111,7 @@ class DecodeGraphs:
             forward: the work to record.
         """
         layout, queues = TreeLayout(example), self._queues
-        staged = queues.pinned((layout.num_bytes,), torch.uint8)
+        staged = queues.allocate_pinned((layout.num_bytes,), torch.uint8)
         layout.fill(staged)
         memory = queues.zeros((layout.num_bytes,), torch.uint8)
         inputs = layout.views(example, memory)

@@ -115,7 +115,7 @@ class _ReadbackBuffer:
     def __init__(
         self, queues: DeviceRuntime, max_elements: int, dtype: torch.dtype, max_steps: int
     ) -> None:
-        self._pinned = [queues.pinned((max_elements,), dtype) for _ in range(max_steps)]
+        self._pinned = [queues.allocate_pinned((max_elements,), dtype) for _ in range(max_steps)]
         self._device = queues.zeros((max_elements,), dtype)
 
     def gather(self, parts: list[Tensor]) -> int:

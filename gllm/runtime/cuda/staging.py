@@ -116,7 +116,7 @@ class _Buffer:
     """A pair of pinned host memory and device memory."""
 
     def __init__(self, queues: DeviceRuntime, num_bytes: int) -> None:
-        self.pinned = queues.pinned((num_bytes,), torch.uint8)
+        self.pinned = queues.allocate_pinned((num_bytes,), torch.uint8)
         self.device = queues.zeros((num_bytes,), torch.uint8)
         self.copied: DeviceEvent = queues.event()
         """The pinned memory has been read."""
@@ -181,7 +181,7 @@ def _align(num_bytes: int) -> int:
 
 def copy_to_device(tensor: Tensor, queues: DeviceRuntime, stream: DeviceStream) -> Tensor:
     """Copy a host tensor to the device; the copy is valid in `stream`."""
-    pinned = queues.pinned(tensor.shape, tensor.dtype)
+    pinned = queues.allocate_pinned(tensor.shape, tensor.dtype)
     pinned.copy_(tensor)
     with stream.current():
         copied = torch.empty_like(pinned, device=queues.device)

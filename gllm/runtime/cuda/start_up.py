@@ -117,7 +117,7 @@ class CudaStartUp(BaseExecutor):
             graph_rows: rows of the largest graph.
         """
         self.allocate(1, block_size)
-        num_bytes = self._queues.room(self._run_largest_step, utilization)
+        num_bytes = self._queues.measure_free_bytes(self._run_largest_step, utilization)
         return max(num_bytes - self._measure_graph_bytes(graph_rows), 0)
 
     def _measure_graph_bytes(self, max_rows: int) -> int:
@@ -128,7 +128,7 @@ class CudaStartUp(BaseExecutor):
         """
         sizes = graph_sizes(max_rows) if max_rows and self._supports_graphs else []
         measured = [
-            self._queues.held(partial(self._record_graph, size, sizes[-1]))
+            self._queues.measure_used_bytes(partial(self._record_graph, size, sizes[-1]))
             for size in sizes[:-3:-1]
         ]
         self._graphs = DecodeGraphs(self._queues, self.stream, get_block_table)
