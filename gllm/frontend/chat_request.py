@@ -11,7 +11,7 @@ from gllm.frontend.context import ServerContext
 from gllm.frontend.fields.chat import ChatCompletionFields, ChatTemplateOptions
 from gllm.frontend.fields.generation import to_sampling_params
 from gllm.frontend.request_run import PreparedRequest
-from gllm.text.chat.output_parser import reasoning_counter
+from gllm.text.chat.output_parser import create_reasoning_counter_factory
 from gllm.text.chat.request import ChatRequest
 from gllm.text.chat.tools import ToolOptions, parse_functions, parse_tools
 
@@ -41,7 +41,7 @@ async def prepare_chat_request(
         [chat.token_ids],
         chat.params,
         output_format=chat.output_format,
-        new_reasoning_counter=reasoning_counter(tokenizer, chat.output_format),
+        new_reasoning_counter=create_reasoning_counter_factory(tokenizer, chat.output_format),
     )
 
 

@@ -38,7 +38,7 @@ def compile_grammar(source: list[str], tokens: Any) -> list[str]:
     """
     from llguidance import LLMatcher, grammar_from
 
-    from gllm.grammar.vocabulary import parser_limits
+    from gllm.grammar.vocabulary import create_parser_limits
 
     kind, text = source
     try:
@@ -48,7 +48,7 @@ def compile_grammar(source: list[str], tokens: Any) -> list[str]:
     if kind in ("lark", "gbnf"):
         # Without this wrapper the text could be taken for the library's own format.
         grammar = json.dumps({"grammars": [{"lark_grammar": grammar}]})
-    matcher = LLMatcher(tokens, grammar, limits=parser_limits(), log_level=0)
+    matcher = LLMatcher(tokens, grammar, limits=create_parser_limits(), log_level=0)
     chance = random.Random(0)
     for _ in range(TRIAL_TOKENS):
         if matcher.is_error() or matcher.is_stopped():

@@ -38,7 +38,7 @@ class GuideOptions(NamedTuple):
     """Settle tokens that the grammar leaves no choice about; if False, every token is sampled."""
 
 
-def valid_eos_ids(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
+def filter_eos_ids(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
     """Return the end-of-sequence ids inside the model's vocabulary."""
     return [token for token in eos_ids if token < vocab_size]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llguidance import LLParserLimits, LLTokenizer
 
-from gllm.grammar.guide import valid_eos_ids
+from gllm.grammar.guide import filter_eos_ids
 
 STEP_FUEL = 50_000
 """Limit of work on regular expressions per mask, which is at most 0.1 s and 50 MB."""
@@ -20,7 +20,7 @@ LEXER_STATES = 20_000
 """Limit of the states of a grammar's lexer, 1 to 2 KB each."""
 
 
-def parser_limits() -> LLParserLimits:
+def create_parser_limits() -> LLParserLimits:
     """Return the limits of one grammar."""
     return LLParserLimits(
         step_lexer_fuel=STEP_FUEL,
@@ -37,7 +37,7 @@ def load_grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: Sequence[int]
         ValueError: The model has no token that ends a sequence, or a tokenizer that the grammar
             library does not support.
     """
-    eos_tokens = valid_eos_ids(eos_ids, vocab_size)
+    eos_tokens = filter_eos_ids(eos_ids, vocab_size)
     if not eos_tokens:
         raise ValueError("the model has no token that ends a sequence")
     description = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))

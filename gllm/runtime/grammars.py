@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gllm.grammar.guide import GrammarGuide, GrammarGuideError, GuideOptions, valid_eos_ids
+from gllm.grammar.guide import GrammarGuide, GrammarGuideError, GuideOptions, filter_eos_ids
 from gllm.messages.sampling import SequenceSamplingParams
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class GuideFactory:
         # A parameter that may ban a forced token, or returns details of each token, has to process
         # every token.
         samples_all = params.logprobs is not None or params.allowed or params.bad_words
-        ends = valid_eos_ids(eos_ids, vocab_size)
+        ends = filter_eos_ids(eos_ids, vocab_size)
         options = GuideOptions(vocab_size, ends[0] if ends else 0, not samples_all)
         return GrammarGuide(
             self._compiler.submit,
@@ -80,14 +80,14 @@ class GuideFactory:
         # Most workers need neither.
         from llguidance import LLMatcher
 
-        from gllm.grammar.vocabulary import load_grammar_tokenizer, parser_limits
+        from gllm.grammar.vocabulary import create_parser_limits, load_grammar_tokenizer
 
         if self._tokenizer is None:
             try:
                 self._tokenizer = load_grammar_tokenizer(*self._model)
             except (OSError, ValueError) as error:
                 raise GrammarGuideError(str(error)) from error
-        matcher = LLMatcher(self._tokenizer, grammar, limits=parser_limits(), log_level=0)
+        matcher = LLMatcher(self._tokenizer, grammar, limits=create_parser_limits(), log_level=0)
         if matcher.is_error():
             raise GrammarGuideError(f"the grammar does not compile: {matcher.get_error()}")
         return matcher

@@ -15,7 +15,7 @@ LOSSLESS_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split")
 """Pre-tokenizers that keep every character; Split only if its behavior is not to remove."""
 
 
-def max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
+def compute_max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
     """Return the largest number of characters of a text that one token stands for.
 
     Returns:

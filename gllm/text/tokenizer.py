@@ -10,7 +10,7 @@ import tokenizers
 
 from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.special_tokens import SpecialTokenMarker
-from gllm.text.token_length import max_token_characters
+from gllm.text.token_length import compute_max_token_characters
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """Vocabulary entry of a single byte in vocabularies of text."""
@@ -46,7 +46,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self._max_token_characters = max_token_characters(backend)
+        self._max_token_characters = compute_max_token_characters(backend)
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | None = None) -> "Tokenizer":

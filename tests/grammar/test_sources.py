@@ -7,7 +7,7 @@ import pytest
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
-from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, nesting_depth
+from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, compute_nesting_depth
 from gllm.grammar.sources.structured_output import MAX_BYTES, MAX_CHOICES, to_grammar_source
 
 OTHERS = [
@@ -148,4 +148,4 @@ def test_what_is_compiled():
 
 def test_depth():
     nested: list[Any] = [1, [], [[]], {"a": [1, {"b": {}}]}]
-    assert [nesting_depth(one) for one in nested] == [0, 0, 1, 3]
+    assert [compute_nesting_depth(one) for one in nested] == [0, 0, 1, 3]

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar.compiler_process import compile_grammar
 from gllm.grammar.sources.structured_output import to_grammar_source
-from gllm.grammar.vocabulary import load_grammar_tokenizer, parser_limits
+from gllm.grammar.vocabulary import create_parser_limits, load_grammar_tokenizer
 from gllm.text.tokenizer import Tokenizer
 from tests.grammar.writing import EOS
 from tests.text.tokenizers_for_tests import byte_level, metaspace, save, sentencepiece, word_piece
@@ -33,7 +33,7 @@ def test_a_text_of_its_tokens_fits(tmp_path: Path, kind, more: int) -> None:
     tokens = load_grammar_tokenizer(tmp_path, size, (size + 3, EOS))
     assert tokens.eos_tokens == [EOS]
     grammar, _ = compile_grammar(list(to_grammar_source(StructuredOutput(json=SCHEMA))), tokens)
-    matcher = LLMatcher(tokens, grammar, limits=parser_limits())
+    matcher = LLMatcher(tokens, grammar, limits=create_parser_limits())
     output: list[int] = []
     chance = Random(1)
     while not matcher.is_stopped():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from gllm.text.token_length import max_token_characters
+from gllm.text.token_length import compute_max_token_characters
 from gllm.text.tokenizer import Tokenizer, TooManyTokensError
 from tests.text import tokenizers_for_tests as some
 
@@ -113,7 +113,7 @@ def test_no_text_has_fewer_tokens_than_its_length_tells(text):
     composing = some.byte_level()
     composing.normalizer = normalizers.NFC()
     for backend in (some.byte_level(), composing, some.sentencepiece(), some.metaspace()):
-        longest = max_token_characters(backend)
+        longest = compute_max_token_characters(backend)
         assert longest is not None
         assert len(text) <= longest * len(backend.encode(text, add_special_tokens=False))
 
@@ -124,4 +124,4 @@ def test_tokenizers_that_may_drop_text_have_no_longest_token():
     swallowing.add_special_tokens([AddedToken("<pad>", lstrip=True)])
     lossy.normalizer = normalizers.Strip()
     for backend in (some.word_piece(), dropping, swallowing, lossy):
-        assert max_token_characters(backend) is None
+        assert compute_max_token_characters(backend) is None

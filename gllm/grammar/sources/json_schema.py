@@ -131,7 +131,7 @@ def resolve_reference(root: object, reference: object) -> object:
     return target
 
 
-def nesting_depth(value: object) -> int:
+def compute_nesting_depth(value: object) -> int:
     """Return the nesting depth of a JSON value; 0 if it contains no other values."""
     return sum(1 for _ in _levels(value)) - 1
 

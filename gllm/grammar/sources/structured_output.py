@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, nesting_depth
+from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, compute_nesting_depth
 from gllm.grammar.sources.rewrite import rewrite_schema
 
 MAX_BYTES = {"json": 2**17, "regex": 2**13, "choice": 2**16, "grammar": 2**16}
@@ -53,7 +53,7 @@ def _schema_text(schema: object, strict: bool) -> str:
             schema = json.loads(_check_bounds("json", schema))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the schema is not valid JSON: {error}") from error
-    if nesting_depth(schema) > MAX_DEPTH:
+    if compute_nesting_depth(schema) > MAX_DEPTH:
         raise ValueError(f"the schema is nested deeper than {MAX_DEPTH} levels")
     if not isinstance(schema, dict):
         raise ValueError("the schema must be an object")

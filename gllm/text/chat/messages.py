@@ -104,13 +104,13 @@ def _normalize_content(path: str, message: ChatMessage) -> str | None:
         if "tool_calls" in message:
             return None
         content = "" if "reasoning_content" in message else None
-    text = content_text(content)
+    text = get_content_text(content)
     if text is None:
         _fail(path, "must have a content that is a string or a list of parts of type text")
     return text
 
 
-def content_text(content: object) -> str | None:
+def get_content_text(content: object) -> str | None:
     """Return the text of a content, one part per line; None if it is not text."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None

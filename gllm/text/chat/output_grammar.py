@@ -15,7 +15,11 @@ from gllm.grammar.sources.json_schema import check_schema
 from gllm.grammar.sources.rewrite import rewrite_schema
 from gllm.grammar.sources.structured_output import GrammarSource, to_grammar_source
 from gllm.text.chat.tools import ToolOptions
-from gllm.text.output.grammar_builder import GrammarBuilder, output_grammar, tool_call_rule
+from gllm.text.output.grammar_builder import (
+    GrammarBuilder,
+    add_tool_call_rule,
+    build_output_grammar,
+)
 from gllm.text.output.parser import OutputFormat
 
 _ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
@@ -69,9 +73,9 @@ def constrain_output(
         delimiters = output_format.tool_call_format.delimiters(template_source)
         allows_several = not (tool_options.required_tool or tool_options.is_single_call)
         answers.append(
-            tool_call_rule(grammar, delimiters, _enforced_schemas(tool_options), allows_several)
+            add_tool_call_rule(grammar, delimiters, _enforced_schemas(tool_options), allows_several)
         )
-    text = output_grammar(
+    text = build_output_grammar(
         grammar, answers, output_format.reasoning_tags, output_format.starts_in_reasoning
     )
     param = "tools" if structured is None else structured.param

@@ -59,7 +59,7 @@ def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
     return "tool_calls" if reason == "stop" and has_calls else reason
 
 
-def reasoning_counter(
+def create_reasoning_counter_factory(
     tokenizer: Tokenizer, output_format: OutputFormat
 ) -> Callable[[], ReasoningTokenCounter] | None:
     """Return a function that creates a counter of reasoning tokens for one choice.

@@ -6,7 +6,7 @@ from typing import Any
 
 from gllm.config.field_types import FieldError
 from gllm.config.output_parsers import OutputParserConfig
-from gllm.text.chat.messages import content_text
+from gllm.text.chat.messages import get_content_text
 from gllm.text.chat.request import ChatRequest
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.output.parser import OutputFormat
@@ -84,7 +84,7 @@ def _mark_special_tokens(tokenizer: Tokenizer, values: Any, mark: str) -> Any:
 def _starts_in_reasoning(tags: ReasoningTags, prompt: str, request: ChatRequest) -> bool:
     """Return whether the output begins inside a reasoning section that the prompt has opened."""
     if request.continue_final_message:
-        return tags.are_open_in(content_text(request.messages[-1]["content"]) or "")
+        return tags.are_open_in(get_content_text(request.messages[-1]["content"]) or "")
     return tags.are_opened_by(prompt)
 
 

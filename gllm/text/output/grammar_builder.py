@@ -74,7 +74,7 @@ class GrammarBuilder:
         return grammar.replace("::=", r":\u003a=")
 
 
-def json_arguments_rule(grammar: GrammarBuilder, schema: Schema) -> str:
+def add_json_arguments_rule(grammar: GrammarBuilder, schema: Schema) -> str:
     """Add the rule of arguments written as a JSON object and return its name."""
     return grammar.add_rule(grammar.json_value({"type": "object", **schema}))
 
@@ -95,11 +95,11 @@ class ToolCallDelimiters:
     """Text after all calls."""
     allows_parallel: bool = True
     """True if an answer may contain more than one call."""
-    arguments_rule: Callable[[GrammarBuilder, Schema], str] = json_arguments_rule
+    arguments_rule: Callable[[GrammarBuilder, Schema], str] = add_json_arguments_rule
     """Returns the expression of arguments that fit a schema."""
 
 
-def tool_call_rule(
+def add_tool_call_rule(
     grammar: GrammarBuilder,
     delimiters: ToolCallDelimiters,
     tool_schemas: Mapping[str, Schema],
@@ -122,7 +122,7 @@ def tool_call_rule(
     return grammar.add_rule(_join(prefix, call, more, suffix))
 
 
-def output_grammar(
+def build_output_grammar(
     grammar: GrammarBuilder,
     answers: Sequence[str],
     tags: ReasoningTags | None,

@@ -56,7 +56,7 @@ class TaggedArguments:
         Returns:
             The end tag.
         """
-        types = property_types(self._schema, key)
+        types = get_property_types(self._schema, key)
         lead = ", " if self._num_arguments else "{"
         self._num_arguments += 1
         self._emitter.add_arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
@@ -71,7 +71,7 @@ class TaggedArguments:
         return end
 
 
-def tagged_arguments_rule(
+def tagged_arguments_expression(
     grammar: GrammarBuilder, schema: Schema, start_tag: str, end_tag: str, separator: str
 ) -> str:
     """Return the expression of arguments in the schema's order; optional ones may be missing.
@@ -107,7 +107,7 @@ def _value_rule(grammar: GrammarBuilder, schema: Schema, value_schema: Schema, e
     return f"{value} {grammar.literal(end_tag)}"
 
 
-def property_types(schema: Schema, key: str) -> set[str]:
+def get_property_types(schema: Schema, key: str) -> set[str]:
     """Return the JSON types that a property may have; empty if the schema does not say."""
     properties = schema.get("properties")
     value_schema = properties.get(key) if isinstance(properties, Mapping) else None

@@ -6,7 +6,11 @@ import pytest
 from tokenizers import AddedToken
 
 from gllm.grammar.sources.rewrite import rewrite_schema
-from gllm.text.output.grammar_builder import GrammarBuilder, output_grammar, tool_call_rule
+from gllm.text.output.grammar_builder import (
+    GrammarBuilder,
+    add_tool_call_rule,
+    build_output_grammar,
+)
 from gllm.text.output.reasoning import REASONING_TAGS
 from gllm.text.output.registry import TOOL_CALL_FORMATS
 from gllm.text.output.tool_calls import ToolCallFormat
@@ -49,8 +53,8 @@ def judge(name, write, tokenizer, schemas=SCHEMAS, tags=None, within=False, seve
     written = family.delimiters(SHOWN.get(write.__name__, ""))
     grammar = GrammarBuilder(tokenizer.token_to_id, (*family.markers, *shown))
     enforced = {tool: rewrite_schema(schema, strict=False) for tool, schema in schemas.items()}
-    calls = tool_call_rule(grammar, written, enforced, several)
-    return Judge(tokenizer, output_grammar(grammar, [calls], reasoning, within))
+    calls = add_tool_call_rule(grammar, written, enforced, several)
+    return Judge(tokenizer, build_output_grammar(grammar, [calls], reasoning, within))
 
 
 @pytest.mark.parametrize("spelled", [False, True], ids=["tokens", "spelled"])

@@ -8,7 +8,7 @@ import re
 
 from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader
-from gllm.text.output.tagged_tool_call import TaggedArguments, tagged_arguments_rule
+from gllm.text.output.tagged_tool_call import TaggedArguments, tagged_arguments_expression
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -68,7 +68,7 @@ FORMAT = ToolCallFormat(
         call_prefix=f"{OPEN}NAME\n",
         call_suffix=CLOSE,
         separator="\n",
-        arguments_rule=lambda grammar, schema: tagged_arguments_rule(
+        arguments_rule=lambda grammar, schema: tagged_arguments_expression(
             grammar, schema, f"{KEY}KEY{KEY_END}\n{VALUE}", VALUE_END, "\n"
         ),
     ),

@@ -8,7 +8,7 @@ import re
 
 from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader, TextSink
-from gllm.text.output.tagged_tool_call import TaggedArguments, tagged_arguments_rule
+from gllm.text.output.tagged_tool_call import TaggedArguments, tagged_arguments_expression
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -78,7 +78,7 @@ FORMAT = ToolCallFormat(
         call_prefix=f"{OPEN}\n{FUNCTION}NAME>\n",
         call_suffix=f"{FUNCTION_END}\n{CLOSE}",
         separator="\n",
-        arguments_rule=lambda grammar, schema: tagged_arguments_rule(
+        arguments_rule=lambda grammar, schema: tagged_arguments_expression(
             grammar, schema, f"{PARAMETER}KEY>\n", f"\n{PARAMETER_END}", "\n"
         ),
     ),
