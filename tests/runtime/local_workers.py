@@ -1,6 +1,6 @@
 """Real workers in the process of the test, so that a test can make their steps fail.
 
-The same sockets, edges and messages as `gllm.runtime.launch.Workers`, but no
+The same sockets, edges and messages as `gllm.runtime.launch.WorkerProcesses`, but no
 processes. `local_engine` is the embeddable engine over them.
 """
 
