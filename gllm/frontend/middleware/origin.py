@@ -1,7 +1,6 @@
-"""Refuse requests that a browser sends for another site's page, and Host names of other sites.
+"""Middleware: refuse cross-site requests by `Origin` and DNS rebinding by `Host`, on every path.
 
-Owns the checks of `Origin` against cross-site requests and of `Host` against DNS rebinding, on
-every path. `cors.py` tells allowed origins what they may read.
+`cors.py` sets the headers that let allowed origins read answers.
 Source: WHATWG Fetch, "Origin header"; W3C Fetch Metadata, "Sec-Fetch-Site".
 """
 
