@@ -73,25 +73,6 @@ def classes_by_name() -> dict[str, list[str]]:
     return files
 
 
-PENDING_CLASSES = frozenset(
-    [
-        "Attention",
-        "Embedding",
-        "Event",
-        "Experts",
-        "Head",
-        "LatentAttention",
-        "Layer",
-        "Linear",
-        "MLP",
-        "Norm",
-        "Profile",
-        "Step",
-    ]
-)
-"""Class names that occur twice and have not been changed yet."""
-
-
 def test_class_names_occur_once() -> None:
     twice = {name: files for name, files in classes_by_name().items() if len(files) > 1}
-    assert {name: twice[name] for name in twice.keys() - PENDING_CLASSES} == {}
+    assert twice == {}
