@@ -164,7 +164,7 @@ async def test_a_custom_tool_with_a_format(ai, stream):
 
 async def test_a_format_that_is_not_enforced_is_refused(ai):
     form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
-    with pytest.raises(openai.BadRequestError, match="only regex") as caught:
+    with pytest.raises(openai.BadRequestError, match="use regex") as caught:
         await chat(ai, False, tools=[custom(format=form)])
     assert caught.value.param == "tools"
 
