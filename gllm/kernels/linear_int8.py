@@ -178,8 +178,10 @@ def linear_int8(
 def _multiply_reference(
     rows: QuantizedRows, matrix: Int8Matrix, bias: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Write the bits that compiled kernels compute to out [rows, outputs]; float64 holds all
-    integer sums exactly."""
+    """Write the same bits as the compiled kernels to out [rows, outputs].
+
+    float64 holds all integer sums exactly.
+    """
     numbers = rows.codes.to(torch.float64) - ZERO_POINT
     for begin in range(0, matrix.outputs, SLAB_OUTPUTS):
         outputs = slice(begin, min(begin + SLAB_OUTPUTS, matrix.outputs))

@@ -77,8 +77,10 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
     def multiply_gated(
         self, x: Tensor, matrix: UnquantizedMatrix, bias: Tensor | None, activation: str
     ) -> Tensor:
-        """Return act(x G^T + b) * (x U^T + c); with alternating panels only the product is
-        written."""
+        """Return act(x G^T + b) * (x U^T + c).
+
+        With alternating panels only the product is written to memory.
+        """
         if matrix.is_gated:
             return _multiply_packed(x, matrix, bias, None, ACTIVATIONS[activation])
         return WeightFormat.multiply_gated(self, x, matrix, bias, activation)

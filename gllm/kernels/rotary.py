@@ -70,7 +70,7 @@ def _yarn(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tensor, 
 
 
 def _yarn_attention_factor(parameters: Parameters) -> float:
-    """The square root of YaRN's attention temperature, applied to cos and sin."""
+    """Return the square root of YaRN's attention temperature, applied to cos and sin."""
     if "attention_factor" in parameters:
         return parameters["attention_factor"]
 

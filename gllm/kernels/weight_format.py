@@ -164,8 +164,7 @@ def dequantize_weight(weight: Weight) -> Tensor:
 def convert(
     parts: Sequence[Weight], quantization: str
 ) -> tuple[WeightFormat[Any], Sequence[Weight]]:
-    """Return the format in which to keep loaded weights, and the weights as its `prepare` reads
-    them.
+    """Return the format for loaded weights, and the weights as its `prepare` reads them.
 
     Weights stay in the checkpoint's format if all parts have the same one and `quantization` is
     "none". All others are dequantized first.

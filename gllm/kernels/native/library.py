@@ -197,6 +197,7 @@ class MeasuredKernelLibrary(KernelLibrary):
         self._file = descriptor
 
     def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
+        """Return True if the measured time ratio is at most MAX_SLOWDOWN."""
         ratios = self._ratios.get(dtype)
         if ratios is None:
             with self._lock:

@@ -74,9 +74,11 @@ class KernelRecorder(KernelLibrary):
         self._used = 0
 
     def __call__(self, arguments: ctypes.Structure) -> None:
+        """Store the call."""
         self.calls.append(arguments)
 
     def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
+        """Return the decision of the recorded library."""
         return self.library.is_preferred(operation, dtype)
 
     def address(self, arguments: ctypes.Structure) -> int | None:

@@ -1,7 +1,7 @@
 """Gated activations for GPUs.
 
-Owns how elements are shared out. The formulas and their sources are in gllm/kernels/activation.py;
-here the product is rounded once, behind the multiplication.
+Formulas and sources: gllm/kernels/activation.py. Here the product is rounded once, after the
+multiplication.
 """
 
 import triton
@@ -12,11 +12,12 @@ from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.tiles import choose_tiles
 
 KINDS = ("silu", "relu", "gelu", "gelu_tanh")
+"""Supported activations."""
 
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """The activation of float32 x."""
+    """Return the activation KIND of float32 x."""
     if KIND == "silu":
         made = x * tl.sigmoid(x)
     elif KIND == "relu":
@@ -32,7 +33,11 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def _gate(both, output, size, row, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """both [tokens, 2 * size] with `row` elements between tokens; output [tokens, size]."""
+    """Compute act(gate) * up.
+
+    Grid: (tokens, blocks of BLOCK outputs). both [tokens, 2 * size]: gate, then up, `row` elements
+    between tokens; output [tokens, size], contiguous.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < size
@@ -43,7 +48,7 @@ def _gate(both, output, size, row, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:
-    """As gllm.kernels.activation.act_and_mul: gate_up [tokens, 2 * n]; the result [tokens, n]."""
+    """Apply gllm.kernels.activation.act_and_mul to gate_up [tokens, 2 * n]; return [tokens, n]."""
     if kind not in KINDS:
         raise ValueError(f"no kernel for the activation {kind!r}")
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()

@@ -1,7 +1,6 @@
-"""Paged attention of a mixed micro-batch for GPUs, and its kernel for prefill chunks.
+"""Attention backend in Triton for mixed micro-batches, and the kernel for prefill chunks.
 
-Owns the launch and the tiles of prefill. Decodes are in decode_attention.py, the arithmetic in
-attention_tiles.py; does not know how many of either a step should have.
+The kernel for decodes is in decode_attention.py, the online softmax in attention_tiles.py.
 """
 
 import math
@@ -32,14 +31,22 @@ def paged_attention(
     plan: AttentionPlan,
     scaling: AttentionScaling,
 ) -> Tensor:
-    """As gllm.kernels.attention.paged_attention: query [tokens, heads, head_dim] of bfloat16,
-    float16 or float32, caches [blocks, block_size, kv_heads, elements] of one of these dtypes or of
-    float8_e4m3fn, the result [tokens, heads, value_dim]. Slots of the cache have to be evenly
-    spaced, the elements of a head adjacent; plan.tables is needed.
+    """Compute gllm.kernels.attention.paged_attention with Triton kernels.
 
-    Values that are a view of the first elements of the keys are read once. Decodes alone, once
-    launched, can be replayed for others that are as many: of them only the tables tell, and
-    plan.rows has but chosen the number of splits.
+    Slots of the cache must be evenly spaced and the elements of a head adjacent. Values that are a
+    view of the first elements of the keys are read once. A launch of decodes alone can be captured
+    in a graph and replayed for the same number of decodes: it reads only plan.tables, and plan.rows
+    only selects the number of splits.
+
+    Args:
+        query: [tokens, heads, head_dim], bfloat16, float16 or float32.
+        key_cache: [blocks, block_size, kv_heads, head_dim] of one of these dtypes or float8_e4m3fn.
+        value_cache: [blocks, block_size, kv_heads, value_dim], likewise.
+        plan: `plan.tables` is read.
+        scaling: scale, softcap and slopes of the scores.
+
+    Returns:
+        [tokens, heads, value_dim].
     """
     tokens, heads, _ = query.shape
     output = query.new_empty(tokens, heads, value_cache.shape[3])
@@ -55,7 +62,7 @@ def paged_attention(
 
 
 def _factors(scaling: AttentionScaling) -> tuple[float, float]:
-    """`inner` and `outer` of attention_tiles.attend."""
+    """Return the factors `inner` and `outer` of attention_tiles.attend."""
     if scaling.softcap is None:
         return scaling.scale * math.log2(math.e), 0.0
     # tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1).
@@ -74,7 +81,7 @@ def _prefill(
     shape: AttentionShape,
     factors: tuple[float, float],
 ) -> None:
-    """Fill the rows of prefill chunks of output [tokens, heads, value_dim]."""
+    """Compute the prefill chunks' rows of output [tokens, heads, value_dim]."""
     tables, rows = plan.tables, plan.rows
     assert tables is not None, "attention was not planned for a device"
     tiles = attention_shapes.choose_attention_tiles(shape, "prefill")
@@ -114,8 +121,10 @@ def packed_rows(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """[ROWS] token within the chunk of `count`, query head, and whether there is such a row, of a
-    tile that begins with token `first`."""
+    """Return the token, the query head and the validity of each row of a tile, each [ROWS].
+
+    The token is relative to the chunk of `count` tokens; the tile starts at token `first`.
+    """
     packed = first * HEADS + tl.arange(0, ROWS)
     token = packed // HEADS
     member = tl.program_id(1) % PARTS * HEADS + packed % HEADS

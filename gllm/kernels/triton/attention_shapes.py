@@ -1,8 +1,7 @@
-"""Sizes of the tiles of paged attention, and all else that is constant within one of its kernels.
+"""Compile-time constants of the paged attention kernels: tile sizes, splits and model shapes.
 
-Owns the names of the kernels' constants, the number of splits of a context, and the models that the
-kernels are compiled for ahead of time. Sizes come from tables (tiles.py). Does not know what
-kernels compute.
+Tile sizes come from tables (tiles.py). HEAD_CONFIGS lists the models that the kernels are compiled
+for ahead of time.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from gllm.kernels.triton.tiles import choose_tiles
 
 @dataclass(frozen=True)
 class TileSizes:
-    """One choice of sizes."""
+    """Tile sizes and launch options of one kernel."""
 
     rows: int
     """Queries of a tile: tokens times query heads that share a KV head; a power of two, 16 at
@@ -33,24 +32,24 @@ class TileSizes:
 
 
 SPLITS = 128
-"""Most parts of a context."""
+"""Maximum number of splits of a context."""
 MIN_DECODE_SPLIT_TOKENS = 128
-"""Fewest tokens of a decode's part: below, the reduction costs more than parallelism saves."""
+"""Minimum tokens per split of a decode: below, the reduction costs more than it saves."""
 MIN_PREFILL_SPLIT_TOKENS = 1024
-"""The same for a prefill chunk. A row of a tile writes and reads 1 KB for each part of its context
-(128 elements, float32); at 4.8 TB/s that takes as long as 166 keys do at 400 TFLOP/s."""
+"""Minimum tokens per split of a prefill chunk. A row of a tile writes and reads 1 KB per split (128
+elements, float32); at 4.8 TB/s that takes as long as 166 keys do at 400 TFLOP/s."""
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs for each processor that splitting of decodes aims at; a chunk's fill one each."""
+"""Programs per processor that splitting of decodes aims at; prefill aims at one."""
 MAX_DECODE_SPLIT_TOKENS = 8192
-"""Most tokens of a decode's part, however many other programs there are: one program alone reads
-slowly, so that a single long context would hold up a whole step. 64 KB under way (two tiles of 64
-keys and values of 128 16-bit elements) and 0.8 us of latency are 80 GB/s, so 8192 tokens of a KV
-head take about 50 us."""
+"""Maximum tokens per split of a decode, regardless of other programs: a single program reads
+slowly, so one long context would delay the whole step. 64 KB in flight (two tiles of 64 keys and
+values of 128 16-bit elements) and 0.8 us of latency are 80 GB/s, so 8192 tokens of a KV head take
+about 50 us."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a stage's attention always looks like."""
+    """Properties of attention that are constant for the layers of a stage."""
 
     heads: int
     kv_heads: int
@@ -58,29 +57,32 @@ class AttentionShape:
     value_dim: int
     block_size: int
     shared: bool = False
-    """Whether values are the first elements of the keys."""
+    """True if values are the first elements of the keys (latent attention)."""
     softcap: bool = False
     alibi: bool = False
     window: int | None = None
     wide: bool = False
-    """Whether queries are float32."""
+    """True if queries are float32."""
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """Return the number of query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
     def main(self) -> int:
-        """Elements of the keys that one tile holds; the others are in a second one."""
+        """Return the key elements in the first tile; the others are in a second one."""
         return self.value_dim if self.shared else self.key_dim
 
 
 def describe_shape(
     query: Tensor, keys: Tensor, values: Tensor, features: tuple[bool, bool, int | None]
 ) -> AttentionShape:
-    """The shape of query [tokens, heads, key_dim] against caches [blocks, block_size, kv_heads,
-    key_dim and value_dim]; features: softcap, alibi, window."""
+    """Return the shape of query [tokens, heads, key_dim] against paged caches.
+
+    Caches are [blocks, block_size, kv_heads, key_dim or value_dim]; features: softcap, alibi,
+    window.
+    """
     shared = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
     return AttentionShape(
         *(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1], shared),
@@ -90,37 +92,40 @@ def describe_shape(
 
 
 def tile_lookup_sizes(shape: AttentionShape) -> dict[str, int]:
-    """What tiles are looked up by: the padded dimensions of a head (512 stands for latent
-    attention, which has 64 more of the keys alone), bytes of a query's element."""
+    """Return the sizes by which tile sizes are looked up.
+
+    These are the padded dimension of a head (512 also stands for latent attention, whose keys have
+    64 more elements) and the bytes of a query element.
+    """
     head = max(_padded(shape.main), _padded(shape.value_dim))
     return {"head": head, "bytes": 4 if shape.wide else 2}
 
 
 def choose_attention_tiles(shape: AttentionShape, table: str) -> TileSizes:
-    """The table's choice for heads of this size. Raises ValueError where there is none."""
+    """Return the tile sizes for heads of this size. Raises ValueError if there are none."""
     return TileSizes(**choose_tiles(table, **tile_lookup_sizes(shape)))
 
 
 @dataclass(frozen=True)
 class QueryPacking:
-    """How the queries of a group of heads fill tiles."""
+    """Packing of the query heads that share a KV head into tiles."""
 
     heads: int
-    """Of a group in one tile."""
+    """Query heads of a group per tile."""
     parts: int
-    """Tiles that a group needs for a token, 1 unless the group is larger than a tile."""
+    """Tiles per group and token, 1 unless the group is larger than a tile."""
     tokens: int
-    """In one tile."""
+    """Tokens per tile."""
 
 
 def pack_queries(tiles: TileSizes, shape: AttentionShape) -> QueryPacking:
-    """Tokens are packed where the heads of a group leave room."""
+    """Return how the query heads and tokens fill a tile."""
     heads = min(shape.group, tiles.rows)
     return QueryPacking(heads, -(-shape.group // heads), tiles.rows // heads)
 
 
 def constants(tiles: TileSizes, shape: AttentionShape) -> dict[str, int | bool]:
-    """The constants that the kernels of decodes and of prefill chunks have in common."""
+    """Return the constants that the kernels of decodes and of prefill chunks share."""
     packed = pack_queries(tiles, shape)
     rest = shape.key_dim - shape.main
     return {
@@ -166,7 +171,7 @@ def decode_splits(contexts: npt.NDArray[np.int64], programs: int, processors: in
 
 
 def prefill_splits(programs: int, longest: int, processors: int) -> int:
-    """The same for tiles of prefill chunks, which are split where processors would be idle."""
+    """Return the number of splits for tiles of prefill chunks, which only fill idle processors."""
     return _splits(processors // programs, longest, MIN_PREFILL_SPLIT_TOKENS)
 
 
@@ -175,12 +180,12 @@ def _splits(wanted: int, longest: int, min_arch: int) -> int:
 
 
 def _padded(size: int) -> int:
-    """The next power of two that tensor cores take."""
+    """Return the next power of two that tensor cores support, at least 16."""
     return max(int(triton.next_power_of_2(size)), 16)
 
 
 def with_float32_queries(shape: AttentionShape) -> AttentionShape:
-    """The same in float32."""
+    """Return the shape with float32 queries."""
     return replace(shape, wide=True)
 
 
@@ -192,7 +197,7 @@ HEAD_CONFIGS = {
     "groups of 2 heads of 256": AttentionShape(16, 8, 256, 256, 16),
     "16 latent heads": AttentionShape(16, 1, 576, 512, 16, shared=True),
 }
-"""As of Qwen2.5-7B, Llama-3.1-8B, Qwen2.5-0.5B, Phi-3-mini, Gemma-2-9B and DeepSeek-V2-Lite."""
+"""Heads of Qwen2.5-7B, Llama-3.1-8B, Qwen2.5-0.5B, Phi-3-mini, Gemma-2-9B, DeepSeek-V2-Lite."""
 CASES = [
     *(
         (f"{label}, {query} on {cached}", shape, query, cached, min_arch)
@@ -216,7 +221,7 @@ CASES = [
         for label, shape in HEAD_CONFIGS.items()
     ),
 ]
-"""Label, shape, types of queries and cache, oldest architecture."""
+"""Compiled variants: label, shape, types of queries and cache, oldest architecture."""
 
 
 def compiled(
@@ -226,8 +231,10 @@ def compiled(
     types: Mapping[str, str],
     more: Mapping[str, Any],
 ) -> list[KernelSpec]:
-    """A kernel with the arguments that those of decodes and prefill share, for all of CASES; types
-    and constants of its others."""
+    """Return the specs of a kernel for all CASES.
+
+    types and more: argument types and constants that the kernels do not share.
+    """
     return [
         KernelSpec(
             f"{name}, {label}",
@@ -244,7 +251,7 @@ def compiled(
 
 
 def tiled(table: str, shape: AttentionShape) -> TunedConstants:
-    """The constants of a shape by its row of a table."""
+    """Return the constants of a shape by its row of a table."""
     return TunedConstants(
         table, tile_lookup_sizes(shape), lambda use: constants(TileSizes(**use), shape)
     )

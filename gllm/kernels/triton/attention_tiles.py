@@ -1,10 +1,7 @@
-"""A tile of queries against the pages of a KV cache, for kernels of decodes and of prefill.
-
-Owns the loop over keys with its online softmax, and how queries lie in a tile. Does not know which
-queries and which part of a context a program has.
+"""Online softmax of one tile of queries over the pages of a KV cache, for decodes and prefill.
 
 Row m of a tile is query head m % HEADS of token m // HEADS: all heads share a KV head, so that even
-a single token makes a matrix. Scores are in units of log2, for there is an instruction for 2^x.
+a single token makes a matrix. Scores are in units of log2, because there is an instruction for 2^x.
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3; Dao
 et al., "FlashAttention" (2022), algorithm 1; Kwon et al., "PagedAttention" (2023), section 4.1.
 """
@@ -20,8 +17,10 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def load_elements(pointers, there, SIZE: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr):
-    """[rows, PAD]: SIZE elements behind each of pointers [rows], then zeros; zeros where there
-    [rows] is false, unless all rows are (not MASKED)."""
+    """Load SIZE elements from each of pointers [rows] into [rows, PAD], padded with zeros.
+
+    Rows where `there` [rows] is false become zero; without MASKED all rows are loaded.
+    """
     columns = tl.arange(0, PAD)
     addresses = pointers[:, None] + columns[None, :]
     if MASKED:
@@ -39,7 +38,7 @@ def load_elements(pointers, there, SIZE: tl.constexpr, PAD: tl.constexpr, MASKED
 
 @triton.jit
 def load_slopes(slopes, heads, there, ALIBI: tl.constexpr):
-    """[ROWS] float32: the slope of each row's head for scores in units of log2."""
+    """Return the slope of each row's head, [ROWS] float32, for scores in units of log2."""
     if ALIBI:
         loaded = tl.load(slopes + heads, mask=there, other=0.0) * 1.4426950408889634
     else:
@@ -49,8 +48,10 @@ def load_slopes(slopes, heads, there, ALIBI: tl.constexpr):
 
 @triton.jit
 def load_blocks(table, start, oldest, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """[KEYS] int32: the block of each position start .. start + KEYS - 1 by a row's table of block
-    ids; 0 outside of oldest .. end - 1."""
+    """Load the block id of each position start .. start + KEYS - 1, [KEYS] int32.
+
+    table: block ids of the row; positions outside of oldest .. end - 1 give 0.
+    """
     tokens = start + tl.arange(0, KEYS)
     return tl.load(table + tokens // BLOCK_SIZE, (tokens >= oldest) & (tokens < end), 0)
 
@@ -88,13 +89,21 @@ def attend(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the keys at positions begin .. end - 1 to a tile's softmax: its highest score and total
-    weight [ROWS], and its weighted sum of values, output [ROWS, VALUE_PAD], all float32.
+    """Add the keys at positions begin .. end - 1 to the online softmax of a tile of queries.
 
-    query [ROWS, MAIN_PAD], rest [ROWS, REST_PAD] or nothing, positions and slopes [ROWS]; keys and
-    values point to the KV head in slot 0, table to the row's block ids. No key before `oldest` is
-    read. Not MASKED: all queries see all of the keys, whose number is a multiple of KEYS.
-    Score s becomes s * inner, or outer * tanh(ln 2 / 2 * s * inner) with SOFTCAP.
+    The state is the highest score and total weight [ROWS] and the weighted sum of values, output
+    [ROWS, VALUE_PAD], all float32. A score s becomes s * inner, or with SOFTCAP
+    outer * tanh(ln 2 / 2 * s * inner). No key before `oldest` is read.
+
+    Tensors: query [ROWS, MAIN_PAD], rest [ROWS, REST_PAD] (unused if REST is 0), positions and
+    slopes [ROWS]; keys and values point to the KV head in slot 0, key_row and value_row elements
+    per slot; table: block ids of the row.
+
+    Constants, in elements of a head: MAIN: key elements in the first tile (all, or for latent
+    attention those shared with the values); REST: further key elements; VALUE: value elements;
+    *_PAD: the next power of two, at least 16. KEYS: keys per tile. BLOCK_SIZE: tokens per cache
+    block. SHARED: values are the first tile of the keys. WINDOW: visible tokens, 0 for all. MASKED:
+    False if all queries see all keys, whose number is a multiple of KEYS.
     """
     blocks = load_blocks(table, begin, oldest, end, KEYS, BLOCK_SIZE)
     for start in range(begin, end, KEYS):

@@ -1,9 +1,8 @@
-"""What Triton kernels share.
+"""Device functions shared by the Triton kernels, and the number of processors of a GPU.
 
-Owns the product of tiles, looks into the histories of sequences, and how many processors a GPU has.
-Triton's interpreter, by which kernels are tested without a GPU, computes products and arithmetic of
-bfloat16 wrongly, silently; conversions are right. So kernels compute in float32 between loads and
-stores, as they would anyway, and multiply tiles by `dot`.
+Triton's interpreter, which tests the kernels without a GPU, silently computes products and bfloat16
+arithmetic wrongly; conversions are right. The kernels therefore compute in float32 between loads
+and stores, and multiply tiles with `dot`.
 """
 
 from functools import cache
@@ -17,7 +16,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b, total):
-    """total [m, n] float32 + a [m, k] times b [k, n], on tensor cores in the operands' type."""
+    """Return total [m, n] float32 + a [m, k] @ b [k, n], on tensor cores in the dtype of a."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     return tl.dot(a, b, total)
@@ -25,8 +24,11 @@ def dot(a, b, total):
 
 @triton.jit
 def tokens_of(table, blocks, positions, there, BLOCK_SIZE: tl.constexpr):
-    """Tokens int64 at positions of a history, -1 where not `there`; table: [slots] int64, blocks:
-    the history's block table (gllm/kernels/history.py)."""
+    """Load the tokens int64 at positions of a history, -1 where not `there`.
+
+    table [slots] int64: token per KV-cache slot; blocks: the block table of the history
+    (gllm/kernels/history.py).
+    """
     block = tl.load(blocks + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
     return tl.load(table + slots, mask=there, other=-1)
@@ -34,7 +36,7 @@ def tokens_of(table, blocks, positions, there, BLOCK_SIZE: tl.constexpr):
 
 @cache
 def count_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; 1 for one that has none."""
+    """Return the number of streaming multiprocessors of a device; 1 if it is not a GPU."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -21,6 +21,6 @@ class CompilationCounter:
         knobs.runtime.jit_post_compile_hook = self._on_compiled
 
     def _on_compiled(self, *, repr: str, **_: Any) -> None:
-        """Called by Triton; repr: the kernel with its options and the types of its arguments."""
+        """Count a compilation; repr: the kernel with its options and argument types."""
         self.count += 1
         log.warning("compiled while serving: %s", repr)

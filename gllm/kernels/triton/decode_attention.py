@@ -1,7 +1,7 @@
-"""Paged attention of decodes for GPUs: rows of one token each, long contexts split.
+"""Paged attention of decodes for GPUs: one query token per row, long contexts are split.
 
-Owns the launch for decodes and what a program of it does. Where launches come from is in
-attention.py, the arithmetic in attention_tiles.py, what becomes of splits in split_attention.py.
+The launch is called by attention.py; the online softmax is in attention_tiles.py, the reduction of
+splits in split_attention.py.
 """
 
 import numpy as np
@@ -32,11 +32,19 @@ def decode_attention(
     shape: AttentionShape,
     factors: tuple[float, float],
 ) -> None:
-    """Fill the decodes' rows of output [tokens, heads, value_dim] from query [tokens, heads,
-    key_dim] and caches [blocks, block_size, kv_heads, elements]; slopes [heads], factors:
-    `inner` and `outer` of attention_tiles.attend.
+    """Compute the decodes' rows of output [tokens, heads, value_dim].
 
     Rows without context become zero.
+
+    Args:
+        output: [tokens, heads, value_dim].
+        query: [tokens, heads, key_dim].
+        key_cache: [blocks, block_size, kv_heads, key_dim].
+        value_cache: [blocks, block_size, kv_heads, value_dim].
+        slopes: [heads] float32, or None.
+        plan: `plan.tables` is read; `plan.rows` selects the number of splits.
+        shape: Constants of the kernel.
+        factors: `inner` and `outer` of attention_tiles.attend.
     """
     tables, rows = plan.tables, plan.rows.num_decodes
     assert tables is not None, "attention was not planned for a device"
@@ -64,7 +72,7 @@ def decode_attention(
 
 @triton.jit
 def place_of(row, head, split, GROUP: tl.constexpr, PARTS: tl.constexpr):
-    """[ROWS] of each head's part in [decodes, heads, splits]."""
+    """Return the index of each row's split in [decodes, heads, splits], as [ROWS]."""
     heads = tl.num_programs(0) // PARTS * GROUP
     return (row.to(tl.int64) * heads + head) * tl.num_programs(1) + split
 
@@ -108,9 +116,10 @@ def decode_kernel(
     SPLIT: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """One part of one decode's context: grid (kv_heads * PARTS, splits, decodes).
+    """Compute one split of the context of one decode.
 
-    With SPLIT it goes to partial and statistics (split_attention.Parts) instead of output.
+    Grid: (kv_heads * PARTS, splits, decodes). With SPLIT, results go to partial and statistics
+    (split_attention.SplitResults), else to output. Constants: attention_tiles.attend.
     """
     split = tl.program_id(1)
     row = tl.program_id(2)

@@ -1,8 +1,7 @@
-"""Tokens put together by expert, and cut into blocks of one expert each.
+"""Sorting of tokens by expert, and division into blocks of rows of one expert.
 
-Owns the order and where a program's block is in it. There are as many programs as blocks could
-become at most, for the host does not hear which experts were picked; those beyond the last block
-have no rows. Does not know what experts compute.
+The grid has as many programs as there can be blocks, because the host does not read which experts
+were selected; programs beyond the last block have no rows.
 """
 
 from dataclasses import dataclass
@@ -27,29 +26,31 @@ class Sorted:
     """Places of a token."""
 
     def blocks(self, rows: int) -> int:
-        """The most blocks of so many rows: each expert that was picked has at most one that is not
-        full."""
+        """Return the largest possible number of blocks of `rows` rows.
+
+        Each selected expert has at most one block that is not full.
+        """
         pairs = len(self.order)
         return min(pairs, len(self.bounds) - 1) + pairs // rows
 
     def constants(self) -> dict[str, int]:
-        """What kernels know of it ahead."""
+        """Return the compile-time constants of the sort."""
         return counted(len(self.bounds) - 1, self.picked)
 
 
 def counted(experts: int, picked: int) -> dict[str, int]:
-    """Constants for so many experts, of which each token picked some."""
+    """Return the constants for a number of experts and of selected experts per token."""
     block = int(triton.next_power_of_2(experts))
     return {"PICKED": picked, "EXPERTS": experts, "EXPERTS_BLOCK": block}
 
 
 def tile_sizes(gate: str, element: int) -> dict[str, int]:
-    """What tiles are looked up by: accumulators, bytes of an element of x."""
+    """Return the keys of the tile table: number of accumulators, bytes per element of x."""
     return {"maps": 2 if gate else 1, "bytes": element}
 
 
 def sort(experts: Tensor, count: int) -> Sorted:
-    """By experts [tokens, picked], numbers below count."""
+    """Sort the pairs of experts [tokens, picked], whose numbers are below count."""
     numbers, order = experts.flatten().sort(stable=True)
     bounds = torch.searchsorted(numbers, torch.arange(count + 1, device=experts.device))
     return Sorted(order, bounds, experts.shape[1])
@@ -64,8 +65,11 @@ def block_of(
     EXPERTS_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A block's expert (EXPERTS: there is no such block), and its rows in the order, whether there
-    is such a row, and the pair of each [ROWS]."""
+    """Return a block's expert, and per row [ROWS] its index, validity and pair.
+
+    The expert is EXPERTS if there is no such block. order [pairs] and bounds [experts + 1] int64:
+    see Sorted.
+    """
     number = tl.arange(0, EXPERTS_BLOCK)
     begins = tl.load(bounds + number, number < EXPERTS, 0)
     ends = tl.load(bounds + number + 1, number < EXPERTS, 0)

@@ -1,9 +1,9 @@
-"""What experts compute, for GPUs, without the host hearing which experts were picked.
+"""Mixture of experts for GPUs, without synchronization with the host.
 
-Owns the product of a block's rows by its expert's weight in 16 bits, and the sum of a token's
-parts. Blocks are in expert_blocks.py, weights in 8-bit floats in experts_fp8.py. The size of blocks
-is always the same, and a token's parts are added in the order of its experts' numbers, so what a
-token becomes does not depend on its batch. The formula is in gllm/kernels/experts.py.
+This module has the product with 16-bit weights and the weighted sum per token; blocks of rows are
+in expert_blocks.py, 8-bit floating-point weights in experts_fp8.py. The block size is constant and
+the parts of a token are added in the order of the experts' numbers, so the result of a token does
+not depend on its batch. Formula: gllm/kernels/experts.py.
 """
 
 from collections.abc import Mapping
@@ -48,12 +48,13 @@ def _multiply(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """One tile of a block's rows times their expert's weight.
+    """Multiply one tile of a block's rows by the weight of their expert.
 
-    order and bounds as of expert_blocks.Sorted. With a GATE: weight [EXPERTS, 2 * OUTPUTS, INPUTS],
-    x [tokens, INPUTS] is read at tokens, PICKED places each, and output [rows, OUTPUTS] is in
-    sorted order. Without: weight [EXPERTS, OUTPUTS, INPUTS], x [rows, INPUTS] is in sorted order,
-    output [rows, OUTPUTS] by pairs.
+    Grid: (tiles of COLUMNS outputs, blocks of ROWS rows). order and bounds: see
+    expert_blocks.Sorted; x has x_row elements per row. With GATE: weight [EXPERTS, 2 * OUTPUTS,
+    INPUTS], x [tokens, INPUTS] is read at tokens, PICKED places each, and output [rows, OUTPUTS] is
+    in sorted order. Without: weight [EXPERTS, OUTPUTS, INPUTS], x [rows, INPUTS] is in sorted
+    order, and output [rows, OUTPUTS] in the order of pairs. INNER: inputs per iteration.
     """
     block = tl.program_id(1)
     expert, row, there, pair = block_of(block, order, bounds, EXPERTS, EXPERTS_BLOCK, ROWS)
@@ -90,8 +91,11 @@ def _add(
     PICKED_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """parts [tokens, PICKED, HIDDEN], experts and weights [tokens, PICKED]; output
-    [tokens, HIDDEN]: the weighted sum by rising number of the expert."""
+    """Add the weighted parts of one token in ascending order of the experts' numbers.
+
+    Grid: (tokens, blocks of BLOCK elements). parts [tokens, PICKED, HIDDEN]; experts int64 and
+    weights float32 [tokens, PICKED]; output [tokens, HIDDEN].
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, PICKED_BLOCK)
@@ -119,10 +123,20 @@ def run_experts(
     activation: str,
     fp8: bool | None = None,
 ) -> Tensor:
-    """As gllm.kernels.experts.run_stacked: x [tokens, hidden], experts and weights
-    [tokens, active], up [experts, 2 * inner, hidden], down [experts, hidden, inner]; the result is
-    like x. fp8: whether activations become 8-bit floats where weights are, which is up to the GPU
-    where it is not given."""
+    """Compute gllm.kernels.experts.run_stacked.
+
+    Args:
+        x: [tokens, hidden].
+        experts: [tokens, active] int64.
+        weights: [tokens, active] float32.
+        up: [experts, 2 * inner, hidden].
+        down: [experts, hidden, inner].
+        activation: Activation of the gate.
+        fp8: Quantize activations to FP8 for FP8 weights; None: if the GPU multiplies FP8.
+
+    Returns:
+        [tokens, hidden] of the dtype of x.
+    """
     if activation not in KINDS:
         raise ValueError(f"no kernel for the activation {activation!r}")
     tokens, hidden = x.shape
@@ -143,8 +157,11 @@ def run_experts(
 
 
 def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """[tokens, hidden]: the weighted sum of parts [tokens * active, hidden] by rising number of
-    their experts [tokens, active], weights alike."""
+    """Return the weighted sum [tokens, hidden] of parts [tokens * active, hidden].
+
+    experts and weights are [tokens, active]; parts are added in ascending order of the experts'
+    numbers.
+    """
     tokens, picked = experts.shape
     hidden, use = parts.shape[1], choose_tiles("experts_sum")
     output = parts.new_empty(tokens, hidden)

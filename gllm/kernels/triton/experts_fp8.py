@@ -1,7 +1,6 @@
-"""Products of experts' weights in 8-bit floats, for GPUs.
+"""Products of a mixture of experts with 8-bit floating-point weights, for GPUs.
 
-Owns the product of a block's rows by its expert's codes, with the scales of their blocks. What a
-group of inputs adds is in linear_fp8.py, blocks of rows are in expert_blocks.py.
+The product of one group of inputs is in linear_fp8.py, blocks of rows are in expert_blocks.py.
 """
 
 from collections.abc import Mapping
@@ -40,10 +39,12 @@ def _multiply(
     SCALE_COLUMNS: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a block's rows times their expert's weight, as experts._multiply.
+    """Multiply one tile of a block's rows by the FP8 weight of their expert, as experts._multiply.
 
-    codes uint8 as weight there, scales [EXPERTS, ..] float32 for blocks of SCALE_ROWS outputs and
-    SCALE_COLUMNS groups of inputs; with FP8 x is codes too, with x_scales [.., groups] float32.
+    Grid: (tiles of COLUMNS outputs, blocks of ROWS rows). codes uint8, shaped as weight there;
+    scales [EXPERTS, blocks of outputs, blocks of inputs] float32 for blocks of SCALE_ROWS outputs
+    and SCALE_COLUMNS groups of GROUP inputs. With FP8, x is codes uint8 with x_scales [rows,
+    groups] float32.
     """
     block = tl.program_id(1)
     expert, row, there, pair = block_of(block, order, bounds, EXPERTS, EXPERTS_BLOCK, ROWS)
@@ -83,10 +84,12 @@ def _multiply(
 def multiply(
     source: Tensor, weight: Fp8Stack, to: Tensor, pairs: Sorted, gate: str, fp8: bool | None
 ) -> None:
-    """Fill `to` [rows, outputs] from source [tokens or rows, inputs]: with a gate in the order of
-    experts from tokens, without by pairs from that order.
+    """Fill `to` [rows, outputs] from source [tokens or rows, inputs].
 
-    Raises ValueError for blocks that linear_fp8 has no kernel for.
+    With a gate: from tokens to the order of experts; without: from that order to pairs.
+
+    Raises:
+        ValueError: linear_fp8 has no kernel for the blocks of the weight.
     """
     inputs = source.shape[1]
     group, width = groups_of(weight.columns, inputs)
@@ -114,7 +117,7 @@ def _constants(
     group: int,
     use: Mapping[str, int],
 ) -> dict[str, Any]:
-    """sizes: inputs and outputs; block: outputs and groups of one."""
+    """Return the constants; sizes: inputs and outputs; block: outputs and groups per scale."""
     names = ("INPUTS", "OUTPUTS", "SCALE_ROWS", "SCALE_COLUMNS")
     tile = {"ROWS": use["rows"], "COLUMNS": use["columns"], "GROUP": group}
     return {**dict(zip(names, sizes + block, strict=True)), "GATE": gate, "FP8": fp8, **tile}

@@ -1,12 +1,11 @@
-"""Linear maps by weights in 8-bit floating point, for GPUs.
+"""Linear layers with 8-bit floating-point weights, for GPUs.
 
-Owns the product of tiles with the scales of their blocks. Where tensor cores multiply 8-bit floats
-(from sm_89 on), activations become such numbers too, with a scale for each token and group of
-inputs; before, weights become 16-bit floats on the way, which they do exactly. Sums are float32:
-the tensor cores' within a group of inputs, scaled and added outside of them from group to group.
+Where tensor cores multiply FP8 (from sm_89 on), activations are quantized too, with a scale per
+token and group of inputs; on older GPUs weights are converted to 16 bits, which is exact. Sums are
+float32: by tensor cores within a group of inputs, scaled and added outside of them between groups.
 
-A few tokens' outputs make few programs, which read too little at once to keep memory busy; then
-programs share the inputs of an output, and what they leave is added up in their order.
+Few tokens give few programs, too few to saturate the memory bandwidth; then several programs share
+the inputs of an output, and their partial sums are added in order.
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.3.2 (fine-grained quantization
 and increased accumulation precision).
@@ -28,23 +27,23 @@ from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.tiles import choose_tiles
 
 GROUP = 128
-"""Inputs that are multiplied at once, of one block."""
+"""Inputs per group: those of one product of tiles."""
 IN_FLIGHT = 24_576
-"""Bytes of weights that each processor has to be waiting for, lest memory be idle: 4.8 TB/s times
-0.7 us over the 132 processors of an H200."""
+"""Bytes of weights in flight per processor that saturate the memory bandwidth: 4.8 TB/s times
+0.7 us, divided by the 132 processors of an H200."""
 LEAST = 4
-"""Fewest groups of a part of the inputs."""
+"""Minimum number of groups per part of the inputs."""
 ADDED = 1024
-"""Outputs whose parts a program adds up."""
+"""Outputs per program of the kernel that adds parts."""
 LARGEST = tl.constexpr(448.0)
-"""Of an 8-bit float."""
+"""Largest finite value of FP8 E4M3."""
 HALF = tl.constexpr(256.0)
-"""An 8-bit float is as many times the 16-bit float that its bits are shifted to."""
+"""Ratio of an E4M3 value to the float16 value of its shifted bits."""
 
 
 @triton.jit
 def _from_codes(codes):
-    """Codes (uint8) as float16, HALF times too small; NaN stays NaN."""
+    """Convert codes (uint8) to float16, HALF times too small; NaN stays NaN."""
     wide = codes.to(tl.int16)
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     bits = tl.where((wide & 0x7F) == 0x7F, 0x7E00, bits.to(tl.int32)).to(tl.int16)
@@ -53,7 +52,7 @@ def _from_codes(codes):
 
 @triton.jit
 def _rounded(x):
-    """x float32, at most LARGEST, to the nearest 8-bit float, as float32."""
+    """Round x float32, at most LARGEST in magnitude, to the nearest E4M3 value, as float32."""
     magnitude = tl.abs(x)
     bits = magnitude.to(tl.int32, bitcast=True)
     # Half of what is dropped is added, a bit less where the last that stays is even.
@@ -66,7 +65,7 @@ def _rounded(x):
 
 @triton.jit
 def _to_codes(x):
-    """Codes (uint8) of x float32, which 8-bit floats are exact for."""
+    """Convert x float32, exactly representable in E4M3, to codes (uint8)."""
     half = (x * (1.0 / 256.0)).to(tl.float16)
     bits = half.to(tl.int16, bitcast=True).to(tl.int32)
     codes = ((bits >> 8) & 0x80) | ((bits >> 7) & 0x7F)
@@ -78,7 +77,11 @@ def _quantize_kernel(
     x, codes, scales, inputs, groups, x_row,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """codes [tokens, inputs] uint8 and scales [tokens, groups] float32 of x [tokens, inputs]."""
+    """Quantize TILE groups of GROUP inputs of one token.
+
+    Grid: (tokens, blocks of TILE groups). x [tokens, inputs], x_row elements between tokens; codes
+    [tokens, inputs] uint8; scales [tokens, groups] float32.
+    """
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * TILE + tl.arange(0, TILE)
     columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -94,8 +97,11 @@ def _quantize_kernel(
 
 @triton.jit
 def add_group(total, a, codes, share, scale, FP8: tl.constexpr):
-    """total [m, n] float32 plus a [m, k] times codes [k, n] (uint8) times scale [n]; with FP8 a is
-    codes too, to be scaled by share [m]."""
+    """Add the product of one group of inputs to total [m, n] float32.
+
+    a [m, k] times codes [k, n] (uint8) times scale [n]; with FP8, a is codes too, scaled by share
+    [m].
+    """
     zeros = tl.zeros(total.shape, tl.float32)
     if FP8:
         if INTERPRETED:
@@ -117,9 +123,13 @@ def _linear_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out [parts, tokens, outputs] of x [tokens, inputs], with FP8 in codes with x_scales [tokens,
-    groups] float32; the weight: codes [outputs, inputs], scales [.., blocks] float32 for blocks of
-    ROWS outputs and COLUMNS groups; bias [outputs]. A part has `part` of the groups."""
+    """Compute one tile of outputs over one part of the inputs.
+
+    Grid: (tiles of BLOCK_N outputs, tiles of BLOCK_M tokens, parts). out [parts, tokens, outputs];
+    x [tokens, inputs], with FP8 as codes with x_scales [tokens, groups] float32; codes [outputs,
+    inputs] uint8; scales [blocks of outputs, blocks] float32 for blocks of ROWS outputs and COLUMNS
+    groups of GROUP inputs; bias [outputs]. A part has `part` groups.
+    """
     rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = rows < tokens, columns < outputs
@@ -151,8 +161,11 @@ def _linear_kernel(
 def _add_kernel(
     out, partial, bias, outputs, parts, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out [tokens, outputs] of partial [parts, tokens, outputs] float32, and bias [outputs]: grid
-    (tokens, blocks of outputs)."""
+    """Add the partial sums and the bias.
+
+    Grid: (tokens, blocks of BLOCK outputs). out [tokens, outputs]; partial [parts, tokens, outputs]
+    float32; bias [outputs].
+    """
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < outputs
     at = tl.program_id(0).to(tl.int64) * outputs + columns
@@ -167,13 +180,16 @@ def _add_kernel(
 
 @cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether a GPU's tensor cores multiply 8-bit floats."""
+    """Return True if the tensor cores of a GPU multiply 8-bit floats."""
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
-    """Codes [tokens, inputs] uint8 and scales [tokens, groups of inputs] float32 of x [tokens,
-    inputs]: each group of a token by its largest magnitude."""
+    """Quantize x [tokens, inputs] by the largest magnitude of each group of a token.
+
+    Returns:
+        Codes [tokens, inputs] uint8 and scales [tokens, groups] float32.
+    """
     tokens, inputs = x.shape
     groups = triton.cdiv(inputs, group)
     codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=x.device)
@@ -196,10 +212,12 @@ def linear_fp8(
     out: Tensor | None = None,
     fp8: bool | None = None,
 ) -> Tensor:
-    """As gllm.kernels.linear_fp8.linear_fp8; fp8: whether activations become 8-bit floats too,
-    which is up to the GPU where it is not given.
+    """Compute gllm.kernels.linear_fp8.linear_fp8.
 
-    Raises ValueError for blocks whose width is none of 32, 64, a multiple of 128 and the weight's.
+    fp8: quantize activations to FP8 too; None: if the GPU multiplies FP8.
+
+    Raises:
+        ValueError: The width of blocks is not 32, 64, a multiple of 128 or the number of inputs.
     """
     (tokens, inputs), outputs = x.shape, matrix.outputs
     group, width = groups_of(matrix.columns, inputs)
@@ -235,9 +253,10 @@ def linear_fp8(
 
 
 def groups_of(columns: int, inputs: int) -> tuple[int, int]:
-    """Inputs that are multiplied at once, and how many times as many a block's `columns` are.
+    """Return the inputs per group, and the number of groups per block of `columns` inputs.
 
-    Raises ValueError for blocks whose width is none of 32, 64, a multiple of 128 and the weight's.
+    Raises:
+        ValueError: The width of blocks is not 32, 64, a multiple of 128 or the number of inputs.
     """
     width = triton.cdiv(inputs, GROUP) * GROUP if columns >= inputs else columns
     group = min(width, GROUP)
@@ -254,10 +273,10 @@ def parts_of(
     use: Mapping[str, int],
     device: torch.device,
 ) -> int:
-    """Parts that the inputs are cut into for a grid without them to have enough weights on their
-    way to each processor.
+    """Return the number of parts of the inputs that keeps the memory busy.
 
-    Parts' sums, which are written and read, are at most half of the weight's bytes.
+    Each processor should have IN_FLIGHT bytes of weights in flight. The partial sums, which are
+    written and read, are at most half of the bytes of the weight.
     """
     programs = grid[0] * grid[1]
     reading = max(use["stages"] - 1, 1) * use["columns"] * GROUP

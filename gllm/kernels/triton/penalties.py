@@ -1,9 +1,9 @@
-"""Penalties on tokens that were there before, by where rows of logits have their histories.
+"""GPU kernels that apply penalties to the tokens of histories.
 
-Owns the kernels and their launch; the rule is that of gllm/kernels/penalties.py. The first kernel
-counts a history's tokens in memory as wide as the vocabulary, the second goes through the history
-once more: whoever takes a token's count out of there, once for all of its occurrences, lowers its
-logit. So the work depends on the histories, but for zeros that are written ahead.
+The rule is that of gllm/kernels/penalties.py. The first kernel counts the tokens of a history in a
+buffer as wide as the vocabulary. The second one visits the history again: the program that takes
+the count of a token out of the buffer lowers its logit, once for all occurrences. Apart from
+zeroing the buffer, the cost depends on the histories.
 """
 
 import torch
@@ -16,11 +16,13 @@ from gllm.kernels.triton.common import tokens_of
 from gllm.kernels.triton.kernel_specs import KernelSpec
 
 TILE = 512
-"""Tokens of a history that a program looks at."""
+"""Tokens of a history per program."""
 WARPS = 4
+"""Warps per program."""
 IN_PROMPT, ONCE = tl.constexpr(1), tl.constexpr(2)
-"""What is counted: a bit for the prompt, and above it the occurrences in the output."""
+"""Count format: bit 0 is set for a token of the prompt, the bits above count output tokens."""
 LARGEST = tl.constexpr(3.4028234663852886e38)
+"""Largest finite float32."""
 
 
 @triton.jit
@@ -28,7 +30,7 @@ def _part_of(
     table, block_table, lengths, prompts, repetition, size, table_row,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A program's tokens [TILE] of its history, whether they are any, and are of the output."""
+    """Load a program's tokens [TILE] of its history; return them, validity and in-output flags."""
     history = tl.program_id(0)
     positions = tl.program_id(1) * TILE + tl.arange(0, TILE)
     prompt = tl.load(prompts + history)
@@ -45,7 +47,12 @@ def _count_kernel(
     counts, table, block_table, lengths, prompts, settings, size, table_row,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """counts [histories, size] int32, zeros: grid (histories, tiles)."""
+    """Count TILE tokens of a history.
+
+    Grid: (histories, tiles). counts [histories, size] int32, initially zero; table [slots] int64;
+    block_table [histories, table_row] int32; lengths and prompts [histories] int64; settings [3,
+    histories] float64.
+    """
     tokens, there, in_output = _part_of(
         table, block_table, lengths, prompts, tl.load(settings + tl.program_id(0)), size, table_row,
         BLOCK_SIZE, TILE,
@@ -62,9 +69,10 @@ def _penalize_kernel(
     logits, counts, rows, table, block_table, lengths, prompts, settings, size, stride, table_row,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """logits [rows, size] float32, counts [histories, size] int32 as counted; they become zeros.
+    """Penalize the logits of TILE tokens of a history and reset their counts to 0.
 
-    settings [3, histories] float64; grid (histories, tiles).
+    Grid: (histories, tiles). logits [.., size] float32, `stride` elements between rows; rows
+    [histories] int64: row of the logits; the others as in _count_kernel.
     """
     history = tl.program_id(0)
     repetition = tl.load(settings + history)
@@ -91,8 +99,10 @@ def _penalize_kernel(
 def apply_history_penalties(
     logits: Tensor, table: Tensor, histories: TokenHistories, settings: Tensor
 ) -> None:
-    """As gllm.kernels.penalties.apply_history_penalties: logits [rows, vocabulary], table [slots],
-    settings [3, histories]. Nobody waits for the GPU."""
+    """Apply gllm.kernels.penalties.apply_history_penalties without synchronization.
+
+    logits [rows, vocabulary] float32, table [slots] int64, settings [3, histories] float64.
+    """
     count, size = len(histories.rows), logits.shape[1]
     counts = torch.zeros(count, size, dtype=torch.int32, device=logits.device)
     blocks, places = histories.block_table, (histories.lengths, histories.prompts)

@@ -1,11 +1,10 @@
-"""From fused projections to queries, and keys and values in the paged cache, in one pass on GPUs.
+"""Fused head norms, rotary embedding and KV-cache write for GPUs.
 
-Owns how heads are shared out: a program has a few heads of one token, in registers from their load
-to their store. The order of what is done to them, roundings included, is that of the reference
-(gllm/kernels/qkv.py).
+A program processes a few heads of one token in registers. The order of operations, roundings
+included, is that of the reference (gllm/kernels/qkv.py).
 
-The cache may be of another type than the heads. In FP8 (E4M3: Micikevicius et al., "FP8 Formats for
-Deep Learning" (2022), section 3.1) numbers beyond its range become its largest.
+The cache may have another dtype than the heads. In FP8 (E4M3: Micikevicius et al., "FP8 Formats for
+Deep Learning" (2022), section 3.1) values beyond its range are clamped.
 """
 
 from typing import Any
@@ -20,12 +19,12 @@ from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.tiles import choose_tiles
 
 LARGEST = tl.constexpr(448.0)
-"""Of FP8 E4M3."""
+"""Largest finite value of FP8 E4M3."""
 
 
 @triton.jit
 def _put(to, value, there):
-    """Store float32 values, which have been rounded to the heads' type, in the type of `to`."""
+    """Store float32 values, already rounded to the dtype of the heads, in the dtype of `to`."""
     if to.dtype.element_ty == tl.float8e4nv:
         value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     tl.store(to, value.to(to.dtype.element_ty), there)
@@ -49,9 +48,11 @@ def _turn(
     REST_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Normalise and rotate a block of source [heads, 2 * HALF + REST] into `to`, which is alike.
+    """Normalize and rotate a block of GROUP heads of source and store them to `to`.
 
-    norm [2 * HALF + REST]; cosine and sine [HALF], of the token.
+    source and to: [heads, 2 * HALF + REST]; norm [2 * HALF + REST]; cosine and sine [HALF] of the
+    token. HALF: rotated pairs per head; REST: elements that are not rotated; *_BLOCK: next powers
+    of two.
     """
     SIZE: tl.constexpr = 2 * HALF + REST
     head = (block * GROUP + tl.arange(0, GROUP))[:, None]
@@ -121,9 +122,13 @@ def _rotate_and_store(
     WHOLE_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """fused [tokens, heads + 2 * kv_heads, 2 * HALF + REST], fused_row elements between tokens;
-    cosine and sine [tokens, HALF]; keys and values [slots, kv_heads, 2 * HALF + REST] with rows of
-    key_row and value_row elements; slots [tokens]; queries [tokens, heads, 2 * HALF + REST]."""
+    """Process a block of GROUP heads of one token.
+
+    Grid: (tokens, blocks of query heads, then of key heads, then of value heads). fused [tokens,
+    heads + 2 * kv_heads, 2 * HALF + REST], fused_row elements between tokens; cosine and sine
+    [tokens, HALF]; keys and values [slots, kv_heads, 2 * HALF + REST], key_row and value_row
+    elements per slot; slots [tokens] int64; queries [tokens, heads, 2 * HALF + REST].
+    """
     SIZE: tl.constexpr = 2 * HALF + REST
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -165,12 +170,20 @@ def rotate_and_store(
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
-    """As gllm.kernels.qkv.rotate_and_store: fused [tokens, heads + 2 * kv_heads, head_dim], cache
-    [blocks, block_size, kv_heads, head_dim] twice, slots [tokens] int64; the result
-    [tokens, heads, head_dim].
+    """Compute gllm.kernels.qkv.rotate_and_store in one kernel.
 
-    Tokens with a slot below 0 are not stored. The caches' rows have to lie one behind the other:
-    flattened to slots they are views.
+    Tokens with a slot below 0 are not stored. The cache rows must be contiguous, so that the cache
+    flattened to slots is a view.
+
+    Args:
+        fused: [tokens, heads + 2 * kv_heads, head_dim].
+        layout: Numbers of heads and their norms.
+        angles: cos and sin of the tokens, or None.
+        cache: Keys and values, each [blocks, block_size, kv_heads, head_dim].
+        slots: [tokens] int64.
+
+    Returns:
+        Queries [tokens, heads, head_dim].
     """
     tokens, _, head_dim = fused.shape
     if fused.stride(2) != 1 or fused.stride(1) != head_dim:
@@ -200,7 +213,7 @@ def rotate_and_store(
 def _constants(
     kv_heads: int, head_dim: int, dim: int, interleaved: bool, norm: bool, elements: int
 ) -> dict[str, Any]:
-    """A program has at most so many elements, as long as it has more than one head."""
+    """Return the constants; a program has at most `elements` elements, but at least one head."""
     half, rest, whole = dim // 2, head_dim - dim, triton.next_power_of_2(head_dim)
     return {
         "NORM": norm,

@@ -1,7 +1,6 @@
-"""RMSNorm for GPUs, alone and behind the residual sum.
+"""RMSNorm for GPUs, with and without a preceding residual addition.
 
-Owns how rows are shared out: each is read once and kept in registers. The formula and its source
-are in gllm/kernels/rms_norm.py.
+Each row is read once and kept in registers. Formula and source: gllm/kernels/rms_norm.py.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.tiles import choose_tiles
 
 LONGEST = 16384
-"""Elements of a row that registers hold."""
+"""Largest supported number of elements per row, limited by registers."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -33,9 +32,10 @@ def _rms_norm(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """x and delta [rows, size], x_row and delta_row elements between rows; output [rows, size].
+    """Normalize ROWS rows; with ADD, x becomes x + delta first.
 
-    With ADD x becomes x + delta.
+    Grid: (rows / ROWS,). x and delta [rows, size], x_row and delta_row elements between rows;
+    weight [size]; output [rows, size], contiguous. BLOCK: next power of two of size.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -54,18 +54,20 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As gllm.kernels.rms_norm.rms_norm: x [..., n], weight [n]; the result is like x.
+    """Compute gllm.kernels.rms_norm.rms_norm of x [..., n] with weight [n].
 
-    Raises ValueError for rows above LONGEST.
+    Raises:
+        ValueError: A row has more than LONGEST elements.
     """
     flat = x.reshape(-1, x.shape[-1])
     return _launch(flat, None, weight, eps).view(x.shape)
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As gllm.kernels.rms_norm.add_rms_norm: hidden and delta [tokens, n], weight [n].
+    """Compute gllm.kernels.rms_norm.add_rms_norm; hidden and delta [tokens, n], weight [n].
 
-    Raises ValueError for rows above LONGEST and for a hidden with gaps within its rows.
+    Raises:
+        ValueError: A row has more than LONGEST elements, or the rows of hidden are not contiguous.
     """
     if hidden.stride(-1) != 1:
         raise ValueError("a row of hidden has gaps")
@@ -93,7 +95,7 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tens
 
 
 def _constants(size: int, add: bool, use: Mapping[str, int]) -> dict[str, Any]:
-    """For rows of a length; short ones share a program."""
+    """Return the constants for rows of a length; short rows share a program."""
     block = triton.next_power_of_2(size)
     return {"ADD": add, "ROWS": max(use["elements"] // block, 1), "BLOCK": block}
 

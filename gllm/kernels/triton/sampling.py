@@ -1,19 +1,19 @@
-"""Drawing one token for each row of logits, without sorting.
+"""Sampling of one token per row of logits on GPUs, without sorting.
 
-Owns the kernel and its launch; the rule is that of gllm/kernels/sampling.py. A program draws a row:
+The rule is that of gllm/kernels/sampling.py. A program samples one row:
 
-1. the largest logit, and the distance of every other one from it (ascending distances are
-   descending probabilities);
-2. distances up to a cut-off that surely has all that top-k and top-p keep, put together;
-3. among them, by bisection over the bits of a distance, the last that is kept: the smallest one up
-   to which there are k tokens, and then the smallest one up to which there is the share p;
-4. the weight that is kept in each tile of the row, the tile in which the random number falls, and
-   the token.
+1. Find the largest logit, and the distance of every other logit from it (ascending distances are
+   descending probabilities).
+2. Collect the distances up to a cut-off that includes all tokens kept by top-k and top-p.
+3. Among them find the largest kept distance by bisection over the bits of a distance: the smallest
+   one up to which there are k tokens, then the smallest one up to which there is the share p.
+4. Compute the kept weight of each tile of the row, find the tile of the random number, then the
+   token.
 
-Sums are taken in one order, so that a row and a number give one token.
+Sums have a fixed order, so a row and a number always give the same token.
 
-Source of the search for a threshold in place of a sort: Ye et al., "FlashInfer" (2025), there with
-random pivots and rejection.
+Source of the threshold search instead of a sort: Ye et al., "FlashInfer" (2025), there with random
+pivots and rejection.
 """
 
 import torch
@@ -26,13 +26,15 @@ from gllm.kernels.sampling_plan import SamplingPlan
 from gllm.kernels.triton.kernel_specs import KernelSpec
 
 TILE = 4096
-"""Tokens that a program looks at at once."""
+"""Tokens per iteration of a program."""
 WARPS = 8
+"""Warps per program."""
 LARGEST = tl.constexpr(3.4028234663852886e38)
+"""Largest finite float32."""
 LARGEST_BITS = tl.constexpr(0x7F7FFFFF)
-"""Of a distance; a forbidden token is infinitely far."""
+"""Bits of LARGEST, the largest finite distance; a banned token has an infinite one."""
 MARGIN = tl.constexpr(1.0 + 1e-5)
-"""What a sum of float32 may be short of."""
+"""Factor that covers the rounding error of a float32 sum."""
 _GAMMA = tl.constexpr(GAMMA)
 _MULTIPLIER_1 = tl.constexpr(MULTIPLIER_1)
 _MULTIPLIER_2 = tl.constexpr(MULTIPLIER_2)
@@ -40,7 +42,7 @@ _MULTIPLIER_2 = tl.constexpr(MULTIPLIER_2)
 
 @triton.jit
 def _split_mix(state):
-    """As random_numbers.split_mix, for int64."""
+    """Return random_numbers.splitmix64 of int64."""
     mixed = state + _GAMMA
     mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * _MULTIPLIER_1
     mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * _MULTIPLIER_2
@@ -49,14 +51,14 @@ def _split_mix(state):
 
 @triton.jit
 def _uniform(seed, choice, index):
-    """As random_numbers.uniform, for int64."""
+    """Return random_numbers.random_uniform of int64 counters."""
     mixed = _split_mix(_split_mix(_split_mix(seed) ^ choice) ^ index)
     return ((mixed >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
 def _distances(row, start, size, largest, TILE: tl.constexpr):
-    """How far a tile's logits [TILE] are below the largest; infinitely where there are none."""
+    """Return how far the logits [TILE] of a tile are below the largest; infinity past the end."""
     columns = start + tl.arange(0, TILE)
     logits = tl.load(row + columns, mask=columns < size, other=float("-inf"))
     # 0 in place of -0, so that bits compare as numbers do.
@@ -65,13 +67,13 @@ def _distances(row, start, size, largest, TILE: tl.constexpr):
 
 @triton.jit
 def _weights(distances, temperature):
-    """exp(-distance / temperature)."""
+    """Return exp(-distance / temperature)."""
     return tl.exp(tl.div_rn(-distances, temperature))
 
 
 @triton.jit
 def _measure_up_to(held, count, bits, temperature, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Tokens, or their weight, among `count` held distances up to that of these bits; float64."""
+    """Return the count or the weight, float64, of held distances up to that of `bits`."""
     total = tl.full((), 0.0, tl.float64)
     for start in range(0, count, TILE):
         columns = start + tl.arange(0, TILE)
@@ -86,7 +88,7 @@ def _measure_up_to(held, count, bits, temperature, BY_COUNT: tl.constexpr, TILE:
 
 @triton.jit
 def _least(held, count, highest, need, temperature, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Bits of the smallest distance up to which the measure is `need`; `highest` at most."""
+    """Return the bits of the smallest distance whose measure is at least `need`, up to highest."""
     low = tl.full((), 0, tl.int32)
     high = highest
     while low < high:
@@ -100,8 +102,10 @@ def _least(held, count, highest, need, temperature, BY_COUNT: tl.constexpr, TILE
 
 @triton.jit
 def _cutoff(row, size, largest, temperature, top_k, top_p, TILE: tl.constexpr):
-    """A distance up to which there is all that top-k or, without it, top-p keeps; and the weight
-    [] float64 of the row where it is top-p."""
+    """Return a distance that includes all tokens kept by top-k or, without it, top-p.
+
+    Also return the weight [] float64 of the row in case of top-p.
+    """
     # The nearer it is, the less there is to search; far ones are for flat distributions.
     unit = tl.maximum(temperature, 1.0)
     sum_0 = tl.zeros((TILE,), tl.float32)
@@ -127,7 +131,7 @@ def _cutoff(row, size, largest, temperature, top_k, top_p, TILE: tl.constexpr):
 
 @triton.jit
 def _hold(row, held, size, largest, cut, TILE: tl.constexpr):
-    """Put the distances up to `cut` into `held`; how many there are."""
+    """Write the distances up to `cut` to `held` and return their number."""
     count = 0
     for start in range(0, size, TILE):
         distances = _distances(row, start, size, largest, TILE)
@@ -142,7 +146,7 @@ def _hold(row, held, size, largest, cut, TILE: tl.constexpr):
 
 @triton.jit
 def _last_kept(row, held, size, largest, temperature, top_k, top_p, TILE: tl.constexpr):
-    """Bits of the largest distance that is kept, and how many tokens of just this distance."""
+    """Return the bits of the largest kept distance, and the number of kept tokens at it."""
     cut, total = _cutoff(row, size, largest, temperature, top_k, top_p, TILE)
     count = _hold(row, held, size, largest, cut, TILE)
     last = cut.to(tl.int32, bitcast=True)
@@ -170,8 +174,10 @@ def _last_kept(row, held, size, largest, temperature, top_k, top_p, TILE: tl.con
 
 @triton.jit
 def _kept(distances, temperature, min_p, last, equals, seen):
-    """The weights [TILE] of a tile that are kept, and how many of distance `last` it has; `seen`:
-    those in the tiles before."""
+    """Return the kept weights [TILE] of a tile, and its number of tokens at distance `last`.
+
+    seen: number of tokens at this distance in earlier tiles.
+    """
     bits = distances.to(tl.int32, bitcast=True)
     level = (bits == last).to(tl.int32)
     rank = seen + tl.cumsum(level, 0)
@@ -182,8 +188,10 @@ def _kept(distances, temperature, min_p, last, equals, seen):
 
 @triton.jit
 def _passing(sums, number, places):
-    """First of places [n] at which the running total of sums [n] float64 is above `number`, but the
-    last with a sum at most; and the total before it."""
+    """Return the first of places [n] where the running sum exceeds `number`, and the sum before.
+
+    The place is at most the last one with a positive sum; sums [n] float64.
+    """
     running = tl.cumsum(sums, 0)
     above = tl.min(tl.where((running > number) & (sums > 0), places, 1 << 30), 0)
     final = tl.max(tl.where(sums > 0, places, 0), 0)
@@ -196,7 +204,7 @@ def _draw(
     row, size, largest, temperature, min_p, last, equals, number,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The token at which the share of what is kept passes the number."""
+    """Return the token at which the cumulative share of the kept weights exceeds `number`."""
     tiles = tl.arange(0, TILES)
     sums = tl.zeros((TILES,), tl.float64)
     earlier = tl.zeros((TILES,), tl.int32)
@@ -222,8 +230,12 @@ def _sample_kernel(
     tokens, logits, settings, counters, scratch, rows, size, stride,
     FILTERS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """tokens [rows] int64 of logits [rows, size] float32; settings [3, rows] and counters [4, rows]
-    as in SamplingPlan; scratch [rows, size] float32 where a row has top-k or top-p."""
+    """Sample the token of one row.
+
+    Grid: (rows,). tokens [rows] int64; logits [rows, size] float32, `stride` elements between rows;
+    settings [3, rows] float32 and counters [4, rows] int64: see SamplingPlan; scratch [rows, size]
+    float32, used if a row has top-k or top-p.
+    """
     program = tl.program_id(0)
     row = logits + program.to(tl.int64) * stride
     best = tl.full((TILE,), float("-inf"), tl.float32)
@@ -260,8 +272,10 @@ def _sample_kernel(
 
 
 def sample(logits: Tensor, plan: "SamplingPlan", tile: int = TILE) -> Tensor:
-    """As gllm.kernels.sampling.sample; the plan's settings and counters are beside the logits, and
-    nobody waits for the GPU."""
+    """Compute gllm.kernels.sampling.sample without synchronization.
+
+    The settings and counters of the plan are on the device of the logits.
+    """
     rows, size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     scratch = torch.empty_like(logits) if plan.has_filters else logits

@@ -1,8 +1,7 @@
-"""Contexts that several programs share: which part each has, and how their results become one.
+"""Split contexts: the range of each split, its partial results, and their reduction.
 
-Owns what a program leaves of its part (for each row its highest score, the total weight and the
-weighted sum of values) and the reduction, which adds parts up in their order. Does not know how
-many parts there should be, and what attention computes.
+A split stores for each row its highest score, the total weight and the weighted sum of values. The
+reduction adds the splits in order.
 
 Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
 """
@@ -27,7 +26,7 @@ tokens, heads, splits], all float32; nothing where contexts are not split."""
 def allocate_split_results(
     tokens: int, splits: int, shape: AttentionShape, device: torch.device
 ) -> SplitResults:
-    """Memory for the parts of so many tokens' contexts."""
+    """Allocate the partial results of `tokens` tokens."""
     if splits == 1:
         return None, None
     size = (tokens, shape.heads, splits)
@@ -36,7 +35,7 @@ def allocate_split_results(
 
 
 def combine_splits(output: Tensor, parts: SplitResults, shape: AttentionShape) -> None:
-    """Fill output [tokens, heads, value_dim] from the parts of its tokens' contexts.
+    """Fill output [tokens, heads, value_dim] from the partial results of its tokens.
 
     Tokens without context become zero.
     """
@@ -48,7 +47,7 @@ def combine_splits(output: Tensor, parts: SplitResults, shape: AttentionShape) -
 
 
 def _reduced(shape: AttentionShape) -> dict[str, int | bool]:
-    """Constants of reduce_kernel."""
+    """Return the constants of reduce_kernel."""
     return {
         "VALUE": shape.value_dim,
         "VALUE_PAD": int(triton.next_power_of_2(shape.value_dim)),
@@ -59,8 +58,11 @@ def _reduced(shape: AttentionShape) -> dict[str, int | bool]:
 
 @triton.jit
 def split_range(begin, end, split, splits, KEYS: tl.constexpr, LEAST: tl.constexpr):
-    """Where a part of begin .. end - 1 begins and ends: whole tiles of KEYS from begin on, LEAST
-    tokens at least. The end is not behind the beginning where nothing is left for it."""
+    """Return begin and end of a split of positions begin .. end - 1.
+
+    A split has whole tiles of KEYS positions and at least LEAST positions. The end is not after the
+    beginning if nothing is left for the split.
+    """
     tiles = tl.cdiv(end - begin, KEYS)
     part = tl.maximum(tl.cdiv(tiles, splits), (LEAST + KEYS - 1) // KEYS) * KEYS
     return begin + split * part, tl.minimum(begin + (split + 1) * part, end)
@@ -79,8 +81,11 @@ def store_split(
     VALUE: tl.constexpr,
     VALUE_PAD: tl.constexpr,
 ):
-    """Leave what a tile's rows found in their part: highest and total [ROWS], attended [ROWS,
-    VALUE_PAD], at places `at` [ROWS] of as many as `each`."""
+    """Store the partial results of the rows of a tile.
+
+    highest and total [ROWS] and attended [ROWS, VALUE_PAD] go to index `at` [ROWS] of `each`
+    entries.
+    """
     columns = tl.arange(0, VALUE_PAD)
     mask = there[:, None] & (columns < VALUE)[None, :]
     tl.store(partial + at[:, None] * VALUE + columns[None, :], attended, mask=mask)
@@ -99,9 +104,10 @@ def reduce_kernel(
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One head of one token from the parts of its context: grid (heads, tokens).
+    """Combine the splits of one head of one token.
 
-    partial and statistics as of Parts; of parts whose highest score is LOWEST the sum is not read.
+    Grid: (heads, tokens). partial [tokens, heads, splits, VALUE] and statistics [2, tokens, heads,
+    splits] float32: see SplitResults; sums of splits whose highest score is LOWEST are not read.
     """
     at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     each = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * splits

@@ -1,7 +1,6 @@
-"""What is timed to tune kernels: operations on tensors as models that are served have them.
+"""Workloads that time kernels for tuning: operations with the tensor sizes of served models.
 
-Owns sizes and inputs, and how a result is judged: by the operation on the CPU, in float32, which is
-the reference. Does not know which tiles are tried.
+Results are checked against the same operation on the CPU in float32, which is the reference.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +41,7 @@ ROUNDED_TO_8_BITS = 8e-2
 
 @dataclass(frozen=True)
 class PreparedWorkload:
-    """An operation with its tensors on a device."""
+    """Operation with its tensors on a device, and the expected result."""
 
     run: Callable[[], Tensor]
     expected: Tensor
@@ -51,14 +50,14 @@ class PreparedWorkload:
     """Largest error of a result, in norms."""
 
     def error(self) -> float:
-        """Of one run. NaN where the result has some."""
+        """Run once and return the relative error; NaN if the result contains NaN."""
         wanted = self.expected
         return float((self.run().to(torch.float32) - wanted).norm() / wanted.norm())
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a row of a table is timed by."""
+    """Workload of one row of a table."""
 
     table: str
     sizes: Mapping[str, int]
@@ -73,7 +72,7 @@ def _random(seed: int, *shape: int) -> Tensor:
 def prepare_attention(
     shape: AttentionShape, rows: int, new: int, context: int, device: torch.device
 ) -> PreparedWorkload:
-    """So many rows, each with `new` tokens of a context that ends with them."""
+    """Prepare attention of `rows` sequences, each with `new` tokens at the end of its context."""
     dtype = torch.float32 if shape.wide else torch.bfloat16
     blocks = -(-context // shape.block_size)
     table = np.random.default_rng(0).permutation(rows * blocks).reshape(rows, blocks)
@@ -105,7 +104,7 @@ def prepare_attention(
 def prepare_linear_fp8(
     tokens: int, outputs: int, inputs: int, device: torch.device
 ) -> PreparedWorkload:
-    """A linear map by a weight in 8-bit floats."""
+    """Prepare a linear layer with an FP8 weight."""
     matrix = _stack(1, outputs, inputs)[0]
     x = _random(4, tokens, inputs).to(torch.bfloat16)
     expected = linear_fp8.linear_fp8(x.to(torch.float32), matrix, None)
@@ -124,8 +123,11 @@ def prepare_experts(
     eights: bool,
     device: torch.device,
 ) -> PreparedWorkload:
-    """A mixture of experts: (experts, picked, hidden, inner), elements of x of so many bytes where
-    they are multiplied; eights: weights are 8-bit floats."""
+    """Prepare a mixture of experts.
+
+    sizes: experts, selected experts, hidden, inner; element: bytes per element of x in the
+    products; eights: FP8 weights.
+    """
     count, picked, hidden, inner = sizes
     dtype = torch.float32 if element == 4 else torch.bfloat16
     x = _random(5, tokens, hidden).to(dtype)
@@ -145,7 +147,7 @@ def prepare_experts(
 
 @lru_cache(maxsize=2)
 def _stack(count: int, outputs: int, inputs: int) -> Fp8Stack:
-    """Random weights whose outputs are about as large as inputs. Kept, for they take seconds."""
+    """Return random weights that keep the magnitude of the inputs; cached, as they take seconds."""
     codes = (_random(7, count, outputs, inputs) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
     blocks = (count, -(-outputs // BLOCK), -(-inputs // BLOCK))
     scales = (_random(8, *blocks).abs() + 0.5) / (64 * inputs**0.5)
@@ -168,7 +170,7 @@ def _moved(weights: Tensor | Fp8Stack, device: torch.device) -> Tensor | Fp8Stac
 def prepare_experts_sum(
     tokens: int, picked: int, hidden: int, device: torch.device
 ) -> PreparedWorkload:
-    """The sum of what experts made of tokens."""
+    """Prepare the weighted sum of the experts' outputs of tokens."""
     parts = _random(9, tokens, picked, hidden).to(torch.bfloat16)
     shares, chosen = _random(6, tokens, 2 * picked).softmax(-1).topk(picked)
     expected = (parts.to(torch.float32) * shares[:, :, None]).sum(1)
@@ -178,7 +180,7 @@ def prepare_experts_sum(
 
 
 def prepare_quantize(tokens: int, inputs: int, device: torch.device) -> PreparedWorkload:
-    """Activations to 8-bit floats; judged by their scales alone."""
+    """Prepare the quantization of activations to FP8; only the scales are checked."""
     x = _random(10, tokens, inputs).to(torch.bfloat16)
     groups = x.to(torch.float32).unflatten(1, (-1, gpu_linear.GROUP))
     expected = groups.abs().amax(-1) / 448
@@ -187,7 +189,7 @@ def prepare_quantize(tokens: int, inputs: int, device: torch.device) -> Prepared
 
 
 def prepare_rms_norm(tokens: int, size: int, device: torch.device) -> PreparedWorkload:
-    """RMSNorm behind a sum, which nothing is left of: the same can be run again."""
+    """Prepare RMSNorm after a residual addition of zeros, so that it can be repeated."""
     x, weight = _random(11, tokens, size).to(torch.bfloat16), _random(12, size).to(torch.bfloat16)
     expected = rms_norm.rms_norm(x.to(torch.float32), weight.to(torch.float32), 1e-6)
     tensors = x.to(device), torch.zeros_like(x, device=device), weight.to(device)
@@ -196,7 +198,7 @@ def prepare_rms_norm(tokens: int, size: int, device: torch.device) -> PreparedWo
 
 
 def prepare_activation(tokens: int, size: int, device: torch.device) -> PreparedWorkload:
-    """A gate and what it gates."""
+    """Prepare a gated activation."""
     both = _random(13, tokens, 2 * size).to(torch.bfloat16)
     expected = activation.act_and_mul("silu", both.to(torch.float32))
     run = partial(act_and_mul, "silu", both.to(device))
@@ -206,7 +208,7 @@ def prepare_activation(tokens: int, size: int, device: torch.device) -> Prepared
 def prepare_qkv(
     tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device
 ) -> PreparedWorkload:
-    """Rotation, and keys and values to the cache; judged by the queries."""
+    """Prepare rotary embedding and the cache write; only the queries are checked."""
     fused = _random(14, tokens, heads + 2 * kv_heads, dim).to(torch.bfloat16)
     turns = _random(15, tokens, 1, dim // 2)
     angles, slots = (turns.cos(), turns.sin()), torch.randperm(tokens)
@@ -224,7 +226,7 @@ def prepare_qkv(
 
 
 EXPERT_SHAPES = [(128, 8, 2048, 768), (64, 6, 2048, 1408)]
-"""As of Qwen3-30B-A3B and DeepSeek-V2-Lite."""
+"""Experts, selected experts, hidden and inner size of Qwen3-30B-A3B and DeepSeek-V2-Lite."""
 LINEAR_SHAPES = [
     (4608, 3584),
     (3584, 3584),
@@ -237,7 +239,7 @@ LINEAR_SHAPES = [
 
 
 def list_workloads() -> list[Workload]:
-    """All of them; tensors are made when one is prepared."""
+    """Return all workloads; tensors are allocated when one is prepared."""
     return [*_attention(), *_mixtures(), *_others()]
 
 
