@@ -4,11 +4,11 @@ No public interface of aiohttp tells that a connection waits for the headers of 
 runner create connections of another class, or changes its shutdown timeout after the start. All
 uses of private names are in this file:
 
-- `RequestHandler._waiter`: future of the task that waits for the next request.
-- `RequestHandler._request_count`: requests of the connection so far.
-- `AppRunner._make_server`: creates the factory of connections.
-- `AppRunner._shutdown_timeout`: seconds that `cleanup` waits for running answers.
-- `Server._kwargs`, `Server._loop`: arguments of a connection's constructor.
+- `_waiter` of `web.RequestHandler`: future of the task that waits for the next request.
+- `_request_count` of `web.RequestHandler`: requests of the connection so far.
+- `_make_server` of `web.AppRunner`: creates the factory of connections.
+- `_shutdown_timeout` of `web.AppRunner`: seconds that `cleanup` waits for running answers.
+- `_kwargs` and `_loop` of `web.Server`: arguments of a connection's constructor.
 """
 
 from collections.abc import Callable

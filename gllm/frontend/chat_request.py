@@ -1,4 +1,4 @@
-"""Turn the fields of a chat request into a job, for every endpoint with messages."""
+"""Prepare chat requests for the engine, for every endpoint with messages."""
 
 import asyncio
 from dataclasses import replace
@@ -19,7 +19,7 @@ from gllm.text.chat.tools import ToolOptions, parse_functions, parse_tools
 async def prepare_chat_request(
     context: ServerContext, fields: ChatCompletionFields
 ) -> PreparedRequest:
-    """Return the job of a chat. Raises FieldError."""
+    """Return a chat, rendered and checked, ready for the engine. Raises FieldError."""
     model, tokenizer = context.engine.model, context.engine.tokenizer
     params = to_sampling_params(
         fields,

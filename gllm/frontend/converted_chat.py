@@ -1,4 +1,4 @@
-"""Requests of other chat APIs, converted to chat completions.
+"""Convert requests of other chat APIs to chat completions.
 
 The routes give the schema of a body, its conversion, and the API's names of the converted fields.
 """
@@ -28,11 +28,17 @@ async def prepare_converted_chat(
     as_chat: Callable[[Fields], Mapping[str, Any]],
     names: Mapping[str, str],
 ) -> AsyncIterator[tuple[Fields, PreparedRequest]]:
-    """Yield a request's fields and its job; the request counts as admitted within the block.
+    """Yield a request's fields and the prepared request, which is admitted within the block.
 
-    as_chat: returns fields of chat completions that ask for the same.
-    names: what the API calls a field of chat completions; errors have these names.
-    Raises FieldError and ApiError.
+    Args:
+        request: The HTTP request.
+        schema: Fields of the API's body.
+        as_chat: Converts the fields to those of chat completions.
+        names: The API's names of the fields of chat completions, for errors.
+
+    Raises:
+        FieldError: The request is invalid.
+        ApiError: The model is not served.
     """
     context = request.app[CONTEXT]
     fields = await read_fields(request, schema)
