@@ -56,7 +56,7 @@ GAUGES = {
 }
 """Gauges: field of the scheduler's statistics and help text, by name."""
 COUNTERS = {
-    "micro_batches": ("steps", "Micro-batches committed"),
+    "micro_batches": ("num_steps", "Micro-batches committed"),
     "num_preemptions": ("preemptions", "Sequences that lost their KV blocks to others"),
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache"),
@@ -65,7 +65,7 @@ COUNTERS = {
 }
 """Counters: field of the scheduler's statistics and help text, by name."""
 STAGE_COUNTERS = {
-    "stage_steps": ("steps", "Micro-batches computed by a stage"),
+    "stage_steps": ("num_steps", "Micro-batches computed by a stage"),
     "stage_busy_seconds": (
         "busy_seconds",
         "Seconds a stage spent computing its steps. On a CPU: in layers and logits. On a GPU: by "
@@ -78,7 +78,7 @@ STAGE_COUNTERS = {
         "host_seconds",
         "Seconds a stage's host took to build steps and put them into its GPU's queues",
     ),
-    "stage_compilations": ("compilations", "GPU kernels compiled since a stage is ready"),
+    "stage_compilations": ("num_compilations", "GPU kernels compiled since a stage is ready"),
 }
 """Counters per stage: field of StageUtilization and help text, by name."""
 
