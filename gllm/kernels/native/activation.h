@@ -1,4 +1,4 @@
-// What gates are activated by.
+// Activation functions of gated linear layers.
 #pragma once
 
 #include "simd.h"

@@ -1,9 +1,8 @@
 // Products of bfloat16 matrices by AMX: tiles of up to 16 rows by 64 bytes.
 //
-// Owns the tile registers and the loop over the inner dimension. B is in units as in multiply.h, two
-// neighbouring bfloat16 each: 16 rows of 16 units are a tile as AMX reads it. A tile of A has as many
-// rows as there are, so that few rows load few bytes. Products are summed in the order of the inner
-// dimension, a tile of 16 units at a time, so a sum does not depend on the rows beside it.
+// B is stored in units as in multiply.h, two neighbouring bfloat16 each: 16 rows of 16 units are one AMX
+// tile. A tile of A has only the rows that exist, so few rows load few bytes. Products are summed in the
+// order of the inner dimension, 16 units at a time, so a sum does not depend on other rows.
 // Source: Intel, "64 and IA-32 Architectures Software Developer's Manual", volume 1, chapter 18.
 #pragma once
 

@@ -1,9 +1,8 @@
-// Attention over a paged KV cache, for decodes and prefill chunks alike.
+// Attention over a paged KV cache, for decodes and prefill chunks.
 //
-// Owns the way of queries through the keys and values they see. The queries of a KV head, and of as
-// many tokens as make a tile, go through the context in blocks of keys; the softmax is computed
-// online. Source: Dao et al., "FlashAttention" (2022), algorithm 1; Milakov and Gimelshein, "Online
-// normalizer calculation for softmax" (2018), algorithm 3.
+// A tile holds the queries of the heads that share a KV head, for as many tokens as fit. It visits the
+// context in blocks of KEYS keys with an online softmax. Source: Dao et al., "FlashAttention" (2022),
+// algorithm 1; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3.
 
 #include <algorithm>
 #include <type_traits>

@@ -1,8 +1,8 @@
-// What a layer does between its matrix products, each in one pass over memory.
+// Elementwise operations between the matrix products of a layer, each in one pass over memory.
 //
-// Owns RMSNorm with the residual sum before it, rotation with the write into the paged cache, and
-// the gate of the feed-forward block. Everything is computed in float; sources of the formulas are
-// in the reference implementations beside (gllm/kernels).
+// RMSNorm with the preceding residual addition, rotary embedding with the KV-cache write, and the
+// gated activation. Everything is computed in float32; the sources of the formulas are in the
+// reference implementations (gllm/kernels).
 
 #include <algorithm>
 #include <type_traits>

@@ -1,8 +1,8 @@
-// Linear maps by 8-bit numbers: rows of activations become codes and a scale each, codes are
-// multiplied by packed 8-bit weights, and sums become numbers again.
+// Linear layers with 8-bit weights: quantize rows of activations to codes and a scale each, multiply
+// the codes by packed 8-bit weights, and scale the sums.
 //
-// Owns the way through weights: every panel of them is read from memory once, the next one fetched
-// meanwhile. Floats are rounded as the reference implementation (gllm/kernels/linear_int8.py) does.
+// Each panel of weights is read from memory once, while the next one is prefetched. Floats are rounded
+// as in the reference implementation (gllm/kernels/linear_int8.py).
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
-// Products of 8-bit numbers, summed over four neighbouring inputs for LANES outputs at once.
+// Dot products of 8-bit numbers over four neighbouring inputs, for LANES outputs at once.
 //
-// Owns what depends on the instruction set. Every way gives the same sums: none saturates.
+// There is one implementation per instruction set. All give the same sums: none saturates.
 #pragma once
 
 #include "simd.h"

@@ -1,10 +1,9 @@
-// Products with weights that were packed for them: y = x W^T + b, or act(x G^T + b) (x U^T + c).
+// Linear layers with packed weights: y = x W^T + b, or act(x G^T + b) (x U^T + c).
 //
-// Owns the order in which weights, inputs and sums pass through the caches. A weight is packed into
-// panels of PANEL outputs; a panel is [units, PANEL]. For few rows the weights are read from memory
-// once, one panel after the other; for many rows blocks of inputs and of panels stay in the second
-// cache. Panels of gates and of what they gate take turns, so that both sums are at hand at once.
-// Every output is summed over its inputs in their order, whatever the number of rows.
+// A weight is packed into panels of PANEL outputs; a panel is [units, PANEL]. For few rows the weights
+// are read from memory once, panel by panel; for many rows, blocks of inputs and of panels stay in the
+// L2 cache. Panels of the gate and of the up projection alternate, so that both sums are available
+// together. Every output is summed over its inputs in order, for any number of rows.
 // Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4.
 
 #include <algorithm>

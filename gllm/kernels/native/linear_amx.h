@@ -1,10 +1,9 @@
 // Linear layers of bfloat16 by AMX.
 //
-// Owns the order in which inputs, panels and sums pass through the caches. Up to FEW rows are copied
-// into tiles once, and panels stream by, two at a time, each read from memory once. More rows go in
-// blocks: DEPTH units of ROWS rows and of two panels meet while they are in the caches, with sums in
-// memory between one DEPTH and the next. The last tile along the inputs may be partly filled: inputs
-// and weights are copied and padded with zeros.
+// Up to FEW rows are copied into tiles once, and panels stream by, two at a time, each read from memory
+// once. More rows are processed in blocks: DEPTH units of ROWS rows and of two panels are multiplied
+// while they are in the caches, with sums in memory between one DEPTH and the next. The last tile along
+// the inputs may be partly filled: inputs and weights are copied and padded with zeros.
 #pragma once
 
 #include "amx.h"

@@ -1,6 +1,4 @@
-// The results of linear layers: sums become outputs, with bias and activation.
-//
-// Owns the arguments of a linear layer and the way of its sums into the output (linear.cpp).
+// Arguments of linear layers, and the conversion of sums to outputs with bias and activation.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
-// C = A B, or C += A B, for small matrices that were packed for it.
+// C = A B, or C += A B, for small packed matrices.
 //
-// Owns the inner loops and the form of packed numbers. A *unit* is what one step along the inner
-// dimension takes: one float, or two neighbouring bfloat16 where the processor multiplies those.
+// A *unit* is one step along the inner dimension: one float, or two neighbouring bfloat16 where the
+// processor multiplies those.
 #pragma once
 
 #include <utility>

@@ -1,6 +1,4 @@
-// Weights into panels, and rows of them back.
-//
-// Owns the copying; the form of panels is in panels.h.
+// Packing of weights into panels (panels.h), and unpacking of single rows.
 
 #include "panels.h"
 

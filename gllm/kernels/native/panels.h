@@ -1,6 +1,6 @@
-// Weights in panels, as linear.cpp reads and pack.cpp writes them.
+// Layout of packed weights, read by linear.cpp and written by pack.cpp.
 //
-// Owns their form: a panel is [units, PANEL], a unit being what one step along the inputs takes.
+// A panel is [units, PANEL]; a unit is one step along the inputs.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// Products of the small matrices of attention: by vectors, or by AMX where the build has it.
+// Products of the small matrices of attention: by vectors, or by AMX if the build has it.
 //
-// Owns the choice, and what a caller has to pad for it.
+// Callers pad their matrices as described below.
 #pragma once
 
 #include "amx.h"

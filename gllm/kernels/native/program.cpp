@@ -1,6 +1,4 @@
-// Many calls at a stroke.
-//
-// Owns nothing: what is called with what was recorded before (program.py).
+// Execution of a recorded list of kernel calls (program.py) in one call from Python.
 
 #include <cstdint>
 

@@ -1,6 +1,4 @@
-// Memory of a thread for what it computes in between.
-//
-// Owns its alignment: vectors that lie across two cache lines take two loads.
+// Scratch memory per thread, aligned to cache lines: a vector across two lines takes two loads.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
-// Vectors of the target's width, and numbers as they are in memory: float, bfloat16 and float16.
+// Vectors of the width of the instruction set, and the dtypes float32, bfloat16 and float16.
 //
-// Owns what depends on the instruction set. A vector fills one register: 64 bytes with AVX-512, 32
-// with AVX2, 16 with SSE and NEON. Wider ones would live on the stack.
+// A vector fills one register: 64 bytes with AVX-512, 32 with AVX2, 16 with SSE and NEON. Wider vectors
+// would live on the stack.
 #pragma once
 
 #include <cmath>

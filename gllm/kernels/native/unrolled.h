@@ -1,6 +1,6 @@
-// Loops that are written out, so that what they index can stay in registers.
+// Loops unrolled at compile time, so that the arrays they index can stay in registers.
 //
-// Owns nothing but that: the compiler unrolls loops of this size too late for it, or not at all.
+// The compiler unrolls loops of this size too late for that, or not at all.
 #pragma once
 
 #include <type_traits>
