@@ -15,7 +15,6 @@ OPENINGS = re.compile(r"(What|Whether|How|As of|Where|Why|That|Who|Of|So that)\b
 PENDING = frozenset(
     {
         "experiments",
-        "models",
         "scheduler",
         "sim",
     }

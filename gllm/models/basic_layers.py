@@ -32,8 +32,10 @@ def read_projections(
 def read_matrices(
     spec: LinearSpec, weights: Weights, outputs: Sequence[int], inputs: int
 ) -> Sequence[Weight]:
-    """Read the weights of several projections as `read_projections`, or in the checkpoint's format
-    if the kernels multiply by it."""
+    """Read the weights of several projections, in the checkpoint's format if it is kept.
+
+    Otherwise they are floats, as from `read_projections`.
+    """
     if spec.is_transposed:
         return read_projections(spec, weights, outputs, inputs)
     rows = [sum(outputs)] if len(spec.names) == 1 else outputs

@@ -78,8 +78,11 @@ class DecoderLayers:
     def _record(
         self, tokens: int, dtype: torch.dtype, kv: Sequence[LayerCache]
     ) -> RecordedProgram | None:
-        """Return a program for up to `tokens` tokens; None if a layer uses other than compiled
-        kernels."""
+        """Return a program for up to `tokens` tokens.
+
+        Returns:
+            None if a layer uses other than compiled kernels.
+        """
         self._stream = torch.empty(tokens, self._hidden_size, dtype=dtype)
         library = library_for(self._stream, "norm")
         if library is None:

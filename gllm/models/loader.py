@@ -1,8 +1,7 @@
-"""Reading one stage's weights from a Hugging Face folder.
+"""Loader of one stage's weights from a Hugging Face folder.
 
-Owns files, names and shapes: tensors are read straight from memory-mapped safetensors, only those
-that are asked for, and every tensor of the stage has to be asked for. Does not know what a model
-computes with them.
+Tensors are read from memory-mapped safetensors, only those that the stage requests. Every tensor of
+the stage has to be requested: one that is left over may change the results.
 """
 
 import logging
@@ -27,11 +26,13 @@ from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_erro
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+"""Called with the bytes read and the total."""
 COMPARED_ROWS = 1024
+"""Rows of two matrices that are compared at once."""
 
 
 class Checkpoint:
-    """The tensors of a folder that one stage reads; a context manager that closes the files."""
+    """Tensors of a folder that one stage reads; a context manager that closes the files."""
 
     def __init__(
         self,
@@ -42,9 +43,19 @@ class Checkpoint:
         device: torch.device = CPU,
         keep_quantized: bool | None = None,
     ) -> None:
-        """Tensors of a stage with these layers of the model, as `dtype` on a device;
-        keep_quantized: `matrices` stay in the checkpoint's format; default: on GPUs. Raises
-        ModelError."""
+        """Open the files.
+
+        Args:
+            folder: Hugging Face model folder.
+            dtype: of the tensors returned.
+            model: the whole model.
+            layers: layers of the stage.
+            device: of the tensors returned.
+            keep_quantized: whether `read_matrices` keeps the checkpoint's format; default: on GPUs.
+
+        Raises:
+            ModelError: the files are missing or invalid.
+        """
         self.folder = folder
         self.dtype = dtype
         self._device = device
@@ -54,14 +65,14 @@ class Checkpoint:
             None if model.quantization is None else weight_format(model.quantization.format)
         )
         self.weight_bytes = 0
-        """Bytes of the tensors handed out, as they are in memory."""
+        """Bytes in memory of the tensors read so far."""
         self._progress: Progress = lambda done, total: None
         self._done = 0
         self._files = ExitStack()
         homes = self._open(model.optional_prefix)
         split_experts(homes, model)
         self.model = self._with_head(model, homes, layers)
-        """The model, with a head of its own where the checkpoint has one that differs."""
+        """The model, with an untied head if the checkpoint's differs from the embedding."""
         self._names = TensorNames(self.model)
         self._check_names(homes)
         self._homes = {
@@ -71,6 +82,7 @@ class Checkpoint:
         self._total = sum(home.nbytes for home in self._homes.values())
 
     def __enter__(self) -> Self:
+        """Return the checkpoint."""
         return self
 
     def __exit__(
@@ -79,6 +91,7 @@ class Checkpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close the files."""
         self._files.close()
 
     def report_to(self, progress: Progress) -> None:
@@ -92,7 +105,7 @@ class Checkpoint:
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The tensors of these names and shapes, one after the other along the first dimension."""
+        """Return tensors of these names and shapes, concatenated along the first dimension."""
         return torch.cat(self.read_parts(names, shapes, dtype))
 
     def read_parts(
@@ -101,27 +114,27 @@ class Checkpoint:
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """The tensors by themselves; to be copied, for they may be the files' memory."""
-        made = [dequantize_weight(part) for part in self._all(names, shapes, dtype)]
-        self.weight_bytes += sum(part.nbytes for part in made)
-        return made
+        """Return tensors of these names and shapes; callers copy them: they may be file memory."""
+        parts = [dequantize_weight(part) for part in self._read_all(names, shapes, dtype)]
+        self.weight_bytes += sum(part.nbytes for part in parts)
+        return parts
 
     def read_matrices(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
     ) -> Sequence[Weight]:
-        """As `parts`; in the checkpoint's format where all of them are and it is to be kept."""
+        """Return weights, in the checkpoint's format if all have it and it is kept."""
         if not self._keep_quantized or not all(self._is_quantized(name) for name in names):
             return self.read_parts(names, shapes)
-        made = self._all(names, shapes, None)
-        self.weight_bytes += sum(part.nbytes for part in made)
-        return made
+        weights = self._read_all(names, shapes, None)
+        self.weight_bytes += sum(weight.nbytes for weight in weights)
+        return weights
 
-    def finish(self) -> None:
-        """Check that nothing of the stage was left unread. Raises ModelError."""
+    def check_all_read(self) -> None:
+        """Raise ModelError if a tensor of the stage was not read."""
         self._refuse(sorted(self._unread))
 
     def _check_names(self, names: Iterable[str]) -> None:
-        """Refuse tensors that no stage reads. Raises ModelError."""
+        """Raise ModelError for tensors that no stage reads."""
         unknown = self._names.unknown(names)
         layers = self._names.excess_layers(unknown)
         reason = ""
@@ -131,7 +144,7 @@ class Checkpoint:
         self._refuse(unknown, reason)
 
     def _refuse(self, names: Sequence[str], reason: str = "") -> None:
-        """Refuse these tensors, if there are any. Raises ModelError."""
+        """Raise ModelError for these tensors, if there are any."""
         if names:
             raise ModelError(
                 f"{self.folder} has tensors that its architecture has no use for, so it would be "
@@ -139,7 +152,7 @@ class Checkpoint:
             )
 
     def _with_head(self, model: ModelSpec, homes: StoredTensors, layers: range) -> ModelSpec:
-        """Return the model with the LM head that the files have; drops the copy of a tied one.
+        """Return the model with the LM head of the files; drop the copy of a tied one.
 
         transformers does not tie weights that differ, whatever config.json says.
         """
@@ -155,18 +168,18 @@ class Checkpoint:
             del homes[own]
             return model
         if layers.stop == model.num_layers:
-            told = "%s differs from the embedding, which config.json ties it to: it is used"
-            log.warning(told, own)
+            message = "%s differs from the embedding, which config.json ties it to: it is used"
+            log.warning(message, own)
         return replace(model, head=replace(model.head, name=own.removesuffix(".weight")))
 
-    def _all(
+    def _read_all(
         self,
         names: Sequence[str],
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype | None,
     ) -> list[Weight]:
-        each = zip(names, shapes, strict=True)
-        return [self._tensor(name, shape, dtype or self.dtype) for name, shape in each]
+        pairs = zip(names, shapes, strict=True)
+        return [self._tensor(name, shape, dtype or self.dtype) for name, shape in pairs]
 
     def _is_quantized(self, name: str) -> bool:
         """Return whether a tensor is stored in the format of quantization_config."""
@@ -178,7 +191,7 @@ class Checkpoint:
         )
 
     def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        tensor = self._take(name)
+        tensor = self._read_stored(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{self.folder}: tensor {name!r} has shape {tuple(tensor.shape)}, but by "
@@ -202,7 +215,7 @@ class Checkpoint:
 
         def read(last_part: str) -> Tensor | None:
             sibling = stem + last_part
-            return self._take(sibling).to(self._device) if sibling in self._homes else None
+            return self._read_stored(sibling).to(self._device) if sibling in self._homes else None
 
         try:
             weight: Weight = self._format.load(
@@ -212,8 +225,8 @@ class Checkpoint:
             raise ModelError(f"{self.folder}: tensor {name!r} {error}") from error
         return weight
 
-    def _take(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
+    def _read_stored(self, name: str) -> Tensor:
+        """Return a tensor as it is stored, and mark it as read."""
         if name not in self._homes:
             raise ModelError(f"{self.folder} lacks the tensor {name!r}")
         tensor = self._homes[name].read()
@@ -241,15 +254,16 @@ class Checkpoint:
 
 
 class Weights:
-    """Tensors of a checkpoint whose names begin alike."""
+    """Tensors of a checkpoint below a common prefix."""
 
     def __init__(
         self, checkpoint: Checkpoint, prefix: str = "", quantization: str = "none"
     ) -> None:
+        """Select the tensors whose names begin with a prefix."""
         self._checkpoint = checkpoint
         self._prefix = prefix
         self.quantization = quantization
-        """What linear maps are to be made of these weights, by a name of gllm.kernels.linear."""
+        """Format to which linear layers are quantized: a key of WEIGHT_FORMATS."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -257,42 +271,43 @@ class Weights:
         return self._checkpoint.dtype
 
     def at(self, part: str) -> "Weights":
-        """Those below `part`, a name without the final dot."""
+        """Return the tensors below `part`, a name without the final dot."""
         return Weights(self._checkpoint, f"{self._prefix}{part}.", self.quantization)
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """One tensor of this shape."""
+        """Read one tensor of this shape."""
         return self._checkpoint.read([self._prefix + name], [shape])
 
     def read_float32(self, name: str, *shape: int) -> Tensor:
-        """One tensor of this shape in float32, for what a smaller type would round too much."""
+        """Read one tensor of this shape in float32, where the compute dtype is too coarse."""
         return self._checkpoint.read([self._prefix + name], [shape], torch.float32)
 
     def read_stacked(
         self, names: Sequence[str], kind: str, rows: Sequence[int], *rest: int
     ) -> Tensor:
-        """Tensors `name.kind` of shapes [rows[i], *rest], stacked along the first dimension."""
+        """Read tensors `name.kind` of shapes [rows[i], *rest], stacked along dimension 0."""
         return torch.cat(self.read_parts(names, kind, rows, *rest))
 
     def read_parts(
         self, names: Sequence[str], kind: str, rows: Sequence[int], *rest: int
     ) -> list[Tensor]:
-        """The same by themselves; to be copied."""
+        """Read tensors `name.kind` of shapes [rows[i], *rest]; callers copy them."""
         full = [f"{self._prefix}{name}.{kind}" for name in names]
         return self._checkpoint.read_parts(full, [(count, *rest) for count in rows])
 
     def read_matrices(
         self, names: Sequence[str], rows: Sequence[int], inputs: int
     ) -> Sequence[Weight]:
-        """Weights [rows[i], inputs] by themselves, to be copied, in the checkpoint's format where
-        they are to stay so."""
+        """Read weights [rows[i], inputs]; callers copy them.
+
+        They stay in the checkpoint's format if the kernels multiply by it.
+        """
         full = [f"{self._prefix}{name}.weight" for name in names]
         return self._checkpoint.read_matrices(full, [(count, inputs) for count in rows])
 
 
 def _head_names(model: ModelSpec) -> tuple[str, str]:
-    """Return the names that a head of its own may have; files without the optional prefix get it
-    before this name, too."""
+    """Return the possible names of an untied head, without and with the optional prefix."""
     name = f"{model.head.untied_name}.weight"
     return name, model.optional_prefix + name
 

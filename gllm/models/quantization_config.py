@@ -1,7 +1,6 @@
-"""How a checkpoint's quantization_config says that its weights are stored.
+"""Reader of quantization_config in config.json: the format of a checkpoint's quantized weights.
 
-Owns that part of config.json: 8-bit floating point (e4m3) with scales is read, everything else is
-refused by name. Knows no tensors.
+8-bit floating point (e4m3) with scales is supported; anything else is an error that names the key.
 """
 
 from typing import Any
@@ -14,9 +13,9 @@ NAME = "quantization_config"
 
 
 def read_quantization(config: ConfigReader) -> QuantizationSpec | None:
-    """What the file says; None where weights are stored as they are. Raises ModelError.
+    """Return the format of quantized weights; None if there are none. Raises ModelError.
 
-    Modules that are not converted need no list: their tensors are in another type.
+    Modules that are not quantized need no list: the dtype of their tensors shows it.
     """
     given = config.get(NAME)
     if given is None:
@@ -25,26 +24,26 @@ def read_quantization(config: ConfigReader) -> QuantizationSpec | None:
     read = inside.choice(
         f"{NAME}.quant_method", {"fp8": _fp8, "compressed-tensors": _compressed}, default=""
     )
-    made = read(inside)
+    quantization = read(inside)
     inside.check_all_read()
-    return made
+    return quantization
 
 
 def _inside(name: str, given: Any) -> ConfigReader:
-    """The keys of an object within the file, by their whole names."""
+    """Return a reader of a nested object; keys have their full names."""
     if not isinstance(given, dict):
         raise ModelError(f"config.json: {name} is {given!r:.80}, but has to be an object")
     return ConfigReader({f"{name}.{key}": value for key, value in given.items()})
 
 
 def _fp8(config: ConfigReader) -> QuantizationSpec:
-    """As DeepSeek, Qwen and transformers write it."""
+    """Read the format that DeepSeek, Qwen and transformers write."""
     config.require_value(f"{NAME}.fmt", "e4m3", "float8_e4m3fn")
     config.require_value(f"{NAME}.scale_fmt", "float", "ue8m0")
     config.require_value(f"{NAME}.expert_dtype", "fp8")
-    # How others round activations to 8 bits, which is not done.
+    # Quantization of activations, which is not applied.
     config.ignore(f"{NAME}.activation_scheme")
-    # What transformers does when it loads the files; the tensors' types tell which are converted.
+    # Instructions to transformers; the tensors' dtypes show which are quantized.
     config.ignore(f"{NAME}.dequantize", f"{NAME}.modules_to_convert")
     config.ignore(f"{NAME}.modules_to_not_convert", f"{NAME}.ignored_layers")
     config.require_value(f"{NAME}.kv_cache_scheme")
@@ -52,7 +51,7 @@ def _fp8(config: ConfigReader) -> QuantizationSpec:
 
 
 def _compressed(config: ConfigReader) -> QuantizationSpec:
-    """As llm-compressor writes it: groups of modules, all in 8-bit floating point."""
+    """Read the format of llm-compressor: groups of modules, all in 8-bit floating point."""
     config.require_value(f"{NAME}.format", "float-quantized", "naive-quantized")
     config.require_value(f"{NAME}.quantization_status", "compressed")
     config.require_value(f"{NAME}.kv_cache_scheme")
@@ -62,11 +61,11 @@ def _compressed(config: ConfigReader) -> QuantizationSpec:
     name = f"{NAME}.config_groups"
     given = config.get(name)
     groups = _inside(name, given)
-    made = {_group(f"{name}.{one}", groups.get(f"{name}.{one}")) for one in given}
+    formats = {_group(f"{name}.{group}", groups.get(f"{name}.{group}")) for group in given}
     groups.check_all_read()
-    if len(made) != 1:
-        raise ModelError(f"config.json: {name} has {len(made)} kinds of weights, only 1 is read")
-    return made.pop()
+    if len(formats) != 1:
+        raise ModelError(f"config.json: {name} has {len(formats)} kinds of weights, only 1 is read")
+    return formats.pop()
 
 
 def _group(name: str, given: Any) -> QuantizationSpec:
@@ -92,7 +91,7 @@ def _group(name: str, given: Any) -> QuantizationSpec:
 
 
 def _block(config: ConfigReader, name: str) -> tuple[int, int] | None:
-    """Outputs and inputs of a block, where there are blocks."""
+    """Return the outputs and inputs per block, or None without blocks."""
     given = config.get(name)
     if given is None:
         return None

@@ -29,8 +29,8 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
 """Parameters of each kind of rotary scaling: required, optional."""
 LISTS = ("short_factor", "long_factor")
 """Parameters that are lists with one number for each pair."""
-LEAST = 1e-6
-"""Divisors below would make frequencies that are not finite."""
+MIN_DIVISOR = 1e-6
+"""Smaller divisors would make frequencies that are not finite."""
 NOT_NEGATIVE = ("low_freq_factor", "mscale", "mscale_all_dim")
 """Parameters that may be 0; all others are above 0."""
 
@@ -46,12 +46,12 @@ def read_rope(
     """Read `rope_parameters`, or `rope_scaling` and `rope_theta` of older files.
 
     Args:
-        keys: the configuration.
+        config: the configuration.
         head_dim: elements of a head.
-        interleaved: whether neighbours are pairs.
-        partial: share of a head that is rotated where the file does not say; None: always all.
-        theta: replaces `rope_theta` where the object does not say.
-        layer_type: which of `rope_parameters`, where each type of layer has its own.
+        interleaved: whether neighbouring elements form pairs.
+        partial: share of a head that is rotated, unless the file sets it; None if it must be 1.
+        theta: replaces `rope_theta` if the object does not set it.
+        layer_type: key within `rope_parameters` if each layer type has its own.
 
     Raises:
         ModelError: names the parameter.
@@ -88,7 +88,7 @@ def _parameters(config: ConfigReader, layer_type: str | None) -> dict[str, Any]:
 
 
 def _rotated(head_dim: int, share: Any, partial: float | None) -> int:
-    """Return how many elements of a head are rotated."""
+    """Return the number of rotated elements of a head."""
     if share is None:
         share = 1
     if not is_finite(share) or not 0 < share <= 1:
@@ -107,7 +107,7 @@ def _rotated(head_dim: int, share: Any, partial: float | None) -> int:
 
 
 def _complete(given: dict[str, Any], kind: str, config: ConfigReader) -> None:
-    """Fill in what other keys say, and refuse what is missing or unknown."""
+    """Add parameters that other keys set; raise ModelError for missing or unknown ones."""
     required, optional = ROPE_KEYS[kind]
     if "original_max_position_embeddings" in required:
         longest = config.positive_int("max_position_embeddings")
@@ -132,7 +132,7 @@ def _check_theta(theta: Any, kind: str) -> None:
 
 
 def _check(name: str, value: Any, dim: int) -> None:
-    """Check one parameter: a positive number, or as many as there are pairs."""
+    """Check one parameter: a positive number, or a list of one per pair."""
     if name == "truncate":
         if not isinstance(value, bool):
             raise _error(name, value, "true or false")
@@ -148,8 +148,8 @@ def _check(name: str, value: Any, dim: int) -> None:
     for number in value if name in LISTS else [value]:
         if not is_finite(number):
             raise _error(name, number, "a finite number; it is no number of float32")
-        if number < 0 or (number < LEAST and name not in NOT_NEGATIVE):
-            raise _error(name, number, f"positive, at least {LEAST}")
+        if number < 0 or (number < MIN_DIVISOR and name not in NOT_NEGATIVE):
+            raise _error(name, number, f"positive, at least {MIN_DIVISOR}")
     if name == "original_max_position_embeddings" and (
         type(value) is not int or not 1 < value <= INT32_MAX
     ):

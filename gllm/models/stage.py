@@ -1,6 +1,6 @@
-"""One pipeline stage of a model: consecutive layers, the embedding on the first stage, the final
-norm and the LM head on the last.
+"""One pipeline stage of a model.
 
+A stage has consecutive layers; the first stage also has the embedding, the last one the LM head.
 The arithmetic is in gllm/kernels; `gllm.models.spec` describes which of it a model uses.
 """
 
@@ -161,8 +161,7 @@ class ModelStage:
         return self.head.norm(hidden).to(torch.float32)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [rows, vocabulary] float32 of hidden [rows, hidden]; only on the last
-        stage."""
+        """Return logits [rows, vocabulary] float32 of [rows, hidden]; only on the last stage."""
         assert self.head is not None, "only the last stage has the LM head"
         return self.head(hidden)
 

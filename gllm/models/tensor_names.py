@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a model reads, by their names.
+"""Names of the tensors that a model reads from a checkpoint.
 
 Each tensor belongs to a layer, to a part outside the layers, to a known leftover that changes
 nothing, or is refused by name: a tensor that is not read may change what is computed.
@@ -18,6 +18,7 @@ class TensorNames:
     """The names of a model's tensors."""
 
     def __init__(self, model: ModelSpec) -> None:
+        """Compile the patterns of a model."""
         self._model = model
         self._layer = re.compile(
             re.escape(model.layer_name_format).replace(r"\{\}", r"(\d+)") + r"\."
@@ -35,8 +36,7 @@ class TensorNames:
         return name.rpartition(".")[0] in self._model.names_outside_layers(layers)
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a tensor is a known leftover, or belongs to a layer that predicts further
-        tokens."""
+        """Return whether a tensor is a known leftover or part of a multi-token prediction layer."""
         index, last = self._layer_of(name), self._model.num_layers
         if index is not None and last <= index < last + self._model.num_prediction_layers:
             return True

@@ -126,7 +126,7 @@ class BaseExecutor(ABC):
             with self.device:
                 model = checkpoint.model
                 self._stage = ModelStage(model, weights, self.layers, self._max_model_len)
-            checkpoint.finish()
+            checkpoint.check_all_read()
         self.weight_bytes = checkpoint.weight_bytes
         if self.is_last:
             self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)

@@ -57,7 +57,7 @@ class HostStagingSender:
             on_error: called if the background thread fails.
             in_background: whether a thread calls `signal_next`.
         """
-        self._device, self._on_fault = device, on_error
+        self._device, self._on_error = device, on_error
         self._pinned = _PinnedSlotRing(descriptors, shape, dtype, device)
         self._stream = stream
         self._copied = [device.event() for _ in range(shape.slots)]
@@ -95,7 +95,7 @@ class HostStagingSender:
                 self.signal_next()
         except Exception as error:
             # The receiver would wait for ever.
-            self._on_fault(error)
+            self._on_error(error)
 
 
 class HostStagingReceiver:

@@ -157,7 +157,7 @@ class TransferMonitor:
         self.abort_reason = ""
         """Cause for which transfers were aborted; empty if they were not."""
         self._group, self._timeout = group, timeout
-        self._on_fault, self._bind_thread = on_error, bind_thread
+        self._on_error, self._bind_thread = on_error, bind_thread
         self._in_flight: deque[_Transfer] = deque()
 
     def add(self, step: int, handle: TransferHandle, ended: DeviceEvent, now: float) -> None:
@@ -195,7 +195,7 @@ class TransferMonitor:
         try:
             self._group.abort()
         finally:
-            self._on_fault(TransportError(cause))
+            self._on_error(TransportError(cause))
 
     def _check_periodically(self) -> None:
         try:

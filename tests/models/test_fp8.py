@@ -219,7 +219,7 @@ def test_progress_reaches_its_end(tmp_path: Path) -> None:
             if name.endswith("weight"):
                 shape = tuple(load_file(made / "model.safetensors")[name].shape)
                 checkpoint.read([name], [shape])
-        checkpoint.finish()
+        checkpoint.check_all_read()
     assert seen[-1][0] == seen[-1][1]
 
 

@@ -327,7 +327,7 @@ def test_a_watch_that_fails_breaks_its_edge(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(nccl, "CHECK_INTERVAL_SECONDS", 0.0)
     watch, reported = Watched(), threading.Event()
-    watch._on_fault = lambda error: reported.set()
+    watch._on_error = lambda error: reported.set()
     watch.follow(1, Odd(), 0.0)
     watch.start()
     assert reported.wait(60)

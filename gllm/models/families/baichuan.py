@@ -13,9 +13,12 @@ BAICHUAN2_VOCABULARY = 125_696
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Llama with one tensor for queries, keys and values. The larger size has biases by distance
-    instead of rotations; its files tell by what they call the context's length. The second release
-    has a head whose rows are of length 1; its files tell by the vocabulary, or by z_loss_weight."""
+    """Build the spec of Baichuan: Llama with one tensor for queries, keys and values.
+
+    The larger size has ALiBi instead of rotary positions, recognized by the key of the context
+    length. The second release has an LM head with normalized rows, recognized by the vocabulary or
+    by z_loss_weight.
+    """
     rotates = config.has("max_position_embeddings")
     longest = config.positive_int("max_position_embeddings", "model_max_length")
     attention = attention_spec(config, names=("W_pack", "o_proj"))

@@ -19,11 +19,11 @@ from gllm.models.spec import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Biases by distance instead of positions; a norm behind the embedding."""
+    """Build the spec of BLOOM: ALiBi, and a norm after the embedding."""
     hidden = config.positive_int("hidden_size", "n_embed")
     config.require_value("apply_residual_connection_post_layernorm", False)
     config.require_value("tie_word_embeddings", True)
-    # How training splits sums, and precisions; the biases of ALiBi need no offset here.
+    # Training options and precisions; ALiBi needs no offset here.
     config.ignore("slow_but_exact", "n_inner", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv")
     config.ignore("attention_softmax_in_fp32", "masked_softmax_fusion", "bias_dropout_fusion")
     mlp = MLPSpec(
@@ -51,7 +51,7 @@ def build_spec(config: ConfigReader) -> ModelSpec:
 
 
 def _attention(config: ConfigReader, hidden: int) -> AttentionSpec:
-    """One tensor for queries, keys and values, stored head by head."""
+    """Build attention with one tensor for queries, keys and values, stored head by head."""
     heads = config.positive_int("n_head", "num_attention_heads")
     if hidden % heads:
         names = "hidden_size or n_embed", "n_head or num_attention_heads"

@@ -20,7 +20,7 @@ from gllm.models.spec import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """GLM-4 by other names: fused projections, half of each head rotated, neighbours as pairs."""
+    """Build the spec of ChatGLM: fused projections; half of each head rotated, interleaved."""
     _check(config)
     hidden, bias = config.positive_int("hidden_size"), config.boolean("add_bias_linear")
     layer = LayerSpec(
@@ -81,7 +81,7 @@ def _norm(config: ConfigReader, name: str) -> NormSpec:
 
 
 def _check(config: ConfigReader) -> None:
-    """Refuse what other models of this format have; the rest is about training and precision."""
+    """Raise ModelError for unsupported variants; ignore keys of training and precision."""
     config.require_value("rmsnorm", True)
     config.require_value("original_rope", True)
     config.require_value("post_layer_norm", True)

@@ -16,7 +16,7 @@ from gllm.models.spec_builders import (
 
 
 def build_cohere_spec(config: ConfigReader) -> ModelSpec:
-    """Both halves of a layer side by side behind one norm without bias; scaled logits."""
+    """Build the spec of Command R: parallel layers with one norm each, scaled logits."""
     config.set_defaults(rope_theta=500_000.0)
     attention = _attention(config)
     if config.boolean("use_qk_norm"):
@@ -28,7 +28,7 @@ def build_cohere_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_cohere2_spec(config: ConfigReader) -> ModelSpec:
-    """Three layers with a window and rotations, then one that sees all and knows no positions."""
+    """Build the spec of Command R7B: every fourth layer has full attention without positions."""
     config.set_defaults(sliding_window=4096)
     attention = _attention(config)
     pattern = config.positive_int("sliding_window_pattern", "_sliding_window_pattern", default=4)
@@ -39,7 +39,7 @@ def build_cohere2_spec(config: ConfigReader) -> ModelSpec:
     config.require_value("layer_switch", pattern)
     for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block"):
         config.require_value(name, True)
-    # How the embedding was spread over devices; how the library caches.
+    # Distribution of the embedding, and caching in transformers.
     config.ignore("use_parallel_embedding", "cache_implementation")
     count = config.positive_int("num_hidden_layers")
     slides = [(layer + 1) % pattern != 0 for layer in range(count)]
@@ -59,7 +59,7 @@ def _attention(config: ConfigReader) -> AttentionSpec:
 def _model(config: ConfigReader, attentions: list[AttentionSpec]) -> ModelSpec:
     mlp, norm = gated_mlp_spec(config), _norm(config, "input_layernorm")
     layers = [LayerSpec(attention, mlp, norm, None, is_parallel=True) for attention in attentions]
-    # Rotations reach further than the positions that files name.
+    # Rotary positions support more than max_position_embeddings.
     longest = config.positive_int("model_max_length", "max_position_embeddings")
     model = decoder_model(
         config, layers, tied=True, norm=_norm(config, "model.norm"), context_length=longest

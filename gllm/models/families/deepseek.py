@@ -20,7 +20,7 @@ from gllm.models.spec_builders import (
 
 
 def build_v2_spec(config: ConfigReader) -> ModelSpec:
-    """Experts by a softmax, from the best groups in the larger size."""
+    """Build the spec of DeepSeek V2: softmax routing, limited to groups in the larger size."""
     config.set_defaults(n_shared_experts=2, q_lora_rank=1536)
     limits = {"greedy": False, "group_limited_greedy": True}
     limited = config.choice("topk_method", limits, "greedy")
@@ -32,7 +32,7 @@ def build_v2_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_v3_spec(config: ConfigReader) -> ModelSpec:
-    """Experts by sigmoids, corrected for balance when they are picked."""
+    """Build the spec of DeepSeek V3: sigmoid routing with a correction bias."""
     config.set_defaults(
         first_k_dense_replace=3,
         n_group=8,
@@ -80,7 +80,7 @@ def _model(config: ConfigReader, experts: ExpertsSpec) -> ModelSpec:
     config.require_value("moe_layer_freq", 1)
     config.require_value("attention_bias", False)
     config.require_value("mlp_bias", False)
-    # What these models call heads of keys and values are those before the compression.
+    # Heads of keys and values before the compression.
     config.ignore("num_key_value_heads", "head_dim", "qk_head_dim")
     attention, block = _attention(config), gated_mlp_spec(config)
     first = config.non_negative_int("first_k_dense_replace", default=0)
@@ -100,7 +100,7 @@ def _attention(config: ConfigReader) -> LatentAttentionSpec:
     rope = read_rope(config, turned, interleaved=interleaved)
     scale = (plain + turned) ** -0.5
     if rope.parameters.get("mscale_all_dim") and rope.parameters["factor"] > 1:
-        # The temperature of YaRN, which here is not part of the rotation.
+        # YaRN's temperature, which is part of the scale here.
         stretch = math.log(rope.parameters["factor"])
         scale *= (0.1 * rope.parameters["mscale_all_dim"] * stretch + 1) ** 2
     rank = config.positive_int("q_lora_rank") if config.has("q_lora_rank") else None

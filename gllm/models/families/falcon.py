@@ -19,12 +19,12 @@ from gllm.models.spec_builders import ACTIVATIONS, decoder_model
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Both halves of a layer side by side in most sizes; rotations, or biases by distance."""
+    """Build the spec of Falcon: parallel layers in most sizes; rotary positions or ALiBi."""
     config.require_value("apply_residual_connection_post_layernorm", False)
     bias = config.boolean("bias")
     hidden = config.positive_int("hidden_size")
     inner = config.positive_int("ffn_hidden_size", default=4 * hidden)
-    # The same, as a multiple; the library reads ffn_hidden_size.
+    # The same as a multiple; transformers reads ffn_hidden_size.
     config.require_value("ff_factor", inner / hidden)
     mlp = MLPSpec(
         intermediate_size=inner,
@@ -49,7 +49,7 @@ def build_spec(config: ConfigReader) -> ModelSpec:
 
 
 def _attention(config: ConfigReader, hidden: int, bias: bool) -> AttentionSpec:
-    """One tensor for queries, keys and values, stored KV head by KV head."""
+    """Build attention with one tensor for queries, keys and values, stored by KV head."""
     heads = config.positive_int("num_attention_heads")
     kv_heads = 1 if config.boolean("multi_query", default=True) else heads
     named = config.positive_int("num_kv_heads", default=heads)
@@ -71,7 +71,7 @@ def _attention(config: ConfigReader, hidden: int, bias: bool) -> AttentionSpec:
         out_proj=LinearSpec(("self_attention.dense",), bias),
         scale=head_dim**-0.5,
         rope=None if alibi else read_rope(config, head_dim),
-        # Biases are part of the scores that are scaled.
+        # ALiBi is added before the scores are scaled.
         alibi_scale=head_dim**-0.5 if alibi else None,
         is_grouped_by_kv_head=True,
     )

@@ -19,7 +19,7 @@ from gllm.models.spec_builders import (
 
 
 def build_gemma2_spec(config: ConfigReader) -> ModelSpec:
-    """Norms before and after each half, capped scores, a window in every other layer."""
+    """Build the spec of Gemma 2: norms around each block, soft caps, alternating windows."""
     config.set_defaults(head_dim=256, num_key_value_heads=4, sliding_window=4096)
     softcap = config.optional_positive_float("attn_logit_softcapping", default=50.0)
     attention = replace(_attention(config, None), softcap=softcap)
@@ -30,8 +30,10 @@ def build_gemma2_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_gemma3_spec(config: ConfigReader) -> ModelSpec:
-    """Normalised queries and keys; five layers with a window and a rotation of their own, then one
-    without."""
+    """Build the spec of Gemma 3: norms of queries and keys; every sixth layer has full attention.
+
+    The layers with a window have rotary parameters of their own.
+    """
     config.set_defaults(
         head_dim=256, num_key_value_heads=4, rope_theta=1_000_000.0, sliding_window=4096
     )
@@ -55,7 +57,7 @@ def build_gemma3_spec(config: ConfigReader) -> ModelSpec:
 
 
 def _local_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
-    """The rotation of layers with a window, which no scaling of older files is meant for."""
+    """Return the rotary positions of layers with a window; rope_scaling does not apply to them."""
     theta = config.finite_float("rope_local_base_freq", default=10_000.0)
     if theta < 1:
         raise config.error(("rope_local_base_freq",), "a finite number from 1 on", theta)
@@ -85,7 +87,7 @@ def _layer(config: ConfigReader, attention: AttentionSpec) -> LayerSpec:
 
 def _model(config: ConfigReader, layers: list[LayerSpec], final_cap: float | None) -> ModelSpec:
     config.require_value("use_bidirectional_attention", False)
-    # Older files have the activation under both names; the library follows hidden_activation.
+    # Older files have both keys; transformers reads hidden_activation.
     config.ignore("hidden_act", "cache_implementation")
     config.require_value("sliding_window_size", config.get("sliding_window"))
     scale = config.positive_int("hidden_size") ** 0.5
@@ -99,5 +101,5 @@ def _model(config: ConfigReader, layers: list[LayerSpec], final_cap: float | Non
 
 
 def _norm(config: ConfigReader, name: str) -> NormSpec:
-    """Scales are stored as what they are above 1."""
+    """Build an RMSNorm; its stored scale is relative to 1."""
     return rms_norm(config, name, offset=1.0)

@@ -22,15 +22,15 @@ from gllm.models.spec_builders import ACTIVATIONS
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Learned positions, norms before each half, matrices stored the other way round."""
+    """Build the spec of GPT-2: learned positions, transposed weights."""
     hidden, count = (
         config.positive_int("n_embd", default=768),
         config.positive_int("n_layer", default=12),
     )
     longest = config.positive_int("n_positions", "n_ctx", default=1024)
-    # How scores are computed in small types; here it is float32 always.
+    # Precision of scores, which is always float32 here.
     config.ignore("reorder_and_upcast_attn")
-    # Of a tokenizer without special tokens.
+    # Tokenizer without special tokens.
     config.ignore("predict_special_tokens")
     config.require_value("n_special", 0)
     config.require_value("tie_word_embeddings", True)
@@ -57,7 +57,7 @@ def build_spec(config: ConfigReader) -> ModelSpec:
         context_length=longest,
         layer_name_format="transformer.h.{}",
         optional_prefix="transformer.",
-        # Masks that older files hold.
+        # Masks in older files.
         ignored_tensors=(r".*\.attn\.(bias|masked_bias)",),
     )
 

@@ -18,7 +18,7 @@ from gllm.models.spec_builders import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Llama with a sliding window in every layer, unless sliding_window is null."""
+    """Build the spec of Mistral: Llama with a sliding window in all layers, if it is not null."""
     config.set_defaults(num_key_value_heads=8, sliding_window=4096)
     attention, mlp = attention_spec(config), gated_mlp_spec(config)
     windows = read_layer_windows(config, [True] * config.positive_int("num_hidden_layers"))

@@ -19,7 +19,7 @@ from gllm.models.spec_builders import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Mistral with experts for feed-forward blocks, two of them for each token."""
+    """Build the spec of Mixtral: Mistral with a mixture of experts, two per token."""
     config.set_defaults(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
     attention = attention_spec(config)
     experts = check_experts(

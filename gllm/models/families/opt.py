@@ -19,7 +19,7 @@ from gllm.models.spec_builders import ACTIVATIONS, decoder_model
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Learned positions, of which the first two rows stand for nothing; norms before each half."""
+    """Build the spec of OPT: learned positions, of which the first two rows are unused."""
     hidden = config.positive_int("hidden_size")
     _check(config, hidden)
     heads = config.positive_int("num_attention_heads")
@@ -58,7 +58,7 @@ def _norm(name: str) -> NormSpec:
 
 
 def _check(config: ConfigReader, hidden: int) -> None:
-    """Refuse the one size with norms behind the halves and narrower embeddings."""
+    """Raise ModelError for the 350M size: post-norms and narrower embeddings."""
     config.require_value("do_layer_norm_before", True)
     config.require_value("word_embed_proj_dim", hidden)
     config.require_value("_remove_final_layer_norm", False)

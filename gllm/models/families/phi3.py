@@ -18,7 +18,7 @@ from gllm.models.spec_builders import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Llama with fused projections, and windows or stretched rotations in some sizes."""
+    """Build the spec of Phi-3: Llama with fused projections; windows or longrope in some sizes."""
     config.set_defaults(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
     for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
         config.require_value(name, False)

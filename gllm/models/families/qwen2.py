@@ -18,7 +18,7 @@ from gllm.models.spec_builders import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Queries, keys and values have biases, nothing else has."""
+    """Build the spec of Qwen2; only queries, keys and values have biases."""
     attention, mlp = attention_spec(config, qkv_bias=True), gated_mlp_spec(config)
     return decoder_model(
         config,
@@ -30,7 +30,7 @@ def build_spec(config: ConfigReader) -> ModelSpec:
 
 
 def qwen_windows(config: ConfigReader) -> list[int | None]:
-    """Windows from layer max_window_layers on; sliding_window alone does not switch them on."""
+    """Return the layers' windows: from layer max_window_layers on, if use_sliding_window is set."""
     layers = config.positive_int("num_hidden_layers")
     first = config.non_negative_int("max_window_layers", default=28)
     if not config.boolean("use_sliding_window"):

@@ -18,7 +18,7 @@ from gllm.models.spec_builders import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Qwen2 with experts, and a gated block beside them that all tokens share."""
+    """Build the spec of Qwen2 MoE: experts, and a shared expert with a gate."""
     experts = replace(
         qwen_experts_spec(config, default=60),
         shared_expert=gated_mlp_spec(
@@ -33,7 +33,7 @@ def build_spec(config: ConfigReader) -> ModelSpec:
 
 
 def qwen_experts_spec(config: ConfigReader, default: int) -> ExpertsSpec:
-    """The routed experts, `default` of them where the file does not say."""
+    """Build the routed experts; `default` is their number without the key."""
     return check_experts(
         ExpertsSpec(
             num_experts=config.positive_int("num_experts", "num_local_experts", default=default),
@@ -50,7 +50,7 @@ def qwen_experts_spec(config: ConfigReader, default: int) -> ExpertsSpec:
 def moe_layers(
     config: ConfigReader, attention: AttentionSpec, experts: ExpertsSpec
 ) -> list[LayerSpec]:
-    """Experts in every decoder_sparse_step-th layer but those of mlp_only_layers."""
+    """Build the layers: experts in every decoder_sparse_step-th one, except mlp_only_layers."""
     config.require_value("use_sliding_window", False)
     dense = gated_mlp_spec(config)
     step = config.positive_int("decoder_sparse_step", default=1)

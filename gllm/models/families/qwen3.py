@@ -18,7 +18,7 @@ from gllm.models.spec_builders import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Queries and keys are normalised head by head instead of having biases."""
+    """Build the spec of Qwen3: norms of query and key heads instead of biases."""
     config.set_defaults(head_dim=128)
     attention, mlp = qwen3_attention_spec(config), gated_mlp_spec(config)
     return decoder_model(
@@ -31,7 +31,7 @@ def build_spec(config: ConfigReader) -> ModelSpec:
 
 
 def qwen3_attention_spec(config: ConfigReader) -> AttentionSpec:
-    """Attention with normalised queries and keys, as the mixtures of experts have it too."""
+    """Build attention with norms of query and key heads, also for Qwen3 MoE."""
     config.require_value("use_qk_norm", True)
     bias = config.boolean("attention_bias")
     return replace(

@@ -11,7 +11,7 @@ from gllm.models.spec_builders import decoder_model
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Qwen3 with experts, none of them shared by all tokens."""
+    """Build the spec of Qwen3 MoE: Qwen3 with experts, none of them shared."""
     config.set_defaults(num_key_value_heads=4)
     experts = qwen_experts_spec(config, default=128)
     return decoder_model(config, moe_layers(config, qwen3_attention_spec(config), experts))
