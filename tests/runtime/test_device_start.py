@@ -62,7 +62,7 @@ def test_what_graphs_take_is_no_room(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     folder = save("llama3", tmp_path)
     with as_on_a_device(), FakeQueues(4) as queues:
         executor = executor_on(queues, folder)
-        monkeypatch.setattr(FakeQueues, "room", lambda self, work, share: 10**9)
+        monkeypatch.setattr(FakeQueues, "measure_free_bytes", lambda self, work, share: 10**9)
         held: list[int] = []
         hold = FakeQueues.measure_used_bytes
 
