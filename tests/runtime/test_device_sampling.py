@@ -70,7 +70,7 @@ def queues() -> Iterator[FakeQueues]:
     ("blocks", "options"),
     [
         (40, {}),
-        (40, {"lookahead": False}),
+        (40, {"async_scheduling": False}),
         (40, {"max_prefill_tokens": 4, "min_prefill_tokens": 4, "max_num_batched_tokens": 8}),
         (16, {}),
         (16, {"prefix_cache": False}),
@@ -80,7 +80,7 @@ def queues() -> Iterator[FakeQueues]:
 def test_what_looks_back_sees_the_same_in_every_setting(
     queues: FakeQueues, folder: Path, alone: list, blocks: int, options: dict[str, Any]
 ) -> None:
-    """With lookahead and without, in chunks, with blocks that others have computed, and where
+    """With async scheduling and without, in chunks, with blocks that others have computed, and where
     sequences lose their blocks and get others."""
     pipeline = OnDevice(queues, folder, blocks, **options)
     rounds = 2 if blocks == 16 else 1
