@@ -80,7 +80,7 @@ def queues() -> Iterator[FakeQueues]:
 def test_what_looks_back_sees_the_same_in_every_setting(
     queues: FakeQueues, folder: Path, alone: list, blocks: int, options: dict[str, Any]
 ) -> None:
-    """With async scheduling and without, in chunks, with blocks that others have computed, and where
+    """With and without async scheduling, in chunks, with blocks computed by others, and where
     sequences lose their blocks and get others."""
     pipeline = OnDevice(queues, folder, blocks, **options)
     rounds = 2 if blocks == 16 else 1
