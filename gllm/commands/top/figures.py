@@ -24,7 +24,7 @@ class Latency(NamedTuple):
     p99: float
 
 
-class StageUsage(NamedTuple):
+class StageTimeShares(NamedTuple):
     """Shares of a stage's time, in [0, 1]."""
 
     busy: float
@@ -56,7 +56,7 @@ class ServerMetrics:
     """Micro-batches per second."""
     step_tokens: float
     """Mean number of tokens per micro-batch."""
-    stages: tuple[StageUsage, ...]
+    stages: tuple[StageTimeShares, ...]
 
 
 class ScrapeHistory:
@@ -100,12 +100,12 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
 
     work = increase("pipeline_work_seconds_total")
 
-    def stage(number: int) -> StageUsage:
+    def stage(number: int) -> StageTimeShares:
         busy, bubble = (
             after.stage(name, number) - before.stage(name, number)
             for name in ("stage_busy_seconds_total", "stage_bubble_seconds_total")
         )
-        return StageUsage(capped(share(busy, seconds)), capped(share(bubble, work)))
+        return StageTimeShares(capped(share(busy, seconds)), capped(share(bubble, work)))
 
     steps = increase("micro_batches_total")
     tokens = increase("prefill_tokens_total") + increase("decode_tokens_total")

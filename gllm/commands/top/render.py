@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from gllm.commands.top.figures import Latency, ServerMetrics, StageUsage
+from gllm.commands.top.figures import Latency, ServerMetrics, StageTimeShares
 
 LABEL = 15
 """Columns of the label at the beginning of a line."""
@@ -117,6 +117,6 @@ def _bar_line(label: str, share: float, text: str, width: int) -> str:
     return _labeled_line(label, f"{bar(share, columns)} {percent(share):>7}{text}")
 
 
-def _stage_line(number: int, stage: StageUsage, width: int) -> str:
+def _stage_line(number: int, stage: StageTimeShares, width: int) -> str:
     text = f" busy, {percent(stage.bubble)} bubble"
     return _bar_line(f"stage {number}", stage.busy, text, width)

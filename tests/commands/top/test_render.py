@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gllm.commands.top.figures import Latency, ServerMetrics, StageUsage
+from gllm.commands.top.figures import Latency, ServerMetrics, StageTimeShares
 from gllm.commands.top.render import bar, duration, fit_lines, render, sparkline
 
 FIGURES = ServerMetrics(
@@ -21,7 +21,7 @@ FIGURES = ServerMetrics(
     prefix_hits=0.4,
     step_rate=45,
     step_tokens=17.25,
-    stages=(StageUsage(0.75, 0.05), StageUsage(math.nan, math.nan)),
+    stages=(StageTimeShares(0.75, 0.05), StageTimeShares(math.nan, math.nan)),
 )
 
 VIEW = """\
