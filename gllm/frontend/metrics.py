@@ -56,7 +56,7 @@ GAUGES = {
 }
 """Gauges: field of the scheduler's statistics and help text, by name."""
 COUNTERS = {
-    "micro_batches": ("num_steps", "Micro-batches committed"),
+    "micro_batches": ("steps", "Micro-batches committed"),
     "num_preemptions": ("preemptions", "Sequences that lost their KV blocks to others"),
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache"),
