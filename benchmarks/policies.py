@@ -70,9 +70,9 @@ class Evenness(NamedTuple):
 def evenness(run: RunRecord) -> Evenness:
     """Of all micro-batches from the first request's arrival to the last one's end. A micro-batch
     has at least one row: where there is nothing to do, there is none."""
-    tokens = [float(step.work.num_tokens) for step in run.steps]
-    decodes = [float(step.decode_tokens) for step in run.steps]
-    prefills = [step.prefill_tokens for step in run.steps if step.prefill_tokens]
+    tokens = [float(step.work.num_tokens) for step in run.micro_batches]
+    decodes = [float(step.num_decode_tokens) for step in run.micro_batches]
+    prefills = [step.num_prefill_tokens for step in run.micro_batches if step.num_prefill_tokens]
     around = [
         rows - fmean(decodes[max(0, place - NEIGHBOURS // 2) : place + NEIGHBOURS // 2 + 1])
         for place, rows in enumerate(decodes)
@@ -121,7 +121,7 @@ def jobs_at(rate: float, count: int) -> list[WorkloadRequest]:
 
 def capacity(serve: Serve, count: int) -> float:
     """Requests a second that throttle serves with all of them there at once."""
-    run, _ = serve("throttle", [job._replace(arrival=0.0) for job in jobs_at(1.0, count)])
+    run, _ = serve("throttle", [job._replace(arrival_seconds=0.0) for job in jobs_at(1.0, count)])
     return count / (run.end - run.begin)
 
 

@@ -43,8 +43,8 @@ def simulate_case(case: Case) -> list[str]:
     figures = summarize_run(run)
     served = run.requests.values()
     # The last token of an output is never an input.
-    needed = sum(one.prompt_tokens + one.line.num_tokens - 1 for one in served)
-    computed = sum(step.work.num_tokens for step in run.steps)
+    needed = sum(one.num_prompt_tokens + one.line.num_tokens - 1 for one in served)
+    computed = sum(step.work.num_tokens for step in run.micro_batches)
     longest_wait = max(max(one.line.itl, default=0.0) for one in served)
     return [
         *(f"{case.num_blocks:,}", str(case.expected_tokens), case.policy),

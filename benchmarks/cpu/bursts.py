@@ -110,7 +110,7 @@ async def measure(
 async def _measure_one(
     engines: dict[str, Logged], workload: str, seconds: float, rounds: int
 ) -> dict[str, Any]:
-    probes = [job._replace(arrival=0.0) for job in jobs_of(workload, PROBES, 1.0, seed=1)]
+    probes = [job._replace(arrival_seconds=0.0) for job in jobs_of(workload, PROBES, 1.0, seed=1)]
     probe = await engines[POLICIES[0]].serve(probes, seed=1)
     rate = SHARE * PROBES / (probe.end - probe.begin)
     count = max(BURST, round(rate * seconds))

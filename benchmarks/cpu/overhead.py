@@ -47,9 +47,11 @@ async def measure(made: Bench, batch: int, seed: int) -> Steps:
     done = await made.round([WorkloadRequest(0.0, PROMPT, OUTPUT)] * batch, seed)
     kernels = await asyncio.to_thread(made.loops.kernel_seconds)
     full = [
-        i for i, s in enumerate(done.run.steps) if s.decode_tokens == s.work.num_tokens == batch
+        i
+        for i, s in enumerate(done.run.micro_batches)
+        if s.num_decode_tokens == s.work.num_tokens == batch
     ]
-    times = [time for i in full if (time := done.run.steps[i].stages[0]) is not None]
+    times = [time for i in full if (time := done.run.micro_batches[i].stage_times[0]) is not None]
     return Steps(
         *(
             1e3 * median(values)

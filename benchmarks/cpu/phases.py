@@ -165,7 +165,11 @@ async def measure_round(
         if isinstance(event, ScheduleEvent) and event.plan is not None
     )
     steps = decode_steps(new_plans, setting.batch)
-    starts = [times.start for step in steps if (times := run.steps[step].stages[0]) is not None]
+    starts = [
+        times.start
+        for step in steps
+        if (times := run.micro_batches[step].stage_times[0]) is not None
+    ]
     phases: dict[str, Seconds] = {
         "schedule": replay.schedule_seconds,
         "encode messages": replay.encode_seconds,

@@ -55,7 +55,7 @@ def machinery_share(run: RunRecord) -> float:
     Steps keep the times that stages needed. What is left beside them is that stages wait for each
     other: with as many micro-batches as stages, whichever of two is quicker waits for the other.
     """
-    steps = [step.stages for step in run.steps if step.committed is not None]
+    steps = [step.stage_times for step in run.micro_batches if step.committed_time is not None]
     needed = [[each.end - each.start for each in stages if each is not None] for stages in steps]
     ends: list[float] = []
     through = [0.0] * STAGES
@@ -65,7 +65,9 @@ def machinery_share(run: RunRecord) -> float:
             ready = through[stage] = max(ready, through[stage]) + time
         ends.append(ready)
     begin = min(stages[0].start for stages in steps if stages[0] is not None)
-    committed = max(step.committed for step in run.steps if step.committed is not None)
+    committed = max(
+        step.committed_time for step in run.micro_batches if step.committed_time is not None
+    )
     return 1 - ends[-1] / (committed - begin)
 
 
@@ -83,7 +85,7 @@ def figures_of(rounds: list[Round]) -> dict[str, Any]:
             median(r.busy_seconds[s] / sum(r.loop_seconds[s]) for r in rounds) for s in stages
         ],
         "loop_seconds": [median(sum(r.loop_seconds[s]) for r in rounds) for s in stages],
-        "micro_batches": median(len(r.run.steps) for r in rounds),
+        "micro_batches": median(len(r.run.micro_batches) for r in rounds),
         "foreign_cores": [r.foreign_cores for r in rounds],
     }
 

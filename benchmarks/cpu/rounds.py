@@ -40,7 +40,7 @@ class Round:
     @property
     def tokens(self) -> int:
         """Prompt and output."""
-        return sum(job.prompt + job.output for job in self.jobs)
+        return sum(job.num_prompt_tokens + job.num_output_tokens for job in self.jobs)
 
     @property
     def loops_seconds(self) -> float:
@@ -50,12 +50,12 @@ class Round:
     @property
     def bubble_shares(self) -> list[float]:
         """By stage, of the time in which it was served."""
-        return [use.bubble_share for use in self.run.stage_uses()]
+        return [use.bubble_share for use in self.run.stage_usages()]
 
     @property
     def busy_seconds(self) -> list[float]:
         """By stage, what it computed while it was served."""
-        return [use.busy for use in self.run.stage_uses()]
+        return [use.busy for use in self.run.stage_usages()]
 
 
 class Bench:

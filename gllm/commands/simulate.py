@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         if values.compare:
             return _compare(config, values.compare, values.output)
         jobs = build_workload(config)
-        longest = max(job.prompt + job.output for job in jobs)
+        longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
         run, events = simulate(build_deployment(config, longest), jobs)
         summary = summarize_run(run, config.slo_ttft, config.slo_tpot)
         print(format_metrics_table({run.start.scheduler.policy: summary}))

@@ -27,10 +27,10 @@ class ExperimentOptions:
 class PaperClaim(NamedTuple):
     """A figure of the paper, and ours."""
 
-    what: str
+    quantity: str
     paper: str
     ours: str
-    met: bool | None
+    is_met: bool | None
     """None: there is nothing to hold it against."""
 
 
@@ -49,7 +49,7 @@ class ExperimentResult:
 def claims_table(claims: list[PaperClaim]) -> str:
     """Ours beside the paper's."""
     verdict = {True: "yes", False: "**miss**", None: "-"}
-    rows = [[c.what, c.paper, c.ours, verdict[c.met]] for c in claims]
+    rows = [[c.quantity, c.paper, c.ours, verdict[c.is_met]] for c in claims]
     return format_table(["", "claimed", "ours", "met"], rows)
 
 

@@ -38,8 +38,8 @@ async def serve_workload(
     begin = loop.time()
 
     async def serve_one(job: WorkloadRequest, prompt: list[int]) -> list[int]:
-        await asyncio.sleep(begin + job.arrival - loop.time())
-        params = SamplingParams(temperature=0, max_tokens=job.output, ignore_eos=True)
+        await asyncio.sleep(begin + job.arrival_seconds - loop.time())
+        params = SamplingParams(temperature=0, max_tokens=job.num_output_tokens, ignore_eos=True)
         tokens: list[int] = []
         async with aclosing(engine.generate(prompt, params)) as deltas:
             async for delta in deltas:
@@ -49,7 +49,7 @@ async def serve_workload(
         served()
         return tokens
 
-    prompts = [rng.choices(range(engine.model.vocab_size), k=job.prompt) for job in jobs]
+    prompts = [rng.choices(range(engine.model.vocab_size), k=job.num_prompt_tokens) for job in jobs]
     return await asyncio.gather(
         *(serve_one(job, tokens) for job, tokens in zip(jobs, prompts, strict=True))
     )

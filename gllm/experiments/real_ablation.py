@@ -76,13 +76,15 @@ def _jobs(count: int, rate: float) -> list[WorkloadRequest]:
 
 
 def _static(count: int) -> list[WorkloadRequest]:
-    return [job._replace(arrival=0.0) for job in _jobs(count, 1.0)]
+    return [job._replace(arrival_seconds=0.0) for job in _jobs(count, 1.0)]
 
 
 def _shorter(job: WorkloadRequest) -> WorkloadRequest:
     """Within the model's context."""
-    prompt = min(800, max(1, round(job.prompt * LENGTH_SCALE)))
-    return WorkloadRequest(job.arrival, prompt, min(200, max(1, round(job.output * LENGTH_SCALE))))
+    prompt = min(800, max(1, round(job.num_prompt_tokens * LENGTH_SCALE)))
+    return WorkloadRequest(
+        job.arrival_seconds, prompt, min(200, max(1, round(job.num_output_tokens * LENGTH_SCALE)))
+    )
 
 
 def _figures(stages: int, policy: str, jobs: list[WorkloadRequest]) -> dict[str, Any]:

@@ -28,9 +28,9 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         config = EngineConfig.from_options("demo", pipeline_parallel_size=stages, policy=policy)
         events = serve_logged(config, make_workload(WORKLOAD, count, RATE, "gamma:2", seed=5))
         calls, times = replay_calls(events), replay_step_times(events)
-        calls_equal = calls_equal and calls.equal == calls.plans
+        calls_equal = calls_equal and calls.num_equal == calls.num_plans
         least = min(least, times.share)
-        shown = [f"{each.equal} of {each.plans}" for each in (calls, times)]
+        shown = [f"{each.num_equal} of {each.num_plans}" for each in (calls, times)]
         rows.append([str(stages), policy, *shown, f"{100 * times.share:.1f} %"])
     text = (
         f"The demo model on this machine, {count} requests of {WORKLOAD} at {RATE:g}/s (gamma "

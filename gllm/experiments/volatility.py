@@ -23,8 +23,8 @@ WORKLOAD = "sharegpt-like"
 def steady_micro_batch_sizes(run: RunRecord) -> tuple[list[float], list[float]]:
     """Tokens and decodes of the micro-batches planned while requests still came."""
     last = max(served.line.arrival for served in run.requests.values())
-    steps = [step for step in run.steps if step.planned <= last]
-    return [float(s.work.num_tokens) for s in steps], [float(s.decode_tokens) for s in steps]
+    steps = [step for step in run.micro_batches if step.planned_time <= last]
+    return [float(s.work.num_tokens) for s in steps], [float(s.num_decode_tokens) for s in steps]
 
 
 def run(options: ExperimentOptions) -> ExperimentResult:

@@ -67,7 +67,7 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
 def _slowdown(run: RunRecord, cost: FittedCostModel) -> float:
     took = said = 0.0
     for costs in measure_step_costs(run):
-        for stage, seconds in enumerate(costs.stages):
+        for stage, seconds in enumerate(costs.stage_seconds):
             took += seconds
             said += cost.stage_seconds(stage, costs.step.work)
     return took / said if said else 1.0
@@ -135,11 +135,11 @@ def comparison_table(comparison: RunComparison) -> str:
             )
         error = median_request_error(comparison, metric)
         rows.append([f"{metric.upper()} median error of a request", "", "", f"{error:.1%}"])
-    uses = comparison.real.stage_uses(), comparison.predicted.stage_uses()
+    uses = comparison.real.stage_usages(), comparison.predicted.stage_usages()
     for label, name in (("stages busy, %", "busy_share"), ("bubbles, %", "bubble_share")):
         shares = [show_value([getattr(use, name) for use in stages], 100) for stages in uses]
         rows.append([label, *shares, ""])
-    counts = len(comparison.real.steps), len(comparison.predicted.steps)
+    counts = len(comparison.real.micro_batches), len(comparison.predicted.micro_batches)
     rows.append(["micro-batches", *map(str, counts), f"{counts[1] / counts[0] - 1:+.1%}"])
     rows.append(["machine slower than in the profile", f"{comparison.slowdown:.2f} x", "", ""])
     return format_table(["", "real", "predicted", "error"], rows)

@@ -63,10 +63,10 @@ def build_profile(runs: list[RunRecord], machine: dict[str, str]) -> CostProfile
 
 def _take(profile: CostProfile, costs: StepCosts) -> None:
     work = costs.step.work
-    stages = costs.stages
-    if work.has_placeholders and costs.plan is None:
+    stages = costs.stage_seconds
+    if work.has_placeholders and costs.plan_seconds is None:
         # The time between two steps was for sampling, which is no part of the stage's.
-        (times,) = costs.step.stages
+        (times,) = costs.step.stage_times
         assert times is not None
         computed = times.end - times.start
         profile.sampling.append(round(stages[0] - computed, 7))
@@ -78,10 +78,10 @@ def _take(profile: CostProfile, costs: StepCosts) -> None:
             [round(value, 7) for value in stages],
         )
     )
-    profile.returns.append((work.num_sampled_rows, round(costs.back, 7)))
-    if costs.plan is not None:
-        profile.plans.append(round(costs.plan, 7))
-    waits = [wait for wait in costs.links if wait is not None]
+    profile.returns.append((work.num_sampled_rows, round(costs.return_seconds, 7)))
+    if costs.plan_seconds is not None:
+        profile.plans.append(round(costs.plan_seconds, 7))
+    waits = [wait for wait in costs.link_seconds if wait is not None]
     profile.links.extend((work.num_tokens, round(wait, 7)) for wait in waits)
 
 

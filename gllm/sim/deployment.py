@@ -65,7 +65,9 @@ def serve_requests(
     pipeline = SimulatedPipeline(config, deployment.cost, events.append, tells=told is None)
     others = [pipeline.abortion(time, seqs) for time, seqs in aborts]
     others += [
-        pipeline.telling(each.heard, each.stage, each.steps) for each in told or () if each.heard
+        pipeline.telling(each.received_time, each.stage, each.steps)
+        for each in told or ()
+        if each.received_time
     ]
     run_events([*pipeline.arrivals(requests), *others])
     return build_run_record(events), events

@@ -1,6 +1,6 @@
 """A run cut into intervals of time, ready to be drawn.
 
-Owns which bars a stage's micro-batches are, where the bubbles lie that `Run.stage_uses` adds up,
+Owns which bars a stage's micro-batches are, where the bubbles lie that `RunRecord.stage_usages` adds up,
 and how many tokens were under way when. Knows nothing of drawing.
 """
 
@@ -49,9 +49,9 @@ class TokenInterval(NamedTuple):
     start: float
     """Seconds since the first request."""
     end: float
-    prefill: float = 0.0
-    decode: float = 0.0
-    most: float = 0.0
+    num_prefill_tokens: float = 0.0
+    num_decode_tokens: float = 0.0
+    max_batch_tokens: float = 0.0
     """Of one micro-batch, prefill and decode together."""
 
 
@@ -65,14 +65,16 @@ def select_window(
     """
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds is {seconds}, but has to be above 0")
-    timed = [step for step in run.steps if any(step.stages)]
+    timed = [step for step in run.micro_batches if any(step.stage_times)]
     if not timed:
         raise ValueError("the run has no micro-batch with a stage's time: was it cut off early?")
     # The middle by tokens: by time or by count it often lies in the last requests' long decode.
     tokens = list(accumulate(step.work.num_tokens for step in timed))
     middle = bisect_left(tokens, tokens[-1] / 2)
     first = max(0, min(middle - WINDOW_STEPS // 2, len(timed) - WINDOW_STEPS))
-    times = [time for step in timed[first : first + WINDOW_STEPS] for time in step.stages if time]
+    times = [
+        time for step in timed[first : first + WINDOW_STEPS] for time in step.stage_times if time
+    ]
     start = min(time.start for time in times)
     length = max(time.end for time in times) - start
     if begin is not None:
@@ -86,16 +88,20 @@ def micro_batch_intervals(
     """Bars that reach into begin..end, uncut, in the order of micro-batches."""
     return [
         MicroBatchInterval(
-            stage, step.work.step, time.start, time.end, step.prefill_tokens / step.work.num_tokens
+            stage,
+            step.work.step,
+            time.start,
+            time.end,
+            step.num_prefill_tokens / step.work.num_tokens,
         )
-        for step in run.steps
-        for stage, time in enumerate(step.stages)
+        for step in run.micro_batches
+        for stage, time in enumerate(step.stage_times)
         if time is not None and time.start < end and time.end > begin
     ]
 
 
 def bubble_intervals(run: RunRecord, begin: float = -inf, end: float = inf) -> list[BubbleInterval]:
-    """Bubbles in begin..end, cut to it; over all of a run they add up to `Run.stage_uses`."""
+    """Bubbles in begin..end, cut to it; over all of a run they add up to `RunRecord.stage_usages`."""
     found: list[BubbleInterval] = []
     latest: dict[int, int] = {}
     """By stage, where in `found` its newest bubble is."""
@@ -118,7 +124,7 @@ def stage_usages_in(
     begin: float,
     end: float,
 ) -> list[StageUsage]:
-    """What each stage did between begin and end, as `Run.stage_uses` says it of the whole run."""
+    """What each stage did between begin and end, as `RunRecord.stage_usages` says it of the whole run."""
     uses = [StageUsage(span=end - begin) for _ in run.start.layers]
     for bar in bars:
         uses[bar.stage].busy += max(0.0, min(bar.end, end) - max(bar.start, begin))
@@ -130,15 +136,18 @@ def stage_usages_in(
 def token_intervals(run: RunRecord) -> list[TokenInterval]:
     """Each micro-batch from its entry into the pipeline until the next one's, or its own commit."""
     # Several may be planned at one moment, but the first stage takes one after another.
-    entries = [step.stages[0].start if step.stages[0] else step.planned for step in run.steps]
+    entries = [
+        step.stage_times[0].start if step.stage_times[0] else step.planned_time
+        for step in run.micro_batches
+    ]
     # A log cut off has plans at its end that the first stage never came to.
     entries = list(accumulate((max(entry - run.begin, 0.0) for entry in entries), max))
     spans = pairwise([*entries, max([*entries[-1:], run.end - run.begin])])
     found = []
-    for step, (start, end) in zip(run.steps, spans, strict=True):
-        if step.committed is not None:
-            end = max(start, min(end, step.committed - run.begin))
-        prefill, decode = step.prefill_tokens, step.decode_tokens
+    for step, (start, end) in zip(run.micro_batches, spans, strict=True):
+        if step.committed_time is not None:
+            end = max(start, min(end, step.committed_time - run.begin))
+        prefill, decode = step.num_prefill_tokens, step.num_decode_tokens
         found.append(TokenInterval(start, end, prefill, decode, prefill + decode))
     return found
 
@@ -169,9 +178,9 @@ def bin_token_intervals(stretches: list[TokenInterval], count: int) -> list[Toke
         TokenInterval(
             place * width,
             (place + 1) * width,
-            fmean([stretch.prefill for stretch in inside] or [0.0]),
-            fmean([stretch.decode for stretch in inside] or [0.0]),
-            max((stretch.most for stretch in inside), default=0.0),
+            fmean([stretch.num_prefill_tokens for stretch in inside] or [0.0]),
+            fmean([stretch.num_decode_tokens for stretch in inside] or [0.0]),
+            max((stretch.max_batch_tokens for stretch in inside), default=0.0),
         )
         for place, inside in enumerate(bins)
     ]

@@ -178,20 +178,22 @@ def plot_tokens(run: RunRecord, path: str | Path) -> None:
 
     Raises ValueError for a run without micro-batches, and as plot_latencies does.
     """
-    if not run.steps:
+    if not run.micro_batches:
         raise ValueError("the run has no micro-batches to draw")
-    tokens = [step.work.num_tokens for step in run.steps]
+    tokens = [step.work.num_tokens for step in run.micro_batches]
     many = len(tokens) > MOST_STEPS
     intervals = token_intervals(run)
     intervals = bin_token_intervals(intervals, BINS) if many else fill_gaps(intervals)
     edges = [interval.start for interval in intervals] + [intervals[-1].end]
     with _picture(path, 3.6) as figure:
         axes = figure.subplots()
-        layers = {"prefill": (BLUE, [s.prefill + s.decode for s in intervals])}
-        layers["decode"] = (SKY, [s.decode for s in intervals])
+        layers = {
+            "prefill": (BLUE, [s.num_prefill_tokens + s.num_decode_tokens for s in intervals])
+        }
+        layers["decode"] = (SKY, [s.num_decode_tokens for s in intervals])
         if many:
             label = f"largest in {edges[1] - edges[0]:.2g} s"
-            layers = {label: ("#D0D0D0", [s.most for s in intervals])} | layers
+            layers = {label: ("#D0D0D0", [s.max_batch_tokens for s in intervals])} | layers
         for label, (colour, heights) in layers.items():
             axes.stairs(heights, edges, fill=True, color=colour, label=label)
         axes.axhline(fmean(tokens), color="black", lw=1, ls=(0, (4, 2)), label="mean per batch")

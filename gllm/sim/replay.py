@@ -29,13 +29,13 @@ from gllm.sim.run_record import build_run_record
 class ReplayAgreement:
     """How many plans came again."""
 
-    equal: int
-    plans: int
+    num_equal: int
+    num_plans: int
 
     @property
     def share(self) -> float:
         """0..1."""
-        return self.equal / self.plans if self.plans else 1.0
+        return self.num_equal / self.num_plans if self.num_plans else 1.0
 
 
 def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
@@ -57,13 +57,13 @@ def replay_step_times(events: list[StepLogEvent]) -> ReplayAgreement:
     """Simulate with the log's arrivals and step times, and compare what each plan runs."""
     run = build_run_record(events, warm_ups=True)
     requests = [
-        (run.requests[event.seq].heard, to_request(event))
+        (run.requests[event.seq].received_time, to_request(event))
         for event in events
         if isinstance(event, AddEvent)
     ]
     start = run.start
     deployment = Deployment(start.model, start.layers, RecordedCostModel(run), start.scheduler)
-    _, simulated = serve_requests(deployment, requests, read_aborts(events), run.told)
+    _, simulated = serve_requests(deployment, requests, read_aborts(events), run.stage_reports)
     real, again = ([_content(plan) for plan in _plans(log)] for log in (events, simulated))
     equal = sum(one == other for one, other in zip(real, again, strict=False))
     return ReplayAgreement(equal, max(len(real), len(again)))
@@ -81,9 +81,9 @@ def main(argv: list[str]) -> int:
     """Print both agreements for a step log."""
     events = list(read_step_log(argv[0]))
     calls, times = replay_calls(events), replay_step_times(events)
-    print(f"recorded calls: {calls.equal} of {calls.plans} plans bit-identical")
-    print(f"recorded times: {times.equal} of {times.plans} plans equal ({times.share:.1%})")
-    return 0 if calls.equal == calls.plans and times.share >= 0.95 else 1
+    print(f"recorded calls: {calls.num_equal} of {calls.num_plans} plans bit-identical")
+    print(f"recorded times: {times.num_equal} of {times.num_plans} plans equal ({times.share:.1%})")
+    return 0 if calls.num_equal == calls.num_plans and times.share >= 0.95 else 1
 
 
 if __name__ == "__main__":

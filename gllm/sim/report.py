@@ -33,12 +33,12 @@ requests, during which no system is at its best."""
 
 def steady_throughput(run: RunRecord) -> tuple[float, float]:
     """(tokens, requests) a second while the first STEADY of all tokens were computed."""
-    tokens = sum(step.work.num_tokens for step in run.steps)
+    tokens = sum(step.work.num_tokens for step in run.micro_batches)
     done = 0
-    for step in run.steps:
+    for step in run.micro_batches:
         done += step.work.num_tokens
-        if done >= STEADY_TOKEN_SHARE * tokens and step.committed is not None:
-            seconds = step.committed - run.begin
+        if done >= STEADY_TOKEN_SHARE * tokens and step.committed_time is not None:
+            seconds = step.committed_time - run.begin
             return done / seconds, done / tokens * len(run.requests) / seconds
     return 0.0, 0.0
 
@@ -49,9 +49,11 @@ def summarize_run(
     """A run's figures; seconds, tokens, shares in 0..1. SLO limits in seconds."""
     lines = [served.line for served in run.requests.values()]
     span = (run.end - run.begin) or float("nan")
-    prompt = sum(served.prompt_tokens for served in run.requests.values() if served.line.num_tokens)
+    prompt = sum(
+        served.num_prompt_tokens for served in run.requests.values() if served.line.num_tokens
+    )
     output = sum(line.num_tokens for line in lines)
-    uses = run.stage_uses()
+    uses = run.stage_usages()
     figures: dict[str, Any] = {
         "requests": len(lines),
         "finished": sum(s.line.num_tokens == s.max_tokens for s in run.requests.values()),
@@ -61,12 +63,14 @@ def summarize_run(
         "total_tokens_per_second": (prompt + output) / span,
         "steady_tokens_per_second": steady_throughput(run)[0],
         **{name: summary_statistics(values) for name, values in collect_latencies(lines).items()},
-        "steps": len(run.steps),
-        "tokens_per_step": summary_statistics([float(step.work.num_tokens) for step in run.steps]),
-        "tokens_per_step_variation": coefficient_of_variation(
-            [step.work.num_tokens for step in run.steps]
+        "steps": len(run.micro_batches),
+        "tokens_per_step": summary_statistics(
+            [float(step.work.num_tokens) for step in run.micro_batches]
         ),
-        "preemptions": sum(served.preempted for served in run.requests.values()),
+        "tokens_per_step_variation": coefficient_of_variation(
+            [step.work.num_tokens for step in run.micro_batches]
+        ),
+        "preemptions": sum(served.num_preemptions for served in run.requests.values()),
         "busy_share": [use.busy_share for use in uses],
         "bubble_share": [use.bubble_share for use in uses],
     }

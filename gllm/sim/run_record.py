@@ -28,12 +28,12 @@ from gllm.scheduler.stage_work import StageWork, compute_stage_work
 class ServedRequest:
     """One sequence."""
 
-    prompt_tokens: int
+    num_prompt_tokens: int
     max_tokens: int
     line: RequestTimeline
-    heard: float = 0.0
+    received_time: float = 0.0
     """When the driver had heard all that came with the request."""
-    preempted: int = 0
+    num_preemptions: int = 0
     """StageTimesEvent it lost its blocks."""
 
 
@@ -41,17 +41,17 @@ class ServedRequest:
 class MicroBatch:
     """One micro-batch."""
 
-    planned: float
+    planned_time: float
     work: StageWork
-    prefill_tokens: int
+    num_prefill_tokens: int
     """Tokens of prompts, and of preempted sequences computed again."""
-    decode_tokens: int
-    stages: list[StepTime | None]
+    num_decode_tokens: int
+    stage_times: list[StepTime | None]
     """None where the log ends before the stage's time came."""
-    committed: float | None = None
-    prompted: float = 0.0
+    committed_time: float | None = None
+    trigger_time: float = 0.0
     """When the driver had heard the news after which it planned."""
-    heard: float = 0.0
+    received_time: float = 0.0
     """When the driver had heard all that came with the result."""
 
 
@@ -61,7 +61,7 @@ class StageReport:
 
     stage: int
     steps: list[StepTime]
-    heard: float = 0.0
+    received_time: float = 0.0
     """When the driver had heard all that came with it."""
 
 
@@ -92,8 +92,8 @@ class RunRecord:
 
     start: StartEvent
     requests: dict[int, ServedRequest] = field(default_factory=dict)
-    steps: list[MicroBatch] = field(default_factory=list)
-    told: list[StageReport] = field(default_factory=list)
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    stage_reports: list[StageReport] = field(default_factory=list)
     parallelism: list[tuple[float, int]] = field(default_factory=list)
     """(time, stages that the work at hand could keep busy from then on)."""
 
@@ -108,7 +108,7 @@ class RunRecord:
         lines = [served.line for served in self.requests.values()]
         return max((line.times[-1] for line in lines if line.times), default=self.begin)
 
-    def stage_uses(self) -> list[StageUsage]:
+    def stage_usages(self) -> list[StageUsage]:
         """What each stage did between the run's begin and end."""
         uses = [StageUsage(span=self.end - self.begin) for _ in self.start.layers]
         for spell in self.spells():
@@ -134,8 +134,8 @@ class RunRecord:
         """Of the work at hand, then of stages, each in its order."""
         for time, wanted in self.parallelism:
             yield ActivityChange(time, None, wanted)
-        for step in self.steps:
-            for stage, times in enumerate(step.stages):
+        for step in self.micro_batches:
+            for stage, times in enumerate(step.stage_times):
                 if times is not None:
                     yield ActivityChange(times.start, stage, 1)
                     yield ActivityChange(times.end, stage, -1)
@@ -153,7 +153,9 @@ def build_run_record(events: Iterable[StepLogEvent], warm_ups: bool = False) -> 
     reader = _Reader(RunRecord(start), 0 if warm_ups else start.warm_ups)
     for event in iterator:
         reader.read(event)
-    reader.run.steps = [step for step in reader.run.steps if step.work.step not in reader.ignored]
+    reader.run.micro_batches = [
+        step for step in reader.run.micro_batches if step.work.step not in reader.ignored
+    ]
     return reader.run
 
 
@@ -187,10 +189,10 @@ class _Reader:
             case ScheduleEvent():
                 self._schedule(event)
             case StageTimesEvent(stage=stage, steps=steps):
-                self.run.told.append(StageReport(stage, steps))
-                self._heard.append(self.run.told[-1])
+                self.run.stage_reports.append(StageReport(stage, steps))
+                self._heard.append(self.run.stage_reports[-1])
                 for times in steps:
-                    self._steps[times.step].stages[stage] = times
+                    self._steps[times.step].stage_times[stage] = times
             case CommitEvent():
                 self._commit(event)
             case AbortEvent(seqs=seqs):
@@ -214,7 +216,7 @@ class _Reader:
         run, plan = self.run, event.plan
         run.parallelism.append((event.time, event.parallelism))
         for each in self._heard:
-            each.heard = self._news
+            each.received_time = self._news
         self._heard = []
         if plan is None:
             return
@@ -222,9 +224,9 @@ class _Reader:
         work = compute_stage_work(plan.step, plan.rows)
         stages: list[StepTime | None] = [None] * len(run.start.layers)
         step = MicroBatch(event.time, work, work.num_tokens - decodes, decodes, stages)
-        step.prompted = self._news
+        step.trigger_time = self._news
         self._steps[plan.step] = step
-        run.steps.append(step)
+        run.micro_batches.append(step)
         if not any(row.seq in run.requests for row in plan.rows):
             self.ignored.add(plan.step)
         self._rows[plan.step] = plan.rows
@@ -233,12 +235,12 @@ class _Reader:
                 self._prefilled[row.seq] = row.epoch
             served = run.requests.get(row.seq)
             if served is not None:
-                served.preempted = row.epoch
+                served.num_preemptions = row.epoch
 
     def _commit(self, event: CommitEvent) -> None:
         result = event.result
         step = self._steps[result.step]
-        step.committed = event.time
+        step.committed_time = event.time
         self._heard.append(step)
         rows = self._rows.pop(result.step)
         if result.error:

@@ -15,27 +15,27 @@ class StepCosts(NamedTuple):
     """Seconds of one step."""
 
     step: MicroBatch
-    plan: float | None
+    plan_seconds: float | None
     """From the driver's news to the first stage's start; None where that stage was busy."""
-    stages: list[float]
+    stage_seconds: list[float]
     """From its start, or where it was busy from the end of the step before, to its end: a stage
     that has work costs time between steps as well."""
-    links: list[float | None]
+    link_seconds: list[float | None]
     """From a stage's end to the next one's start; None where that was busy."""
-    back: float
+    return_seconds: float
     """From the last stage's end until the driver had heard of it."""
 
 
 def measure_step_costs(run: RunRecord) -> Iterator[StepCosts]:
     """The costs of all steps whose times are all there, in order."""
     earlier = [0.0] * len(run.start.layers)
-    for step in run.steps:
-        times = [time for time in step.stages if time is not None]
-        if len(times) < len(step.stages) or step.committed is None:
+    for step in run.micro_batches:
+        times = [time for time in step.stage_times if time is not None]
+        if len(times) < len(step.stage_times) or step.committed_time is None:
             continue
         waits: list[float | None] = []
         stages = []
-        reached = step.prompted
+        reached = step.trigger_time
         # A stage may note its end when the next one has begun already: it had handed over by then.
         starts = [time.start for time in times[1:]] + [inf]
         ends = [min(time.end, start) for time, start in zip(times, starts, strict=True)]
@@ -44,4 +44,6 @@ def measure_step_costs(run: RunRecord) -> Iterator[StepCosts]:
             waits.append(None if busy else max(0.0, start - reached))
             stages.append(end - (earlier[stage] if busy else start))
             reached = earlier[stage] = end
-        yield StepCosts(step, waits[0], stages, waits[1:], max(0.0, step.heard - times[-1].end))
+        yield StepCosts(
+            step, waits[0], stages, waits[1:], max(0.0, step.received_time - times[-1].end)
+        )

@@ -27,10 +27,10 @@ Lengths = list[tuple[int, int]]
 class WorkloadRequest(NamedTuple):
     """A request to come."""
 
-    arrival: float
+    arrival_seconds: float
     """Seconds from the beginning."""
-    prompt: int
-    output: int
+    num_prompt_tokens: int
+    num_output_tokens: int
 
 
 class WorkloadTrace(NamedTuple):
@@ -231,18 +231,21 @@ def make_workload(
 def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) -> WorkloadRequest:
     """A job with lengths multiplied; at least 1 each, together at most `most`: the output is cut
     to half of that, then the prompt to what the output leaves. `most` is at least 2."""
-    prompt, output = max(1, round(job.prompt * factor)), max(1, round(job.output * factor))
+    prompt, output = (
+        max(1, round(job.num_prompt_tokens * factor)),
+        max(1, round(job.num_output_tokens * factor)),
+    )
     if most is not None and prompt + output > most:
         output = min(output, most // 2)
         prompt = min(prompt, most - output)
-    return WorkloadRequest(job.arrival, prompt, output)
+    return WorkloadRequest(job.arrival_seconds, prompt, output)
 
 
 def to_scheduler_requests(jobs: list[WorkloadRequest]) -> list[tuple[float, SchedulerRequest]]:
     """Requests of the scheduler, no two prompts with a block in common."""
     requests, base = [], 0
     for seq, job in enumerate(jobs):
-        prompt = list(range(base, base + job.prompt))
-        base += job.prompt
-        requests.append((job.arrival, SchedulerRequest(seq, prompt, job.output)))
+        prompt = list(range(base, base + job.num_prompt_tokens))
+        base += job.num_prompt_tokens
+        requests.append((job.arrival_seconds, SchedulerRequest(seq, prompt, job.num_output_tokens)))
     return requests

@@ -47,22 +47,22 @@ async def test_everything_is_written(
     events = list(read_step_log(log))
     run = build_run_record(events)
     assert run.start.scheduler.stages == stages
-    assert [served.prompt_tokens for served in run.requests.values()] == [20, 21, 22, 23, 24]
+    assert [served.num_prompt_tokens for served in run.requests.values()] == [20, 21, 22, 23, 24]
     assert [served.line.num_tokens for served in run.requests.values()] == [6, 7, 8, 9, 10]
     before = [0.0] * stages
-    for step in run.steps:
-        reached = step.planned
-        assert step.committed is not None
-        for stage, times in enumerate(step.stages):
+    for step in run.micro_batches:
+        reached = step.planned_time
+        assert step.committed_time is not None
+        for stage, times in enumerate(step.stage_times):
             assert times is not None
             assert max(reached, before[stage]) <= times.start <= times.end
             before[stage] = times.end
             # A stage may note its end after the next one, which it has handed over to, began.
             reached = times.start
-        assert before[-1] <= step.committed
+        assert before[-1] <= step.committed_time
     agreement = replay_calls(events)
-    assert agreement.equal == agreement.plans > 0
-    uses = build_run_record(events, warm_ups=True).stage_uses()
+    assert agreement.num_equal == agreement.num_plans > 0
+    uses = build_run_record(events, warm_ups=True).stage_usages()
     close = pytest.approx([use.bubble for use in uses], abs=0.01 * bubbles.work_seconds)
     assert bubbles.seconds == close
 

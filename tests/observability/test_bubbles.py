@@ -65,7 +65,7 @@ def test_the_figures_are_those_of_the_step_log(stages: int, policy: str) -> None
     deployment = roofline_deployment("qwen2.5-14b", "A100-40G", stages, 4096, scheduler=scheduler)
     _, events = simulate(deployment, make_workload("uniform:16,900,8,60", 60, 8.0))
     run = build_run_record(events)
-    uses, meter = run.stage_uses(), live(events, run)
+    uses, meter = run.stage_usages(), live(events, run)
     assert meter.seconds == pytest.approx([use.bubble for use in uses])
     assert stages == 1 or min(meter.seconds) > 0
     assert meter.work_seconds <= uses[0].span * (1 + 1e-9)

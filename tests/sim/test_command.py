@@ -36,7 +36,7 @@ def test_a_table_a_document_plots_and_a_log(
         assert (tmp_path / "out" / f"{name}.svg").read_text().lstrip().startswith("<?xml")
     run = build_run_record(read_step_log(log))
     assert sum(served.line.num_tokens for served in run.requests.values()) > 20
-    assert len(run.steps) == document["metrics"]["steps"]
+    assert len(run.micro_batches) == document["metrics"]["steps"]
 
 
 def test_the_same_flags_give_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:

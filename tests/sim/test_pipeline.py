@@ -127,7 +127,9 @@ def check_requests(
 ) -> None:
     """Every request that was not aborted finished once, with the trace's tokens."""
     aborted = {
-        seq for time, seq in aborts if seq < len(jobs) and time >= jobs[seq].arrival - ROUNDING
+        seq
+        for time, seq in aborts
+        if seq < len(jobs) and time >= jobs[seq].arrival_seconds - ROUNDING
     }
     told = build_run_record(played.log).requests
     ended = [end.seq for end in played.ends]
@@ -136,8 +138,10 @@ def check_requests(
     for seq, job in enumerate(jobs):
         emitted = played.tokens.count(seq)
         assert told[seq].line.num_tokens == emitted
-        assert (seq in ended) == (emitted == job.output)
-        assert emitted == job.output or (seq in aborted and emitted < job.output)
+        assert (seq in ended) == (emitted == job.num_output_tokens)
+        assert emitted == job.num_output_tokens or (
+            seq in aborted and emitted < job.num_output_tokens
+        )
 
 
 def check_order(played: Played, link: float) -> None:
@@ -247,9 +251,9 @@ def test_waits_are_those_of_a_queue_with_constant_service(count: int, tolerance:
     # Lindley's recursion: each waits for what is left of the one before it.
     wait = 0.0
     for (before, after), simulated in zip(pairwise(jobs), waits[1:], strict=True):
-        wait = max(0.0, wait + seconds - (after.arrival - before.arrival))
+        wait = max(0.0, wait + seconds - (after.arrival_seconds - before.arrival_seconds))
         assert simulated == pytest.approx(wait, abs=1e-6)
-    assert run_events.stage_uses()[0].busy_share == pytest.approx(load, rel=tolerance / 2)
+    assert run_events.stage_usages()[0].busy_share == pytest.approx(load, rel=tolerance / 2)
 
 
 # Timing by hand. All times are sums of powers of two, so they are exact.
@@ -279,7 +283,7 @@ def test_a_request_alone_crosses_the_pipeline_once_for_each_token() -> None:
 def test_chunks_of_a_prompt_follow_each_other(in_flight: int, seconds: float) -> None:
     resolved = config(2, policy="sarathi", max_num_batched_tokens=16, max_in_flight=in_flight)
     run_events = served(ConstantCostModel(STAGE, LINK), resolved, [WorkloadRequest(0.0, 40, 1)])
-    assert [step.work.num_tokens for step in run_events.steps] == [16, 16, 8]
+    assert [step.work.num_tokens for step in run_events.micro_batches] == [16, 16, 8]
     assert only(run_events).line.ttft == seconds
 
 
@@ -289,7 +293,7 @@ def test_a_link_carries_one_at_a_time() -> None:
         ConstantCostModel(STAGE, 4 * STAGE), resolved, [WorkloadRequest(0.0, 48, 1)]
     )
     assert only(run_events).line.ttft == STAGE + 3 * 4 * STAGE + STAGE
-    assert [time.start for step in run_events.steps if (time := step.stages[1])] == [
+    assert [time.start for step in run_events.micro_batches if (time := step.stage_times[1])] == [
         1.25,
         2.25,
         3.25,
@@ -304,8 +308,8 @@ def test_the_host_is_part_of_every_token_without_async_scheduling() -> None:
 
 def gaps(run_events: RunRecord) -> list[float]:
     """Seconds between steps on the first stage."""
-    times = [time for step in run_events.steps if (time := step.stages[0]) is not None]
-    assert len(times) == len(run_events.steps)
+    times = [time for step in run_events.micro_batches if (time := step.stage_times[0]) is not None]
+    assert len(times) == len(run_events.micro_batches)
     return [after.start - before.end for before, after in pairwise(times)]
 
 
@@ -334,7 +338,7 @@ def test_the_driver_hears_all_of_one_moment_before_it_schedules() -> None:
     cost = HostCost(STAGE, plan=0.0, sample=0.0, back=1 / 16)
     jobs = [WorkloadRequest(0.0, 10, 3), WorkloadRequest(0.0, 5, 1), WorkloadRequest(turn, 12, 1)]
     run_events = served(cost, config(async_scheduling=False), jobs)
-    assert [step.work.num_tokens for step in run_events.steps] == [15, 13, 1]
+    assert [step.work.num_tokens for step in run_events.micro_batches] == [15, 13, 1]
     assert [request.line.ttft for request in run_events.requests.values()] == [turn] * 3
 
 

@@ -68,7 +68,7 @@ def made(*steps: MicroBatch, parallelism: list[tuple[float, int]], end: float) -
         StartEvent(0.0, "m", [1, 1], SchedulerConfig(), "driver"), parallelism=parallelism
     )
     run.requests[0] = ServedRequest(1, 1, RequestTimeline(10.0, [end], 1))
-    run.steps += steps
+    run.micro_batches += steps
     return run
 
 
@@ -118,7 +118,7 @@ def test_png_by_suffix(run: RunRecord, tmp_path: Path) -> None:
 
 
 def test_long_runs_stay_small(run: RunRecord, tmp_path: Path) -> None:
-    assert len(run.steps) > 1000
+    assert len(run.micro_batches) > 1000
     plot_gantt(run, tmp_path / "gantt.svg", 0.0, run.end)
     plot_tokens(run, tmp_path / "tokens.svg")
     for path in tmp_path.iterdir():
@@ -164,11 +164,11 @@ def test_without_matplotlib_the_error_names_the_fix(tmp_path: Path) -> None:
 
 
 def test_a_run_has_a_bar_for_each_stage_of_a_micro_batch(run: RunRecord) -> None:
-    assert len(micro_batch_intervals(run)) == len(run.steps) * STAGES
+    assert len(micro_batch_intervals(run)) == len(run.micro_batches) * STAGES
     start, end = select_window(run)
     inside = [
-        s for s in run.steps if s.stages[0] and s.stages[0].start >= start
-        and s.stages[-1] and s.stages[-1].end <= end
+        s for s in run.micro_batches if s.stage_times[0] and s.stage_times[0].start >= start
+        and s.stage_times[-1] and s.stage_times[-1].end <= end
     ]  # fmt: skip
     assert len(inside) == 40
     bars = micro_batch_intervals(run, start, end)
@@ -187,7 +187,7 @@ def test_a_window_as_asked(run: RunRecord) -> None:
 def test_bubbles_add_up_to_the_stages_use(run: RunRecord) -> None:
     bubbles = bubble_intervals(run)
     whole = stage_usages_in(run, micro_batch_intervals(run), bubbles, run.begin, run.end)
-    for use, expected in zip(whole, run.stage_uses(), strict=True):
+    for use, expected in zip(whole, run.stage_usages(), strict=True):
         assert use.bubble == pytest.approx(expected.bubble)
         assert use.busy == pytest.approx(expected.busy)
         assert use.span == expected.span
@@ -219,7 +219,7 @@ def test_bubbles_of_a_run_by_hand() -> None:
         BubbleInterval(1, 11, 12, 1.0),
         BubbleInterval(0, 12, 12.5, 1.0),
     ]
-    assert [use.bubble for use in run.stage_uses()] == [1.5, 2.5]
+    assert [use.bubble for use in run.stage_usages()] == [1.5, 2.5]
 
 
 def test_neighbouring_bubbles_of_one_share_are_one() -> None:
@@ -244,14 +244,14 @@ def test_tokens_lie_between_entries() -> None:
         parallelism=[],
         end=20.0,
     )
-    run.steps[2].committed = None
+    run.micro_batches[2].committed_time = None
     assert token_intervals(run) == [
         TokenInterval(0, 2, 3, 1, 4),  # until its commit
         TokenInterval(5, 6, 0, 1, 1),  # until the next one's entry
         TokenInterval(6, 6, 0, 2, 2),  # planned before, never entered: no time goes backward
         TokenInterval(6, 10, 0, 1, 1),
     ]
-    assert [(s.start, s.end, s.most) for s in fill_gaps(token_intervals(run))[:4]] == [
+    assert [(s.start, s.end, s.max_batch_tokens) for s in fill_gaps(token_intervals(run))[:4]] == [
         (0, 0, 0), (0, 2, 4), (2, 5, 0), (5, 6, 1),
     ]  # fmt: skip
 

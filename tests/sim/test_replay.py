@@ -46,8 +46,8 @@ def write(events: list[StepLogEvent], path: Path) -> Path:
 def test_a_run_comes_again(policy: str, stages: int) -> None:
     _, events = simulated(policy, stages)
     calls, times = replay_calls(events), replay_step_times(events)
-    assert calls.plans > 100
-    assert calls.equal == calls.plans
+    assert calls.num_plans > 100
+    assert calls.num_equal == calls.num_plans
     assert times.share == 1.0
 
 
@@ -62,9 +62,12 @@ def test_a_changed_plan_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture
     forged = event.plan._replace(rows=[row._replace(num_tokens=row.num_tokens + 1)])
     events[index] = ScheduleEvent(event.time, forged, event.parallelism)
     agreement = replay_calls(events)
-    assert agreement.equal == agreement.plans - 1
+    assert agreement.num_equal == agreement.num_plans - 1
     assert main([str(write(events, tmp_path / "log"))]) == 1
-    assert f"{agreement.equal} of {agreement.plans} plans bit-identical" in capsys.readouterr().out
+    assert (
+        f"{agreement.num_equal} of {agreement.num_plans} plans bit-identical"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +88,12 @@ def test_a_fit_predicts_another_run(profile: CostProfile) -> None:
     real, _ = simulated(seed=5)
     cost = FittedCostModel(profile)
     errors = []
-    for step in real.steps:
-        for stage, times in enumerate(step.stages):
+    for step in real.micro_batches:
+        for stage, times in enumerate(step.stage_times):
             assert times is not None
             errors.append(cost.stage_seconds(stage, step.work) / (times.end - times.start) - 1)
     assert sum(abs(error) for error in errors) / len(errors) < 0.05
-    assert cost.link_seconds(0, real.steps[0].work) > 0
+    assert cost.link_seconds(0, real.micro_batches[0].work) > 0
 
 
 def test_real_beside_predicted(profile: CostProfile, tmp_path: Path) -> None:

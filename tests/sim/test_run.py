@@ -96,22 +96,22 @@ def test_timelines_of_requests(run: RunRecord) -> None:
     assert (first.arrival, first.times, first.num_tokens) == (10, [15, 21, 25], 3)
     assert (first.ttft, first.tpot, first.itl, first.e2el) == (5, 5, [6, 4], 15)
     assert (second.ttft, second.tpot, second.itl, second.e2el) == (10, 4, [4], 14)
-    assert [served.prompt_tokens for served in run.requests.values()] == [4, 6]
+    assert [served.num_prompt_tokens for served in run.requests.values()] == [4, 6]
     assert (run.begin, run.end) == (10, 25)
 
 
 def test_micro_batches_with_their_tokens_and_times(run: RunRecord) -> None:
-    tokens = [(step.prefill_tokens, step.decode_tokens) for step in run.steps]
+    tokens = [(step.num_prefill_tokens, step.num_decode_tokens) for step in run.micro_batches]
     assert tokens == [(4, 0), (3, 0), (3, 1), (0, 2)]
-    assert [step.work.num_sampled_rows for step in run.steps] == [1, 0, 2, 2]
-    assert [step.planned for step in run.steps] == [10, 11, 15, 21]
-    assert [step.committed for step in run.steps] == [15, 17, 21, 25]
-    assert run.steps[1].stages == [StepTime(1, 12, 13), StepTime(1, 15, 16)]
+    assert [step.work.num_sampled_rows for step in run.micro_batches] == [1, 0, 2, 2]
+    assert [step.planned_time for step in run.micro_batches] == [10, 11, 15, 21]
+    assert [step.committed_time for step in run.micro_batches] == [15, 17, 21, 25]
+    assert run.micro_batches[1].stage_times == [StepTime(1, 12, 13), StepTime(1, 15, 16)]
 
 
 def test_bubbles_by_hand(run: RunRecord) -> None:
     """The work is enough for one stage until 11, for two until 17, for one from then on."""
-    first, second = run.stage_uses()
+    first, second = run.stage_usages()
     assert (first.span, first.busy, second.busy) == (15, 2 + 1 + 2 + 1, 1 + 1 + 2 + 1)
     # Idle alone 13-14 and 15-16, with the other 14-15; half of 20-21, 22-23 and 24-25.
     assert first.bubble == 1 + 1 + 1 + 1.5
@@ -163,7 +163,7 @@ def test_a_step_that_takes_no_time_does_not_keep_its_stage_busy() -> None:
         times(0, 1, 3.0, 4.0),
         commit(6.0, 1, 0),
     ])  # fmt: skip
-    (use,) = run.stage_uses()
+    (use,) = run.stage_usages()
     assert use.busy == 1
     assert use.bubble == 1 + 2  # 4-6 is not known of: nobody asked for a plan after it
 
@@ -176,10 +176,10 @@ def test_steps_that_touch_or_overlap_keep_their_stage_busy(first_end: float) -> 
     commits = [commit(1.0, 0, 0), commit(2.0, 1, 0)]
     for order in (steps, steps[::-1]):
         run = build_run_record([start(1), add(0.0, 0, 1, 2), *plans, *order, *commits])
-        (use,) = run.stage_uses()
+        (use,) = run.stage_usages()
         assert (use.busy, use.bubble) == (2, 0)
         # The second was planned before the first one's token was known, but is a decode.
-        assert [step.decode_tokens for step in run.steps] == [0, 1]
+        assert [step.num_decode_tokens for step in run.micro_batches] == [0, 1]
 
 
 def test_preempted_sequences_prefill_again() -> None:
@@ -199,10 +199,10 @@ def test_preempted_sequences_prefill_again() -> None:
         plan(5.0, 1, 5, chunk(0, 0, 7, epoch=2)),
         commit(6.0, 5, 0, epoch=2),
     ])  # fmt: skip
-    assert run.requests[0].preempted == 2
+    assert run.requests[0].num_preemptions == 2
     assert run.requests[0].line.num_tokens == 5
     assert summarize_run(run)["preemptions"] == 2
-    tokens = [(step.prefill_tokens, step.decode_tokens) for step in run.steps]
+    tokens = [(step.num_prefill_tokens, step.num_decode_tokens) for step in run.micro_batches]
     assert tokens == [(3, 0), (0, 1), (4, 0), (1, 0), (0, 1), (7, 0)]
 
 
@@ -255,21 +255,21 @@ def test_warm_ups_are_left_out() -> None:
     ]
     run = build_run_record(warm)
     assert list(run.requests) == [2]
-    assert [step.work.step for step in run.steps] == [1]
+    assert [step.work.step for step in run.micro_batches] == [1]
     assert (run.begin, run.end) == (10, 12)
-    assert [(use.busy, use.bubble) for use in run.stage_uses()] == [(1, 0), (1, 0)]
+    assert [(use.busy, use.bubble) for use in run.stage_usages()] == [(1, 0), (1, 0)]
 
 
 def test_a_run_cut_off_is_read_as_far_as_it_goes() -> None:
     for length in range(1, len(LOG)):
         run = build_run_record(LOG[:length])
         assert run.end >= run.begin
-        assert all(0 <= use.busy + use.bubble <= use.span for use in run.stage_uses())
+        assert all(0 <= use.busy + use.bubble <= use.span for use in run.stage_usages())
     run = build_run_record(LOG[:8])
-    assert [step.committed for step in run.steps] == [None, None]
-    assert run.steps[1].stages == [StepTime(1, 12, 13), None]
+    assert [step.committed_time for step in run.micro_batches] == [None, None]
+    assert run.micro_batches[1].stage_times == [StepTime(1, 12, 13), None]
     assert run.requests[0].line.ttft is None
-    assert [use.busy_share for use in run.stage_uses()] == [0, 0]
+    assert [use.busy_share for use in run.stage_usages()] == [0, 0]
 
 
 def test_a_log_has_to_begin_with_its_start() -> None:

@@ -171,7 +171,9 @@ def test_gamma_arrivals(variation: float) -> None:
 
 
 def test_static_arrivals_come_at_once() -> None:
-    assert [job.arrival for job in make_workload("fixed:1,1", 4, arrivals="static")] == [0.0] * 4
+    assert [job.arrival_seconds for job in make_workload("fixed:1,1", 4, arrivals="static")] == [
+        0.0
+    ] * 4
 
 
 def test_replay_keeps_lengths_and_stretches_times() -> None:
@@ -183,7 +185,7 @@ def test_replay_keeps_lengths_and_stretches_times() -> None:
     ][:100]  # fmt: skip
     slow = make_workload("azure-code", 100, arrivals="replay", time_scale=2.5, seed=9)
     assert [job[1:] for job in slow] == [job[1:] for job in plain]
-    assert [job.arrival for job in slow] == [2.5 * job.arrival for job in plain]
+    assert [job.arrival_seconds for job in slow] == [2.5 * job.arrival_seconds for job in plain]
 
 
 # Seeds.
@@ -198,14 +200,16 @@ def test_a_seed_gives_the_same_jobs(workload: str) -> None:
         assert len(first) == 50
         assert first == make_workload(workload, 50, 3.0, arrivals, seed=7)
         other = make_workload(workload, 50, 3.0, arrivals, seed=8)
-        assert [job.arrival for job in first] != [job.arrival for job in other]
+        assert [job.arrival_seconds for job in first] != [job.arrival_seconds for job in other]
         assert [job[1:] for job in first] != [job[1:] for job in other]
 
 
 def test_the_rate_changes_when_but_not_what() -> None:
     slow, fast = (make_workload("azure-conv", 50, rate, seed=7) for rate in (1.0, 4.0))
     assert [job[1:] for job in slow] == [job[1:] for job in fast]
-    assert [job.arrival / 4 for job in slow] == pytest.approx([job.arrival for job in fast])
+    assert [job.arrival_seconds / 4 for job in slow] == pytest.approx(
+        [job.arrival_seconds for job in fast]
+    )
 
 
 # Bad input.

@@ -96,7 +96,10 @@ def _rows(config: LoadConfig, replay: bool) -> list[TraceRow]:
         rows = read_rows(config.workload)[: config.num_prompts]
     elif replay:
         jobs = make_workload(config.workload, config.num_prompts, arrivals="replay")
-        rows = [TraceRow(job.prompt, job.output, job.arrival) for job in jobs]
+        rows = [
+            TraceRow(job.num_prompt_tokens, job.num_output_tokens, job.arrival_seconds)
+            for job in jobs
+        ]
     else:
         lengths = sample_lengths(config.workload, config.num_prompts, config.seed)
         rows = [TraceRow(*pair) for pair in lengths]
@@ -109,7 +112,7 @@ def _scaled(row: TraceRow, config: LoadConfig) -> TraceRow:
     job = scale_request(
         WorkloadRequest(0.0, row.prompt, row.output), config.scale_length, config.max_length
     )
-    return TraceRow(job.prompt, job.output, row.arrival)
+    return TraceRow(job.num_prompt_tokens, job.num_output_tokens, row.arrival)
 
 
 def _arrivals(config: ServeConfig, count: int) -> list[float]:

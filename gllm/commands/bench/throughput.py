@@ -63,7 +63,10 @@ def main(argv: list[str]) -> int:
 
 def throughput_metrics(jobs: list[WorkloadRequest], seconds: float) -> dict[str, Any]:
     """Return the result by the keys of the JSON file."""
-    prompt, output = sum(job.prompt for job in jobs), sum(job.output for job in jobs)
+    prompt, output = (
+        sum(job.num_prompt_tokens for job in jobs),
+        sum(job.num_output_tokens for job in jobs),
+    )
     return {
         "elapsed_time": seconds,
         "num_requests": len(jobs),

@@ -22,15 +22,15 @@ class RecordedCostModel:
 
     def stage_seconds(self, stage: int, work: StageWork) -> float:
         """As recorded."""
-        return self._at(work).stages[stage]
+        return self._at(work).stage_seconds[stage]
 
     def link_seconds(self, stage: int, work: StageWork) -> float:
         """As recorded; nothing where the next stage was busy, for it did not matter."""
-        return self._at(work).links[stage] or 0.0
+        return self._at(work).link_seconds[stage] or 0.0
 
     def plan_seconds(self, work: StageWork) -> float:
         """As recorded; nothing where the first stage was busy."""
-        return self._at(work).plan or 0.0
+        return self._at(work).plan_seconds or 0.0
 
     def sample_seconds(self, work: StageWork) -> float:
         """Within the next step's time."""
@@ -38,7 +38,7 @@ class RecordedCostModel:
 
     def return_seconds(self, work: StageWork) -> float:
         """As recorded."""
-        return self._at(work).back
+        return self._at(work).return_seconds
 
     def _at(self, work: StageWork) -> StepCosts:
         return self._costs[min(work.step, len(self._costs) - 1)]

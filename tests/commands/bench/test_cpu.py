@@ -49,7 +49,7 @@ def test_a_pipeline_beside_its_loops() -> None:
     assert figures["ratios"] == pytest.approx([0.8, 0.64, 1.0])
     assert figures["served_tokens_per_second"] == pytest.approx(8 * 48 / seconds)
     assert figures["loops_tokens_per_second"] == pytest.approx(8 * 48 / seconds / 0.8)
-    assert figures["bubble_share"] == [use.bubble_share for use in run.stage_uses()]
+    assert figures["bubble_share"] == [use.bubble_share for use in run.stage_usages()]
     good = figures | {"ratio": 0.95, "bubble_share": [0.0, 0.05]}
     assert pipeline.verdict({"x": good}).count("**missed**") == 0
     assert pipeline.verdict({"x": good | {"ratio": 0.94}}).count("**missed**") == 1
@@ -65,7 +65,7 @@ def test_overhead_is_what_kernels_leave_of_a_served_step() -> None:
 
 def test_policies_under_bursts_show_the_best_of_each_column() -> None:
     jobs = bursts.jobs_of("azure-conv", 40, 20.0, seed=3)
-    assert [job.arrival for job in jobs][:: bursts.BURST] == [0.0, 0.4, 0.8, 1.2, 1.6]
+    assert [job.arrival_seconds for job in jobs][:: bursts.BURST] == [0.0, 0.4, 0.8, 1.2, 1.6]
     policies = {}
     for policy in bursts.POLICIES:
         summary = summarize_run(served(jobs, policy))

@@ -108,7 +108,10 @@ def test_csv(tmp_path: Path) -> None:
     file = tmp_path / "load.csv"
     file.write_text("prompt_tokens,output_tokens\n10,3\n20,6\n30,9\n")
     load = LoadConfig(str(file), num_prompts=2, scale_length=0.5)
-    assert [(job.prompt, job.output) for job in jobs_of(load)] == [(5, 2), (10, 3)]
+    assert [(job.num_prompt_tokens, job.num_output_tokens) for job in jobs_of(load)] == [
+        (5, 2),
+        (10, 3),
+    ]
     with pytest.raises(ValueError, match="no arrival_s"):
         plan_load(ServeConfig(load=load, arrivals="replay"), 10)
 

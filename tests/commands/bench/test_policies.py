@@ -25,8 +25,10 @@ def serve(policy: str, jobs: list[WorkloadRequest]) -> tuple[RunRecord, list[lis
 def test_figures_are_those_of_all_micro_batches() -> None:
     run, _ = serve("sarathi", make_workload("uniform:16,400,16,60", 60, 20.0))
     figures = evenness(run)
-    assert figures.steps == len(run.steps)
-    assert figures.tokens * len(run.steps) == sum(step.work.num_tokens for step in run.steps)
+    assert figures.steps == len(run.micro_batches)
+    assert figures.tokens * len(run.micro_batches) == sum(
+        step.work.num_tokens for step in run.micro_batches
+    )
     assert figures.local_variation <= figures.decodes_variation
 
 
