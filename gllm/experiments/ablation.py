@@ -22,7 +22,7 @@ from gllm.sim.plots import plot_bars
 from gllm.sim.report import format_table, show_value
 
 BASE = "throttle-paper"
-"""What the changes are measured against: the paper ablates its own rule."""
+"""Baseline of the changes: the paper ablates its own rule."""
 POLICIES = (BASE, "throttle-no-wt", "throttle-no-ut", "sarathi", "throttle")
 SATURATED = 1.0
 """Share of capacity; fixed before the first run. The others show what the changes depend on."""

@@ -1,7 +1,4 @@
-"""What an experiment gives: a page of Markdown and its plots.
-
-Owns the form of results and how ours stand beside the paper's. Knows no experiment.
-"""
+"""Result of an experiment: a Markdown page with plots and a comparison with the paper."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,51 +12,55 @@ PAPER_REFERENCE = 'arXiv 2504.14775 ("gLLM", SC\'25)'
 
 @dataclass(frozen=True)
 class ExperimentOptions:
-    """How an experiment is run."""
+    """Options of an experiment run."""
 
     requests: int = 800
-    """Requests of each simulation."""
+    """Number of requests per simulation."""
     quick: bool = False
-    """Few points, to see that it works."""
+    """Run a few points only, as a smoke test."""
     progress: bool = True
 
 
 class PaperClaim(NamedTuple):
-    """A figure of the paper, and ours."""
+    """A figure of the paper beside the measured one."""
 
     quantity: str
     paper: str
     ours: str
     is_met: bool | None
-    """None: there is nothing to hold it against."""
+    """None if the paper has no number to compare with."""
 
 
 @dataclass
 class ExperimentResult:
-    """What came out."""
+    """Result of an experiment."""
 
     title: str
     text: str
-    """Markdown: setting, tables."""
+    """Markdown text: setting and tables."""
     claims: list[PaperClaim] = field(default_factory=list)
     plots: dict[str, Callable[[Path], None]] = field(default_factory=dict)
-    """File name and how to draw it."""
+    """Plot functions by file name."""
 
 
 def claims_table(claims: list[PaperClaim]) -> str:
-    """Ours beside the paper's."""
+    """Return a Markdown table of claimed and measured figures."""
     verdict = {True: "yes", False: "**miss**", None: "-"}
     rows = [[c.quantity, c.paper, c.ours, verdict[c.is_met]] for c in claims]
     return format_table(["", "claimed", "ours", "met"], rows)
 
 
 def format_change(value: float, base: float) -> str:
-    """How far a value is from a base, in per cent."""
+    """Return the difference between a value and a base as text, in per cent."""
     return f"{100 * (value / base - 1):+.0f} %"
 
 
 def write_result(result: ExperimentResult, name: str, command: str, folder: Path) -> Path:
-    """Write the page and its plots into a folder; the page's path. Raises OSError."""
+    """Write the page and its plots into a folder and return the path of the page.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for file, draw in result.plots.items():
         draw(folder / file)

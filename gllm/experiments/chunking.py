@@ -17,7 +17,7 @@ STAGES = (1, 2, 4, 8)
 PROMPTS = (256, 512, 1024, 2048, 4096, 8192, 14000)
 MOST_CHUNKS = 64
 ALLOWED = 1.10
-"""Of the best TTFT, at most."""
+"""Permitted ratio of a TTFT to the best one."""
 
 
 def ttft(model: str, device: str, stages: int, prompt: int, policy: str, cap: int | None) -> float:

@@ -89,7 +89,7 @@ def turning_point(curve: Curve) -> float:
 
 
 def slope(curve: Curve) -> float:
-    """How much mean E2EL rises from the lowest rate to the highest, seconds per 1/s."""
+    """Return the rise of mean E2EL from the lowest to the highest rate, in seconds per 1/s."""
     (low, first), (high, last) = curve[0], curve[-1]
     return float((last["e2el"]["mean"] - first["e2el"]["mean"]) / (high - low))
 

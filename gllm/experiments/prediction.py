@@ -36,7 +36,7 @@ LOADS: Loads = (
 )
 """(name, share of capacity, arrivals)."""
 REQUESTS = 120
-"""Of each load in a round."""
+"""Number of requests per load and round."""
 PARTS = 6
 """Turns of each load in a round; they end with nothing left to serve."""
 ROUNDS = 3
@@ -98,7 +98,7 @@ async def _in_turns(
 
 
 def _claim(title: str, both: RunComparison) -> PaperClaim:
-    """Whether the error of the median is small enough for every metric."""
+    """Return the claim that every metric's median has an error of at most ALLOWED."""
     errors = {metric.upper(): median_latency_error(both, metric) for metric in METRICS}
     shown = ", ".join(f"{metric} {100 * error:+.1f} %" for metric, error in errors.items())
     met = max(map(abs, errors.values())) <= ALLOWED

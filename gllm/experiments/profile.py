@@ -35,15 +35,18 @@ REPEATS = 4
 BURST = 20
 BURSTS = 4
 SHARES = (0.3, 0.3, 0.6, 0.6)
-"""Of the rate at which a burst is served: loads as they come in service."""
+"""Request rates as shares of the rate at which a burst is served."""
 SWEEP_TURNS = 6
 WHOLE_PROMPTS = 10**9
 """As ridge_tokens: prompts are not cut but by #MaxP, so that large chunks are seen as well."""
 
 
 def make_sweep_workloads(stages: int, longest: int, seed: int = 0) -> list[list[WorkloadRequest]]:
-    """Workloads to serve one after the other: batches of decodes with short contexts and with all
-    kinds of contexts, then single prompts of rising length."""
+    """Return workloads that cover the costs of a pipeline, to be served one after the other.
+
+    Batches of decodes with short contexts and with contexts of all lengths, then single prompts of
+    rising length.
+    """
     rng = random.Random(seed)
     made = []
     for batch in DECODE_BATCHES:
@@ -55,7 +58,7 @@ def make_sweep_workloads(stages: int, longest: int, seed: int = 0) -> list[list[
 
 
 def make_mixed_workload(count: int, longest: int, rate: float, seed: int) -> list[WorkloadRequest]:
-    """Requests of all lengths; all at once at a rate of infinity."""
+    """Return requests of all lengths; all arrive at once at a rate of infinity."""
     rng = random.Random(seed)
     arrivals = accumulate(rng.expovariate(1) / rate for _ in range(count))
     return [WorkloadRequest(a, rng.randint(1, longest // 2), rng.randint(4, 60)) for a in arrivals]

@@ -19,7 +19,7 @@ from gllm.observability.step_log import StepLogEvent, read_step_log
 from gllm.sim.workload import WorkloadRequest
 
 LOG_DRAIN_SECONDS = 1.2
-"""How long stages may take to report their last times."""
+"""Seconds to wait for the stages' last step times before the log is read."""
 
 
 async def serve_workload(
@@ -56,10 +56,10 @@ async def serve_workload(
 
 
 class RoundRobinLock:
-    """Engines side by side of which one works at a time, one after the other in a circle: what a
-    shared machine does meanwhile falls on all of them alike.
+    """Lock that lets one of several engines work at a time, in turns.
 
-    A context for each turn. Nobody begins before all have started.
+    Load of other programs on a shared machine therefore affects all engines alike. `async with`
+    holds the lock for one turn; no turn begins before all engines have called `start`.
     """
 
     def __init__(self, engines: int) -> None:
@@ -67,7 +67,7 @@ class RoundRobinLock:
         self._lock = asyncio.Lock()  # first come, first served
 
     async def start(self) -> None:
-        """Wait for all engines to be there."""
+        """Wait until all engines have started."""
         await self._started.wait()
 
     async def __aenter__(self) -> None:

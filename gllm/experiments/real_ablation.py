@@ -25,7 +25,7 @@ STAGES = (2, 4)
 REQUESTS = 100
 ROUNDS = 3
 LENGTH_SCALE = 0.2
-"""Of the trace's lengths: the demo model's context is 1,024 tokens."""
+"""Factor on the trace's lengths: the demo model's context is 1,024 tokens."""
 
 
 def run(options: ExperimentOptions) -> ExperimentResult:

@@ -27,7 +27,7 @@ SYMBOLS = {
 }
 POLICIES = ("throttle-paper", "throttle")
 KV_SHARE = 0.25
-"""Of the KV cache: KV_thresh is about a cache that fills up."""
+"""Share of the KV cache in use: KV_thresh matters only for a cache that fills up."""
 SHARE = 1.0
 WORKLOAD = "azure-conv"
 

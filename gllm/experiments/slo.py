@@ -42,8 +42,10 @@ def measure_slo_limits(
 
 
 def interpolate_rate(curve: Curve, target: float) -> float:
-    """The rate at which a falling curve first crosses the target, linear between its points; the
-    last rate where it never does, 0 where it begins below."""
+    """Return the rate at which a falling curve first crosses the target.
+
+    Interpolates linearly. Returns the last rate if the curve stays above, 0 if it begins below.
+    """
     if curve[0][1] < target:
         return 0.0
     for (rate, share), (next_rate, next_share) in pairwise(curve):

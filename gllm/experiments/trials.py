@@ -1,7 +1,6 @@
-"""Simulations side by side: what experiments are made of.
+"""Simulation trials: description of a simulation, and parallel runs of many.
 
-Owns a trial's description and the running of many. Knows nothing of what is to be shown. Every
-policy of one comparison gets the same cost model, jobs and cache.
+Every policy of one comparison gets the same cost model, workload and cache.
 """
 
 import os
@@ -63,11 +62,11 @@ class SimulationTrial:
     slo: tuple[float, float] | None = None
     """TTFT and TPOT limits, seconds."""
     kv_share: float = 1.0
-    """Of the KV cache that the devices have room for."""
+    """Share of the KV cache that fits on the devices, 0..1."""
 
 
 def simulate_trial(trial: SimulationTrial) -> RunRecord:
-    """The trial's run."""
+    """Run a trial."""
     jobs = make_workload(trial.workload, trial.requests, trial.rate, trial.arrivals, trial.seed)
     scheduler = SchedulerConfig(policy=trial.policy, **dict(trial.options))
     setting = trial.setting
@@ -80,12 +79,12 @@ def simulate_trial(trial: SimulationTrial) -> RunRecord:
 
 
 def summarize_trial(trial: SimulationTrial) -> dict[str, Any]:
-    """The trial's figures (sim.report.summarize)."""
+    """Return the figures of a trial (sim.report.summarize)."""
     return summarize_run(simulate_trial(trial), *(trial.slo or (None, None)))
 
 
 def run_trials(trials: Sequence[SimulationTrial], progress: bool = True) -> list[dict[str, Any]]:
-    """The figures of all trials, computed by as many processes as there are cores."""
+    """Return the figures of all trials, computed in one process per core."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = pool.map(summarize_trial, trials)
         # None: no bar where the output is no terminal.
@@ -97,8 +96,10 @@ def run_trials(trials: Sequence[SimulationTrial], progress: bool = True) -> list
 def measure_capacity(
     setting: HardwareSetting, workload: str, requests: int, kv_share: float = 1.0
 ) -> float:
-    """Requests a second that `throttle` serves when all of them are there from the beginning,
-    without the tail of the last: the yardstick for rates, the same for every policy."""
+    """Return the capacity in requests per second, the unit of request rates for every policy.
+
+    It is the steady throughput of `throttle` if all requests arrive at the beginning.
+    """
     trial = SimulationTrial(
         setting, workload, "throttle", 1.0, requests, "static", kv_share=kv_share
     )
@@ -106,6 +107,6 @@ def measure_capacity(
 
 
 def trials_at_rates(trial: SimulationTrial, shares: Sequence[float]) -> list[SimulationTrial]:
-    """The trial at these shares of its capacity."""
+    """Return the trial at request rates of these shares of its capacity."""
     most = measure_capacity(trial.setting, trial.workload, trial.requests, trial.kv_share)
     return [replace(trial, rate=share * most) for share in shares]

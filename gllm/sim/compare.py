@@ -1,7 +1,7 @@
-"""A real run beside its prediction.
+"""Compare a real run with its prediction.
 
-Owns what is compared: the same requests at the same times under the same configuration, the stages'
-times from a profile of another run. Knows nothing of how either was made.
+The prediction simulates the same requests at the same times with the same configuration; the step
+times come from a profile of another run.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ METRICS = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The two runs, of the same requests."""
+    """A real run and its prediction, with the same requests."""
 
     real: RunRecord
     predicted: RunRecord
@@ -41,13 +41,15 @@ class RunComparison:
 
 
 def compare_with_profile(log: str | Path, profile: str | Path) -> RunComparison:
-    """Predict the run of a step log from a profile's file. Raises ValueError and OSError as the
-    files' readers do, and as `compare_runs`."""
+    """Predict the run of a step log from a profile file.
+
+    Raises ValueError and OSError as the readers of the files do, and as `compare_runs`.
+    """
     return compare_runs(list(read_step_log(log)), read_profile(profile))
 
 
 def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunComparison:
-    """Predict a run. Raises ValueError where the profile is of another pipeline."""
+    """Predict a run. Raises ValueError if the profile belongs to another pipeline."""
     real = build_run_record(events)
     if profile.layers != real.start.layers:
         raise ValueError(
@@ -98,7 +100,7 @@ def _values(run: RunRecord, metric: str) -> dict[int, float]:
 
 
 def median_request_error(comparison: RunComparison, metric: str) -> float:
-    """Median over the requests of |predicted - real| / real."""
+    """Return the median over the requests of |predicted - real| / real."""
     real, predicted = _values(comparison.real, metric), _values(comparison.predicted, metric)
     return median(
         abs(predicted[seq] - value) / value
@@ -108,18 +110,18 @@ def median_request_error(comparison: RunComparison, metric: str) -> float:
 
 
 def median_latency(run: RunRecord, metric: str) -> float:
-    """Median over the requests, seconds."""
+    """Return the median over the requests in seconds."""
     return median(_values(run, metric).values())
 
 
 def median_latency_error(comparison: RunComparison, metric: str, at_speed: bool = False) -> float:
-    """How far the predicted median is from the real one, as a share of it; with sign."""
+    """Return the relative error of the predicted median, with sign."""
     predicted = comparison.at_speed if at_speed else comparison.predicted
     return median_latency(predicted, metric) / median_latency(comparison.real, metric) - 1
 
 
 def comparison_table(comparison: RunComparison) -> str:
-    """Real, predicted and their relation, for each latency; bubbles and busy shares below."""
+    """Return a table of real and predicted latencies, busy shares and bubbles."""
     rows = []
     for metric in METRICS:
         real = list(_values(comparison.real, metric).values())

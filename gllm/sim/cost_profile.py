@@ -1,8 +1,4 @@
-"""A profile: how long the steps of a real pipeline took, kept in a file.
-
-Owns the file's format and what is taken into it from a run. Knows nothing of fits: that is
-costs/fitted.py.
-"""
+"""Cost profile: step times of a real pipeline, stored in a file; costs/fitted.py fits them."""
 
 from pathlib import Path
 
@@ -29,11 +25,11 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CostProfile(msgspec.Struct, frozen=True):
-    """What was measured, and on what."""
+    """Measured step times of a pipeline, and the machine and configuration of the measurement."""
 
     model: str
     layers: list[int]
-    """Of each stage."""
+    """Number of layers of each stage."""
     scheduler: SchedulerConfig
     """Resolved; the policy under which it was measured."""
     machine: dict[str, str]
@@ -52,7 +48,7 @@ class CostProfile(msgspec.Struct, frozen=True):
 
 
 def build_profile(runs: list[RunRecord], machine: dict[str, str]) -> CostProfile:
-    """Take runs of one pipeline in; the first one's configuration counts."""
+    """Build a profile from runs of one pipeline; the configuration is the first run's."""
     start = runs[0].start
     profile = CostProfile(start.model, start.layers, start.scheduler, machine, [], [], [], [], [])
     for run in runs:

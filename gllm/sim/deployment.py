@@ -1,8 +1,4 @@
-"""What is simulated: a model cut into stages, a cost for each, a scheduler's configuration.
-
-Owns the way from names (device, model, profile) to a resolved pipeline, and its run. Knows nothing
-of how results are shown.
-"""
+"""Simulated deployment: a model cut into stages, a cost model and a scheduler configuration."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +15,7 @@ from gllm.sim.run_record import RunRecord, StageReport, build_run_record
 from gllm.sim.workload import WorkloadRequest, to_scheduler_requests
 
 USABLE_MEMORY_SHARE = 0.9
-"""Of a device's memory for weights and KV cache; the rest is for activations and the system."""
+"""Share of a device's memory for weights and KV cache; activations and system get the rest."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +24,7 @@ class Deployment:
 
     model: str
     layers: list[int]
-    """Of each stage."""
+    """Number of layers of each stage."""
     cost: CostModel
     scheduler: SchedulerConfig
 
@@ -36,7 +32,7 @@ class Deployment:
 def simulate(
     deployment: Deployment, jobs: list[WorkloadRequest]
 ) -> tuple[RunRecord, list[StepLogEvent]]:
-    """Serve the jobs; the run and its log. Raises ValueError as `serve_requests`."""
+    """Simulate a workload; return the run and its log. Raises ValueError as `serve_requests`."""
     return serve_requests(deployment, to_scheduler_requests(jobs))
 
 
@@ -46,8 +42,9 @@ def serve_requests(
     aborts: Iterable[tuple[float, list[int]]] = (),
     told: list[StageReport] | None = None,
 ) -> tuple[RunRecord, list[StepLogEvent]]:
-    """Serve requests that come, and end sequences that are aborted, at their times. `told`: what
-    the driver hears of stages' times and when, where not at the end of each step.
+    """Simulate requests and aborts at their times.
+
+    `told`: reports of stages' step times; by default each stage reports at the end of each step.
 
     Raises ValueError for a request that is longer than the deployment's context.
     """

@@ -7,7 +7,7 @@ model's business.
 from dataclasses import dataclass
 
 BYTES_PER_ELEMENT = 2
-"""Of a weight, an activation or a KV entry: bfloat16."""
+"""Bytes per weight, activation or KV entry: bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,11 @@ NVLink's usable rate are assumptions."""
 
 
 def split_layers_evenly(layers: int, stages: int) -> list[int]:
-    """Layers of each stage; what does not divide goes to the stages in the middle, which have
-    neither embedding nor LM head. Raises ValueError for more stages than layers."""
+    """Return the number of layers of each stage.
+
+    The remainder goes to the middle stages, which have neither embedding nor LM head.
+    Raises ValueError for more stages than layers.
+    """
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages")
     share, rest = divmod(layers, stages)

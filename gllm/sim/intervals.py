@@ -1,8 +1,4 @@
-"""A run cut into intervals of time, ready to be drawn.
-
-Owns which bars a stage's micro-batches are, where the bubbles lie that `RunRecord.stage_usages` adds up,
-and how many tokens were under way when. Knows nothing of drawing.
-"""
+"""Time intervals of a run for plots: micro-batches, bubbles and tokens in flight."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -39,7 +35,7 @@ class BubbleInterval(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """What the stage lost."""
+        """Lost time of the stage in seconds."""
         return (self.end - self.start) * self.share
 
 
@@ -52,7 +48,7 @@ class TokenInterval(NamedTuple):
     num_prefill_tokens: float = 0.0
     num_decode_tokens: float = 0.0
     max_batch_tokens: float = 0.0
-    """Of one micro-batch, prefill and decode together."""
+    """Most tokens of one micro-batch, prefill and decode together."""
 
 
 def select_window(
@@ -101,7 +97,10 @@ def micro_batch_intervals(
 
 
 def bubble_intervals(run: RunRecord, begin: float = -inf, end: float = inf) -> list[BubbleInterval]:
-    """Bubbles in begin..end, cut to it; over all of a run they add up to `RunRecord.stage_usages`."""
+    """Return the bubbles in begin..end, cut to it.
+
+    Over all of a run they add up to `RunRecord.stage_usages`.
+    """
     found: list[BubbleInterval] = []
     latest: dict[int, int] = {}
     """By stage, where in `found` its newest bubble is."""
@@ -124,7 +123,7 @@ def stage_usages_in(
     begin: float,
     end: float,
 ) -> list[StageUsage]:
-    """What each stage did between begin and end, as `RunRecord.stage_usages` says it of the whole run."""
+    """Return the busy and bubble time of each stage between `begin` and `end`."""
     uses = [StageUsage(span=end - begin) for _ in run.start.layers]
     for bar in bars:
         uses[bar.stage].busy += max(0.0, min(bar.end, end) - max(bar.start, begin))

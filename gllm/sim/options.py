@@ -1,7 +1,4 @@
-"""What `gllm simulate` can be told, as fields with flags.
-
-Owns the way from options to a deployment and its jobs. Knows nothing of output.
-"""
+"""Options of `gllm simulate`, and the deployment and workload that they describe."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +13,7 @@ from gllm.sim.workload import WorkloadRequest, make_workload, scale_request
 
 VIDUR = "vidur"
 VIDUR_STAGE_BYTES, VIDUR_WEIGHTS, VIDUR_KV_BYTES = 0.9 * 160e9, 138e9, 320 * 1024
-"""Of two A100s with 80 GB; of Llama-2-70B; of one token in its whole KV cache."""
+"""Memory of two A100s with 80 GB, weights of Llama-2-70B, its KV cache per token; in bytes."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ TIME_DECIMALS = 9
 """Decimals of an event's time: finer differences are errors of rounding."""
 
 OUTPUT_TOKEN_ID = 1
-"""What every made-up output token is."""
+"""Id of every simulated output token."""
 
 PlannedBatch = tuple[StepPlan, StageWork]
 
@@ -39,8 +39,11 @@ class _Lane:
 
 
 class SimulatedPipeline:
-    """A replica. `config` is resolved; `write` takes each logged event of the run. `tells`: stages
-    tell the driver their times at each step's end; if not, only `telling` does."""
+    """Simulated pipeline with the production scheduler.
+
+    `config` is resolved; `write` receives each logged event. `tells`: stages report their times at
+    the end of each step; if False, only `telling` does.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class SimulatedPipeline:
         return [SimulationEvent(now, DRIVER_TURN, self._turn)]
 
     def _turn(self, now: float) -> list[SimulationEvent]:
-        """What the driver does after news: fill the pipeline."""
+        """Fill the pipeline, as the driver does after every event."""
         self._turning = False
         follows = []
         while (plan := self.scheduler.schedule(now)) is not None:

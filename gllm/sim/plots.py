@@ -1,7 +1,6 @@
 """Plots of runs and experiments, as SVG or PNG by the suffix of the file.
 
-matplotlib is imported only when a plot is made, and its global state is restored. The same figures
-give the same bytes.
+matplotlib is imported lazily, and its global state is restored; output is reproducible.
 """
 
 from collections.abc import Iterator, Sequence
@@ -117,7 +116,7 @@ def _picture(path: str | Path, height: float) -> Iterator["Figure"]:
 
 
 def _caption(run: RunRecord) -> str:
-    """What was run; a model in a folder goes by the folder's name."""
+    """Return model, policy and stages; a model in a folder has the folder's name."""
     model = run.start.model.rstrip("/").rpartition("/")[2]
     return f"{model}, {run.start.scheduler.policy}, {len(run.start.layers)} stages"
 
@@ -230,8 +229,8 @@ def plot_gantt(
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
         sides = axes.secondary_yaxis("right")
-        notes = [f"{use.busy_share:.0%} busy\n{use.bubble_share:.0%} bubbles" for use in uses]
-        sides.set_yticks(stages, notes)
+        notes = (f"{use.busy_share:.0%} busy\n{use.bubble_share:.0%} bubbles" for use in uses)
+        sides.set_yticks(stages, list(notes))
         sides.tick_params(length=0)
         sides.spines["right"].set_visible(False)
         figure.legend(handles=_gantt_legend(), loc="outside lower center", ncols=5)
@@ -248,7 +247,6 @@ def _mix(colour: str, other: str, share: float) -> tuple[float, ...]:
 def _draw_shapes(axes: "Axes", bars: "Bars", bubbles: list[BubbleInterval], origin: float) -> None:
     """Draw bubbles, and bars over them; x counts seconds from `origin`."""
     pixels = len(bars) + len(bubbles) > MOST_SHAPES
-    # Edges and hatches hide small shapes; snapping to pixels would distort the busy share.
     crowded = len(bars) > CROWD * len({bar.stage for bar in bars})
     plain = {"linewidth": 0, "hatch": None, "snap": False} if crowded else {}
     kinds: dict[tuple[bool, float], list[MicroBatchInterval | BubbleInterval]] = {}

@@ -1,4 +1,4 @@
-"""A real run again, to see that its decisions come again.
+"""Replay a real run and check that the scheduler makes the same decisions.
 
 Owns two checks of the claim that the simulator holds the production scheduler: the recorded calls
 give the recorded plans, bit by bit; and the event loop, given recorded arrivals and step times,
@@ -27,7 +27,7 @@ from gllm.sim.run_record import build_run_record
 
 @dataclass(frozen=True)
 class ReplayAgreement:
-    """How many plans came again."""
+    """Number of equal plans of a run and its replay."""
 
     num_equal: int
     num_plans: int

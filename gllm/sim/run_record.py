@@ -26,7 +26,7 @@ from gllm.scheduler.stage_work import StageWork, compute_stage_work
 
 @dataclass
 class ServedRequest:
-    """One sequence."""
+    """A sequence of a run."""
 
     num_prompt_tokens: int
     max_tokens: int
@@ -39,7 +39,7 @@ class ServedRequest:
 
 @dataclass
 class MicroBatch:
-    """One micro-batch."""
+    """A micro-batch of a run."""
 
     planned_time: float
     work: StageWork
@@ -57,7 +57,7 @@ class MicroBatch:
 
 @dataclass
 class StageReport:
-    """What a stage told the driver of its steps."""
+    """Step times that a stage reported to the driver."""
 
     stage: int
     steps: list[StepTime]
@@ -109,7 +109,7 @@ class RunRecord:
         return max((line.times[-1] for line in lines if line.times), default=self.begin)
 
     def stage_usages(self) -> list[StageUsage]:
-        """What each stage did between the run's begin and end."""
+        """Return the busy and bubble time of each stage."""
         uses = [StageUsage(span=self.end - self.begin) for _ in self.start.layers]
         for spell in self.spells():
             seconds = spell.end - spell.begin
@@ -131,7 +131,7 @@ class RunRecord:
             sweep.apply(change)
 
     def _changes(self) -> Iterator[ActivityChange]:
-        """Of the work at hand, then of stages, each in its order."""
+        """Yield the changes of available parallelism, then those of the stages."""
         for time, wanted in self.parallelism:
             yield ActivityChange(time, None, wanted)
         for step in self.micro_batches:
@@ -169,15 +169,15 @@ class _Reader:
         self._warm_ups = warm_ups
         self._steps: dict[int, MicroBatch] = {}
         self._heard: list[ServedRequest | MicroBatch | StageReport] = []
-        """What came since the last schedule."""
+        """Events since the last schedule."""
         self._news = run.start.time
         """When the last of it came."""
         self._rows: dict[int, list[ScheduledRow]] = {}
-        """Of the steps in flight."""
+        """Rows of the steps in flight, by step."""
         self._prefilled: dict[int, int] = {}
         """By sequence, the newest epoch whose prefill was planned to its end."""
         self._stop_ids: dict[int, list[int]] = {}
-        """Of the sequences that nothing has ended early: what is in flight of others is void."""
+        """Stop ids of the unfinished sequences; results of others are ignored."""
 
     def read(self, event: StepLogEvent) -> None:
         """Take one event in."""

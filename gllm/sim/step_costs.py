@@ -1,8 +1,4 @@
-"""What each step of a run cost, and where: the run's times taken apart.
-
-Owns the rule by which a wait is put down to a stage, a link or the driver. Knows nothing of what is
-done with it: played back (costs/recorded.py) or fitted (profile.py).
-"""
+"""Split the times of a run into costs of stages, links and the driver."""
 
 from collections.abc import Iterator
 from math import inf

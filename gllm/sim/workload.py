@@ -1,7 +1,6 @@
-"""What is asked of a deployment: requests with lengths and times of arrival.
+"""Workloads: requests with lengths and arrival times, from traces and distributions.
 
-Owns traces and generators, by name. Knows nothing of tokens' content. Every generator takes a seed;
-the same seed gives the same workload.
+The same seed gives the same workload.
 """
 
 import csv
@@ -25,7 +24,7 @@ Lengths = list[tuple[int, int]]
 
 
 class WorkloadRequest(NamedTuple):
-    """A request to come."""
+    """A request of a workload, by its lengths in tokens."""
 
     arrival_seconds: float
     """Seconds from the beginning."""
@@ -126,7 +125,7 @@ class LengthDistribution(NamedTuple):
     values: tuple[str, ...]
     """Names of the numbers that describe it."""
     sound: Callable[[list[float]], bool]
-    """Whether lengths of at least 1 can be drawn by these numbers."""
+    """Return True if the numbers describe lengths of at least 1."""
     draw: Callable[[random.Random, list[float]], int]
 
 

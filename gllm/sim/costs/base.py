@@ -1,7 +1,6 @@
-"""What the simulator asks of a cost model.
+"""Interface of the simulator's cost models.
 
-Owns the contract. A cost model is one file of this folder; it sees the work of a micro-batch, never
-the policy that chose it.
+A cost model is one file of this folder. It sees the work of a micro-batch, never the policy.
 """
 
 from typing import Protocol
@@ -10,19 +9,19 @@ from gllm.scheduler.stage_work import StageWork
 
 
 class CostModel(Protocol):
-    """Seconds that a pipeline takes. Raises ValueError for work outside of what it was made for."""
+    """Predictor of a pipeline's times in seconds; raises ValueError for work out of its range."""
 
     def stage_seconds(self, stage: int, work: StageWork) -> float:
-        """A stage computes a micro-batch; it does nothing else meanwhile."""
+        """Return the time in which a stage computes a micro-batch."""
 
     def link_seconds(self, stage: int, work: StageWork) -> float:
-        """The activations travel from `stage` to the next one; links carry one at a time."""
+        """Return the time of the activations' transfer from `stage` to the next one."""
 
     def plan_seconds(self, work: StageWork) -> float:
-        """From the schedule until the first stage has its inputs, computing beside it."""
+        """Return the time from the schedule until the first stage has its inputs."""
 
     def sample_seconds(self, work: StageWork) -> float:
-        """From the stage's end until a step that needs its tokens can begin; one stage only."""
+        """Return the time from a single stage's end until its tokens can be used."""
 
     def return_seconds(self, work: StageWork) -> float:
-        """From the last stage's end until the driver commits: sampling and the way back."""
+        """Return the time from the last stage's end until the commit: sampling and transfer."""

@@ -20,7 +20,7 @@ from gllm.scheduler.step_cost import solve_nonnegative
 from gllm.sim.cost_profile import CostProfile, StepSample
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Where the curve may bend, in tokens; the last piece goes on for ever."""
+"""Tokens at which the curve may bend; the last piece has no end."""
 ROUNDS = 6
 SWEEPS = 3000
 
@@ -47,7 +47,7 @@ def fit_nonnegative(features: Array, seconds: Array) -> list[float]:
 
 
 def _pieces(tokens: int) -> list[float]:
-    """How much of each piece of the curve lies below `tokens`."""
+    """Return the length of each piece of the curve below `tokens`, in tokens."""
     ends = [*KNOTS[1:], tokens]
     return [float(max(0, min(tokens, end) - begin)) for begin, end in zip(KNOTS, ends, strict=True)]
 

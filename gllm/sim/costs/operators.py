@@ -47,7 +47,7 @@ class OperatorSamples:
     milliseconds: Array
     """[samples]; the mean over repeats of a key, each of them a median of the source's."""
     measures: Mapping[str, Callable[[Array], Array]]
-    """What has to lie within the measured range, by name: from [rows, features] to [rows]."""
+    """Quantities checked against the measured range, by name: [rows, features] to [rows]."""
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
