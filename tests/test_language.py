@@ -12,16 +12,6 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "gllm").rglob("*.py"))
 OPENINGS = re.compile(r"(What|Whether|How|As of|Where|Why|That|Who|Of|So that)\b")
 """First words that hide what an object is or does."""
-PENDING = frozenset(
-    {
-        "experiments",
-        "scheduler",
-        "sim",
-    }
-)
-"""Packages whose docstrings have not been rewritten yet."""
-REWRITTEN = frozenset({"frontend/fields", "frontend/routes"})
-"""Packages within those of PENDING that have been rewritten."""
 
 
 def docstrings(source: str) -> Iterator[tuple[str, str]]:
@@ -45,9 +35,6 @@ def bad_openings(source: str) -> list[str]:
 
 @pytest.mark.parametrize("package", sorted({path.parent for path in SOURCES}), ids=str)
 def test_docstrings_say_what_an_object_is(package: Path) -> None:
-    path = package.relative_to(ROOT / "gllm")
-    if path.parts and path.parts[0] in PENDING and path.as_posix() not in REWRITTEN:
-        pytest.skip("not rewritten yet")
     bad = {
         str(path.relative_to(ROOT)): names
         for path in SOURCES

@@ -99,7 +99,7 @@ def ablation_table(groups: Groups) -> str:
 
 
 def ablation_claims(groups: Groups) -> list[PaperClaim]:
-    """The paper's changes beside ours; met where the sign is the paper's."""
+    """Return the paper's changes beside ours; a claim is met if the signs agree."""
     claims = []
     for name, policies in groups.items():
         for policy, claimed in CLAIMED.items():

@@ -30,7 +30,7 @@ NOISE = 0.01
 
 
 def get_metric(figures: dict[str, Any], metric: str) -> float:
-    """A metric of METRICS; bubbles as the stages' mean."""
+    """Return a metric of METRICS; bubbles are the mean over stages."""
     value: Any = figures
     for part in METRICS[metric]:
         value = value[part]
@@ -84,7 +84,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
 
 
 def _claims(changes: dict[str, list[float]]) -> list[PaperClaim]:
-    """It would have to win everywhere to be the default."""
+    """Claim that the policy wins under every load, which a default has to."""
     claims = []
     for metric, values in changes.items():
         gains = [value if metric == "throughput" else -value for value in values]

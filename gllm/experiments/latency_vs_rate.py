@@ -106,7 +106,7 @@ def _ratios(curves: dict[Key, Curve], setting: HardwareSetting) -> dict[str, lis
 
 
 def _claims(curves: dict[Key, Curve], settings: tuple[HardwareSetting, ...]) -> list[PaperClaim]:
-    """The paper's ranges, and where each setting falls; against vLLM there, sarathi here."""
+    """Return the paper's ranges and our figures: the paper compares with vLLM, we with sarathi."""
     claims = []
     for setting in settings:
         ratios = _ratios(curves, setting)

@@ -83,7 +83,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
 async def _in_turns(
     config: EngineConfig, loads: Loads, count: int, rounds: int, most: float
 ) -> tuple[CostProfile, list[list[StepLogEvent]]]:
-    """The profile, and the step log of each load."""
+    """Measure the profile and serve each load in turns; return both, loads as step logs."""
     turns = RoundRobinLock(len(loads) + 2)
 
     async def serve_load(share: float, arrivals: str) -> list[StepLogEvent]:
@@ -114,14 +114,14 @@ def _plot(found: dict[str, RunComparison], path: Path) -> None:
 
 
 def capacity(config: EngineConfig, count: int) -> float:
-    """Requests a second with all of them there at once."""
+    """Return the requests per second served when all arrive at once."""
     jobs = make_workload(WORKLOAD, count, 1.0, "static", seed=3)
     run = build_run_record(serve_logged(config, jobs))
     return count / (run.end - run.begin)
 
 
 def _rows(title: str, both: RunComparison) -> list[list[str]]:
-    """The medians of each metric."""
+    """Return table rows with the medians of each metric."""
     rows = []
     for metric in METRICS:
         values = [median_latency(run, metric) for run in (both.real, both.predicted)]

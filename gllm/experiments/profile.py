@@ -112,7 +112,7 @@ async def measure_profile(
 
 
 async def _begin(turns: RoundRobinLock | None) -> RoundRobinLock:
-    """Turns to take, of one's own where nobody else takes any."""
+    """Start taking turns, with a private lock if none is given."""
     turns = turns or RoundRobinLock(1)
     await turns.start()
     return turns
@@ -134,7 +134,7 @@ def _longest(engine: Engine) -> int:
 
 
 def _uncached(config: EngineConfig, **options: Any) -> EngineConfig:
-    """The configuration, with nothing from the prefix cache."""
+    """Return the configuration without a prefix cache."""
     return replace(config, scheduler=replace(config.scheduler, prefix_cache=False, **options))
 
 
@@ -161,7 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """The command."""
+    """Run `gllm profile` and return the exit status."""
     values = make_parser().parse_args(argv)
     values.model = values.model_name or values.model
     try:

@@ -76,7 +76,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
 
 
 def _claims(results: Results) -> list[PaperClaim]:
-    """The paper's four sentences, for its own rule and for ours."""
+    """Return the paper's four statements as claims, for its rule and for ours."""
     claims = []
     for policy in POLICIES:
 

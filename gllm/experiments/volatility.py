@@ -28,7 +28,7 @@ def steady_micro_batch_sizes(run: RunRecord) -> tuple[list[float], list[float]]:
 
 
 def run(options: ExperimentOptions) -> ExperimentResult:
-    """The same jobs under each policy."""
+    """Simulate the same requests under each policy."""
     base = SimulationTrial(L20_32B, WORKLOAD, "throttle", 1.0, options.requests)
     (base,) = trials_at_rates(base, [SHARE])
     runs = {policy: simulate_trial(replace(base, policy=policy)) for policy in POLICIES}

@@ -78,7 +78,7 @@ def _slowdown(run: RunRecord, cost: FittedCostModel) -> float:
 def read_requests(
     events: list[StepLogEvent], run: RunRecord
 ) -> list[tuple[float, SchedulerRequest]]:
-    """A log's requests, each to generate as many tokens as it did there; warm-ups are left out."""
+    """Return a log's requests with the output lengths of the log, without warm-up requests."""
     requests = []
     for event in events:
         if isinstance(event, AddEvent) and event.seq in run.requests:
@@ -90,7 +90,7 @@ def read_requests(
 
 
 def read_aborts(events: list[StepLogEvent]) -> list[tuple[float, list[int]]]:
-    """A log's aborts and their times."""
+    """Return the aborts of a log with their times."""
     return [(event.time, event.seqs) for event in events if isinstance(event, AbortEvent)]
 
 

@@ -82,16 +82,25 @@ def _take(profile: CostProfile, costs: StepCosts) -> None:
 
 
 def write_profile(profile: CostProfile, path: str | Path) -> None:
-    """Raises OSError as open does."""
+    """Write a profile as JSON.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     Path(path).write_bytes(msgspec.json.encode(profile))
 
 
 def read_profile(path: str | Path) -> CostProfile:
-    """Raises OSError, and ValueError for a file that is no profile."""
+    """Read a profile.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is not a profile.
+    """
     try:
         profile = msgspec.json.decode(Path(path).read_bytes(), type=CostProfile)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is no profile of `gllm profile`: {error}") from None
+        raise ValueError(f"{path} is not a profile written by `gllm profile`: {error}") from None
     if profile.format != FORMAT_VERSION:
         raise ValueError(f"{path} has format {profile.format}, not {FORMAT_VERSION}: make it anew")
     if not profile.steps:

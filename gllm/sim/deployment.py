@@ -79,9 +79,10 @@ def roofline_deployment(
     scheduler: SchedulerConfig | None = None,
     efficiency: DeviceEfficiency | None = None,
 ) -> Deployment:
-    """A model on `stages` devices of one kind, its KV cache all that their memory leaves.
+    """Return a deployment on `stages` equal devices, whose free memory is KV cache.
 
-    Raises ValueError for an unknown name or a model that does not fit.
+    Raises:
+        ValueError: A name is unknown or the model does not fit.
     """
     for kind, name, table in (
         ("model", model, MODELS), ("device", device, DEVICES), ("link", link, LINKS),

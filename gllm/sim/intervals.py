@@ -152,7 +152,7 @@ def token_intervals(run: RunRecord) -> list[TokenInterval]:
 
 
 def fill_gaps(stretches: list[TokenInterval]) -> list[TokenInterval]:
-    """The same from 0 on without gaps: empty ones are put where nothing ran."""
+    """Return the intervals from time 0 on without gaps: idle time becomes empty intervals."""
     found = [TokenInterval(0.0, 0.0)]
     for stretch in stretches:
         if stretch.start > found[-1].end:

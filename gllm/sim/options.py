@@ -64,23 +64,41 @@ class SimulationConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and the fix."""
+        """Check types and ranges.
+
+        Raises:
+            ValueError: A field is invalid; the message names the field and the fix.
+        """
         convert_fields(self)
 
 
 def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
-    """The workload. Raises ValueError as make_jobs does."""
-    jobs = make_workload(
-        *(config.workload, config.requests, config.rate, config.arrivals),
-        *(config.seed, config.time_scale),
+    """Return the requests of the configured workload.
+
+    Raises:
+        ValueError: The workload or the arrivals are unknown.
+    """
+    requests = make_workload(
+        config.workload,
+        config.requests,
+        config.rate,
+        config.arrivals,
+        config.seed,
+        config.time_scale,
     )
-    return [scale_request(job, config.length_scale) for job in jobs]
+    return [scale_request(request, config.length_scale) for request in requests]
 
 
 def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
-    """The deployment; `longest` is the workload's longest request in tokens.
+    """Return the configured deployment.
 
-    Raises ValueError for what cannot be, OSError for a profile that cannot be read.
+    Args:
+        config: The options of the simulation.
+        longest: Tokens of the longest request in the workload.
+
+    Raises:
+        ValueError: The options do not fit each other.
+        OSError: The profile cannot be read.
     """
     stages = config.pipeline_parallel_size
     if config.profile is None:

@@ -70,11 +70,11 @@ class SimulatedPipeline:
         ]
 
     def abortion(self, time: float, seqs: list[int]) -> SimulationEvent:
-        """An event that ends sequences."""
+        """Schedule an event that ends sequences."""
         return SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, partial(self._abort, seqs))
 
     def telling(self, time: float, stage: int, steps: list[StepTime]) -> SimulationEvent:
-        """An event that tells the driver of steps that a stage computed."""
+        """Schedule an event that reports computed steps to the driver."""
         handle = partial(self._observe, stage, steps)
         return SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, handle)
 

@@ -96,7 +96,7 @@ class ChartPanel(NamedTuple):
 
 @contextmanager
 def _picture(path: str | Path, height: float) -> Iterator["Figure"]:
-    """A figure to draw on, `height` inches; written when the block ends without an error."""
+    """Yield a figure of `height` inches, which is written if the block ends without an error."""
     path = Path(path)
     path = path if path.suffix else path.with_suffix(".svg")
     if path.suffix not in (".svg", ".png"):
@@ -208,11 +208,11 @@ def plot_tokens(run: RunRecord, path: str | Path) -> None:
 def plot_gantt(
     run: RunRecord, path: str | Path, begin: float | None = None, seconds: float | None = None
 ) -> None:
-    """The stages over time: micro-batches by their share of prefill, bubbles hatched, else white.
+    """Plot the stages over time: micro-batches by share of prefill, bubbles hatched, else white.
 
     begin: seconds since the first request; seconds: length. By default, about 40 micro-batches from
-    the middle of the run. A bubble is the paler the less work was at hand for the idle stages.
-    Raises as `window_of` and plot_latencies do.
+    the middle of the run. Bubbles with less available work are paler. Raises as `select_window` and
+    plot_latencies do.
     """
     start, end = select_window(run, begin, seconds)
     bars, bubbles = micro_batch_intervals(run, start, end), bubble_intervals(run, start, end)
@@ -327,7 +327,7 @@ def plot_grid(panels: Sequence[ChartPanel], path: str | Path, columns: int = 2) 
 
 
 def _scale_log(axes: "Axes") -> None:
-    """A logarithmic y with plain numbers."""
+    """Set a logarithmic y axis with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")

@@ -46,7 +46,7 @@ def steady_throughput(run: RunRecord) -> tuple[float, float]:
 def summarize_run(
     run: RunRecord, slo_ttft: float | None = None, slo_tpot: float | None = None
 ) -> dict[str, Any]:
-    """A run's figures; seconds, tokens, shares in 0..1. SLO limits in seconds."""
+    """Return the figures of a run: seconds, tokens, shares in [0, 1]; SLO limits are seconds."""
     lines = [served.line for served in run.requests.values()]
     span = (run.end - run.begin) or float("nan")
     prompt = sum(
@@ -101,7 +101,7 @@ METRICS_TABLE_ROWS: list[tuple[str, str, float]] = [
 
 
 def get_figure(summary: dict[str, Any], path: str) -> Any:
-    """A figure by its dotted path; None where there is none."""
+    """Return a figure by its dotted path, or None."""
     value: Any = summary
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -119,7 +119,7 @@ def format_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def show_value(value: Any, factor: float = 1) -> str:
-    """A figure in four significant digits; several, one for each stage."""
+    """Format a figure with four significant digits; a list has one per stage."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -131,7 +131,7 @@ def show_value(value: Any, factor: float = 1) -> str:
 
 
 def format_metrics_table(summaries: dict[str, dict[str, Any]]) -> str:
-    """Runs side by side, by name."""
+    """Return a table of runs side by side, by name."""
     rows = []
     for path, label, factor in METRICS_TABLE_ROWS:
         cells = [show_value(get_figure(summary, path), factor) for summary in summaries.values()]

@@ -120,8 +120,10 @@ class RunRecord:
         return uses
 
     def spells(self, begin: float = -inf, end: float = inf) -> Iterator[Interval]:
-        """What the stages did from `begin` to `end`, cut to the run, in order of time and without
-        gaps until the log's last word on stages and work."""
+        """Yield the states of the stages from `begin` to `end`, limited to the run.
+
+        Intervals are in order of time and without gaps, up to the last event on stages and work.
+        """
         begin, end = max(begin, self.begin), min(end, self.end)
         sweep = IntervalSweep(len(self.start.layers), begin)
         for change in sorted(self._changes(), key=attrgetter("time")):

@@ -23,7 +23,7 @@ class StepCosts(NamedTuple):
 
 
 def measure_step_costs(run: RunRecord) -> Iterator[StepCosts]:
-    """The costs of all steps whose times are all there, in order."""
+    """Return the costs of all steps with complete times, in order."""
     earlier = [0.0] * len(run.start.layers)
     for step in run.micro_batches:
         times = [time for time in step.stage_times if time is not None]

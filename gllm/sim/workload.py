@@ -41,7 +41,7 @@ class WorkloadTrace(NamedTuple):
 
 @cache
 def load_trace(file: str) -> WorkloadTrace:
-    """A trace that ships with gllm; data/README.md names sources and licences."""
+    """Return a trace that ships with gllm; data/README.md names sources and licences."""
     with gzip.open(str(files("gllm.sim") / "data" / f"{file}.csv.gz"), "rt") as lines:
         rows = list(csv.DictReader(lines))
     arrivals = [float(row["arrival_s"]) for row in rows if "arrival_s" in row]
@@ -141,8 +141,17 @@ LENGTH_DISTRIBUTIONS = {
 
 
 def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
-    """Lengths of `count` requests: a name of NAMED, or a generator as `uniform:16,512,16,64`, the
-    prompt's values before the output's. Raises ValueError where there is no such workload."""
+    """Sample prompt and output lengths of `count` requests.
+
+    Args:
+        workload: A name of NAMED_WORKLOADS, or a distribution such as `uniform:16,512,16,64`, with
+            the parameters of the prompt before those of the output.
+        count: Number of requests.
+        seed: Seed of the random numbers.
+
+    Raises:
+        ValueError: The workload is unknown.
+    """
     rng = random.Random(seed)
     if workload in NAMED_WORKLOADS:
         return NAMED_WORKLOADS[workload](rng, count)
@@ -173,13 +182,20 @@ def _numbers(text: str) -> list[float]:
 
 
 def sample_arrival_times(kind: str, count: int, rate: float, seed: int) -> list[float]:
-    """Times of `count` arrivals at `rate` a second.
+    """Sample arrival times in seconds.
 
-    kind: poisson; gamma:CV, gaps with that coefficient of variation; burst:SIZE, so many together
-    at equal distances; static, all at once. Raises ValueError for another.
+    Args:
+        kind: poisson; gamma:CV, gaps with that coefficient of variation; burst:SIZE, bursts at
+            equal intervals; static, all at time 0.
+        count: Number of arrivals.
+        rate: Arrivals per second.
+        seed: Seed of the random numbers.
+
+    Raises:
+        ValueError: The kind is unknown or the rate is not positive.
     """
     if not 0 < rate < math.inf:
-        raise ValueError(f"rate is {rate}, but has to be above 0 requests a second")
+        raise ValueError(f"rate is {rate}, but must be above 0 requests per second")
     rng = random.Random(seed + 1)
     name, _, value = kind.partition(":")
     if kind == "static":
@@ -209,10 +225,13 @@ def make_workload(
     seed: int = 0,
     time_scale: float = 1.0,
 ) -> list[WorkloadRequest]:
-    """Requests to come, by name of workload and arrivals.
+    """Return the requests of a workload with their arrival times.
 
-    `replay` takes the first `count` rows of a trace with their times, stretched by `time_scale`;
-    everything else draws lengths, and times at `rate` a second. Raises ValueError as they do.
+    `replay` takes the first `count` rows of a trace with their times, multiplied by `time_scale`.
+    All other arrivals sample lengths, and times at `rate` requests per second.
+
+    Raises:
+        ValueError: The workload or the arrivals are unknown.
     """
     if arrivals == "replay":
         if not 0 < time_scale < math.inf:
@@ -228,8 +247,14 @@ def make_workload(
 
 
 def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) -> WorkloadRequest:
-    """A job with lengths multiplied; at least 1 each, together at most `most`: the output is cut
-    to half of that, then the prompt to what the output leaves. `most` is at least 2."""
+    """Return a request with scaled lengths, each at least 1 token.
+
+    Args:
+        job: The request.
+        factor: Multiplies both lengths.
+        most: Maximum of prompt plus output, at least 2: the output is limited to half of it, then
+            the prompt to the remainder. None: no limit.
+    """
     prompt, output = (
         max(1, round(job.num_prompt_tokens * factor)),
         max(1, round(job.num_output_tokens * factor)),
@@ -241,7 +266,7 @@ def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) 
 
 
 def to_scheduler_requests(jobs: list[WorkloadRequest]) -> list[tuple[float, SchedulerRequest]]:
-    """Requests of the scheduler, no two prompts with a block in common."""
+    """Return scheduler requests whose prompts share no KV block."""
     requests, base = [], 0
     for seq, job in enumerate(jobs):
         prompt = list(range(base, base + job.num_prompt_tokens))

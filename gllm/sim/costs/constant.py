@@ -14,11 +14,11 @@ class ConstantCostModel:
         self._link = link
 
     def stage_seconds(self, stage: int, work: StageWork) -> float:
-        """The constant."""
+        """Return the constant stage time."""
         return self._stage
 
     def link_seconds(self, stage: int, work: StageWork) -> float:
-        """The constant."""
+        """Return the constant link time."""
         return self._link
 
     def plan_seconds(self, work: StageWork) -> float:

@@ -100,19 +100,19 @@ class FittedCostModel:
         return self._stages[stage].seconds(work)
 
     def link_seconds(self, stage: int, work: StageWork) -> float:
-        """A latency and so much for each token; all links are alike."""
+        """Return a fixed latency plus a time per token; all links are equal."""
         return self._link[0] + self._link[1] * work.num_tokens
 
     def plan_seconds(self, work: StageWork) -> float:
-        """The median."""
+        """Return the measured median."""
         return self._plan
 
     def sample_seconds(self, work: StageWork) -> float:
-        """The median."""
+        """Return the measured median."""
         return self._sampling
 
     def return_seconds(self, work: StageWork) -> float:
-        """A constant and so much for each drawn token."""
+        """Return a constant plus a time per sampled token."""
         return self._return[0] + self._return[1] * work.num_sampled_rows
 
 

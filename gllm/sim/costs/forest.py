@@ -110,23 +110,23 @@ class ForestCostModel:
         return 0.0
 
     def sample_seconds(self, work: StageWork) -> float:
-        """Sampling."""
+        """Return the predicted time of sampling."""
         return self._sample.at(work) * MS
 
     def return_seconds(self, work: StageWork) -> float:
-        """Sampling, and the engine's handling of what came out.
+        """Return the predicted time of sampling and of handling its output.
 
-        The way back is left out: the profile has that of a Ray call (6 ms and more), which is not
-        how tokens travel here.
+        The transfer to the driver is not included: the profile contains a Ray call (6 ms and more),
+        which gllm does not use.
         """
         return self._finish.at(work) * MS
 
 
 def aggregate(chunks: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """The one chunk, as (kv, length), that stands for several chunks of (kv, length).
+    """Return one equivalent chunk (kv, length) for several chunks of (kv, length).
 
-    Its length is sqrt(sum length^2), as in Vidur. Its kv makes the query-key pairs add up:
-    length * (kv + length / 2) is the same on both sides. One chunk stands for itself.
+    Its length is sqrt(sum length^2), as in Vidur. Its kv keeps the number of query-key pairs:
+    length * (kv + length / 2) is equal on both sides. A single chunk is returned unchanged.
     """
     length = math.sqrt(sum(tokens * tokens for _, tokens in chunks))
     return sum(kv * tokens for kv, tokens in chunks) / length, length
@@ -151,7 +151,7 @@ class _ByTokens:
         return cls(samples.operator, int(tokens[0]), times.tolist())
 
     def plus(self, other: "_ByTokens", times: int = 1) -> "_ByTokens":
-        """The sum with `times` another, for the numbers of tokens that both have."""
+        """Return the sum of this table and `times` another, for token counts in both."""
         low, high = max(self.low, other.low), min(self.high, other.high)
         both = [self.at(n) + times * other.at(n) for n in range(low, high + 1)]
         limiting = self if self.high <= other.high else other
@@ -166,7 +166,7 @@ class _ByTokens:
 
 @cache
 def _token_tables(device: str, model: str, tp: int) -> tuple[_ByTokens, _ByTokens, _ByTokens]:
-    """The final norm, the embedding, and all of a layer that depends on tokens alone."""
+    """Return the time of the norm, the embedding and the token-wise operations of a layer."""
     tables = {
         name: _ByTokens.of(samples) for name, samples in token_samples(device, model, tp).items()
     }

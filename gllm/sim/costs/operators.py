@@ -83,7 +83,7 @@ class OperatorForest:
 
 
 def out_of_range(operator: str, name: str, value: float, low: float, high: float) -> ValueError:
-    """The error for a key beyond what was measured; both ends of the range belong to it."""
+    """Return the error for a key outside the measured range, whose ends are inclusive."""
     return ValueError(
         f"{operator}: {name} is {value:g}, but was measured from {low:g} to {high:g}, and "
         "this cost model does not extrapolate: keep micro-batches within, or use another one"
@@ -233,14 +233,18 @@ def _samples(
 
 
 def _table(name: str) -> list[TableRow]:
-    """The rows of a shipped table."""
+    """Return the rows of a shipped table."""
     data = (files("gllm.sim") / "data" / name).read_bytes()
     text = gzip.decompress(data) if name.endswith(".gz") else data
     return list(csv.DictReader(io.StringIO(text.decode())))
 
 
 def _selected(name: str, **wanted: str | int) -> list[TableRow]:
-    """The rows with these values; ValueError, naming what there is, for none."""
+    """Return the rows with these values.
+
+    Raises:
+        ValueError: No row has them; the message names the available values.
+    """
     table = _table(name)
     rows = [row for row in table if all(row[k] == str(v) for k, v in wanted.items())]
     if not rows:
@@ -257,7 +261,7 @@ def _listed(values: Sequence[str]) -> str:
 
 
 def _regressor() -> Any:
-    """An unfitted forest. Lazy, since all other cost models do without scikit-learn."""
+    """Return an unfitted forest; the import is lazy because only this model needs scikit-learn."""
     try:
         ensemble = importlib.import_module("sklearn.ensemble")
     except ModuleNotFoundError as error:

@@ -15,7 +15,11 @@ class RecordedCostModel:
     """
 
     def __init__(self, run: RunRecord) -> None:
-        """Raises ValueError for a run without complete steps."""
+        """Read the step times of a run.
+
+        Raises:
+            ValueError: The run has no complete steps.
+        """
         self._costs = list(measure_step_costs(run))
         if not self._costs:
             raise ValueError("the run has no step whose times are all there")
