@@ -162,7 +162,7 @@ class InMemory(Checkpoint):
         self.dtype = dtype
         self.weight_bytes = 0
 
-    def parts(
+    def read_parts(
         self,
         names: Sequence[str],
         shapes: Sequence[tuple[int, ...]],
@@ -173,9 +173,11 @@ class InMemory(Checkpoint):
         assert [tuple(each.shape) for each in found] == [*shapes], f"shapes of {names}"
         return [each.to(dtype or self.dtype) for each in found]
 
-    def matrices(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def read_matrices(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Tensor]:
         """As in Checkpoint; none is in 8-bit floats."""
-        return self.parts(names, shapes)
+        return self.read_parts(names, shapes)
 
 
 class Executor(CudaExecutor):

@@ -117,13 +117,13 @@ def test_agreement_sees_errors_and_other_tokens() -> None:
 def test_agreement_sees_a_layer_that_is_a_bit_off(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = InMemory.parts
+    right = InMemory.read_parts
 
     def wrong(self: InMemory, names: list[str], *more: Any) -> list[torch.Tensor]:
         off = 1.2 if names == ["model.layers.0.mlp.down_proj.weight"] else 1.0
         return [off * each for each in right(self, names, *more)]
 
-    monkeypatch.setattr(InMemory, "parts", wrong)
+    monkeypatch.setattr(InMemory, "read_parts", wrong)
     named = engine.rows(place, "Llama-3.1-8B", tmp_path, {})
     ways = [each for each in named if "agreement" in each.name]
     rows = [run_row("x", each) for each in ways]
