@@ -211,7 +211,8 @@ def test_nothing_heavy_is_loaded_with_the_module() -> None:
 def test_fitting_loads_no_torch() -> None:
     code = (
         "import sys; from gllm.sim.costs import operators as o;"
-        "o.OperatorForest(o.reshape_samples()); print('sklearn' in sys.modules, 'torch' in sys.modules)"
+        "o.OperatorForest(o.reshape_samples());"
+        "print('sklearn' in sys.modules, 'torch' in sys.modules)"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
