@@ -1,0 +1,1 @@
+"""Benchmarks of gllm and the scripts that generate docs/benchmarks."""

@@ -1,0 +1,1 @@
+"""Comparison of gllm with other engines on CPUs, and measurements of its parts."""

@@ -1,8 +1,9 @@
-"""Linear layers by every build of the compiled kernels, against torch limited to what it uses.
+"""Compare linear layers of every build of the compiled kernels with torch.
 
-Owns the shapes, the limits and the page. Each build runs in a process of its own: torch and its
-libraries read their limits once, when they start. Within it both take turns, so that a busy machine
-slows both. Run as `python -m benchmarks.cpu.builds`; it takes about a minute.
+torch is limited to the instruction set of the build. Each build runs in its own process because
+torch and its libraries read their limits once, at start. Within the process both sides alternate,
+so that a busy machine slows both. Run as `python -m benchmarks.cpu.builds`; it takes about a
+minute.
 """
 
 import argparse
@@ -50,18 +51,18 @@ LIMITS = MappingProxyType(
         "portable": _limit("default", "SSE41", "SSE4_2", "Nehalem"),
     }
 )
-"""Environment in which torch uses no more than a build does."""
+"""Environment variables that limit torch to the instruction set of a build."""
 SIZE = 2048
-"""Inputs and outputs."""
+"""Number of input and of output features."""
 ROWS = (1, 8, 64, 256)
 DTYPES = ("float32", "bfloat16", "float16")
-LEAST = 5
-"""Runs of a cell, however long they take."""
+MIN_RUNS = 5
+"""Minimum number of runs per cell, however long they take."""
 PAGE = Path("docs/benchmarks/builds.md")
 
 
 class Cell(NamedTuple):
-    """Median times of one product."""
+    """Median times of one matrix product."""
 
     build: str
     dtype: str
@@ -71,7 +72,7 @@ class Cell(NamedTuple):
 
 
 def measure(build: str, threads: int, seconds: float) -> list[Cell]:
-    """All products by this process's build, for so many seconds each."""
+    """Measure all products with the build of this process, each for `seconds`."""
     import torch
 
     set_num_threads(threads)
@@ -83,7 +84,7 @@ def measure(build: str, threads: int, seconds: float) -> list[Cell]:
 
 
 def _medians(dtype: "torch.dtype", rows: int, seconds: float) -> tuple[float, float]:
-    """Seconds of one product by the compiled kernels and by torch, which take turns."""
+    """Return the median seconds of one product: compiled kernels and torch, alternating."""
     import torch
     from torch.nn import functional
 
@@ -91,19 +92,19 @@ def _medians(dtype: "torch.dtype", rows: int, seconds: float) -> tuple[float, fl
 
     weight, x = torch.randn(SIZE, SIZE).to(dtype), torch.randn(rows, SIZE).to(dtype)
     matrix = prepare(weight)
-    ways = (lambda: linear(x, matrix, None), lambda: functional.linear(x, weight))
+    products = (lambda: linear(x, matrix, None), lambda: functional.linear(x, weight))
     times: tuple[list[float], list[float]] = ([], [])
     end = time.perf_counter() + seconds
-    while len(times[0]) < LEAST or time.perf_counter() < end:
-        for way, taken in zip(ways, times, strict=True):
+    while len(times[0]) < MIN_RUNS or time.perf_counter() < end:
+        for multiply, seconds_of_product in zip(products, times, strict=True):
             begin = time.perf_counter()
-            way()
-            taken.append(time.perf_counter() - begin)
+            multiply()
+            seconds_of_product.append(time.perf_counter() - begin)
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def measured_by(build: str, threads: int, seconds: float) -> list[Cell]:
-    """The cells of a build, from a process of its own."""
+def measure_in_process(build: str, threads: int, seconds: float) -> list[Cell]:
+    """Measure the cells of a build in a new process."""
     arguments = ["--build", build, "--threads", str(threads), "--seconds", str(seconds)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cpu.builds", *arguments],
@@ -116,14 +117,14 @@ def measured_by(build: str, threads: int, seconds: float) -> list[Cell]:
     return [Cell(*cell) for cell in json.loads(done.stdout)]
 
 
-def table(cells: list[Cell]) -> str:
-    """A line for each build and number of rows."""
+def format_cells(cells: list[Cell]) -> str:
+    """Format the table: one line per build and number of rows."""
     header = ["build", "rows", *(f"{dtype}, ms | torch, ms | ratio" for dtype in DTYPES)]
-    found = {(cell.build, cell.rows, cell.dtype): cell for cell in cells}
+    by_key = {(cell.build, cell.rows, cell.dtype): cell for cell in cells}
     rows = []
     for build in dict.fromkeys(cell.build for cell in cells):
         for count in ROWS:
-            each = [found[build, count, dtype] for dtype in DTYPES]
+            cells_of_row = [by_key[build, count, dtype] for dtype in DTYPES]
             rows.append(
                 [
                     build,
@@ -132,7 +133,7 @@ def table(cells: list[Cell]) -> str:
                         f"{show_value(cell.kernels_seconds, 1e3)} | "
                         f"{show_value(cell.torch_seconds, 1e3)} | "
                         f"{cell.kernels_seconds / cell.torch_seconds:.2f}"
-                        for cell in each
+                        for cell in cells_of_row
                     ),
                 ]
             )
@@ -141,12 +142,12 @@ def table(cells: list[Cell]) -> str:
 
 
 def main() -> None:
-    """Measure every build that this processor runs, and write the page."""
+    """Measure every build that this processor supports, and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=count_cores())
-    parser.add_argument("--seconds", type=float, default=0.6, help="for each product")
+    parser.add_argument("--seconds", type=float, default=0.6, help="seconds per product")
     parser.add_argument("--output", type=Path, default=PAGE)
-    parser.add_argument("--build", choices=BUILDS, help="measure one, print JSON")
+    parser.add_argument("--build", choices=BUILDS, help="measure one build and print JSON")
     options = parser.parse_args()
     if options.build:
         print(json.dumps(measure(options.build, options.threads, options.seconds)))
@@ -155,7 +156,9 @@ def main() -> None:
     builds = [name for name in find_compiled_builds() if features >= BUILDS[name]]
     limits = measured(options.threads)
     cells = [
-        cell for build in builds for cell in measured_by(build, options.threads, options.seconds)
+        cell
+        for build in builds
+        for cell in measure_in_process(build, options.threads, options.seconds)
     ]
     rates = [
         show_value(limits.bytes_per_second, 1e-9),
@@ -165,7 +168,7 @@ def main() -> None:
         [
             f"{origin('benchmarks.cpu.builds')} {options.threads} threads; others kept "
             f"{show_value(foreign.cores())} cores busy.",
-            table(cells),
+            format_cells(cells),
             "Limits of the machine, measured in the same run:",
             format_table(["GB/s read", "bf16 GFLOP/s"], [rates]),
         ]

@@ -1,9 +1,9 @@
-"""Policies under bursts, on a real pipeline of two stages.
+"""Compare scheduling policies under bursts, on a real pipeline of two stages.
 
-Requests come in groups, with the lengths of Azure's traces scaled down; throttle, sarathi and
-prefill-first serve the very same ones, in turns. Run as
-`python -m benchmarks.cpu.bursts --model FOLDER`; it prints the figures and writes them into
-docs/benchmarks/bursts.md. Figures of workloads that were not run again stay.
+Requests arrive in groups, with the lengths of Azure's traces scaled down; throttle, sarathi and
+prefill-first alternate on the same requests. Run as `python -m benchmarks.cpu.bursts --model
+FOLDER`; it prints the figures and writes them to docs/benchmarks/bursts.md. Figures of workloads
+that did not run again stay.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ WORKLOADS = ("azure-code", "azure-conv")
 STAGES = 2
 LENGTH_SCALE, CONTEXT = 1 / 8, 2048
 BURST = 8
-"""Requests that come at one moment."""
+"""Requests that arrive at the same moment."""
 SHARE = 0.7
-"""Of what throttle serves with all requests there at once."""
+"""Request rate as a share of throttle's throughput with all requests queued at once."""
 PROBES = 48
-"""Requests by which that is measured."""
+"""Number of requests in the run that measures this throughput."""
 
 COLUMNS = [
     ("total_tokens_per_second", "tokens/s", 1.0, True),
@@ -43,18 +43,18 @@ COLUMNS = [
     ("itl.p50", "ITL p50, ms", 1e3, False),
     ("itl.p99", "ITL p99, ms", 1e3, False),
 ]
-"""(path in a run's summary, label, factor, whether more is better)."""
-BESIDE = [
+"""(path in a run's summary, label, factor, higher is better)."""
+EXPLANATIONS = [
     ("steps", "micro-batches", 1.0),
     ("tokens_per_step.mean", "tokens in each", 1.0),
     ("tokens_per_step.p99", "p99", 1.0),
     ("bubble_share", "bubbles by stage, %", 100.0),
 ]
-"""What explains the others."""
+"""Figures that explain those of COLUMNS: (path, label, factor)."""
 
 
-class Logged:
-    """An engine and the part of its step log that is new."""
+class LoggedEngine:
+    """An engine and a reader of the new events in its step log."""
 
     def __init__(self, engine: Engine, log: Path) -> None:
         self._engine = engine
@@ -62,12 +62,12 @@ class Logged:
         self._seen = 0
 
     async def serve(self, jobs: list[WorkloadRequest], seed: int) -> RunRecord:
-        """What serving the jobs came to."""
+        """Serve the jobs and return the record of the run."""
         await serve_workload(self._engine, jobs, seed)
-        return await self.news()
+        return await self.read_new_run()
 
-    async def news(self) -> RunRecord:
-        """What came since the last call."""
+    async def read_new_run(self) -> RunRecord:
+        """Return the record of everything logged since the last call."""
         await asyncio.sleep(LOG_DRAIN_SECONDS)
         events = list(read_step_log(self._log))
         new, self._seen = events[self._seen :], len(events)
@@ -76,8 +76,8 @@ class Logged:
         return build_run_record([msgspec.structs.replace(start, warm_ups=0), *new])
 
 
-def jobs_of(workload: str, count: int, rate: float, seed: int) -> list[WorkloadRequest]:
-    """Scaled requests in bursts."""
+def make_jobs(workload: str, count: int, rate: float, seed: int) -> list[WorkloadRequest]:
+    """Generate scaled requests that arrive in bursts."""
     jobs = make_workload(workload, count, rate, f"burst:{BURST}", seed)
     return [scale_request(job, LENGTH_SCALE, CONTEXT) for job in jobs]
 
@@ -85,9 +85,9 @@ def jobs_of(workload: str, count: int, rate: float, seed: int) -> list[WorkloadR
 async def measure(
     config: EngineConfig, workloads: list[str], seconds: float, rounds: int
 ) -> dict[str, Any]:
-    """Every policy on the same requests, round by round, in alternating order."""
+    """Run every policy on the same requests, round by round, in alternating order."""
     with TemporaryDirectory(prefix="gllm-") as folder:
-        engines: dict[str, Logged] = {}
+        engines: dict[str, LoggedEngine] = {}
         started: list[Engine] = []
         try:
             for policy in POLICIES:
@@ -96,8 +96,8 @@ async def measure(
                 engine = Engine(replace(config, scheduler=scheduler, step_log=str(log)))
                 await engine.start()
                 started.append(engine)
-                engines[policy] = Logged(engine, log)
-                await engines[policy].news()
+                engines[policy] = LoggedEngine(engine, log)
+                await engines[policy].read_new_run()
             return {
                 workload: await _measure_one(engines, workload, seconds, rounds)
                 for workload in workloads
@@ -108,16 +108,16 @@ async def measure(
 
 
 async def _measure_one(
-    engines: dict[str, Logged], workload: str, seconds: float, rounds: int
+    engines: dict[str, LoggedEngine], workload: str, seconds: float, rounds: int
 ) -> dict[str, Any]:
-    probes = [job._replace(arrival_seconds=0.0) for job in jobs_of(workload, PROBES, 1.0, seed=1)]
+    probes = [job._replace(arrival_seconds=0.0) for job in make_jobs(workload, PROBES, 1.0, seed=1)]
     probe = await engines[POLICIES[0]].serve(probes, seed=1)
     rate = SHARE * PROBES / (probe.end - probe.begin)
     count = max(BURST, round(rate * seconds))
     foreign = ForeignCpu()
     summaries: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     for turn in range(rounds):
-        jobs = jobs_of(workload, count, rate, seed=2 + turn)
+        jobs = make_jobs(workload, count, rate, seed=2 + turn)
         for policy in POLICIES if turn % 2 == 0 else reversed(POLICIES):
             summaries[policy].append(
                 summarize_run(await engines[policy].serve(jobs, seed=2 + turn))
@@ -132,17 +132,19 @@ async def _measure_one(
 
 
 def _medians(summaries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of what the page shows; by stage where it is shown by stage."""
-    found: dict[str, Any] = {}
-    for path in [column[0] for column in COLUMNS] + [column[0] for column in BESIDE]:
+    """Return the median of each figure on the page, per stage where the page shows stages."""
+    medians: dict[str, Any] = {}
+    for path in [column[0] for column in COLUMNS] + [column[0] for column in EXPLANATIONS]:
         values = [get_figure(summary, path) for summary in summaries]
         by_stage = isinstance(values[0], list)
-        found[path] = [median(v) for v in zip(*values, strict=True)] if by_stage else median(values)
-    return found
+        medians[path] = (
+            [median(v) for v in zip(*values, strict=True)] if by_stage else median(values)
+        )
+    return medians
 
 
-def page(results: dict[str, Any]) -> str:
-    """The figures in words and tables; the best of a column in bold."""
+def format_page(results: dict[str, Any]) -> str:
+    """Format the figures in words and tables; the best value of a column is bold."""
     parts = [origin("benchmarks.cpu.bursts")]
     for workload, measured in results.items():
         policies = measured["policies"]
@@ -153,8 +155,10 @@ def page(results: dict[str, Any]) -> str:
                 best = (max if more else min)(each[path] for each in policies.values())
                 shown = show_value(figures[path], factor)
                 row.append(f"**{shown}**" if figures[path] == best else shown)
-            rows.append(row + [show_value(figures[path], factor) for path, _, factor in BESIDE])
-        header = ["policy", *(c[1] for c in COLUMNS), *(c[1] for c in BESIDE)]
+            rows.append(
+                row + [show_value(figures[path], factor) for path, _, factor in EXPLANATIONS]
+            )
+        header = ["policy", *(c[1] for c in COLUMNS), *(c[1] for c in EXPLANATIONS)]
         parts += [
             f"## {workload}: {measured['requests']} requests, "
             f"{show_value(measured['rate'])} a second",
@@ -165,11 +169,11 @@ def page(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the figures and write the page."""
     parser = make_parser(__doc__, "bursts", rounds=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals in a run")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of arrivals per run")
     options = parser.parse_args()
     config = EngineConfig.from_options(
         options.model,
@@ -183,7 +187,7 @@ def main() -> None:
     work = measure(config, list(options.workloads), options.seconds, options.rounds)
     results |= uvloop.run(work)
     title = "Policies under bursts, two stages"
-    write_results(options.output, title, page(results), results)
+    write_results(options.output, title, format_page(results), results)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""gllm beside what a user would pick instead on a machine without a GPU, in one run.
+"""Compare gllm with other engines for machines without a GPU, in one run.
 
     python -m benchmarks.cpu.compare                     servers: 1, 4, 16 equal streams
     python -m benchmarks.cpu.compare --mode poisson      servers: lengths of traces, rising rates
     python -m benchmarks.cpu.compare --mode in-process   engines without HTTP
-    python -m benchmarks.cpu.compare --mode docs         the page of what was measured
+    python -m benchmarks.cpu.compare --mode docs         the page of the saved results
 
-Owns the command. Everything it needs is made in the work folder: the model, the peers'
-environments from PyPI, results.
+Everything that the comparison needs is created in the work folder: the model, the peers'
+environments from PyPI, and the results.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.cpu.comparison_page import sections, write_docs
 from benchmarks.cpu.modes import MODES
 from benchmarks.cpu.options import CompareConfig
-from benchmarks.cpu.peers import chosen
+from benchmarks.cpu.peers import select_peers
 from benchmarks.cpu.results import Results
 from benchmarks.cpu.session import Session
 from benchmarks.cpu.workplace import PeerError, Workplace
@@ -32,7 +32,7 @@ from gllm.config.flags import add_flags, config_from_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags: those of CompareConfig."""
+    """Return the parser of the command: one flag per field of CompareConfig."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu.compare",
         description=__doc__,
@@ -43,14 +43,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def workplace(config: CompareConfig) -> Workplace:
-    """The work folder and what all peers are given."""
-    given = Path(config.llama_bin).resolve() if config.llama_bin else None
+    """Return the work folder and the settings that all peers share."""
+    llama_bin = Path(config.llama_bin).resolve() if config.llama_bin else None
     folder = Path(config.work).resolve()
-    return Workplace(folder, config.threads, config.kv_cache_memory, given)
+    return Workplace(folder, config.threads, config.kv_cache_memory, llama_bin)
 
 
 def empty_results(config: CompareConfig, argv: list[str]) -> Results:
-    """What is known before anything is measured."""
+    """Return the results' header: everything known before the first measurement."""
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     return Results(
         config.mode,
@@ -62,8 +62,12 @@ def empty_results(config: CompareConfig, argv: list[str]) -> Results:
 
 
 def main(argv: list[str]) -> int:
-    """The command. Exit status: 0; 1 where nothing could be measured; 2 for what cannot be asked;
-    130 after Ctrl-C or SIGTERM, when the rounds before it are kept."""
+    """Run the command.
+
+    Returns:
+        The exit status: 0 for success, 1 if nothing was measured, 2 for invalid options, 130
+        after Ctrl-C or SIGTERM; the rounds completed before it are kept.
+    """
     values = make_parser().parse_args(argv)
     try:
         config = config_from_flags(CompareConfig, values)
@@ -71,11 +75,11 @@ def main(argv: list[str]) -> int:
         if config.mode == "docs":
             print(f"wrote {write_docs(work.folder / 'results')}")
             return 0
-        peers = chosen(config.peers, in_process=config.mode == "in-process")
+        peers = select_peers(config.peers, in_process=config.mode == "in-process")
     except (ValueError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
-    # What it started ends with it in this case, too.
+    # SIGTERM also stops the child processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     session = Session(work, peers, empty_results(config, argv))
     try:

@@ -1,7 +1,6 @@
-"""The page of the comparison: docs/benchmarks/cpu.md, its pictures, and the figures behind them.
+"""Writer of the comparison's page: docs/benchmarks/cpu.md, its charts and the figures behind them.
 
-Owns the words and which pictures there are. Knows nothing of how anything was measured: it is made
-of the results' files.
+Works from the saved results alone.
 """
 
 import shutil
@@ -62,7 +61,7 @@ NOTES = {
 
 
 def sections(found: Results) -> list[str]:
-    """A mode's part of the page: what was measured, tables, verdicts."""
+    """Return a mode's part of the page: command and device, tables, verdicts."""
     if found.mode == "poisson":
         tables = [f"### {cell}\n\n{load_table(found, cell)}" for cell in cells_of(found)]
     else:
@@ -90,15 +89,17 @@ def sections(found: Results) -> list[str]:
 
 
 def refusals(found: Results) -> list[str]:
-    """Peers that are missing, or failed on their way, and why."""
+    """List the peers that are missing or failed, with the reason."""
     lines = [f"- {peer}: {why}" for peer, why in found.refused.items()]
     return ["Not measured, or not to the end:\n\n" + "\n".join(lines)] if lines else []
 
 
 def write_docs(folder: Path) -> Path:
-    """Write the page of a folder of results; its path.
+    """Write the page for a folder of results and return its path.
 
-    Raises ValueError where there are none, OSError as open does.
+    Raises:
+        ValueError: The folder has no results.
+        OSError: A file cannot be read or written.
     """
     pages = [HEAD]
     target = DOCS / "cpu"
@@ -119,7 +120,7 @@ def write_docs(folder: Path) -> Path:
 
 
 def draw(found: Results, folder: Path) -> list[str]:
-    """A mode's pictures; their names."""
+    """Draw a mode's charts and return their file names."""
     if found.mode == "poisson":
         plot_grid(rate_panels(found), folder / "poisson.png")
         return ["poisson.png"]
@@ -132,8 +133,10 @@ def draw(found: Results, folder: Path) -> list[str]:
 
 
 def speed_bars(found: Results, weights: str) -> dict[str, dict[str, float]]:
-    """Each cell's medians by peer with such weights, as shares of the machine's bfloat16 limit;
-    nothing without peers."""
+    """Return the median of each cell and peer with these weights.
+
+    Medians are shares of the machine's bfloat16 limit. Empty without such peers.
+    """
     key, most = SPEEDS[found.mode], limits(found)
     peers = [peer for peer in peers_of(found) if PEERS[peer].weights == weights]
     bars = {
@@ -156,7 +159,7 @@ PANELS = {
 
 
 def rate_panels(found: Results) -> list[ChartPanel]:
-    """Latencies and throughput over the rate of arrivals."""
+    """Return the panels of latency and throughput against the request rate."""
     rates = {rate_name(rate): rate for rate in found.asked["rates"] or ()}
     panels = []
     for title, (key, unit) in PANELS.items():

@@ -1,7 +1,4 @@
-"""Virtual environments of the peers: what is installed into each, at which version.
-
-Owns the pins and the installation from PyPI. Knows nothing of what is done in an environment.
-"""
+"""Virtual environments of the peers: pinned packages and their installation from PyPI."""
 
 import json
 import subprocess
@@ -18,13 +15,18 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "transformers": ("torch==2.13.0", "transformers[serving]==5.23.0", "accelerate==1.14.0"),
     "openvino": ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[nncf]==2.2.0"),
 }
-"""Requirements by environment. torch is pinned where it is not by others, so that a CPU build of it
-at hand is taken."""
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-"""What peers require for pictures and sound. PyPI's builds are for CUDA and fail beside a CPU build
-of torch, and then so does whatever looks whether they are there."""
+"""Requirements by environment.
+
+torch is pinned where no other package pins it, so that an installed CPU build is used.
+"""
+UNWANTED_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+"""Packages for images and audio that peers pull in.
+
+PyPI's builds of them require CUDA and fail beside a CPU build of torch, and with them every package
+that checks for their presence.
+"""
 LLAMA_SOURCES = "llama-cpp-python==0.3.36"
-"""Whose source package holds all of llama.cpp."""
+"""Source package that contains all of llama.cpp."""
 
 _CHECK = """
 import json, sys
@@ -38,12 +40,12 @@ print(json.dumps(found))
 
 
 def package_of(requirement: str) -> str:
-    """The package's name: `transformers` of transformers[serving]==5.23.0."""
+    """Return the package's name: `transformers` for transformers[serving]==5.23.0."""
     return requirement.partition("==")[0].partition("[")[0]
 
 
-def found_versions(python: Path, packages: list[str]) -> dict[str, str]:
-    """Versions of those packages that an environment has; none where it is not there."""
+def installed_versions(python: Path, packages: list[str]) -> dict[str, str]:
+    """Return the installed versions of these packages; empty if the environment does not exist."""
     if not python.exists():
         return {}
     command = [str(python), "-c", _CHECK, *packages]
@@ -51,18 +53,22 @@ def found_versions(python: Path, packages: list[str]) -> dict[str, str]:
     return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
 
-def is_pinned(found: str | None, requirement: str) -> bool:
-    """Whether that version is the pin; a local label, as in 2.13.0+cpu, does not count."""
-    return found is not None and found.partition("+")[0] == requirement.partition("==")[2]
+def is_pinned(version: str | None, requirement: str) -> bool:
+    """Return True if the version equals the pin; a local label, as in 2.13.0+cpu, is ignored."""
+    return version is not None and version.partition("+")[0] == requirement.partition("==")[2]
 
 
 def install(work: Workplace, name: str) -> None:
-    """Make an environment, or what it lacks of its pins. Raises PeerError with pip's reason."""
+    """Create an environment and install the missing pins.
+
+    Raises:
+        PeerError: The installation failed; the message has pip's reason.
+    """
     requirements = ENVIRONMENTS[name]
     if not requirements:
         return
     python, log = work.python(name), work.log(f"install-{name}")
-    found = found_versions(python, [package_of(each) for each in requirements])
+    found = installed_versions(python, [package_of(each) for each in requirements])
     missing = [each for each in requirements if not is_pinned(found.get(package_of(each)), each)]
     if not python.exists():
         run([sys.executable, "-m", "venv", work.environment(name)], log)
@@ -70,14 +76,15 @@ def install(work: Workplace, name: str) -> None:
     if missing:
         # All at once: what one of them requires must not undo another's pin.
         run([*pip, "install", *requirements], log, env)
-    if unwanted := found_versions(python, list(UNWANTED)):
+    if unwanted := installed_versions(python, list(UNWANTED_PACKAGES)):
         run([*pip, "uninstall", "--yes", *unwanted], log, env)
 
 
-def version_told(work: Workplace, name: str) -> str:
-    """What an environment's figures are published under: its peer's version.
+def published_version(work: Workplace, name: str) -> str:
+    """Return the peer's version under which an environment's figures are published.
 
-    Raises PeerError for an environment that is not there.
+    Raises:
+        PeerError: The environment is missing or incomplete.
     """
     if name == OURS:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
@@ -86,7 +93,7 @@ def version_told(work: Workplace, name: str) -> str:
     if name == "llama":
         return f"llama.cpp of {LLAMA_SOURCES.replace('==', ' ')}"
     packages = [package_of(each) for each in ENVIRONMENTS[name]]
-    found = found_versions(work.python(name), packages)
+    found = installed_versions(work.python(name), packages)
     if len(found) < len(packages):
         raise PeerError(f"the environment {name} is not complete: {work.environment(name)}")
     return ", ".join(f"{package} {found[package]}" for package in packages)

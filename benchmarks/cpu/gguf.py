@@ -1,7 +1,7 @@
-"""The model in llama.cpp's format, by llama.cpp's own converter.
+"""Conversion of the model to GGUF, with llama.cpp's own converter.
 
-Owns what that converter has to be told of a tokenizer that was made up. Run as `python -m
-benchmarks.cpu.gguf SOURCES MODEL FILE TYPE` in gllm's environment; SOURCES is llama.cpp's folder.
+The converter needs two overrides for the synthetic tokenizer. Run as `python -m benchmarks.cpu.gguf
+SOURCES MODEL FILE TYPE` in gllm's environment; SOURCES is llama.cpp's folder.
 """
 
 import importlib
@@ -11,12 +11,19 @@ PRE_TOKENIZER = "gpt-2"
 
 
 def convert(sources: str, model: str, file: str, kind: str) -> None:
-    """Write a GGUF file; kind: bf16 or q8_0."""
+    """Write a GGUF file.
+
+    Args:
+        sources: llama.cpp's folder.
+        model: The model's Hugging Face folder.
+        file: Path of the GGUF file.
+        kind: bf16 or q8_0.
+    """
     sys.path.insert(0, sources)
     family = importlib.import_module("conversion.qwen").Qwen2Model
-    # It knows pre-tokenizers by a hash of what published tokenizers make of a text.
+    # The converter knows pre-tokenizers by a hash of a published tokenizer's output.
     family.get_vocab_base_pre = lambda _self, _tokenizer: PRE_TOKENIZER
-    # It looks for a SentencePiece model first, with a package that is not needed otherwise.
+    # The converter tries a SentencePiece model first, with a package that is not needed otherwise.
     family.set_vocab = family._set_vocab_gpt2
     sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", file, "--outtype", kind]
     importlib.import_module("convert_hf_to_gguf").main()

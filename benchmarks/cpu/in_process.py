@@ -1,7 +1,4 @@
-"""Peers in process: each driver run afresh in its peer's environment.
-
-Owns the drivers' tasks and the rows made of their results. Knows nothing of engines.
-"""
+"""Runs of the peers in process: each driver starts in its peer's environment."""
 
 import dataclasses
 import json
@@ -17,7 +14,7 @@ from benchmarks.cpu.workplace import PeerError, Workplace, background, tail, var
 
 
 def task_of(config: CompareConfig, work: Workplace, peer: Peer, source: Path) -> Task:
-    """What a peer's driver has to do."""
+    """Return the task for a peer's driver."""
     return Task(
         model=str(source),
         weights=peer.weights,
@@ -33,18 +30,19 @@ def task_of(config: CompareConfig, work: Workplace, peer: Peer, source: Path) ->
 
 
 def drive(config: CompareConfig, work: Workplace, peer: Peer, source: Path, turn: int) -> list[Row]:
-    """Run a peer's driver; a row for each of its cells, with the peak of the whole run's memory.
+    """Run a peer's driver and return one row per cell, with the peak memory of the whole run.
 
-    Raises PeerError where the driver fails.
+    Raises:
+        PeerError: The driver failed.
     """
-    given = task_of(config, work, peer, source)
-    output = Path(given.output)
+    task = task_of(config, work, peer, source)
+    output = Path(task.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.unlink(missing_ok=True)
     python, log = work.python(peer.environment), work.log(f"drive-{peer.name}")
     env = variables(python, peer.variables(work))
     command = [str(python), "-m", f"benchmarks.cpu.drivers.{peer.driver}"]
-    command.append(json.dumps(dataclasses.asdict(given)))
+    command.append(json.dumps(dataclasses.asdict(task)))
     with background(command, log, env) as process, MemoryWatch(process.pid) as memory:
         process.wait()
     if process.returncode or not output.exists():

@@ -1,8 +1,6 @@
-"""What this machine can do at most: bytes read and numbers multiplied a second, and from that the
-fastest that the model can be served.
+"""Limits of this machine: read bandwidth, bfloat16 GEMM rate and the model's speed at these rates.
 
-Owns the measurement of both rates and the arithmetic of limits. Knows nothing of peers. `python -m
-benchmarks.cpu.limits THREADS` prints the rates as JSON.
+`python -m benchmarks.cpu.limits THREADS` prints the rates as JSON.
 """
 
 import json
@@ -22,54 +20,59 @@ from benchmarks.cpu.model import (
 from benchmarks.cpu.workplace import ROOT, PeerError
 
 READ_BYTES = 2**30
-"""As large as the weights: no cache holds it."""
+"""Buffer for the bandwidth test: as large as the weights, more than any cache holds."""
 GEMM = (1024, 896, 4864)
-"""Tokens, inputs, outputs: the largest product of a layer of the model."""
+"""Tokens, inputs, outputs: the largest product in a layer of the model."""
 REPEATS = 21
 
 
 class Rates(NamedTuple):
-    """Of this machine with so many threads."""
+    """Rates of this machine with `threads` threads."""
 
     threads: int
     bytes_per_second: float
-    """Read from memory."""
+    """Read bandwidth of memory."""
     flops_per_second: float
-    """Of bfloat16 products, a multiplication and an addition being two."""
+    """Rate of bfloat16 products; a multiplication and an addition count as two."""
 
     def step_seconds(self, tokens: int, logits: int, context: int, pairs: float) -> float:
-        """The least time of a forward pass.
+        """Return the minimum time of a forward pass: a roofline.
 
-        tokens: of all sequences; logits: rows of the head; context: tokens in the cache that are
-        read; pairs: of a query and a key. Weights and cache are read once, each parameter costs two
-        operations a token, each pair four for every number of a query in every layer, and the
-        slower of reading and multiplying is the limit: a roofline.
+        Weights and cache are read once. Each parameter costs two operations per token; each
+        query-key pair costs four for every element of a query in every layer. The slower of reading
+        and multiplying is the limit.
+
+        Args:
+            tokens: Tokens of all sequences.
+            logits: Rows of the LM head.
+            context: Tokens read from the KV cache.
+            pairs: Query-key pairs.
         """
         flops = 2 * (tokens * BODY_PARAMETERS + logits * HEAD_PARAMETERS) + PAIR_FLOPS * pairs
         read = WEIGHT_BYTES + context * KV_BYTES
         return max(read / self.bytes_per_second, flops / self.flops_per_second)
 
     def decode(self, batch: int, prompt: int, new: int) -> float:
-        """Output tokens a second at most, of `batch` sequences at their mean length."""
+        """Return the maximum output tokens per second of `batch` sequences at their mean length."""
         context = batch * (prompt + new // 2)
         return batch / self.step_seconds(batch, batch, context, context)
 
     def prefill_seconds(self, batch: int, prompt: int) -> float:
-        """The least time until `batch` prompts have their first tokens."""
+        """Return the minimum seconds until `batch` prompts have their first tokens."""
         return self.step_seconds(batch * prompt, batch, 0, batch * prompt**2 / 2)
 
     def prefill(self, prompt: int) -> float:
-        """Prompt tokens a second at most."""
+        """Return the maximum prompt tokens per second."""
         return prompt / self.prefill_seconds(1, prompt)
 
     def served(self, streams: int, prompt: int, new: int) -> float:
-        """Output tokens a second at most, of requests that are all sent at once."""
+        """Return the maximum output tokens per second of requests that are all sent at once."""
         decode = (new - 1) * streams / self.decode(streams, prompt, new)
         return streams * new / (self.prefill_seconds(streams, prompt) + decode)
 
 
 def best_seconds(work: Callable[[], object]) -> float:
-    """The shortest of some repeats: what others do meanwhile is no limit of the machine."""
+    """Return the shortest of REPEATS runs; other processes do not lower the machine's limit."""
     times = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
@@ -79,7 +82,7 @@ def best_seconds(work: Callable[[], object]) -> float:
 
 
 def measure(threads: int) -> Rates:
-    """Both rates of this process with so many threads."""
+    """Measure both rates in this process with `threads` threads."""
     import torch
 
     from gllm.kernels.linear import linear, prepare
@@ -97,7 +100,11 @@ def measure(threads: int) -> Rates:
 
 
 def measured(threads: int) -> Rates:
-    """The rates, measured in a process of its own. Raises PeerError where it fails."""
+    """Measure the rates in a new process.
+
+    Raises:
+        PeerError: The process failed.
+    """
     command = [sys.executable, "-m", "benchmarks.cpu.limits", str(threads)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

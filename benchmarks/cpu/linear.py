@@ -1,8 +1,9 @@
-"""Linear maps in float32, in bfloat16 and with 8-bit weights and activations, in one run.
+"""Compare linear layers in float32, bfloat16 and int8 in one run.
 
-The maps are those of a model, each format with as many copies of a weight as no cache holds, so
-that weights come from memory as they do when a model decodes. All formats take turns, so that a
-busy machine slows all of them. Run as `python -m benchmarks.cpu.linear`.
+int8 means 8-bit weights and activations. The shapes are those of a model. Each format has more
+copies of a weight than any cache holds, so that weights come from memory as in a model's decode.
+All formats alternate, so that a busy machine slows all of them. Run as `python -m
+benchmarks.cpu.linear`.
 """
 
 import argparse
@@ -24,44 +25,51 @@ SHAPES = {
     "down": (4864, 896),
     "head": (896, 151936),
 }
-"""(inputs, outputs) in Qwen2.5-0.5B."""
+"""(inputs, outputs) of the linear layers of Qwen2.5-0.5B."""
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
 HEAD_ROWS = 256
-"""Most rows that the LM head computes at once."""
+"""Maximum rows that the LM head computes at once."""
 UNCACHED_BYTES = 200 << 20
 FORMATS = {"float32": 4, "bfloat16": 2, "int8": 1}
-"""Bytes of a weight. What int8 multiplies is bfloat16 before it is quantized."""
+"""Bytes per weight by format. The int8 format quantizes bfloat16 activations."""
 
 Product = Callable[[Tensor], Tensor]
 
 
 def products(name: str, weight: Tensor) -> list[Product]:
-    """Maps of x to x W^T in this format, each by a copy of W of its own."""
+    """Return functions that compute x W^T in this format, each with its own copy of W."""
     dtype = torch.float32 if name == "float32" else torch.bfloat16
     quantization = "int8" if name == "int8" else "none"
 
-    def one() -> Product:
+    def copy() -> Product:
         matrix = prepare(weight.to(dtype, copy=True), quantization)
         return lambda x: linear(x.to(dtype), matrix, None)
 
-    return [one() for _ in range(1 + UNCACHED_BYTES // (weight.numel() * FORMATS[name]))]
+    return [copy() for _ in range(1 + UNCACHED_BYTES // (weight.numel() * FORMATS[name]))]
 
 
 def bandwidth(rounds: int = 5) -> float:
-    """Bytes that all threads read in a second, at best."""
+    """Return the best read bandwidth of all threads, in bytes per second."""
     numbers = torch.ones(1 << 27, dtype=torch.int32)
     return numbers.nbytes / min(seconds(torch.max, numbers) for _ in range(rounds))
 
 
 def seconds(multiply: Product, x: Tensor) -> float:
-    """Time of one call."""
+    """Return the seconds of one call."""
     begin = time.perf_counter()
     multiply(x)
     return time.perf_counter() - begin
 
 
 def line(maps: dict[str, "cycle[Product]"], weights: int, x: Tensor, budget: float) -> list[str]:
-    """Microseconds, GB/s of weights and GOP/s of each format; medians over `budget` seconds."""
+    """Return microseconds, GB/s of weights and GOP/s of each format: medians.
+
+    Args:
+        maps: Copies of the linear layer by format.
+        weights: Number of weights.
+        x: Input in bfloat16.
+        budget: Seconds to measure.
+    """
     xs = {name: x.float() if name == "float32" else x for name in maps}
     times: dict[str, list[float]] = {name: [] for name in maps}
     end, least = time.perf_counter() + budget, 5
@@ -78,12 +86,12 @@ def line(maps: dict[str, "cycle[Product]"], weights: int, x: Tensor, budget: flo
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each line")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per line")
     parser.add_argument("--threads", type=int, default=count_cores())
     args = parser.parse_args()
     set_num_threads(args.threads)

@@ -1,7 +1,7 @@
-"""Plain loops over a served run's micro-batches: a stage's arithmetic and nothing around it.
+"""Plain loops over the micro-batches of a served run: a stage's arithmetic and nothing else.
 
-Owns processes that hold one stage each and compute, with inputs built beforehand, what an engine
-computed before: the floor under a served step. Knows nothing of engines; it is fed their step log.
+One process per stage computes the recorded micro-batches again, with inputs built beforehand: the
+minimum time of a served step. The loops read the engine's step log; they do not use the engine.
 """
 
 import multiprocessing as mp
@@ -18,12 +18,12 @@ from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.observability.step_log import AddEvent, ScheduleEvent, StartEvent, StepLogEvent
 
-MOST_TOKENS = 8192
+MAX_TRANSFER_TOKENS = 8192
 """Largest micro-batch that `phase_seconds` transfers."""
 
 
-class Loops:
-    """One process for each stage of an engine's configuration, with as many threads as there."""
+class StageLoops:
+    """One process per stage of an engine's configuration, with the engine's threads per stage."""
 
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         context = mp.get_context("spawn")
@@ -31,21 +31,21 @@ class Loops:
         self._processes = []
         for stage in range(config.pipeline_parallel_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, config, folder, stage))
+            process = context.Process(target=_run_loop, args=(theirs, config, folder, stage))
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
     def prepare(self, events: list[StepLogEvent]) -> None:
-        """Take in what an engine logged since the last call, from its start on."""
+        """Read the events that an engine logged since the last call, beginning with its start."""
         self._ask("prepare", events)
 
     def seconds(self) -> list[list[float]]:
-        """By stage, each step's time, computed one after the other by all stages at once."""
+        """Return each step's seconds by stage; all stages compute at once, back to back."""
         return self._ask("seconds")
 
     def kernel_seconds(self) -> list[list[float]]:
-        """The same, counting only what runs inside of tensor operations and compiled kernels."""
+        """Return each step's seconds by stage, in tensor operations and compiled kernels only."""
         return self._ask("kernel_seconds")
 
     def phase_seconds(self) -> list[dict[str, dict[int, float]]]:
@@ -53,7 +53,7 @@ class Loops:
         return self._ask("phase_seconds")
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             pipe.send(None)
             process.join()
@@ -64,33 +64,33 @@ class Loops:
         return [pipe.recv() for pipe in self._pipes]
 
 
-def _work(pipe: Connection, config: EngineConfig, folder: Path, stage: int) -> None:
-    """A process's life: answer questions with the method that each names."""
-    loop = _Loop(config, folder, stage)
+def _run_loop(pipe: Connection, config: EngineConfig, folder: Path, stage: int) -> None:
+    """Run the loop of one process: call the method that each request names and send its result."""
+    loop = _StageLoop(config, folder, stage)
     while (question := pipe.recv()) is not None:
         name, *arguments = question
         pipe.send(getattr(loop, name)(*arguments))
 
 
-class _Loop:
-    """One stage and the micro-batches that it is to compute."""
+class _StageLoop:
+    """One stage and the micro-batches that it computes."""
 
     def __init__(self, config: EngineConfig, folder: Path, stage: int) -> None:
-        # Here, not above: the parent needs no torch.
+        # Imported here because the parent process needs no torch.
         from gllm.runtime.cpu.executor import CpuExecutor
         from gllm.runtime.device import set_num_threads, threads_per_stage
 
         stages = config.pipeline_parallel_size
         set_num_threads(threads_per_stage(config.threads, stages))
-        described = read_config(folder)
-        layers = split_layers(described.model, stages, config.layers)[stage]
-        self._executor = CpuExecutor(described, config, stage, stages, layers)
+        model_config = read_config(folder)
+        layers = split_layers(model_config.model, stages, config.layers)[stage]
+        self._executor = CpuExecutor(model_config, config, stage, stages, layers)
         self._executor.load(folder, lambda done, total: None)
         self._batches: list[tuple[Any, Any]] = []
         self._prepare_seconds: dict[int, float] = {}
 
     def prepare(self, events: list[StepLogEvent]) -> None:
-        """Build all inputs; activations of a stage before are made up."""
+        """Build all inputs; activations of the previous stage are random."""
         import torch
 
         executor = self._executor
@@ -109,11 +109,11 @@ class _Loop:
                 batch = executor.prepare(event.plan)
                 self._prepare_seconds[batch.step] = time.perf_counter() - begin
                 shape = batch.num_tokens, executor.model.hidden_size
-                made_up = torch.randn(shape).to(executor.dtype)
-                self._batches.append((batch, None if executor.is_first else made_up))
+                activations = torch.randn(shape).to(executor.dtype)
+                self._batches.append((batch, None if executor.is_first else activations))
 
     def seconds(self) -> list[float]:
-        """Each step's time; on the last stage with the likeliest tokens."""
+        """Return each step's seconds; the last stage includes greedy sampling."""
         spent = []
         for batch, hidden in self._batches:
             begin = time.perf_counter()
@@ -122,7 +122,7 @@ class _Loop:
         return spent
 
     def kernel_seconds(self) -> list[float]:
-        """Each step's time within its operations."""
+        """Return each step's seconds within its operations."""
         from benchmarks.cpu.operations import Operations
 
         spent = []
@@ -134,8 +134,11 @@ class _Loop:
         return spent
 
     def phase_seconds(self) -> dict[str, dict[int, float]]:
-        """Return each step's seconds by phase: building inputs, computing, and on the last stage
-        sampling; before it, transferring the activations to the next stage."""
+        """Return each step's seconds by phase.
+
+        Phases: building inputs, computing, and on the last stage sampling; on earlier stages,
+        transferring the activations to the next stage.
+        """
         phases: dict[str, dict[int, float]] = {"compute": {}}
         transfer = None if self._executor.is_last else _LocalTransfer(self._executor)
         for batch, hidden in self._batches:
@@ -168,7 +171,7 @@ class _LocalTransfer:
 
         descriptors = [os.memfd_create("transfer"), os.eventfd(0)]
         itemsize = executor.dtype.itemsize
-        shape = EdgeLayout(1, MOST_TOKENS, executor.model.hidden_size, itemsize)
+        shape = EdgeLayout(1, MAX_TRANSFER_TOKENS, executor.model.hidden_size, itemsize)
         self._sender = SharedMemorySender(descriptors, shape, executor.dtype)
         self._receiver = SharedMemoryReceiver(descriptors, shape, executor.dtype)
 

@@ -1,8 +1,8 @@
 """The model that all peers serve: random weights in the shape of Qwen2.5-0.5B, and its tokenizer.
 
-Owns the shape, the seed and the words. Knows nothing of peers. Speed does not depend on what the
-weights say, so they are drawn, and nothing has to be downloaded. `python -m benchmarks.cpu.model
-FOLDER` makes it, in a process of its own: torch and the weights take memory and threads.
+Speed does not depend on the values of the weights, so random weights avoid a download. `python -m
+benchmarks.cpu.model FOLDER` creates the model in its own process, because torch and the weights
+take memory and threads.
 """
 
 import json
@@ -39,32 +39,34 @@ SEED = 0
 SPECIAL_TOKENS, BYTES = 3, 256
 PAIRS = ["".join(letters) for letters in product(ascii_lowercase[:20], ascii_uppercase[:20])]
 FIRST_WORD = SPECIAL_TOKENS + BYTES + 2 * len(PAIRS)
-"""Ids from here on are words: a text of them is tokenized into the same ids again, for servers that
-take text alone."""
+"""First id of a word.
+
+A text of words is tokenized into the same ids again, for servers that accept only text.
+"""
 LAYER_PARAMETERS = 896 * (896 + 2 * 128 + 896) + 3 * 896 * 4864
-"""Of the matrices that multiply every token."""
+"""Parameters of one layer's matrices that multiply every token."""
 BODY_PARAMETERS = 24 * LAYER_PARAMETERS
 HEAD_PARAMETERS = VOCABULARY * 896
 WEIGHT_BYTES = 2 * (BODY_PARAMETERS + HEAD_PARAMETERS)
-"""In bfloat16; the head is the embedding."""
+"""Bytes of the weights in bfloat16; the head shares the embedding's weights."""
 PAIR_FLOPS = 24 * 4 * 896
-"""Of one query and one key: their product and the value's share, in all heads of all layers."""
+"""FLOPs per query-key pair: the score and the value's share, in all heads of all layers."""
 KV_BYTES = 24 * 2 * 2 * 64 * 2
-"""Of one token in the cache, in 16 bits: layers, keys and values, heads, their size."""
+"""KV cache bytes per token, in 16 bits: layers, keys and values, heads, head size."""
 
 
 def word(place: int) -> str:
-    """The text of an id from FIRST_WORD on: a space and two pairs of letters."""
+    """Return the text of an id from FIRST_WORD on: a space and two pairs of letters."""
     first, second = divmod(place - FIRST_WORD, len(PAIRS))
     return f" {PAIRS[first]}{PAIRS[second]}"
 
 
 def tokenizer_json(demo: dict[str, Any]) -> dict[str, Any]:
-    """The demo model's tokenizer.json with a vocabulary as large as the model's.
+    """Return the demo model's tokenizer.json with a vocabulary as large as the model's.
 
-    Letters are merged into pairs, a pair behind a space into the beginning of a word, and that and
-    another pair into the word. A pair is of a small and a capital letter, so that nothing else in a
-    word can be merged: any tokenizer of byte pairs finds the same word, in whatever order it looks.
+    Letters are merged into pairs, a space and a pair into the beginning of a word, and that and
+    another pair into the word. A pair has a lower-case and an upper-case letter, so that nothing
+    else in a word can be merged: any byte-pair tokenizer finds the same word in any merge order.
     """
     space = "Ġ"  # as byte-level tokenizers spell it
     starts = [space + pair for pair in PAIRS]
@@ -79,7 +81,7 @@ def tokenizer_json(demo: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_model(folder: Path) -> None:
-    """Write the Hugging Face folder; nothing where it is there."""
+    """Write the Hugging Face folder unless it exists."""
     if (folder / "model.safetensors").exists():
         return
     import torch
@@ -90,15 +92,15 @@ def make_model(folder: Path) -> None:
     torch.manual_seed(SEED)
     model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, dtype="bfloat16")).bfloat16()
     model.save_pretrained(partial)
-    # Older readers than the writer look for the base where it used to be.
+    # Older versions of transformers read rope_theta and torch_dtype from these keys.
     config = json.loads((partial / "config.json").read_text())
     config |= {"rope_theta": ROPE_THETA, "torch_dtype": "bfloat16"}
     (partial / "config.json").write_text(json.dumps(config, indent=2))
     tokenizer = tokenizer_json(json.loads((DEMO / "tokenizer.json").read_text()))
     (partial / "tokenizer.json").write_text(json.dumps(tokenizer))
-    told = json.loads((DEMO / "tokenizer_config.json").read_text())
-    told["model_max_length"] = CONTEXT
-    (partial / "tokenizer_config.json").write_text(json.dumps(told))
+    tokenizer_config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    tokenizer_config["model_max_length"] = CONTEXT
+    (partial / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     partial.rename(folder)
 
 

@@ -1,7 +1,4 @@
-"""The modes of the comparison: which cells every peer gets in each round.
-
-Owns seeds, warm-ups and the choice of rates. Knows nothing of how cells are sent and shown.
-"""
+"""The modes of the comparison: cells that every peer receives in each round, seeds and rates."""
 
 from benchmarks.cpu.aims import OURS, OURS_INT8
 from benchmarks.cpu.in_process import drive
@@ -19,15 +16,15 @@ from benchmarks.cpu.options import CompareConfig
 from benchmarks.cpu.peers import Peer
 from benchmarks.cpu.report import peers_of, values
 from benchmarks.cpu.serving import send_cells
-from benchmarks.cpu.session import Session, say
+from benchmarks.cpu.session import Session, print_progress
 
 WARM_UP_SEED = 10**6
 SHARES = (0.4, 0.7, 1.0)
-"""Of capacity, where no rates are given."""
+"""Request rates as shares of capacity, used if no rates are given."""
 
 
 def compare_servers(config: CompareConfig, session: Session) -> None:
-    """Equal requests, some streams at once."""
+    """Compare the servers with equal requests, several streams at once."""
 
     def cells(turn: int) -> list[Cell]:
         return [
@@ -41,21 +38,21 @@ def compare_servers(config: CompareConfig, session: Session) -> None:
 
 
 def compare_under_traces(config: CompareConfig, session: Session) -> None:
-    """Lengths of traces: all at once, then at rising rates."""
+    """Compare the servers with the traces' lengths: all at once, then at rising rates."""
     for turn, peer in session.rounds(config.rounds):
         seeds = [turn * config.repeats + repeat for repeat in range(config.repeats)]
         cells = [trace_cell(trace, seed) for trace in TRACES for seed in seeds]
         _send(config, session, peer, AT_ONCE, cells, turn)
     rates = config.rates or shares_of_capacity(session)
     session.results.asked["rates"] = list(rates)
-    say(f"rates: {', '.join(f'{rate:.3g}' for rate in rates)} requests/s")
+    print_progress(f"rates: {', '.join(f'{rate:.3g}' for rate in rates)} requests/s")
     for turn, peer in session.rounds(config.rounds):
         cells = [rate_cell(rate, config.requests, turn) for rate in rates]
         _send(config, session, peer, AT_ONCE, cells, turn)
 
 
 def compare_in_process(config: CompareConfig, session: Session) -> None:
-    """Batches without HTTP."""
+    """Compare batches in process, without HTTP."""
     for turn, peer in session.rounds(config.rounds):
         with session.attempt(peer):
             source = session.sources[peer.name]
@@ -72,8 +69,7 @@ MODES = {
 def _send(
     config: CompareConfig, session: Session, peer: Peer, slots: int, cells: list[Cell], turn: int
 ) -> None:
-    """Send cells to a fresh server of a peer, behind one of as many equal requests as it may have
-    at once."""
+    """Send cells to a newly started server of a peer, after a warm-up of `slots` equal requests."""
     warm_up = equal_cell(config, slots, WARM_UP_SEED)
     with session.attempt(peer):
         source = session.sources[peer.name]
@@ -83,8 +79,11 @@ def _send(
 
 
 def shares_of_capacity(session: Session) -> tuple[float, ...]:
-    """Rates by what the best server but ours does with all requests there at once, or ours where
-    there is no other: the same for all of them."""
+    """Return request rates as shares of capacity, the same for all servers.
+
+    Capacity is the throughput of the best server other than gllm with all requests sent at once, or
+    gllm's if there is no other.
+    """
     rows, cell = session.results.rows, trace_name(RATE_TRACE)
     measured = peers_of(session.results)
     others = [name for name in measured if name not in (OURS, OURS_INT8)]

@@ -1,7 +1,4 @@
-"""How long tensor operations and compiled kernels take, without the Python between them.
-
-Owns the clock around each of them. Knows nothing of what they compute.
-"""
+"""Timer of tensor operations and compiled kernels, without the Python code between them."""
 
 import ctypes
 import time
@@ -15,7 +12,7 @@ from gllm.kernels.native.library import KernelLibrary
 
 
 class Operations:
-    """A context in which `seconds` counts up."""
+    """A context that adds the time of every operation to `seconds`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -47,7 +44,7 @@ class Operations:
         KernelLibrary.run = self._run  # type: ignore[method-assign]
 
     def time(self, work: Callable[[], Any]) -> Any:
-        """Do it and count its time."""
+        """Run `work` and add its time."""
         begin = time.perf_counter()
         result = work()
         self.seconds += time.perf_counter() - begin
@@ -55,7 +52,7 @@ class Operations:
 
 
 class _Mode(TorchDispatchMode):
-    """Sees each operation after composite ones were taken apart."""
+    """A dispatch mode that times each operation after composite ones were decomposed."""
 
     def __init__(self, operations: Operations) -> None:
         super().__init__()

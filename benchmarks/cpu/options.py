@@ -1,8 +1,4 @@
-"""What the comparison can be told, as fields with flags.
-
-Owns defaults, ranges and the reading of values from the command line. Knows nothing of how things
-are measured.
-"""
+"""Options of the comparison: fields with flags, defaults and ranges."""
 
 import math
 from dataclasses import dataclass
@@ -14,42 +10,52 @@ MODES = ("server", "poisson", "in-process", "docs")
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Names between commas."""
+    """Parse comma-separated names."""
     return tuple(name.strip() for name in text.split(","))
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """Whole numbers between commas. Raises ValueError."""
+    """Parse comma-separated integers.
+
+    Raises:
+        ValueError: A part is not an integer.
+    """
     return tuple(int(part) for part in text.split(","))
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Numbers between commas. Raises ValueError."""
+    """Parse comma-separated numbers.
+
+    Raises:
+        ValueError: A part is not a number.
+    """
     return tuple(float(part) for part in text.split(","))
 
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What is measured, of whom, how often."""
+    """Peers, loads and number of rounds of a comparison."""
 
     mode: str = option(
         "server",
         "server: equal requests, some streams at once; poisson: lengths of traces, at once and at "
-        "rising rates; in-process: engines without HTTP; docs: the page of what was measured",
+        "rising rates; in-process: engines without HTTP; docs: the page of the saved results",
         choices=MODES,
     )
     peers: tuple[str, ...] | None = option(
-        None, "of the table in peers.py, as gllm,vllm; default: all of the mode", parse=parse_names
+        None,
+        "names of the table in peers.py, as gllm,vllm; default: all peers of the mode",
+        parse=parse_names,
     )
     streams: tuple[int, ...] = option(
         (1, 4, 16), "requests at once, and batches in process (default 1,4,16)", parse=parse_counts
     )
-    rounds: int = option(3, "how often every peer is started afresh")
-    repeats: int = option(3, "how often each load is sent, or each batch run, in a round")
+    rounds: int = option(3, "number of rounds; every peer is restarted in each")
+    repeats: int = option(3, "times that each load is sent, or each batch run, per round")
     rates: tuple[float, ...] | None = option(
         None,
-        "requests a second of Poisson arrivals, as 0.5,1,2; default: shares of what the best "
-        "other server does with all requests there at once",
+        "requests per second of Poisson arrivals, as 0.5,1,2; default: shares of the throughput of "
+        "the best other server with all requests sent at once",
         parse=parse_rates,
     )
     requests: int = option(32, "requests at each rate of Poisson arrivals")
@@ -68,17 +74,21 @@ class CompareConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and the fix."""
+        """Check the ranges.
+
+        Raises:
+            ValueError: A field is out of range; the message names the field and the fix.
+        """
         for name in ("rounds", "repeats", "requests", "prompt", "threads", "kv_cache_memory"):
             self._at_least(name, (getattr(self, name),), 1)
-        # The first token of an output is prefill's: decode needs one behind it.
+        # Prefill produces the first output token; a decode needs a second one.
         self._at_least("new", (self.new,), 2)
         self._at_least("streams", self.streams, 1)
         self._at_least("prefills", self.prefills, 1)
         if self.rates is not None and not all(0 < rate < math.inf for rate in self.rates):
-            raise ValueError(f"rates are {self.rates}, but have to be above 0")
+            raise ValueError(f"rates are {self.rates}, but must be above 0")
 
     @staticmethod
     def _at_least(name: str, values: tuple[int, ...], least: int) -> None:
         if min(values) < least:
-            raise ValueError(f"{name} is {min(values)}, but has to be at least {least}")
+            raise ValueError(f"{name} is {min(values)}, but must be at least {least}")

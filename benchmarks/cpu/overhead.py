@@ -1,10 +1,10 @@
-"""What of a served step is not arithmetic, at one stage with all cores.
+"""Measure the host overhead of a served step, at one stage with all cores.
 
-Decodes of one batch size are served; their micro-batches are computed again by a plain loop, and
-once more with a clock around each tensor operation and compiled kernel. What a served step takes
-beyond that is host overhead: Python, scheduling, inputs, streams, text, and what they take from the
-arithmetic's cores. Run as `python -m benchmarks.cpu.overhead --model FOLDER`; it prints the figures
-and writes them into docs/benchmarks/overhead.md.
+The engine serves decodes of one batch size. A plain loop computes their micro-batches again, and
+once more with a timer around each tensor operation and compiled kernel. The time of a served step
+beyond that is host overhead: Python, scheduling, inputs, streams, text, and the CPU time that they
+take from the arithmetic's cores. Run as `python -m benchmarks.cpu.overhead --model FOLDER`; it
+prints the figures and writes them to docs/benchmarks/overhead.md.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import uvloop
 
 from benchmarks.cpu.page import make_parser, origin, write_results
-from benchmarks.cpu.rounds import Bench, bench
+from benchmarks.cpu.rounds import RoundRunner, start_round_runner
 from gllm.config.engine import EngineConfig
 from gllm.sim.report import format_table, show_value
 from gllm.sim.workload import WorkloadRequest
@@ -25,27 +25,27 @@ AIM, AIM_BATCH = 0.05, 16
 
 
 class Steps(NamedTuple):
-    """Median milliseconds of one round's steps of full batches of decodes."""
+    """Median milliseconds of one round's steps with full batches of decodes."""
 
     served: float
-    """From a step's start to the next one's."""
+    """From a step's start to the start of the next step."""
     computing: float
-    """The stage's own time within it."""
+    """Compute time of the stage within it."""
     loop: float
-    """In a plain loop."""
+    """Time in a plain loop."""
     kernels: float
-    """In its operations alone."""
+    """Time in tensor operations and kernels only."""
 
     @property
     def overhead(self) -> float:
-        """Share of a served step."""
+        """Host overhead as a share of a served step."""
         return 1 - self.kernels / self.served
 
 
-async def measure(made: Bench, batch: int, seed: int) -> Steps:
-    """One round."""
-    done = await made.round([WorkloadRequest(0.0, PROMPT, OUTPUT)] * batch, seed)
-    kernels = await asyncio.to_thread(made.loops.kernel_seconds)
+async def measure(runner: RoundRunner, batch: int, seed: int) -> Steps:
+    """Measure one round."""
+    done = await runner.round([WorkloadRequest(0.0, PROMPT, OUTPUT)] * batch, seed)
+    kernels = await asyncio.to_thread(runner.loops.kernel_seconds)
     full = [
         i
         for i, s in enumerate(done.run.micro_batches)
@@ -68,19 +68,19 @@ async def measure(made: Bench, batch: int, seed: int) -> Steps:
 async def measure_all(
     config: EngineConfig, batches: list[int], rounds: int
 ) -> dict[int, list[Steps]]:
-    """Batch sizes in turn, round by round, and one round before that does not count."""
+    """Measure the batch sizes in turn, round by round, after one round that does not count."""
     measured: dict[int, list[Steps]] = {batch: [] for batch in batches}
-    async with bench(config) as made:
+    async with start_round_runner(config) as runner:
         for turn in range(rounds + 1):
             for place, batch in enumerate(batches):
-                steps = await measure(made, batch, turn * len(batches) + place)
+                steps = await measure(runner, batch, turn * len(batches) + place)
                 if turn:
                     measured[batch].append(steps)
     return measured
 
 
-def page(measured: dict[int, list[Steps]], rounds: int) -> str:
-    """The figures in words and a table."""
+def format_page(measured: dict[int, list[Steps]], rounds: int) -> str:
+    """Format the figures in words and a table."""
     rows, overheads = [], {}
     for batch, steps in measured.items():
         overheads[batch] = median(each.overhead for each in steps)
@@ -105,7 +105,7 @@ def page(measured: dict[int, list[Steps]], rounds: int) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the figures and write the page."""
     parser = make_parser(__doc__, "overhead", rounds=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
@@ -118,7 +118,7 @@ def main() -> None:
         str(batch): [each._asdict() for each in steps] for batch, steps in measured.items()
     }
     write_results(
-        options.output, "Host overhead at one stage", page(measured, options.rounds), results
+        options.output, "Host overhead at one stage", format_page(measured, options.rounds), results
     )
 
 

@@ -1,8 +1,4 @@
-"""Pages of docs/benchmarks: figures that a command writes anew, beside words that stay.
-
-Owns the marks between the two and what a page says of the machine. Knows nothing of what is
-measured.
-"""
+"""Pages of docs/benchmarks: generated figures between marks, with text around them that stays."""
 
 import argparse
 import datetime
@@ -22,7 +18,7 @@ BEGIN, END = "<!-- figures, overwritten by the command -->", "<!-- end of figure
 
 
 def origin(module: str) -> str:
-    """The command that runs and what it runs on, for the head of its figures."""
+    """Return the command and the machine, for the head of the figures."""
     command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     return (
@@ -32,11 +28,12 @@ def origin(module: str) -> str:
 
 
 def make_parser(doc: str | None, page: str, rounds: int) -> argparse.ArgumentParser:
-    """Return the flags that benchmarks of a served model share: model, rounds, output.
+    """Return a parser of the flags that benchmarks of a served model share: model, rounds, output.
 
-    doc: the command's docstring; its first line is the description.
-    page: name of the page in docs/benchmarks, without its suffix.
-    rounds: default number of rounds.
+    Args:
+        doc: The command's docstring; its first line is the description.
+        page: Name of the page in docs/benchmarks, without suffix.
+        rounds: Default number of rounds.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
@@ -46,7 +43,7 @@ def make_parser(doc: str | None, page: str, rounds: int) -> argparse.ArgumentPar
 
 
 def write_figures(path: Path, title: str, figures: str) -> None:
-    """Put figures between the page's marks; all else of an old page stays as it is."""
+    """Write figures between the page's marks; keep the rest of an existing page."""
     text = path.read_text(encoding="utf-8") if path.is_file() else f"# {title}\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -54,25 +51,25 @@ def write_figures(path: Path, title: str, figures: str) -> None:
 
 
 def write_results(page: Path, title: str, figures: str, results: dict[str, Any]) -> None:
-    """The figures into the page, the numbers behind them into a JSON file beside it; print both."""
+    """Write the figures to the page and the results to a JSON file beside it; print the figures."""
     write_figures(page, title, figures)
     page.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
     print(figures)
 
 
 class ForeignCpu:
-    """What others used of this machine's cores since it was made."""
+    """CPU time that other processes have used on this machine since construction."""
 
     def __init__(self) -> None:
         self._begin = self._now()
 
     def cores(self) -> float:
-        """Cores that processes which are not this one or below it kept busy, on average."""
+        """Return the average number of cores that processes outside this process tree kept busy."""
         (begin, all_begin, own_begin), (end, all_end, own_end) = self._begin, self._now()
         return max(0.0, (all_end - all_begin - own_end + own_begin) / max(end - begin, 1e-9))
 
     def _now(self) -> tuple[float, float, float]:
-        """Seconds of CPU since boot: (idle ones too, per core; all processes'; own tree's)."""
+        """Return CPU seconds since boot: elapsed per core, of all processes, of this tree."""
         tick = os.sysconf("SC_CLK_TCK")
         fields = [int(x) / tick for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
         busy = sum(fields) - fields[3] - fields[4]
@@ -80,7 +77,7 @@ class ForeignCpu:
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and its descendants."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(c) for t in threads for c in (t / "children").read_text().split()]
@@ -90,7 +87,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of a process and those below it that have ended."""
+    """Return the CPU seconds of a process and of its children that have exited."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

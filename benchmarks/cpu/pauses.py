@@ -1,8 +1,8 @@
-"""How long the garbage collector stops the frontend while it serves streams.
+"""Measure how long the garbage collector stops the frontend while it serves streams.
 
-The real server runs in this process, with a clock on each collection; `gllm bench serve` loads it
-from another one. Run as `python -m benchmarks.cpu.pauses --model FOLDER`; it prints the figures and
-writes them into docs/benchmarks/pauses.md.
+The real server runs in this process, with a timer on each collection; `gllm bench serve` sends the
+load from another process. Run as `python -m benchmarks.cpu.pauses --model FOLDER`; it prints the
+figures and writes them to docs/benchmarks/pauses.md.
 """
 
 import argparse
@@ -29,18 +29,18 @@ from gllm.sim.report import format_table, show_value
 
 PROMPT, OUTPUT = 128, 64
 ROUNDS = 4
-"""Requests of each stream, one after the other."""
+"""Requests per stream, one after the other."""
 
 
 class Pauses:
-    """Times of collections by generation; one of gc.callbacks."""
+    """Seconds of each collection by generation; a callback for gc.callbacks."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, list[float]] = defaultdict(list)
         self._begin = 0.0
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
-        """A collection begins or ends."""
+        """Record the start or the end of a collection."""
         if phase == "start":
             self._begin = time.perf_counter()
         else:
@@ -48,7 +48,11 @@ class Pauses:
 
 
 async def load(port: int, streams: int) -> None:
-    """Have another process ask for streams. Raises RuntimeError where it fails."""
+    """Send requests from another process.
+
+    Raises:
+        RuntimeError: The load failed.
+    """
     command = [
         sys.executable,
         "-c",
@@ -67,7 +71,7 @@ async def load(port: int, streams: int) -> None:
 async def measure(
     config: EngineConfig, streams: int, workers: WorkerProcesses
 ) -> tuple[Pauses, float]:
-    """Serve all streams; the collections meanwhile, and for how long it went on."""
+    """Serve all streams; return the collections and the elapsed seconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,7 +89,7 @@ async def measure(
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the figures and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--streams", type=int, default=16)

@@ -1,11 +1,10 @@
-"""Where the time of a decode step goes: a table of its phases.
+"""Break down the time of a decode step into phases.
 
 An engine serves one batch of decodes with the step log on. Then each phase runs again alone on the
 recorded steps: scheduling, message encoding, building inputs, computing, sampling, transferring
-activations, detokenizing. What a served step takes beyond the phases on its critical path is
-waiting and switching between threads and processes. Run as
-`python -m benchmarks.cpu.phases --model FOLDER`; it prints the tables and writes them into
-docs/benchmarks/phases.md.
+activations, detokenizing. The time of a served step beyond the phases on its critical path is
+waiting and switching between threads and processes. Run as `python -m benchmarks.cpu.phases --model
+FOLDER`; it prints the tables and writes them to docs/benchmarks/phases.md.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import uvloop
 
 from benchmarks.cpu.page import make_parser, origin, write_results
-from benchmarks.cpu.rounds import Bench, bench
+from benchmarks.cpu.rounds import RoundRunner, start_round_runner
 from gllm.config.engine import EngineConfig
 from gllm.messages.codec import decode, encode
 from gllm.messages.requests import EngineOutputs
@@ -44,19 +43,22 @@ from gllm.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 SERVED = "served step"
-"""From a step's start on the first stage to the start of the next step there."""
+"""Phase from a step's start on the first stage to the start of the next step there."""
 
 
 class Setting(NamedTuple):
-    """Decodes that are served."""
+    """Stages and decodes of one measurement."""
 
     stages: int
     layers: tuple[int, ...] | None
-    """Layers of each stage. Two stages of the model of benchmarks/cpu/model.py take equally long
-    for a decode at 16 and 8: its head costs as much as eight layers."""
+    """Layers per stage.
+
+    Two stages of the model of benchmarks/cpu/model.py take equally long for a decode with 16 and 8
+    layers: its head costs as much as eight layers.
+    """
     requests: int
     batch: int
-    """Decodes in each micro-batch."""
+    """Decodes per micro-batch."""
 
 
 SETTINGS = {
@@ -70,7 +72,7 @@ Seconds = dict[int, float]
 
 
 class Replay:
-    """Calls of one run's scheduler, with the time that each phase of the driver took.
+    """Replay of one run's scheduler calls that times each phase of the driver.
 
     Args:
         events: A step log, from its start.
@@ -78,7 +80,7 @@ class Replay:
 
     def __init__(self, events: list[StepLogEvent]) -> None:
         start = events[0]
-        assert isinstance(start, StartEvent), "the bench has put it there"
+        assert isinstance(start, StartEvent), "the first event of a step log"
         self._scheduler = Scheduler(start.scheduler)
         self.plans: dict[int, StepPlan] = {}
         self.outcomes: dict[int, StepOutput] = {}
@@ -147,21 +149,23 @@ def decode_steps(plans: Iterable[StepPlan], batch: int) -> list[int]:
 
 
 async def measure_round(
-    made: Bench, tokenizer: Tokenizer, setting: Setting, seed: int
+    runner: RoundRunner, tokenizer: Tokenizer, setting: Setting, seed: int
 ) -> dict[str, float]:
     """Serve one batch of requests and replay its steps.
 
     Returns:
         Median milliseconds of a full decode step: SERVED and one entry for each phase.
     """
-    num_old_events = len(made.events)
-    await made.serve([WorkloadRequest(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * setting.requests, seed)
-    await made.news()
-    run = build_run_record(made.events, warm_ups=True)
-    replay = Replay(made.events)
+    num_old_events = len(runner.events)
+    await runner.serve(
+        [WorkloadRequest(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * setting.requests, seed
+    )
+    await runner.read_new_events()
+    run = build_run_record(runner.events, warm_ups=True)
+    replay = Replay(runner.events)
     new_plans = (
         event.plan
-        for event in made.events[num_old_events:]
+        for event in runner.events[num_old_events:]
         if isinstance(event, ScheduleEvent) and event.plan is not None
     )
     steps = decode_steps(new_plans, setting.batch)
@@ -174,7 +178,7 @@ async def measure_round(
         "schedule": replay.schedule_seconds,
         "encode messages": replay.encode_seconds,
     }
-    stages = await asyncio.to_thread(made.loops.phase_seconds)
+    stages = await asyncio.to_thread(runner.loops.phase_seconds)
     for number, stage_phases in enumerate(stages):
         phases |= {f"{name}, stage {number}": stage_phases[name] for name in stage_phases}
     phases["detokenize"] = detokenize_seconds(replay.outcomes, tokenizer)
@@ -184,18 +188,18 @@ async def measure_round(
 
 
 async def measure(config: EngineConfig, setting: Setting, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each phase in each round; one round before does not count."""
+    """Return the milliseconds of each phase in each round, after one round that does not count."""
     config = replace(config, pipeline_parallel_size=setting.stages, layers=setting.layers)
     tokenizer = Tokenizer.load(resolve_model(config.model))
-    async with bench(config) as made:
+    async with start_round_runner(config) as runner:
         measured = [
-            await measure_round(made, tokenizer, setting, seed) for seed in range(rounds + 1)
+            await measure_round(runner, tokenizer, setting, seed) for seed in range(rounds + 1)
         ]
     return {name: [each[name] for each in measured[1:]] for name in measured[0]}
 
 
 def phase_table(measured: dict[str, list[float]], stages: int) -> str:
-    """Return the table of one setting: phases, their share of a served step, and the rest."""
+    """Return the table of one setting: phases, their share of a served step, and the remainder."""
     served = median(measured[SERVED])
     critical = served * stages
     rows = []
@@ -212,7 +216,7 @@ def phase_table(measured: dict[str, list[float]], stages: int) -> str:
     return format_table(["phase", "ms", "spread", "share"], rows)
 
 
-def page(measured: dict[str, dict[str, list[float]]], rounds: int) -> str:
+def format_page(measured: dict[str, dict[str, list[float]]], rounds: int) -> str:
     """Return the figures in words and tables."""
     parts = [
         f"{origin('benchmarks.cpu.phases')} Rounds: {rounds}, medians of their medians; prompts of "
@@ -227,7 +231,7 @@ def page(measured: dict[str, dict[str, list[float]]], rounds: int) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the tables and write the page."""
     parser = make_parser(__doc__, "phases", rounds=3)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
@@ -239,7 +243,7 @@ def main() -> None:
         for name, setting in SETTINGS.items()
     }
     title = "Where the time of a decode step goes"
-    write_results(options.output, title, page(measured, options.rounds), measured)
+    write_results(options.output, title, format_page(measured, options.rounds), measured)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a pipeline of two stages loses to its own machinery.
+"""Measure the throughput that a pipeline of two stages loses to its own machinery.
 
-`--pp 2` with one thread a stage, against two independent loops over half of the model each, with
-one thread each, at the same time: the same micro-batches, inputs built beforehand, likeliest tokens
-instead of sampling, and nothing else. Run as `python -m benchmarks.cpu.pipeline --model FOLDER`; it
-prints the figures and writes them into docs/benchmarks/pipeline.md.
+`--pp 2` with one thread per stage is compared with two independent loops over one half of the model
+each, with one thread each, at the same time: the same micro-batches, inputs built beforehand,
+greedy tokens instead of sampling, and nothing else. Run as `python -m benchmarks.cpu.pipeline
+--model FOLDER`; it prints the figures and writes them to docs/benchmarks/pipeline.md.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import uvloop
 
 from benchmarks.cpu.page import make_parser, origin, write_results
-from benchmarks.cpu.rounds import Round, bench
+from benchmarks.cpu.rounds import Round, start_round_runner
 from gllm.config.engine import EngineConfig
 from gllm.sim.report import format_table, show_value
 from gllm.sim.run_record import RunRecord
@@ -21,24 +21,27 @@ from gllm.sim.workload import WorkloadRequest
 
 STAGES = 2
 AIM, COST, BUBBLES = 0.95, 0.05, 0.05
-"""Least ratio of throughputs, most share of machinery, and most bubble share of a stage."""
+"""Minimum ratio of throughputs, maximum share of machinery, and maximum bubble share of a stage."""
 MARGIN = 64
 """Tokens of context beyond the longest request."""
 
 
 class Workload(NamedTuple):
-    """Requests that are there at once, all alike."""
+    """Equal requests that all arrive at once."""
 
     requests: int
     prompt: int
     output: int
     layers: tuple[int, ...]
-    """Of each stage, so that stages of the model of benchmarks/cpu/model.py take equally long: the
-    head costs a decode as much as eight layers, and a long prompt next to nothing."""
+    """Layers per stage, such that both stages of the model take equally long.
+
+    In benchmarks/cpu/model.py the head costs a decode as much as eight layers, and a long prompt
+    almost nothing.
+    """
 
     @property
     def jobs(self) -> list[WorkloadRequest]:
-        """As the engine is asked."""
+        """Requests for the engine."""
         return [WorkloadRequest(0.0, self.prompt, self.output)] * self.requests
 
 
@@ -49,11 +52,13 @@ WORKLOADS = {
 
 
 def machinery_share(run: RunRecord) -> float:
-    """Of a run's length, what it would be shorter if nothing lay between a step's end on one stage
+    """Return the share of a run's length that is spent outside the stages' own work.
+
+    It is the time that the run would be shorter if nothing lay between a step's end on one stage
     and its begin on the next, or between its last end and the plan of the step that waits for it.
 
-    Steps keep the times that stages needed. What is left beside them is that stages wait for each
-    other: with as many micro-batches as stages, whichever of two is quicker waits for the other.
+    Steps keep their measured times on each stage. The remaining idle time is stages that wait for
+    each other: with as many micro-batches as stages, the quicker of two stages waits for the other.
     """
     steps = [step.stage_times for step in run.micro_batches if step.committed_time is not None]
     needed = [[each.end - each.start for each in stages if each is not None] for stages in steps]
@@ -72,7 +77,7 @@ def machinery_share(run: RunRecord) -> float:
 
 
 def figures_of(rounds: list[Round]) -> dict[str, Any]:
-    """Medians over rounds; ratios are taken within a round."""
+    """Return the medians over rounds; ratios are computed within a round."""
     stages = range(STAGES)
     return {
         "served_tokens_per_second": median(r.tokens / r.served_seconds for r in rounds),
@@ -90,8 +95,8 @@ def figures_of(rounds: list[Round]) -> dict[str, Any]:
     }
 
 
-def page(results: dict[str, dict[str, Any]], rounds: int) -> str:
-    """The figures in words and a table."""
+def format_page(results: dict[str, dict[str, Any]], rounds: int) -> str:
+    """Format the figures in words and a table."""
     header = [
         "workload",
         "layers",
@@ -139,7 +144,7 @@ def page(results: dict[str, dict[str, Any]], rounds: int) -> str:
 
 
 def verdict(results: dict[str, dict[str, Any]]) -> str:
-    """What the aims say."""
+    """Format the verdict on each target."""
     words = []
     for name, figures in results.items():
         met = "met" if figures["ratio"] >= AIM else "**missed**"
@@ -152,18 +157,18 @@ def verdict(results: dict[str, dict[str, Any]]) -> str:
 
 
 async def measure(config: EngineConfig, rounds: int) -> dict[str, dict[str, Any]]:
-    """One workload after the other, each with one round before that does not count."""
+    """Measure the workloads one after the other, each after one round that does not count."""
     measured = {}
     for place, (name, work) in enumerate(WORKLOADS.items()):
-        async with bench(replace(config, layers=work.layers)) as made:
+        async with start_round_runner(replace(config, layers=work.layers)) as runner:
             seeds = range(place, place + len(WORKLOADS) * (rounds + 1), len(WORKLOADS))
-            done = [await made.round(work.jobs, seed) for seed in seeds]
+            done = [await runner.round(work.jobs, seed) for seed in seeds]
         measured[name] = figures_of(done[1:])
     return measured
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the figures and write the page."""
     parser = make_parser(__doc__, "pipeline", rounds=5)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
@@ -178,7 +183,7 @@ def main() -> None:
     )
     results = uvloop.run(measure(config, options.rounds))
     title = "A pipeline of two stages against plain loops over its halves"
-    write_results(options.output, title, page(results, options.rounds), results)
+    write_results(options.output, title, format_page(results, options.rounds), results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What peers need besides their packages: the model in their format, binaries.
+"""Preparation of the peers' files: the model in their format, and binaries.
 
-Owns how each is made in the work folder, once. Knows nothing of how peers are run. What is there
-already is taken as it is; what is half made when something fails lies under another name.
+Each file is created once in the work folder and reused. Unfinished files have another name.
 """
 
 import dataclasses
@@ -15,23 +14,36 @@ from gllm.config.engine import EngineConfig
 
 LLAMA_BINARIES = ("llama-server", "llama-batched-bench")
 CMAKE_FLAGS = (
-    *("-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_NATIVE=ON"),
-    # What else the sources would download or build.
-    *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF"),
-    *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"),
+    "-G",
+    "Ninja",
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DGGML_NATIVE=ON",
+    # Downloads and builds that the comparison does not need.
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
 )
 GGUF_TYPES = {"bf16": "bf16", "int8": "q8_0"}
 OPENVINO_FORMATS = {"bf16": "fp16", "int8": "int8"}
-"""It keeps 16 bits as fp16 and makes bfloat16 of them when it loads them."""
+"""Weight format by gllm's name. OpenVINO stores 16 bits as fp16 and converts them to bfloat16 at
+load.
+"""
 
 
 def model_folder(work: Workplace, weights: str) -> Path:
-    """The model as it is."""
+    """Return the model's folder unchanged."""
     return work.model
 
 
 def our_model(work: Workplace, weights: str) -> Path:
-    """The model as it is, where gllm can serve it with such weights."""
+    """Return the model's folder unchanged.
+
+    Raises:
+        PeerError: This gllm cannot serve such weights.
+    """
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     if weights != "bf16" and "quantization" not in fields:
         raise PeerError(f"this gllm has no --quantization: no {weights} weights")
@@ -39,12 +51,12 @@ def our_model(work: Workplace, weights: str) -> Path:
 
 
 def llama_sources(work: Workplace) -> Path:
-    """llama.cpp's folder in the source package."""
+    """Download the source package if necessary and return llama.cpp's folder in it."""
     folder = work.folder / "llama.cpp"
     sources = folder / "vendor" / "llama.cpp"
     if not (sources / "convert_hf_to_gguf.py").exists():
         downloads, log = work.folder / "downloads", work.log("install-llama")
-        # pip names what it downloaded by itself; an older package must not be in the way.
+        # pip chooses the file name; an older package must not match the pattern below.
         shutil.rmtree(downloads, ignore_errors=True)
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         run([*pip, "--no-binary", ":all:", "--dest", downloads, LLAMA_SOURCES], log)
@@ -55,7 +67,11 @@ def llama_sources(work: Workplace) -> Path:
 
 
 def llama_binaries(work: Workplace) -> Path:
-    """The folder with llama.cpp's server and benchmark, built for this processor if need be."""
+    """Return the folder of llama.cpp's server and benchmark; build missing ones.
+
+    Raises:
+        PeerError: The folder of --llama-bin lacks a binary, or the build failed.
+    """
     folder = work.llama_bin or llama_sources(work) / "build" / "bin"
     absent = [name for name in LLAMA_BINARIES if not (folder / name).exists()]
     if absent and work.llama_bin:
@@ -69,7 +85,7 @@ def llama_binaries(work: Workplace) -> Path:
 
 
 def gguf(work: Workplace, weights: str) -> Path:
-    """The model as a GGUF file."""
+    """Convert the model to a GGUF file and return its path."""
     llama_binaries(work)
     kind = GGUF_TYPES[weights]
     file = work.folder / f"model-{kind}.gguf"
@@ -82,7 +98,7 @@ def gguf(work: Workplace, weights: str) -> Path:
 
 
 def openvino_ir(work: Workplace, weights: str) -> Path:
-    """The model as OpenVINO's intermediate representation, and its tokenizer."""
+    """Export the model and its tokenizer to OpenVINO's intermediate representation."""
     folder = work.folder / f"openvino-{weights}"
     if not folder.exists():
         partial, python = folder.with_suffix(".partial"), work.python("openvino")

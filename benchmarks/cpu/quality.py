@@ -1,8 +1,8 @@
-"""What number formats cost in quality: perplexity and greedy answers of the demo model.
+"""Measure the quality of number formats: perplexity and greedy answers of the demo model.
 
-Texts are held out: questions, and stories about heroes that no training text has. Each is scored
-and told by one engine for each format. Run as `python -m benchmarks.cpu.quality`; it prints the
-page and writes it to docs/benchmarks/quality.md.
+Texts are held out: questions, and stories about heroes that no training text has. One engine per
+format scores the texts and answers the prompts. Run as `python -m benchmarks.cpu.quality`; it
+prints the page and writes it to docs/benchmarks/quality.md.
 """
 
 import argparse
@@ -33,7 +33,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8, float32": {"dtype": "float32", "quantization": "int8"},
     "int8, bfloat16": {"dtype": "bfloat16", "quantization": "int8"},
 }
-"""The first is the one that others are held against."""
+"""Engine options by format; the first format is the baseline."""
 STORIES = 100
 STORY_SEED = 5
 ANSWER_TOKENS, STORY_TOKENS = 40, 300
@@ -41,29 +41,29 @@ ANSWER_TOKENS, STORY_TOKENS = 40, 300
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, and what the grammar has behind it."""
+    """A prompt and its true continuation by the grammar."""
 
     prompt: list[int]
-    rest: list[int]
+    continuation: list[int]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a format makes of texts of one kind."""
+class FormatResult:
+    """Scores and greedy answers of one format on texts of one kind."""
 
     scores: list[list[TokenLogprobs]]
-    """Of each rest's tokens."""
-    told: list[list[int]]
-    """Greedily, after each prompt."""
+    """Log-probabilities of the tokens of each continuation."""
+    answers: list[list[int]]
+    """Greedy answer to each prompt, as token ids."""
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-probability of a token."""
+        """Exponential of the mean negative log-probability per token."""
         return math.exp(-fmean(entry.logprob for text in self.scores for entry in text))
 
 
 def held_out(encode: Tokenizer) -> dict[str, tuple[list[Text], int]]:
-    """Texts by kind, and how many tokens an answer may have."""
+    """Return the texts by kind, each with the maximum tokens of an answer."""
     rng = random.Random(STORY_SEED)
     heroes = grammar.story_heroes(2 * STORIES)[STORIES:]
     pairs = {
@@ -82,38 +82,42 @@ def _text(encode: Tokenizer, message: str, answer: str) -> Text:
     return Text(encode.encode(prompt).ids, encode.encode(answer + TURN_END).ids)
 
 
-def measure(llm: LLM, texts: list[Text], limit: int) -> Outcome:
-    """Score the texts, and have their prompts answered."""
+def measure(llm: LLM, texts: list[Text], limit: int) -> FormatResult:
+    """Score the texts and generate greedy answers to their prompts."""
     scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-    scored = llm.generate([text.prompt + text.rest for text in texts], scoring)
+    scored = llm.generate([text.prompt + text.continuation for text in texts], scoring)
     greedy = SamplingParams(temperature=0.0, max_tokens=limit)
-    told = llm.generate([text.prompt for text in texts], greedy)
+    answered = llm.generate([text.prompt for text in texts], greedy)
     # The first token of a prompt has no score.
     pairs = zip(scored, texts, strict=True)
     scores = [output.prompt_logprobs[len(text.prompt) - 1 :] for output, text in pairs]
-    return Outcome(scores, [output.outputs[0].token_ids for output in told])
+    return FormatResult(scores, [output.outputs[0].token_ids for output in answered])
 
 
-def agreement(outcome: Outcome, base: Outcome) -> float:
-    """Share of places in the texts where both hold the same token for the likeliest."""
+def agreement(outcome: FormatResult, base: FormatResult) -> float:
+    """Return the share of positions at which both formats have the same most likely token."""
     pairs = [
         (ours.top_ids[0], theirs.top_ids[0])
         for texts in zip(outcome.scores, base.scores, strict=True)
         for ours, theirs in zip(*texts, strict=True)
     ]
-    return fmean(one == other for one, other in pairs)
+    return fmean(ours == theirs for ours, theirs in pairs)
 
 
-def lines(kind: str, outcomes: dict[str, Outcome], texts: list[Text]) -> list[list[str]]:
-    """A row of the table for each format."""
+def format_rows(kind: str, outcomes: dict[str, FormatResult], texts: list[Text]) -> list[list[str]]:
+    """Return one table row per format."""
     base = next(iter(outcomes.values()))
     rows = []
     for name, outcome in outcomes.items():
-        same = fmean(a == b for a, b in zip(outcome.told, base.told, strict=True))
-        right = fmean(told == t.rest for told, t in zip(outcome.told, texts, strict=True))
+        same = fmean(a == b for a, b in zip(outcome.answers, base.answers, strict=True))
+        right = fmean(
+            answer == t.continuation for answer, t in zip(outcome.answers, texts, strict=True)
+        )
         rows.append(
             [
-                *(kind, name, f"{outcome.perplexity:.4f}"),
+                kind,
+                name,
+                f"{outcome.perplexity:.4f}",
                 f"{100 * (outcome.perplexity / base.perplexity - 1):+.2f} %",
                 f"{agreement(outcome, base):.2%}",
                 f"{same:.1%}",
@@ -123,12 +127,17 @@ def lines(kind: str, outcomes: dict[str, Outcome], texts: list[Text]) -> list[li
     return rows
 
 
-def page(rows: list[list[str]], counts: dict[str, int]) -> str:
-    """The table, and what was measured how."""
+def format_page(rows: list[list[str]], counts: dict[str, int]) -> str:
+    """Format the table and the description of the measurement."""
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     names = [
-        *("texts", "numbers", "perplexity", "beside float32", "same likeliest token"),
-        *("same greedy answer", "right answers"),
+        "texts",
+        "numbers",
+        "perplexity",
+        "beside float32",
+        "same likeliest token",
+        "same greedy answer",
+        "right answers",
     ]
     return "\n\n".join(
         [
@@ -146,18 +155,22 @@ def page(rows: list[list[str]], counts: dict[str, int]) -> str:
 
 
 def main() -> None:
-    """Print the page and write it."""
+    """Measure, print the page and write it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", default="docs/benchmarks/quality.md")
     options = parser.parse_args()
     kinds = held_out(Tokenizer.from_file(str(DEMO / "tokenizer.json")))
-    outcomes: dict[str, dict[str, Outcome]] = {kind: {} for kind in kinds}
+    outcomes: dict[str, dict[str, FormatResult]] = {kind: {} for kind in kinds}
     for name, settings in FORMATS.items():
         with LLM("demo", progress=False, **settings) as llm:
             for kind, (texts, limit) in kinds.items():
                 outcomes[kind][name] = measure(llm, texts, limit)
-    rows = [row for kind, (texts, _) in kinds.items() for row in lines(kind, outcomes[kind], texts)]
-    text = page(rows, {kind: len(texts) for kind, (texts, _) in kinds.items()}) + "\n"
+    rows = [
+        row
+        for kind, (texts, _) in kinds.items()
+        for row in format_rows(kind, outcomes[kind], texts)
+    ]
+    text = format_page(rows, {kind: len(texts) for kind, (texts, _) in kinds.items()}) + "\n"
     Path(options.output).write_text(text, encoding="utf-8")
     print(text)
 

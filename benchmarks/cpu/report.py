@@ -1,7 +1,4 @@
-"""Rows in numbers: medians, spreads, ratios to other peers, and tables of them.
-
-Owns the arithmetic and the tables. Knows nothing of files and of how rows are measured.
-"""
+"""Statistics over rows: medians, spreads, ratios to other peers, and their tables."""
 
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
@@ -13,17 +10,17 @@ from benchmarks.cpu.results import Results, Row
 from gllm.sim.report import format_table, show_value
 
 SPEEDS = {"server": "output_throughput", "in-process": "tokens_per_second"}
-"""The figure that a mode is about."""
+"""Main figure of each mode."""
 NOTHING = "-"
 
 
 def values(rows: Iterable[Row], peer: str, cell: str, key: str) -> list[float]:
-    """A figure in all rounds and repeats."""
+    """Return a figure of all rounds and repeats."""
     return [row.figures[key] for row in rows if (row.peer, row.cell) == (peer, cell)]
 
 
 def by_round(rows: Iterable[Row], peer: str, cell: str, key: str) -> dict[int, float]:
-    """A figure's median over the repeats of each round."""
+    """Return a figure's median over the repeats of each round."""
     found: dict[int, list[float]] = {}
     for row in rows:
         if (row.peer, row.cell) == (peer, cell):
@@ -39,8 +36,9 @@ def ratio(
     key: str,
     best: Callable[[Iterable[float]], float] = max,
 ) -> float | None:
-    """A peer's figure beside the best of the others': the median of the rounds' ratios, so that
-    what slowed a whole round down falls out. None where no round has both.
+    """Return a peer's figure relative to the best of the others: the median of the rounds' ratios.
+
+    A slowdown of a whole round thus cancels out. None if no round has both.
     """
     ours = by_round(rows, peer, cell, key)
     theirs = [by_round(rows, other, cell, key) for other in others]
@@ -53,24 +51,24 @@ def ratio(
 
 
 def peers_of(results: Results) -> list[str]:
-    """Peers with rows, in the order that they were made ready in."""
+    """Return the peers with rows, in the order of their preparation."""
     measured = {row.peer for row in results.rows}
     return [name for name in results.versions if name in measured]
 
 
 def cells_of(results: Results) -> list[str]:
-    """Cells with rows, in the order that they were measured in."""
+    """Return the cells with rows, in the order of measurement."""
     return list(dict.fromkeys(row.cell for row in results.rows))
 
 
 def middle(results: Results, peer: str, cell: str, key: str) -> str:
-    """The median of a figure, as it is shown."""
+    """Format the median of a figure."""
     found = values(results.rows, peer, cell, key)
     return show_value(median(found)) if found else NOTHING
 
 
 def with_spread(results: Results, peer: str, cell: str, key: str) -> str:
-    """Median and, of several, the least and the largest."""
+    """Format the median and, for several values, the minimum and maximum."""
     found = values(results.rows, peer, cell, key)
     if len(found) < 2:
         return middle(results, peer, cell, key)
@@ -78,8 +76,10 @@ def with_spread(results: Results, peer: str, cell: str, key: str) -> str:
 
 
 def rates_of(results: Results) -> list[Rates]:
-    """The machine's rates with each number of threads: the best of all rounds, limits being what
-    it can do undisturbed."""
+    """Return the machine's rates for each number of threads.
+
+    Each rate is the best of all rounds, because limits are those of the undisturbed machine.
+    """
     threads = sorted({rates.threads for rates in results.limits})
     alike = [[rates for rates in results.limits if rates.threads == each] for each in threads]
     return [
@@ -93,7 +93,7 @@ def rates_of(results: Results) -> list[Rates]:
 
 
 def limits(results: Results) -> dict[str, float]:
-    """The physical limit of a mode's cells, in the unit of its speed."""
+    """Return the physical limit of a mode's cells, in the unit of its main figure."""
     if not results.limits:
         return {}
     rates, asked = rates_of(results)[-1], results.asked
@@ -105,7 +105,7 @@ def limits(results: Results) -> dict[str, float]:
 
 
 def speed_table(results: Results) -> str:
-    """Tokens a second of every peer in every cell, over the machine's limits."""
+    """Format the tokens per second of every peer in every cell, above the machine's limits."""
     key, cells, most = SPEEDS[results.mode], cells_of(results), limits(results)
     table = [
         [peer, *(with_spread(results, peer, cell, key) for cell in cells)]
@@ -118,7 +118,7 @@ def speed_table(results: Results) -> str:
 
 
 def use_table(results: Results) -> str:
-    """Memory of every peer, and what strangers used of the machine meanwhile."""
+    """Format the memory of every peer and the CPU share of other processes meanwhile."""
     table = []
     for peer in peers_of(results):
         rows = [row for row in results.rows if row.peer == peer]
@@ -143,7 +143,7 @@ LATENCIES = {
 
 
 def latency_table(results: Results) -> str:
-    """Latencies of every server, cells between slashes; each is a median of rounds and repeats."""
+    """Format the latencies of every server, cells between slashes: medians."""
     cells = cells_of(results)
     table = [
         [
@@ -169,7 +169,7 @@ LOADED = {
 
 
 def load_table(results: Results, cell: str) -> str:
-    """Throughput and latencies of every server under one load of a trace's lengths."""
+    """Format throughput and latencies of every server under one load of a trace's lengths."""
     table = [
         [
             peer,
@@ -185,7 +185,7 @@ def load_table(results: Results, cell: str) -> str:
 
 
 def machine_table(results: Results) -> str:
-    """What limits are computed from."""
+    """Format the rates that the limits are computed from."""
     table = [
         [
             str(rates.threads),

@@ -1,7 +1,4 @@
-"""What a comparison measured, as it is kept in files.
-
-Owns the records and their JSON. Knows nothing of how they are measured and shown.
-"""
+"""Results of a comparison and their JSON files."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from benchmarks.cpu.limits import Rates
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One load on one peer, or one batch in it."""
+    """Figures of one load on one peer, or of one batch in process."""
 
     peer: str
     cell: str
@@ -20,9 +17,9 @@ class Row(msgspec.Struct, frozen=True):
     round: int
     figures: dict[str, float]
     foreign: float
-    """Share (0..1) of all cores that strangers used meanwhile."""
+    """CPU share (0..1) of all cores that other processes used meanwhile."""
     pss: int = 0
-    """Peak of the peer's memory meanwhile, bytes."""
+    """Peak memory of the peer meanwhile, in bytes."""
 
 
 class Results(msgspec.Struct):
@@ -35,21 +32,26 @@ class Results(msgspec.Struct):
     asked: dict[str, Any]
     """The configuration."""
     versions: dict[str, str] = {}
-    """By peer."""
+    """Version by peer."""
     refused: dict[str, str] = {}
-    """Peers that could not be measured, or not to the end, and why."""
+    """Reason by peer, for peers that could not be measured completely."""
     limits: list[Rates] = []
-    """Measured in each round with one thread, then with all."""
+    """Rates measured in each round, with one thread and with all threads."""
     rows: list[Row] = []
 
     def save(self, path: Path) -> None:
-        """Write the file, and its folder."""
+        """Write the file and create its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
 
 def load(path: Path) -> Results:
-    """The results of a file. Raises OSError as open does, ValueError for what is none."""
+    """Load the results from a file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file has no results of this comparison.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Results)
     except msgspec.DecodeError as error:

@@ -1,7 +1,4 @@
-"""Rounds of one workload: an engine serves it, then plain loops compute the same micro-batches.
-
-Owns the order of the two sides and what is kept of a round. Knows nothing of what is made of it.
-"""
+"""Rounds of one workload: an engine serves it, then plain loops compute the same micro-batches."""
 
 import asyncio
 import tempfile
@@ -13,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.cpu.loops import Loops
+from benchmarks.cpu.loops import StageLoops
 from benchmarks.cpu.page import ForeignCpu
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
@@ -26,64 +23,64 @@ from gllm.sim.workload import WorkloadRequest
 
 @dataclass(frozen=True)
 class Round:
-    """What both sides did with one workload."""
+    """Result of one round: the served run and the loops' times."""
 
     jobs: list[WorkloadRequest]
     served_seconds: float
-    """From the first request's way into the engine to the last token's way out."""
+    """Seconds from the first request's submission to the last token."""
     run: RunRecord
     loop_seconds: list[list[float]]
-    """By stage, of each micro-batch of the run."""
+    """Seconds by stage, for each micro-batch of the run."""
     foreign_cores: float
-    """What others used of the machine meanwhile."""
+    """Average number of cores that other processes used meanwhile."""
 
     @property
     def tokens(self) -> int:
-        """Prompt and output."""
+        """Number of prompt and output tokens."""
         return sum(job.num_prompt_tokens + job.num_output_tokens for job in self.jobs)
 
     @property
     def loops_seconds(self) -> float:
-        """Until the slower loop was through."""
+        """Seconds until the slower loop finished."""
         return max(map(sum, self.loop_seconds))
 
     @property
     def bubble_shares(self) -> list[float]:
-        """By stage, of the time in which it was served."""
+        """Bubble share by stage while serving."""
         return [use.bubble_share for use in self.run.stage_usages()]
 
     @property
     def busy_seconds(self) -> list[float]:
-        """By stage, what it computed while it was served."""
+        """Compute seconds by stage while serving."""
         return [use.busy for use in self.run.stage_usages()]
 
 
-class Bench:
-    """An engine, its step log and the loops beside it."""
+class RoundRunner:
+    """An engine, its step log and the plain loops that repeat its micro-batches."""
 
-    def __init__(self, engine: Engine, log: Path, loops: Loops) -> None:
+    def __init__(self, engine: Engine, log: Path, loops: StageLoops) -> None:
         self.loops = loops
         self.events: list[StepLogEvent] = []
-        """All that the engine has logged, warm-up included."""
+        """All events that the engine has logged, including warm-up."""
         self._engine = engine
         self._log = log
 
     async def round(self, jobs: list[WorkloadRequest], seed: int) -> Round:
-        """Serve the jobs, with prompts that no other seed has, and compute the same again."""
+        """Serve the jobs and compute the same micro-batches again; prompts depend on the seed."""
         foreign = ForeignCpu()
         served = await self.serve(jobs, seed)
-        run = build_run_record(await self.news())
+        run = build_run_record(await self.read_new_events())
         seconds = await asyncio.to_thread(self.loops.seconds)
         return Round(jobs, served, run, seconds, foreign.cores())
 
     async def serve(self, jobs: list[WorkloadRequest], seed: int) -> float:
-        """Serve the jobs; return the seconds that it took."""
+        """Serve the jobs and return the elapsed seconds."""
         begin = time.perf_counter()
         await serve_workload(self._engine, jobs, seed)
         return time.perf_counter() - begin
 
-    async def news(self) -> list[StepLogEvent]:
-        """The log's start and what was logged since the last call; the loops are fed with it."""
+    async def read_new_events(self) -> list[StepLogEvent]:
+        """Return the log's start and the events since the last call; pass those to the loops."""
         await asyncio.sleep(LOG_DRAIN_SECONDS)
         events = list(read_step_log(self._log))
         new, self.events = events[len(self.events) :], events
@@ -94,17 +91,17 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(config: EngineConfig) -> AsyncIterator[Bench]:
-    """Both sides, started and warm."""
+async def start_round_runner(config: EngineConfig) -> AsyncIterator[RoundRunner]:
+    """Start and warm up the engine and the loops; stop them on exit."""
     with tempfile.TemporaryDirectory(prefix="gllm-") as folder:
         log = Path(folder) / "steps.jsonl"
         scheduler = replace(config.scheduler, prefix_cache=False)
         config = replace(config, step_log=str(log), scheduler=scheduler)
-        loops = Loops(config, resolve_model(config.model))
+        loops = StageLoops(config, resolve_model(config.model))
         try:
             async with Engine(config) as engine:
-                made = Bench(engine, log, loops)
-                await made.news()
-                yield made
+                runner = RoundRunner(engine, log, loops)
+                await runner.read_new_events()
+                yield runner
         finally:
             loops.close()

@@ -1,7 +1,6 @@
-"""Peers as servers: each started afresh, loaded and ended.
+"""Runs of the peers as servers: each is started, loaded and stopped.
 
-Owns a server's life, and what is noted of a load on it. Knows nothing of what the loads are for:
-modes make cells, `send_cells` sends them.
+Modes define the cells; `send_cells` sends them.
 """
 
 import asyncio
@@ -28,15 +27,17 @@ from gllm.commands.bench.runner import run_load
 from gllm.commands.bench.server import TargetServerError, wait_until_ready
 
 START_SECONDS = 600.0
-"""In which a server has to be ready: some compile their kernels first."""
+"""Maximum seconds until a server is ready: some compile their kernels first."""
 FIGURES = (
-    *("output_throughput", "total_token_throughput", "request_throughput"),
+    "output_throughput",
+    "total_token_throughput",
+    "request_throughput",
     *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("median", "p99")),
 )
-"""What is kept of a load, by the names of `gllm bench serve`."""
+"""Figures that are kept of a load, by the names of `gllm bench serve`."""
 
 
-class Running(NamedTuple):
+class RunningServer(NamedTuple):
     """A server that has been started."""
 
     server: Server
@@ -46,37 +47,49 @@ class Running(NamedTuple):
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """Return a free port of this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 @contextmanager
-def started(peer: Peer, work: Workplace, source: Path, slots: int) -> Iterator[Running]:
-    """A fresh server of a peer, ended with the block."""
+def started(peer: Peer, work: Workplace, source: Path, slots: int) -> Iterator[RunningServer]:
+    """Start a peer's server and stop it at the end of the block."""
     assert peer.serve is not None
     port, log = free_port(), work.log(f"serve-{peer.name}")
     server = peer.serve(work, source, port, slots)
     env = variables(work.python(peer.environment), peer.variables(work))
     with background(server.command, log, env) as process:
-        yield Running(server, f"http://127.0.0.1:{port}", process, log)
+        yield RunningServer(server, f"http://127.0.0.1:{port}", process, log)
 
 
 def send_cells(
     peer: Peer, work: Workplace, source: Path, slots: int, cells: Iterable[Cell], turn: int
 ) -> list[Row]:
-    """Start the peer's server, send it the first cell to warm up, then the others one after the
-    other; a row for each of them.
+    """Start the peer's server, send the first cell as warm-up, then the others in order.
 
-    slots: requests at once at most. Raises PeerError where the server does not start or a request
-    fails.
+    Args:
+        peer: A peer with a server.
+        work: The work folder.
+        source: Path of the peer's model files.
+        slots: Maximum number of concurrent requests.
+        cells: The warm-up and the measured cells.
+        turn: Number of the round.
+
+    Returns:
+        One row per measured cell.
+
+    Raises:
+        PeerError: The server does not start or a request fails.
     """
     with started(peer, work, source, slots) as running:
         return uvloop.run(_send_cells(peer, running, list(cells), turn))
 
 
-async def _send_cells(peer: Peer, running: Running, cells: list[Cell], turn: int) -> list[Row]:
+async def _send_cells(
+    peer: Peer, running: RunningServer, cells: list[Cell], turn: int
+) -> list[Row]:
     root = running.process.pid
     rows = []
     async with open_session(ServeConfig(), None) as session:
@@ -86,21 +99,24 @@ async def _send_cells(peer: Peer, running: Running, cells: list[Cell], turn: int
             cpu = CpuWatch(root)
             figures = await _send(session, running, model, cell)
             foreign = cpu.foreign()
-            # Not meanwhile: a look takes milliseconds of a core, and servers keep what they took.
+            # After the load: a sample takes CPU time, and servers keep the memory they allocated.
             memory = pss_bytes(tree(root))
             rows.append(Row(peer.name, cell.name, turn, figures, foreign, memory))
     return rows
 
 
-async def _ready(session: aiohttp.ClientSession, running: Running) -> str:
-    """The model's name, once the server is ready. Raises PeerError where it ends or takes too
-    long."""
+async def _ready(session: aiohttp.ClientSession, running: RunningServer) -> str:
+    """Wait until the server is ready and return the model's name.
+
+    Raises:
+        PeerError: The server exits or takes too long.
+    """
     asked = running.server.model
     waiting = asyncio.ensure_future(wait_until_ready(session, running.url, asked, START_SECONDS))
     while not (await asyncio.wait({waiting}, timeout=0.5))[0]:
         if running.process.poll() is not None:
             waiting.cancel()
-            raise PeerError(f"its server ended while it started: {tail(running.log)}")
+            raise PeerError(f"its server exited during startup: {tail(running.log)}")
     try:
         return waiting.result().name
     except TargetServerError as error:
@@ -108,9 +124,13 @@ async def _ready(session: aiohttp.ClientSession, running: Running) -> str:
 
 
 async def _send(
-    session: aiohttp.ClientSession, running: Running, model: str, cell: Cell
+    session: aiohttp.ClientSession, running: RunningServer, model: str, cell: Cell
 ) -> dict[str, float]:
-    """Send a cell's requests; its figures. Raises PeerError where a request fails."""
+    """Send a cell's requests and return the figures.
+
+    Raises:
+        PeerError: A request fails.
+    """
     load, bodies = requests_of(cell, running.server, model)
     url = running.url + cell.config.endpoint
 
@@ -127,11 +147,17 @@ async def _send(
 
 
 def check(load: list[PlannedRequest], outcomes: list[RequestResult]) -> None:
-    """Raises PeerError where a request failed or had another length than was asked for."""
+    """Check that every request succeeded with the requested lengths.
+
+    Raises:
+        PeerError: A request failed or had other lengths than requested.
+    """
     if failures := failure_lines(outcomes):
         raise PeerError(" / ".join(failures))
     for planned, outcome in zip(load, outcomes, strict=True):
         asked = (planned.prompt_tokens, planned.output_tokens)
         served = (outcome.prompt_tokens, outcome.timeline.num_tokens)
         if asked != served:
-            raise PeerError(f"it served {served} prompt and output tokens where {asked} were asked")
+            raise PeerError(
+                f"it served {served} prompt and output tokens where {asked} were requested"
+            )

@@ -1,8 +1,8 @@
-"""From the command to a server that is ready, against what no server can do without.
+"""Measure the time from the command to a ready server, relative to a lower bound.
 
-The floor is measured in a process of its own, which imports torch and reads every tensor of the
-model into memory; both sides in turns, files in the system's cache. Run as
-`python -m benchmarks.cpu.startup --model FOLDER`; it prints the figures and writes them into
+The lower bound is measured in its own process, which imports torch and reads every tensor of the
+model into memory. Both sides alternate, with the files in the page cache. Run as `python -m
+benchmarks.cpu.startup --model FOLDER`; it prints the figures and writes them to
 docs/benchmarks/startup.md.
 """
 
@@ -34,11 +34,11 @@ for path in sys.argv[1:]:
 print(imported - begin, time.perf_counter() - loaded)
 """
 READY = "is ready"
-"""In the line that the server logs when it takes requests."""
+"""Text in the line that the server logs when it accepts requests."""
 
 
 def floor(files: Sequence[Path]) -> tuple[float, float]:
-    """Seconds to import torch, and to read the files."""
+    """Return the seconds to import torch and the seconds to read the files."""
     command = [sys.executable, "-c", FLOOR, *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported, read = map(float, done.stdout.split())
@@ -46,13 +46,17 @@ def floor(files: Sequence[Path]) -> tuple[float, float]:
 
 
 def ready(folder: Path, flags: Sequence[str]) -> float:
-    """Seconds from the command to /ready's 200. Raises RuntimeError where it never comes."""
+    """Return the seconds from the command to the ready server.
+
+    Raises:
+        RuntimeError: The server exited before it was ready.
+    """
     command = [sys.executable, "-m", "gllm.serve", str(folder), "--port", "0", *flags]
     begin = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
-            # The line tells when, without asking again and again; the next one tells where.
+            # The log line has the time without polling; the next line has the URL.
             for line in server.stderr:
                 if READY in line:
                     seconds = time.perf_counter() - begin
@@ -69,7 +73,7 @@ def ready(folder: Path, flags: Sequence[str]) -> float:
 
 
 def measure(folder: Path, stages: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Both sides in turns, after one turn that fills the system's cache."""
+    """Measure both sides in turns, after one turn that fills the page cache."""
     files = sorted(folder.glob("*.safetensors"))
     floors: list[tuple[float, float]] = []
     servers: dict[int, list[float]] = {count: [] for count in stages}
@@ -95,8 +99,8 @@ def measure(folder: Path, stages: Sequence[int], rounds: int) -> dict[str, Any]:
     }
 
 
-def page(results: dict[str, Any], rounds: int) -> str:
-    """The figures in words and a table."""
+def format_page(results: dict[str, Any], rounds: int) -> str:
+    """Format the figures in words and a table."""
     rows = [
         [
             stages,
@@ -118,13 +122,13 @@ def page(results: dict[str, Any], rounds: int) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the figures and write the page."""
     parser = make_parser(__doc__, "startup", rounds=5)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
     results = measure(resolve_model(options.model), options.stages, options.rounds)
     title = "From the command to a ready server"
-    write_results(options.output, title, page(results, options.rounds), results)
+    write_results(options.output, title, format_page(results, options.rounds), results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What a process tree uses of the machine, and what others use beside it.
+"""CPU time and memory of a process tree, and CPU time of all other processes, from /proc.
 
-Owns the reading of /proc. Knows nothing of peers, and needs nothing but the standard library: it
-runs in the peers' environments too.
+This module needs only the standard library, because it runs in the peers' environments too.
 """
 
 import os
@@ -15,44 +14,44 @@ from typing import NamedTuple
 
 PROC = Path("/proc")
 TICK = 1 / os.sysconf("SC_CLK_TCK")
-"""Seconds."""
+"""Seconds per clock tick."""
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on (its state); none of a process that ended."""
+    """Return the fields of /proc/PID/stat from the third on; empty if the process exited."""
     try:
-        # The second is the name in brackets, which may hold anything.
+        # The second field is the name in brackets, which may contain any character.
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
 
 
 def tree(root: int) -> list[int]:
-    """A process and all its descendants that live."""
+    """Return a process and all its live descendants."""
     children = defaultdict(list)
     for entry in PROC.iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):
             children[int(fields[1])].append(int(entry.name))
-    found = [root]
-    for pid in found:
-        found += children[pid]
-    return found
+    pids = [root]
+    for pid in pids:
+        pids += children[pid]
+    return pids
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """CPU time of processes, and of their children that have ended."""
+    """Return the CPU seconds of processes and of their children that have exited."""
     return TICK * sum(int(field) for pid in pids for field in _stat(pid)[11:15])
 
 
 def busy_seconds() -> float:
-    """CPU time of all that runs here, and what the host of a virtual machine took for others."""
+    """Return the CPU seconds of all processes, and those that a virtual machine's host withheld."""
     fields = (PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]
     user, nice, system, _idle, _waiting, irq, soft_irq, stolen = map(int, fields)
     return TICK * (user + nice + system + irq + soft_irq + stolen)
 
 
 def pss_bytes(pids: Iterable[int]) -> int:
-    """Memory of processes, pages shared with others counted in equal parts."""
+    """Return the PSS of processes in bytes: shared pages count in equal parts."""
     total = 0
     for pid in pids:
         try:
@@ -64,7 +63,7 @@ def pss_bytes(pids: Iterable[int]) -> int:
 
 
 class _Mark(NamedTuple):
-    """The clocks at one moment, in seconds."""
+    """CPU clocks at one moment, in seconds."""
 
     now: float
     busy: float
@@ -72,7 +71,7 @@ class _Mark(NamedTuple):
 
 
 class CpuWatch:
-    """CPU time from its making on: of a tree, and of strangers to it and to this process."""
+    """CPU time since construction of processes outside a process tree and this process."""
 
     def __init__(self, root: int) -> None:
         self._root = root
@@ -83,9 +82,10 @@ class CpuWatch:
         return _Mark(time.monotonic(), busy_seconds(), cpu_seconds(own))
 
     def foreign(self) -> float:
-        """What strangers used, as a share (0..1) of all cores since the beginning.
+        """Return the CPU time of other processes since construction.
 
-        The clocks count in ticks of some milliseconds: it says little of less than a second.
+        The result is a share (0..1) of all cores. The clocks have a resolution of some
+        milliseconds, so intervals under a second are imprecise.
         """
         end, begin = self._mark(), self._begin
         used = (end.busy - begin.busy) - (end.ours - begin.ours)
@@ -93,10 +93,10 @@ class CpuWatch:
 
 
 class MemoryWatch:
-    """Looks at a tree's memory again and again until the context ends.
+    """Periodic sampler of a process tree's memory, until the context ends.
 
-    Between two looks memory may have risen and fallen: engines keep what they once took, so little
-    is missed. A look takes a core some milliseconds for each gigabyte of small pages.
+    Peaks between two samples are missed; engines keep the memory that they have allocated, so
+    little is lost. A sample takes some milliseconds of a core per gigabyte of small pages.
     """
 
     def __init__(self, root: int, seconds: float = 5.0) -> None:
@@ -104,7 +104,7 @@ class MemoryWatch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
         self.peak = 0
-        """Largest sum of PSS, bytes."""
+        """Maximum total PSS, in bytes."""
 
     def __enter__(self) -> "MemoryWatch":
         self._thread.start()

@@ -1,7 +1,4 @@
-"""Where everything of a comparison lies, and how its commands are run.
-
-Owns the layout of the work folder and the logs. Knows nothing of peers.
-"""
+"""Work folder of a comparison: its layout, its logs, and how its commands run."""
 
 import os
 import re
@@ -14,52 +11,52 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-"""The project's, from where modules of benchmarks/ run in any environment."""
+"""Root of the project, from which modules of benchmarks/ run in any environment."""
 OURS = "gllm"
-"""The environment that this process runs in."""
+"""Name of the environment that this process runs in."""
 END_SECONDS = 20.0
-"""That a process gets to end after SIGTERM."""
+"""Seconds from SIGTERM to SIGKILL."""
 LOG_LINES = 3
-"""Of a log's end, told with an error."""
+"""Lines of a log's end that an error quotes."""
 
 
 class PeerError(Exception):
-    """A peer cannot be installed, started or asked; the message says why."""
+    """Error that a peer cannot be installed, started or queried; the message says why."""
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """The work folder, and what all peers are given."""
+    """The work folder and the settings that all peers share."""
 
     folder: Path
     threads: int
     kv_bytes: int
-    """KV cache of each."""
+    """KV cache bytes of each peer."""
     llama_bin: Path | None = None
-    """Folder with llama.cpp's binaries; None: built in the work folder."""
+    """Folder of llama.cpp's binaries; None: built in the work folder."""
 
     @property
     def model(self) -> Path:
-        """The model's Hugging Face folder."""
+        """Path of the model's Hugging Face folder."""
         return self.folder / "model"
 
     def environment(self, name: str) -> Path:
-        """A virtual environment's folder."""
+        """Return the folder of a virtual environment."""
         return self.folder / name
 
     def python(self, name: str) -> Path:
-        """The interpreter of an environment."""
+        """Return the interpreter of an environment."""
         return Path(sys.executable) if name == OURS else self.environment(name) / "bin" / "python"
 
     def log(self, name: str) -> Path:
-        """A log file; its folder is made."""
+        """Return the path of a log file and create its folder."""
         folder = self.folder / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{name}.log"
 
 
 def variables(python: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of a command: its interpreter's tools come first."""
+    """Return the environment variables of a command; the interpreter's folder is first in PATH."""
     path = f"{python.parent}:{os.environ.get('PATH', '')}"
     return os.environ | {"PATH": path, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"} | dict(more)
 
@@ -70,7 +67,11 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> None:
-    """Run a command to its end, its output appended to a log. Raises PeerError where it fails."""
+    """Run a command to completion and append its output to a log.
+
+    Raises:
+        PeerError: The command does not run or fails.
+    """
     words = [str(word) for word in command]
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {' '.join(words)}\n")
@@ -87,14 +88,15 @@ def run(
 def background(
     command: Sequence[object], log: Path, env: Mapping[str, str]
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process with an empty log; it and all that it started are ended with the block.
+    """Start a process with an empty log; stop it and its descendants at the end of the block.
 
-    Raises PeerError where the command does not run.
+    Raises:
+        PeerError: The command does not run.
     """
     words = [str(word) for word in command]
     with log.open("wb") as out:
         try:
-            # A session of its own: a process group to end, and no Ctrl-C from the terminal.
+            # A new session: one process group to kill, and no Ctrl-C from the terminal.
             process = subprocess.Popen(
                 words, stdout=out, stderr=out, env=env, cwd=ROOT, start_new_session=True
             )
@@ -112,8 +114,10 @@ def background(
 
 
 def tail(log: Path) -> str:
-    """The end of a log, and where to read the rest."""
+    """Return the end of a log and its path."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    # Lines without a letter underline the one above.
-    told = [line.strip() for line in lines if re.search("[a-z]", line) and "WARNING" not in line]
-    return " / ".join(line[:200] for line in told[-LOG_LINES:]) + f" (all of it: {log})"
+    # A line without letters only underlines the line above it.
+    messages = [
+        line.strip() for line in lines if re.search("[a-z]", line) and "WARNING" not in line
+    ]
+    return " / ".join(line[:200] for line in messages[-LOG_LINES:]) + f" (all of it: {log})"

@@ -22,7 +22,7 @@ def test_cells_become_lines_of_builds_and_rows(monkeypatch: pytest.MonkeyPatch) 
     known = [
         cell._replace(kernels_seconds=0.002 * cell.rows, torch_seconds=0.004) for cell in cells
     ]
-    lines = builds.table(known).splitlines()
+    lines = builds.format_cells(known).splitlines()
     assert len(lines) == 4
     assert lines[2] == "| avx2 | 1 |" + " 2 | 4 | 0.50 |" * 3
     assert lines[3] == "| avx2 | 3 |" + " 6 | 4 | 1.50 |" * 3

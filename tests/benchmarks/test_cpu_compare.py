@@ -10,12 +10,12 @@ from tokenizers import Tokenizer
 
 from benchmarks.cpu import compare, session
 from benchmarks.cpu.drivers import timing
-from benchmarks.cpu.environments import ENVIRONMENTS, found_versions, is_pinned, package_of
+from benchmarks.cpu.environments import ENVIRONMENTS, installed_versions, is_pinned, package_of
 from benchmarks.cpu.loads import equal_cell, rate_cell, requests_of, trace_cell
 from benchmarks.cpu.model import DEMO, FIRST_WORD, VOCABULARY, tokenizer_json, word
 from benchmarks.cpu.modes import shares_of_capacity
 from benchmarks.cpu.options import CompareConfig
-from benchmarks.cpu.peers import PEERS, Peer, Server, chosen
+from benchmarks.cpu.peers import PEERS, Peer, Server, select_peers
 from benchmarks.cpu.prepare import llama_binaries
 from benchmarks.cpu.results import Results, Row
 from benchmarks.cpu.serving import send_cells
@@ -30,10 +30,10 @@ CONFIG = CompareConfig(streams=(1, 2), prompt=8, new=4)
     [
         (["--peers", "gllm,sglang"], "'sglang' is none of gllm, llama.cpp"),
         (["--peers", "openvino"], "openvino is not measured as a server"),
-        (["--rounds", "0"], "rounds is 0, but has to be at least 1"),
+        (["--rounds", "0"], "rounds is 0, but must be at least 1"),
         (["--streams", "4,0"], "streams is 0"),
-        (["--new", "1"], "new is 1, but has to be at least 2"),
-        (["--rates", "1,-2"], "rates are (1.0, -2.0), but have to be above 0"),
+        (["--new", "1"], "new is 1, but must be at least 2"),
+        (["--rates", "1,-2"], "rates are (1.0, -2.0), but must be above 0"),
         (["--mode", "docs", "--work", "/nowhere"], "has no results: measure first"),
     ],
 )
@@ -45,8 +45,11 @@ def test_what_cannot_be_asked(
 
 
 def test_peers_of_a_mode_in_the_order_of_the_table() -> None:
-    assert [peer.name for peer in chosen(("vllm", "gllm"), in_process=False)] == ["gllm", "vllm"]
-    assert [peer.name for peer in chosen(None, in_process=True)] == list(PEERS)
+    assert [peer.name for peer in select_peers(("vllm", "gllm"), in_process=False)] == [
+        "gllm",
+        "vllm",
+    ]
+    assert [peer.name for peer in select_peers(None, in_process=True)] == list(PEERS)
     assert {peer.environment for peer in PEERS.values()} == set(ENVIRONMENTS)
 
 
@@ -107,7 +110,7 @@ def test_servers_that_fail(tmp_path: Path) -> None:
     work, cells = Workplace(tmp_path, 2, 2**30), [equal_cell(CONFIG, 1, 0)]
     with pytest.raises(PeerError, match=r"served \(8, 3\) prompt and output tokens where \(8, 4\)"):
         send_cells(fake(1), work, tmp_path, 1, cells, 0)
-    with pytest.raises(PeerError, match=r"ended while it started: .*IndexError"):
+    with pytest.raises(PeerError, match=r"exited during startup: .*IndexError"):
         send_cells(fake(), work, tmp_path, 1, cells, 0)
 
 
@@ -183,8 +186,8 @@ def test_environments_are_as_pinned(tmp_path: Path) -> None:
     assert is_pinned("2.13.0+cpu", "torch==2.13.0")
     assert not is_pinned("2.13.1", "torch==2.13.0")
     assert not is_pinned(None, "torch==2.13.0")
-    assert found_versions(tmp_path / "bin" / "python", ["torch"]) == {}
-    assert set(found_versions(Path(sys.executable), ["torch", "no-such-package"])) == {"torch"}
+    assert installed_versions(tmp_path / "bin" / "python", ["torch"]) == {}
+    assert set(installed_versions(Path(sys.executable), ["torch", "no-such-package"])) == {"torch"}
 
 
 def test_reasons_of_commands_that_fail(tmp_path: Path) -> None:

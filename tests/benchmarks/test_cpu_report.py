@@ -95,15 +95,15 @@ def test_the_table_of_speeds() -> None:
 
 
 def test_aims() -> None:
-    seen = {verdict.what: verdict for verdict in server_verdicts(found())}
+    seen = {verdict.description: verdict for verdict in server_verdicts(found())}
     speed = seen["output tokens/s, 16 streams, x the best"]
-    assert speed.seen == pytest.approx(1.4167, abs=1e-4)
-    assert speed.met is True
+    assert speed.measured == pytest.approx(1.4167, abs=1e-4)
+    assert speed.is_met is True
     assert "1 stream" not in " ".join(seen)
     # Every latency of these rows is the shorter the higher the speed.
-    assert seen["TTFT, median, 16 streams, x the best"].met
+    assert seen["TTFT, median, 16 streams, x the best"].is_met
     memory = seen["peak PSS beyond weights and KV cache, MB"]
-    assert memory.seen == pytest.approx((1e9 - WEIGHT_BYTES - 2**30) / 1e6)
+    assert memory.measured == pytest.approx((1e9 - WEIGHT_BYTES - 2**30) / 1e6)
     table = verdict_table(found())
     assert table.count("| met") == 4
     slow = [row("gllm", 0, 100.0, pss=3 * 10**9), row("vllm", 0, 100.0)]

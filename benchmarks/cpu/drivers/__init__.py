@@ -1,0 +1,1 @@
+"""Drivers that run and time one engine each, in the process of its environment."""

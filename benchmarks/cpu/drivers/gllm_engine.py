@@ -1,4 +1,4 @@
-"""gllm's embeddable engine in process."""
+"""Driver of gllm's embedded engine."""
 
 from typing import Any
 
@@ -7,18 +7,19 @@ from gllm import LLM, SamplingParams
 
 
 def main() -> None:
-    given = task()
+    """Run the task on the command line."""
+    spec = task()
     options: dict[str, Any] = {"dtype": "bfloat16", "prefix_cache": False}
-    options |= {"threads": given.threads, "kv_cache_memory": given.kv_bytes}
-    if given.weights != "bf16":
-        options["quantization"] = given.weights
-    with LLM(given.model, progress=False, **options) as llm:
+    options |= {"threads": spec.threads, "kv_cache_memory": spec.kv_bytes}
+    if spec.weights != "bf16":
+        options["quantization"] = spec.weights
+    with LLM(spec.model, progress=False, **options) as llm:
 
         def generate(prompts: Prompts, new: int) -> None:
             params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
             llm.generate(prompts, params)
 
-        measure(given, generate)
+        measure(spec, generate)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""llama.cpp's own benchmark of batches, `llama-batched-bench`, which has to be on the PATH.
+"""Driver of llama.cpp's own batch benchmark, `llama-batched-bench`, which must be on the PATH.
 
-It draws its prompts itself, and times prefill and decode apart.
+The benchmark generates its own prompts, and times prefill and decode separately.
 """
 
 import json
@@ -19,10 +19,10 @@ from benchmarks.cpu.drivers.timing import (
 from benchmarks.cpu.watch import CpuWatch
 
 
-def speeds(given: Task, batch: int, prompt: int, new: int) -> tuple[float, float]:
-    """(prompt tokens, output tokens) a second of one batch, in a process of its own."""
-    command = ["llama-batched-bench", "-m", given.model, "--output-format", "jsonl"]
-    command += ["-t", str(given.threads), "-tb", str(given.threads), "-fa", "auto"]
+def speeds(spec: Task, batch: int, prompt: int, new: int) -> tuple[float, float]:
+    """Return (prompt tokens, output tokens) per second of one batch, in a new process."""
+    command = ["llama-batched-bench", "-m", spec.model, "--output-format", "jsonl"]
+    command += ["-t", str(spec.threads), "-tb", str(spec.threads), "-fa", "auto"]
     command += ["-c", str(batch * (prompt + new) + 256), "-b", "2048"]
     command += ["-npp", str(prompt), "-ntg", str(new), "-npl", str(batch)]
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -32,17 +32,18 @@ def speeds(given: Task, batch: int, prompt: int, new: int) -> tuple[float, float
 
 
 def main() -> None:
-    given = task()
+    """Run the task on the command line."""
+    spec = task()
     rows = []
-    for size in given.batches:
+    for size in spec.batches:
         cpu = CpuWatch(os.getpid())
-        rates = [speeds(given, size, given.prompt, given.new)[1] for _ in range(given.repeats)]
+        rates = [speeds(spec, size, spec.prompt, spec.new)[1] for _ in range(spec.repeats)]
         rows.append(row(decode_name(size), statistics.median(rates), cpu.foreign()))
-    for length in given.prefills:
+    for length in spec.prefills:
         cpu = CpuWatch(os.getpid())
-        rates = [speeds(given, 1, length, 1)[0] for _ in range(given.repeats)]
+        rates = [speeds(spec, 1, length, 1)[0] for _ in range(spec.repeats)]
         rows.append(row(prefill_name(length), statistics.median(rates), cpu.foreign()))
-    write(given, rows)
+    write(spec, rows)
 
 
 if __name__ == "__main__":

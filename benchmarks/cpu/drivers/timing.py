@@ -1,9 +1,7 @@
-"""How an engine is timed in its own process, the same way for all of them.
+"""Timing of an engine in its own process, the same for all engines.
 
-Owns the task that a driver is given, the batches, and what is written of them. Knows no engine, and
-needs nothing but the standard library: drivers run in the peers' environments.
-
-A driver is `python -m benchmarks.cpu.drivers.NAME TASK`, TASK being a JSON object of Task's fields.
+A driver is `python -m benchmarks.cpu.drivers.NAME TASK`; TASK is a JSON object of Task's fields.
+This module needs only the standard library, because drivers run in the peers' environments.
 """
 
 import json
@@ -21,63 +19,70 @@ from benchmarks.cpu.watch import CpuWatch
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], object]
-"""Serves a batch: greedily so many new tokens for each prompt, whatever they are."""
+"""Function that generates this many greedy tokens for each prompt of a batch, ignoring end tokens.
+"""
 FIRST_ID, LAST_ID = 1_059, 151_935
-"""Of the tokens in prompts."""
+"""Range of the token ids in prompts."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a driver has to do."""
+    """Task of a driver."""
 
     model: str
-    """What the peer loads."""
+    """Path of the peer's model files."""
     weights: str
     """bf16 or int8."""
     threads: int
     kv_bytes: int
     batches: list[int]
-    """Sizes of those that are decoded."""
+    """Sizes of the batches that are decoded."""
     prompt: int
     new: int
     prefills: list[int]
-    """Lengths of those that are prefilled alone."""
+    """Lengths of the prompts that are prefilled alone."""
     repeats: int
     output: str
-    """The file for the rows."""
+    """Path of the file for the rows."""
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at most."""
+        """Maximum tokens per sequence."""
         return max(self.prompt + self.new, *self.prefills) + 1
 
 
 def task() -> Task:
-    """The task on the command line."""
+    """Parse the task from the command line."""
     return Task(**json.loads(sys.argv[1]))
 
 
 def decode_name(batch: int) -> str:
-    """The cell of a batch that is decoded."""
+    """Return the cell's name for a decode batch."""
     return f"decode b={batch}"
 
 
 def prefill_name(length: int) -> str:
-    """The cell of one prompt that is prefilled."""
+    """Return the cell's name for the prefill of one prompt."""
     return f"prefill {length}"
 
 
 def row(cell: str, tokens_per_second: float, foreign: float) -> dict[str, Any]:
-    """What is written of a cell; foreign: strangers' share (0..1) of all cores."""
+    """Return the JSON object of a cell.
+
+    Args:
+        cell: Name of the cell.
+        tokens_per_second: Measured speed.
+        foreign: CPU share (0..1) of all cores that other processes used.
+    """
     figures = {"tokens_per_second": tokens_per_second}
     return {"cell": cell, "figures": figures, "foreign": foreign}
 
 
-def measure(given: Task, generate: Generate) -> None:
+def measure(spec: Task, generate: Generate) -> None:
     """Run all batches of the task and write their rows.
 
-    Decoding is what a batch of `new` tokens takes more than one of a single token: the latter ends
-    with prefill. Both are medians of the repeats, after a warm-up.
+    Decode time is the time of a batch with `new` tokens less that of the same batch with a single
+    token, which ends with prefill. Both are medians of the repeats, after a warm-up.
     """
     rng = random.Random(0)
 
@@ -88,22 +93,22 @@ def measure(given: Task, generate: Generate) -> None:
         return time.perf_counter() - begin
 
     def median(*batch: int) -> float:
-        return statistics.median(seconds(*batch) for _ in range(given.repeats))
+        return statistics.median(seconds(*batch) for _ in range(spec.repeats))
 
     rows = []
-    for size in given.batches:
-        seconds(size, given.prompt, given.new)
+    for size in spec.batches:
+        seconds(size, spec.prompt, spec.new)
         cpu = CpuWatch(os.getpid())
-        first = median(size, given.prompt, 1)
-        rest = median(size, given.prompt, given.new) - first
-        rows.append(row(decode_name(size), size * (given.new - 1) / rest, cpu.foreign()))
-    for length in given.prefills:
+        first = median(size, spec.prompt, 1)
+        rest = median(size, spec.prompt, spec.new) - first
+        rows.append(row(decode_name(size), size * (spec.new - 1) / rest, cpu.foreign()))
+    for length in spec.prefills:
         seconds(1, length, 1)
         cpu = CpuWatch(os.getpid())
         rows.append(row(prefill_name(length), length / median(1, length, 1), cpu.foreign()))
-    write(given, rows)
+    write(spec, rows)
 
 
-def write(given: Task, rows: list[dict[str, Any]]) -> None:
-    """The task's result."""
-    Path(given.output).write_text(json.dumps(rows), encoding="utf-8")
+def write(spec: Task, rows: list[dict[str, Any]]) -> None:
+    """Write the rows to the task's output file."""
+    Path(spec.output).write_text(json.dumps(rows), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""transformers' `generate` in process."""
+"""Driver of transformers' `generate`."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from benchmarks.cpu.drivers.timing import Prompts, measure, task
 
 
 def main() -> None:
-    given = task()
-    torch.set_num_threads(given.threads)
-    model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
+    """Run the task on the command line."""
+    spec = task()
+    torch.set_num_threads(spec.threads)
+    model: Any = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.bfloat16)
 
     def generate(prompts: Prompts, new: int) -> None:
         ids = torch.tensor(prompts)
@@ -24,7 +25,7 @@ def main() -> None:
                 max_new_tokens=new,
             )
 
-    measure(given, generate)
+    measure(spec, generate)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vLLM's LLM class in process."""
+"""Driver of vLLM's LLM class."""
 
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
@@ -7,12 +7,13 @@ from benchmarks.cpu.drivers.timing import Prompts, measure, task
 
 
 def main() -> None:
-    given = task()
+    """Run the task on the command line."""
+    spec = task()
     llm = LLM(
-        given.model,
+        spec.model,
         dtype="bfloat16",
-        max_model_len=given.longest,
-        kv_cache_memory_bytes=given.kv_bytes,
+        max_model_len=spec.longest,
+        kv_cache_memory_bytes=spec.kv_bytes,
         enable_prefix_caching=False,
     )
 
@@ -21,7 +22,7 @@ def main() -> None:
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         llm.generate(inputs, params, use_tqdm=False)
 
-    measure(given, generate)
+    measure(spec, generate)
 
 
 if __name__ == "__main__":
