@@ -1,9 +1,9 @@
-"""What the frontend alone can stream: tokens per second and CPU time per token.
+"""Measure the frontend's streaming rate: tokens per second and CPU time per token.
 
-The real application and the real engine object run without workers: tokens come as fast as all
-streams take them, one for each stream at a time, as the steps of a pipeline bring them. Beside
-them, as the limit, an aiohttp handler that writes constant bytes of the same length. Each server is
-a process of its own, and so is the client. Run as `python -m benchmarks.frontend`.
+The real application and the real engine object run without workers. Each stream receives one token
+at a time, as from the steps of a pipeline, and the next one as soon as all streams have consumed
+it. The limit is an aiohttp handler that writes constant bytes of the same length. Each server and
+the client run in their own processes. Run as `python -m benchmarks.frontend`.
 """
 
 import argparse
@@ -38,13 +38,13 @@ STREAMS: dict[str, tuple[str, dict[str, object], str]] = {
     "responses": ("/v1/responses", {"input": "Hi"}, "max_output_tokens"),
     "messages": ("/v1/messages", {"messages": MESSAGES, "model": "demo"}, "max_tokens"),
 }
-"""What is asked for: path, body, the name of the number of tokens."""
+"""Requests by kind of stream: path, body, name of the field with the maximum tokens."""
 TEXT = "The pipeline moves tokens from stage to stage, and nothing waits for anything else. "
 TICK = os.sysconf("SC_CLK_TCK")
 
 
 class EndlessPipeline:
-    """Stands for the driver: gives each sequence a token as soon as all have taken the last one."""
+    """Substitute for the driver: sends a token to each sequence once all consumed the last one."""
 
     def __init__(self, engine: Engine) -> None:
         self._client = engine._client
@@ -56,7 +56,7 @@ class EndlessPipeline:
         self._client.connect(self)  # type: ignore[arg-type]
 
     def send(self, message: WireMessage) -> None:
-        """As the driver's link: requests come, and go."""
+        """Receive a message like the driver's link: requests are added and aborted."""
         match message:
             case SubmitRequest(seq):
                 self._left[seq] = message.max_tokens
@@ -66,7 +66,7 @@ class EndlessPipeline:
                     self._left.pop(seq, None)
 
     async def run(self) -> None:
-        """Bring tokens for ever."""
+        """Send tokens until cancelled."""
         while True:
             if not self._left:
                 self._work.clear()
@@ -91,12 +91,12 @@ class EndlessPipeline:
         self._client.on_report(EngineOutputs(outcome, SchedulerStats(), self._rows(seqs, tokens)))
 
     def _rows(self, seqs: list[int], tokens: list[int]) -> list[SampleDetails]:
-        """What sequences tell besides their tokens."""
+        """Return the details that sequences report with their tokens; none here."""
         return []
 
 
 def bare_app(size: int, path: str, limit: str) -> web.Application:
-    """The limit: as many events of `size` bytes as tokens are asked for."""
+    """Return the app that sets the limit: one event of `size` bytes per requested token."""
     event = b"data: " + b"x" * (size - 8) + b"\n\n"
 
     async def stream(request: web.Request) -> web.StreamResponse:
@@ -116,7 +116,7 @@ def bare_app(size: int, path: str, limit: str) -> web.Application:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Be a server until killed; its port is the first line of the output."""
+    """Run a server until it is killed; print its port on the first line of the output."""
     parser = "think" if options.stream == "reasoning" else "none"
     config = ServerConfig(port=0, reasoning_parser=parser)
     path, _, limit = STREAMS[options.stream]
@@ -129,7 +129,7 @@ async def serve(options: argparse.Namespace) -> None:
     runner = make_runner(app, config)
     await runner.setup()
     await web.TCPSite(runner, config.host, 0).start()
-    # As the real server does.
+    # The real server freezes the collector's objects, too.
     gc.collect()
     gc.freeze()
     print(runner.addresses[0][1], flush=True)
@@ -138,20 +138,20 @@ async def serve(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run against one server."""
+    """Figures of one run against one server."""
 
     tokens_per_second: float
     cpu_us_per_token: float
-    """Of the server's process."""
+    """CPU microseconds of the server's process per token."""
     events_per_token: float
     bytes_per_event: float
 
 
 async def one_connection(port: int, kind: str, tokens: int, rounds: int) -> tuple[int, int]:
-    """Ask for streams one after the other on one connection: (events, bytes of them)."""
+    """Request streams one after the other on one connection; return (events, bytes)."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-    path, asked, limit = STREAMS[kind]
-    body = json.dumps({**asked, limit: tokens, "stream": True}).encode()
+    path, fields, limit = STREAMS[kind]
+    body = json.dumps({**fields, limit: tokens, "stream": True}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     events = size = 0
     for _ in range(rounds):
@@ -168,14 +168,14 @@ async def one_connection(port: int, kind: str, tokens: int, rounds: int) -> tupl
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Return the user and system seconds of a process so far."""
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
 async def load(port: int, pid: int, options: argparse.Namespace) -> Measured:
-    """Stream over all connections at once."""
+    """Stream over all connections at once and return the figures."""
     counts = options.stream, options.tokens, options.rounds
     await one_connection(port, options.stream, 8, 1)
     before, begin = cpu_seconds(pid), time.perf_counter()
@@ -184,13 +184,13 @@ async def load(port: int, pid: int, options: argparse.Namespace) -> Measured:
     )
     wall, cpu = time.perf_counter() - begin, cpu_seconds(pid) - before
     tokens = options.connections * options.tokens * options.rounds
-    events = sum(found for found, _ in results)
-    size = sum(found for _, found in results)
+    events = sum(num_events for num_events, _ in results)
+    size = sum(num_bytes for _, num_bytes in results)
     return Measured(tokens / wall, cpu / tokens * 1e6, events / tokens, size / events)
 
 
 def measure(kind: str, size: int, options: argparse.Namespace) -> Measured:
-    """Start a server, load it, end it."""
+    """Start a server, load it, stop it."""
     command = [sys.executable, "-m", "benchmarks.frontend", "--serve", kind, "--size", str(size)]
     command += ["--stream", options.stream]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -203,12 +203,12 @@ def measure(kind: str, size: int, options: argparse.Namespace) -> Measured:
 
 
 def main() -> None:
-    """Print a table of medians."""
+    """Measure and print a table of medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stream", choices=STREAMS, default="chat", help="what is asked for")
+    parser.add_argument("--stream", choices=STREAMS, default="chat", help="kind of request")
     parser.add_argument("--connections", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=896, help="of one answer")
-    parser.add_argument("--rounds", type=int, default=2, help="answers over each connection")
+    parser.add_argument("--tokens", type=int, default=896, help="tokens per response")
+    parser.add_argument("--rounds", type=int, default=2, help="responses per connection")
     parser.add_argument("--repeat", type=int, default=7, help="runs of each server, in turn")
     parser.add_argument("--serve", choices=("bare", "gllm"), help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, default=0, help=argparse.SUPPRESS)
@@ -225,7 +225,7 @@ def main() -> None:
     rates = {}
     for kind, measured in runs.items():
         rate, cpu, events, size = (
-            statistics.median(getattr(one, name) for one in measured)
+            statistics.median(getattr(run, name) for run in measured)
             for name in Measured.__dataclass_fields__
         )
         rates[kind] = rate

@@ -1,11 +1,11 @@
-"""For how long one request keeps the event loop from all others, field by field.
+"""Measure for how long one request blocks the event loop, field by field.
 
-The real application and the real engine object run without workers. A client in a process of its
-own sends requests with one field at its largest permitted size each (gap_cases.py), and plain
-requests in turn. Printed are the longest turn of the loop by the clock and by the CPU time of its
-thread, medians over the rounds, and both in turns of a plain request. Run as
-`python -m benchmarks.frontend_gaps`, on a machine that does nothing else; `--write` puts the table
-into docs/benchmarks/frontend-gaps.md.
+The real application and the real engine object run without workers. A client in its own process
+alternates between plain requests and requests with one field at its maximum permitted size
+(gap_cases.py). The table has the longest iteration of the loop by wall clock and by the CPU time of
+its thread, as medians over the rounds, and both relative to a plain request. Run as `python -m
+benchmarks.frontend_gaps`, on a machine that does nothing else; `--write` writes the table to
+docs/benchmarks/frontend-gaps.md.
 """
 
 import argparse
@@ -41,18 +41,18 @@ MARKS = "<!-- figures, overwritten by the command -->\n", "<!-- end of figures -
 PLAIN = Case("a plain request", CHAT, chat())
 BY_NAME = {case.field: case for case in (PLAIN, *CASES)}
 WIDTH = 256
-"""Of embeddings."""
+"""Dimension of embeddings."""
 
 
 class ScoringPipeline(EndlessPipeline):
-    """Gives tokens their log-probabilities, and prompts their embeddings, where requests ask."""
+    """Substitute for the driver that also returns log-probabilities and embeddings if requested."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._sampling: dict[int, SequenceSamplingParams] = {}
 
     def send(self, message: WireMessage) -> None:
-        """As the driver's link: every choice of a request is a sequence."""
+        """Receive a message like the driver's link; every choice of a request is a sequence."""
         if isinstance(message, SubmitRequest):
             for seq in range(message.seq, message.seq + message.n):
                 self._sampling[seq] = message.sampling
@@ -73,7 +73,7 @@ class ScoringPipeline(EndlessPipeline):
 
 
 def ask(port: int) -> None:
-    """Be a client: send the requests whose names come on standard input, and say their status."""
+    """Run the client: send the requests named on standard input and print the status of each."""
     for line in sys.stdin:
         case = BY_NAME[line.rstrip("\n")]
         body = case.body()
@@ -87,7 +87,7 @@ def ask(port: int) -> None:
 
 
 async def longest_turn(client: Process, case: Case) -> tuple[Gaps, str]:
-    """The loop's longest turn during one request, and the status of its answer."""
+    """Return the loop's longest iteration during one request, and the status of the response."""
     assert client.stdin is not None
     assert client.stdout is not None
     client.stdin.write(case.field.encode() + b"\n")
@@ -97,7 +97,7 @@ async def longest_turn(client: Process, case: Case) -> tuple[Gaps, str]:
 
 
 async def measure(rounds: int) -> dict[str, list[tuple[Gaps, str]]]:
-    """The longest turns of all cases, a plain request before each."""
+    """Return the longest iterations of all cases, with a plain request before each."""
     config = ServerConfig(port=0, reasoning_parser="none")
     logging.disable()
     engine = Engine(EngineConfig("demo"))
@@ -116,8 +116,8 @@ async def measure(rounds: int) -> dict[str, list[tuple[Gaps, str]]]:
     await longest_turn(client, PLAIN)
     for _ in range(rounds):
         for case in CASES:
-            for one in (PLAIN, case):
-                turns[one.field].append(await longest_turn(client, one))
+            for request in (PLAIN, case):
+                turns[request.field].append(await longest_turn(client, request))
     client.kill()
     await client.wait()
     pipeline.cancel()
@@ -127,7 +127,7 @@ async def measure(rounds: int) -> dict[str, list[tuple[Gaps, str]]]:
 
 
 def table(turns: dict[str, list[tuple[Gaps, str]]]) -> str:
-    """The figures in Markdown."""
+    """Format the figures as a Markdown table."""
     rows = {}
     for name, measured in turns.items():
         wall = statistics.median(gaps.wall_seconds for gaps, _ in measured)
@@ -148,7 +148,7 @@ def table(turns: dict[str, list[tuple[Gaps, str]]]) -> str:
 
 
 def write(figures: str, rounds: int) -> None:
-    """Put the figures into the page."""
+    """Write the figures to the page."""
     text = PAGE.read_text(encoding="utf-8")
     begin, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
     system = f"{platform.machine()}, Python {platform.python_version()}, {date.today()}"
@@ -159,10 +159,10 @@ def write(figures: str, rounds: int) -> None:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="put the table into the page")
+    parser.add_argument("--write", action="store_true", help="write the table to the page")
     parser.add_argument("--ask", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.ask:

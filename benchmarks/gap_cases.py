@@ -1,7 +1,4 @@
-"""Requests with one field at its largest permitted size each, and some beyond it.
-
-Owns the bodies. Knows nothing of how they are sent and measured.
-"""
+"""Request bodies with one field at its maximum permitted size each, and some beyond it."""
 
 import gzip
 import json
@@ -34,7 +31,7 @@ from gllm.config.limits import (
 )
 
 BODY_BYTES = 8 * 2**20
-"""--max-body-bytes by default."""
+"""Default of --max-body-bytes."""
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 IDS = 256
@@ -43,91 +40,100 @@ Json = dict[str, object]
 
 
 class Case(NamedTuple):
-    """A request."""
+    """A request with one large field."""
 
     field: str
-    """In words, with what it holds."""
+    """Name of the field and its content, for the table."""
     path: str
     body: Callable[[], bytes]
     is_compressed: bool = False
 
 
 def as_json(**fields: object) -> Callable[[], bytes]:
-    """A body of these fields, made when it is needed."""
+    """Return a function that builds a JSON body of these fields."""
     return lambda: json.dumps(fields).encode()
 
 
 def chat(**fields: object) -> Callable[[], bytes]:
-    """A short chat with these fields."""
+    """Return a function that builds a short chat request with these fields."""
     return as_json(**{**HELLO, **fields})
 
 
-def said(content: object, role: str = "user") -> Json:
-    """A message."""
+def message(content: object, role: str = "user") -> Json:
+    """Return a chat message."""
     return {"role": role, "content": content}
 
 
 def filled(begin: bytes, part: bytes, end: bytes) -> Callable[[], bytes]:
-    """A body as large as one may be, filled with a part."""
+    """Return a function that builds a body of the maximum size by repeating `part`."""
     return lambda: begin + part * ((BODY_BYTES - len(begin + end)) // len(part)) + end
 
 
 def strings(count: int, length: int) -> list[str]:
-    """Different strings."""
+    """Return `count` different strings of `length` characters."""
     return [f"{number:06d}".ljust(length, "a")[:length] for number in range(count)]
 
 
 def tools() -> list[Json]:
-    """As many tools as there may be, of the size that they may have."""
-    room = MAX_TOOL_BYTES // MAX_TOOLS - 300
-    schema = {"type": "object", "properties": {"a": {"type": "string", "description": "d" * room}}}
+    """Return the maximum number of tools at their maximum total size."""
+    description_length = MAX_TOOL_BYTES // MAX_TOOLS - 300
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "description": "d" * description_length}},
+    }
     names = [f"tool_{number}" for number in range(MAX_TOOLS)]
-    described = [{"name": name, "description": "d", "parameters": schema} for name in names]
-    return [{"type": "function", "function": function} for function in described]
+    functions = [{"name": name, "description": "d", "parameters": schema} for name in names]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def calls() -> list[Json]:
-    """A message with as many calls as there may be, and their results."""
+    """Return messages with the maximum number of tool calls and their results."""
     function = {"name": "f", "arguments": json.dumps({"a": "b" * 50})}
-    made = [{"id": str(i), "type": "function", "function": function} for i in range(MAX_CALLS)]
+    tool_calls = [
+        {"id": str(i), "type": "function", "function": function} for i in range(MAX_CALLS)
+    ]
     results: list[Json] = [
         {"role": "tool", "tool_call_id": str(i), "content": "c"} for i in range(MAX_CALLS)
     ]
-    return [said("Hi"), {**said("", "assistant"), "tool_calls": made}, *results]
+    return [message("Hi"), {**message("", "assistant"), "tool_calls": tool_calls}, *results]
 
 
 IDS_LISTED = [number % IDS for number in range(MAX_JSON_NUMBERS - 16)]
 PARTS = MAX_JSON_VALUES // 5 - 16
-"""Parts of a message, of five values each: an object, two keys, two strings."""
+"""Maximum parts of a message, five JSON values each: an object, two keys, two strings."""
 BLOCKS = [{"type": "text", "text": "a"}] * PARTS
 REPEATED = ["Hi there"] * MAX_PROMPTS
 LONG = f"`prompt` of /tokenize: {MAX_TOKENIZE_BYTES} bytes"
 MANY = f"`prompt`: {MAX_PROMPTS} texts"
 SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
 MESSAGE_PATH, RESPONSE_PATH = "/v1/messages", "/v1/responses"
-SAYING = b'{"messages":[{"role":"user","content":"'
+MESSAGE_PREFIX = b'{"messages":[{"role":"user","content":"'
 COMPRESSED = filled(b'{"messages": "', b"a", b'"}')
 
 CASES = (
-    Case("`messages`: text as long as a body", CHAT, filled(SAYING, b"The end. ", b'"}]}')),
-    Case("`messages`: escaped text as long as a body", CHAT, filled(SAYING, b'\\"[{,', b'"}]}')),
+    Case("`messages`: text as long as a body", CHAT, filled(MESSAGE_PREFIX, b"The end. ", b'"}]}')),
+    Case(
+        "`messages`: escaped text as long as a body",
+        CHAT,
+        filled(MESSAGE_PREFIX, b'\\"[{,', b'"}]}'),
+    ),
     Case(
         "`messages`: 80,000 special tokens",
         CHAT,
-        filled(SAYING, b"<|im_end|>" + b"The end. " * 10, b'"}]}'),
+        filled(MESSAGE_PREFIX, b"<|im_end|>" + b"The end. " * 10, b'"}]}'),
     ),
-    Case(f"`messages`: {MAX_MESSAGES}", CHAT, chat(messages=[said("a")] * MAX_MESSAGES)),
-    Case(f"`messages`: {PARTS} parts", CHAT, chat(messages=[said(BLOCKS)])),
+    Case(f"`messages`: {MAX_MESSAGES}", CHAT, chat(messages=[message("a")] * MAX_MESSAGES)),
+    Case(f"`messages`: {PARTS} parts", CHAT, chat(messages=[message(BLOCKS)])),
     Case(f"`messages`: {MAX_CALLS} tool calls", CHAT, chat(messages=calls())),
     Case(
         f"`messages` of /v1/messages: {PARTS} blocks",
         MESSAGE_PATH,
-        as_json(messages=[said(BLOCKS)], max_tokens=4),
+        as_json(messages=[message(BLOCKS)], max_tokens=4),
     ),
     Case(
         f"`input` of /v1/responses: {MAX_MESSAGES} items",
         RESPONSE_PATH,
-        as_json(input=[said("a")] * MAX_MESSAGES),
+        as_json(input=[message("a")] * MAX_MESSAGES),
     ),
     Case(
         "`instructions` as long as a body",
@@ -237,4 +243,4 @@ CASES = (
     ),
     Case("the body: not JSON, at its end", CHAT, filled(b'{"odd":"', b"a", b'",}')),
 )
-"""All of them."""
+"""Requests that are measured."""

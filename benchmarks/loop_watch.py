@@ -1,7 +1,4 @@
-"""How long an event loop does not get to its callbacks.
-
-Owns the measurement, by the clock and by the loop's own CPU time. Knows nothing of requests.
-"""
+"""Watch of an event loop: its longest iterations, by wall clock and by CPU time of its thread."""
 
 import asyncio
 import time
@@ -10,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass
 class Gaps:
-    """The longest turns of a loop."""
+    """The longest iterations of a loop."""
 
     wall_seconds: float = 0.0
-    """By the clock: also while other threads hold the interpreter, or other processes the cores."""
+    """Wall-clock seconds, including waits for the GIL and for a core."""
     cpu_seconds: float = 0.0
-    """CPU time of the loop's thread: what ran on the loop itself, however busy the machine is."""
+    """CPU seconds of the loop's thread: work on the loop itself, however busy the machine is."""
 
 
 class LoopWatch:
-    """Watches the running loop: `with LoopWatch() as gaps: await ...`.
+    """Context that watches the running loop: `with LoopWatch() as gaps: await ...`.
 
-    A callback in every turn of the loop, which therefore never sleeps.
+    It schedules a callback in every iteration of the loop, which therefore never sleeps.
     """
 
     def __enter__(self) -> Gaps:

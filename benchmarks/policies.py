@@ -1,8 +1,9 @@
-"""How even micro-batches are under each policy, and whether a policy changes any output.
+"""Compare how even micro-batches are under each policy, and check that outputs are equal.
 
-One trace is served by a real pipeline of the demo model once for each policy and round. Run as
-`python -m benchmarks.policies`; it prints the page and writes it to docs/benchmarks/policies.md.
-With `--profile FILE --output PAGE` a simulated pipeline serves, which nothing else slows down.
+A real pipeline of the demo model serves one trace once per policy and round. Run as `python -m
+benchmarks.policies`; it prints the page and writes it to docs/benchmarks/policies.md. With
+`--profile FILE --output PAGE` a simulated pipeline serves the trace, undisturbed by other
+processes.
 """
 
 import argparse
@@ -36,63 +37,66 @@ BASE = "sarathi"
 STAGES = 2
 LENGTH_SCALE = 0.2
 CONTEXT = 1024
-"""The demo model's: the trace's lengths, up to 14,050 tokens, are scaled and cut to it."""
+"""Context of the demo model: the trace's lengths, up to 14,050 tokens, are scaled and cut to it."""
 SHARES = (0.7, 0.9)
-"""Of capacity: loaded, yet no queue that only grows."""
+"""Request rates as shares of capacity: under load, but without a growing queue."""
 AIM = 0.5
-"""Most that throttle's coefficients of variation may be of sarathi's."""
-NEIGHBOURS = 16
-"""Micro-batches around one, in its running mean."""
+"""Maximum ratio of throttle's coefficients of variation to sarathi's."""
+NUM_NEIGHBOURS = 16
+"""Neighbouring micro-batches in the running mean."""
 
 Outputs = list[list[int]]
 Serve = Callable[[str, list[WorkloadRequest]], tuple[RunRecord, Outputs]]
-"""Serves jobs under a policy."""
+"""Function that serves jobs under a policy."""
 
 
 class Evenness(NamedTuple):
-    """The micro-batches of one run."""
+    """Evenness of the micro-batches of one run."""
 
     steps: float
     tokens: float
-    """Mean."""
+    """Mean tokens per micro-batch."""
     decodes: float
-    """Mean of decode rows."""
+    """Mean decode rows per micro-batch."""
     tokens_variation: float
     decodes_variation: float
     local_variation: float
-    """Of decode rows around their running mean: without what the load itself changes."""
+    """Variation of decode rows around their running mean: excludes changes of the load itself."""
     prefill_share: float
-    """Of micro-batches, 0..1."""
+    """Share of micro-batches with prefill, 0..1."""
     prefill_tokens: float
-    """Mean over micro-batches with prefill."""
+    """Mean prefill tokens of micro-batches with prefill."""
 
 
 def evenness(run: RunRecord) -> Evenness:
-    """Of all micro-batches from the first request's arrival to the last one's end. A micro-batch
-    has at least one row: where there is nothing to do, there is none."""
+    """Return the evenness of all micro-batches from the first arrival to the end of the last one.
+
+    A micro-batch has at least one row; an idle pipeline has no micro-batches.
+    """
     tokens = [float(step.work.num_tokens) for step in run.micro_batches]
     decodes = [float(step.num_decode_tokens) for step in run.micro_batches]
     prefills = [step.num_prefill_tokens for step in run.micro_batches if step.num_prefill_tokens]
     around = [
-        rows - fmean(decodes[max(0, place - NEIGHBOURS // 2) : place + NEIGHBOURS // 2 + 1])
+        rows - fmean(decodes[max(0, place - NUM_NEIGHBOURS // 2) : place + NUM_NEIGHBOURS // 2 + 1])
         for place, rows in enumerate(decodes)
     ]
     return Evenness(
-        *(len(tokens), fmean(tokens), fmean(decodes)),
-        *(
-            coefficient_of_variation(tokens),
-            coefficient_of_variation(decodes),
-            pstdev(around) / fmean(decodes),
-        ),
-        *(len(prefills) / len(tokens), fmean(prefills)),
+        steps=len(tokens),
+        tokens=fmean(tokens),
+        decodes=fmean(decodes),
+        tokens_variation=coefficient_of_variation(tokens),
+        decodes_variation=coefficient_of_variation(decodes),
+        local_variation=pstdev(around) / fmean(decodes),
+        prefill_share=len(prefills) / len(tokens),
+        prefill_tokens=fmean(prefills),
     )
 
 
-def serve_really(policy: str, jobs: list[WorkloadRequest]) -> tuple[RunRecord, Outputs]:
-    """Serve the jobs with an engine of their own.
+def serve_with_engine(policy: str, jobs: list[WorkloadRequest]) -> tuple[RunRecord, Outputs]:
+    """Serve the jobs with a new engine.
 
-    In float32: a bfloat16 product rounds differently in a batch of another shape, so that two runs
-    of one policy differ.
+    The engine uses float32: a bfloat16 product rounds differently in a batch of another shape, so
+    that two runs of one policy would differ.
     """
     outputs: Outputs = []
 
@@ -105,39 +109,39 @@ def serve_really(policy: str, jobs: list[WorkloadRequest]) -> tuple[RunRecord, O
     return build_run_record(asyncio.run(run_logged(config, work))), outputs
 
 
-def simulate_it(
+def serve_simulated(
     profile: str, policy: str, jobs: list[WorkloadRequest]
 ) -> tuple[RunRecord, Outputs]:
-    """Serve the jobs with a simulated pipeline; there are no outputs."""
+    """Serve the jobs with a simulated pipeline, which has no outputs."""
     config = SimulationConfig(profile=profile, scheduler=SchedulerConfig(policy=policy))
     return simulate(build_deployment(config, CONTEXT), jobs)[0], []
 
 
-def jobs_at(rate: float, count: int) -> list[WorkloadRequest]:
-    """Lengths of azure-conv within the demo model's context, Poisson arrivals."""
+def make_jobs(rate: float, count: int) -> list[WorkloadRequest]:
+    """Generate requests with azure-conv's lengths in the demo model's context, Poisson arrivals."""
     jobs = make_workload("azure-conv", count, rate, seed=11)
     return [scale_request(job, LENGTH_SCALE, CONTEXT) for job in jobs]
 
 
-def capacity(serve: Serve, count: int) -> float:
-    """Requests a second that throttle serves with all of them there at once."""
-    run, _ = serve("throttle", [job._replace(arrival_seconds=0.0) for job in jobs_at(1.0, count)])
+def measure_capacity(serve: Serve, count: int) -> float:
+    """Return the requests per second that throttle serves with all of them queued at once."""
+    run, _ = serve("throttle", [job._replace(arrival_seconds=0.0) for job in make_jobs(1.0, count)])
     return count / (run.end - run.begin)
 
 
 @dataclass
 class Measured:
-    """What came out at one share of capacity."""
+    """Results at one share of capacity."""
 
     capacities: list[float] = field(default_factory=list)
-    """Of each round: what else a machine does changes from one to the next."""
+    """Capacity in each round; it changes with the load of the machine."""
     rounds: dict[str, list[Evenness]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, set[bytes]] = field(default_factory=lambda: defaultdict(set))
-    """All different ones; none of a simulation."""
+    """Distinct outputs by policy; empty for a simulation."""
 
     @property
     def figures(self) -> dict[str, Evenness]:
-        """Medians over the rounds."""
+        """Medians over the rounds, by policy."""
         return {
             policy: Evenness(*map(median, zip(*self.rounds[policy], strict=True)))
             for policy in POLICIES
@@ -145,12 +149,12 @@ class Measured:
 
 
 def measure(serve: Serve, share: float, count: int, rounds: int) -> Measured:
-    """Every policy on the same jobs, round by round, in alternating order."""
+    """Run every policy on the same jobs, round by round, in alternating order."""
     measured = Measured()
     for turn in range(rounds):
-        most = capacity(serve, count)
+        most = measure_capacity(serve, count)
         measured.capacities.append(most)
-        jobs = jobs_at(share * most, count)
+        jobs = make_jobs(share * most, count)
         for policy in POLICIES if turn % 2 == 0 else reversed(POLICIES):
             run, tokens = serve(policy, jobs)
             measured.rounds[policy].append(evenness(run))
@@ -161,7 +165,7 @@ def measure(serve: Serve, share: float, count: int, rounds: int) -> Measured:
 
 
 def table(measured: Measured) -> str:
-    """Policies side by side."""
+    """Format the table of the policies."""
     header = ["policy", "micro-batches", "decode rows", "CV", f"x {BASE}'s", "around running mean"]
     header += ["tokens", "CV", f"x {BASE}'s", "with prefill, %", "prefill tokens there"]
     figures, outputs = measured.figures, measured.outputs
@@ -170,16 +174,17 @@ def table(measured: Measured) -> str:
         different = len(outputs[policy] | outputs[BASE])
         rows.append(
             [
-                *(policy, f"{each.steps:.0f}"),
-                *(show_value(each.decodes), show_value(each.decodes_variation)),
+                policy,
+                f"{each.steps:.0f}",
+                show_value(each.decodes),
+                show_value(each.decodes_variation),
                 f"{each.decodes_variation / base.decodes_variation:.2f}",
-                *(
-                    show_value(each.local_variation),
-                    show_value(each.tokens),
-                    show_value(each.tokens_variation),
-                ),
+                show_value(each.local_variation),
+                show_value(each.tokens),
+                show_value(each.tokens_variation),
                 f"{each.tokens_variation / base.tokens_variation:.2f}",
-                *(show_value(each.prefill_share, 100), show_value(each.prefill_tokens)),
+                show_value(each.prefill_share, 100),
+                show_value(each.prefill_tokens),
                 ("-", "yes", "**no**")[min(different, 2)],
             ]
         )
@@ -187,28 +192,28 @@ def table(measured: Measured) -> str:
 
 
 def verdict(figures: dict[str, Evenness]) -> str:
-    """What AIM says of throttle."""
+    """Format the verdict on throttle against AIM."""
     ours, base = figures["throttle"], figures[BASE]
     ratios = {
         "decode rows": ours.decodes_variation / base.decodes_variation,
         "tokens": ours.tokens_variation / base.tokens_variation,
     }
     words = [
-        f"{what} {ratio:.2f} x ({'met' if ratio <= AIM else '**missed**'})"
-        for what, ratio in ratios.items()
+        f"{name} {ratio:.2f} x ({'met' if ratio <= AIM else '**missed**'})"
+        for name, ratio in ratios.items()
     ]
     return f"throttle's CV beside {BASE}'s, aim {AIM} x: {', '.join(words)}."
 
 
 def processor() -> str:
-    """The CPU's name."""
+    """Return the CPU's name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def page(serve: Serve, how: str, requests: int, rounds: int) -> str:
-    """Measure, and say what was measured and how."""
+    """Measure, and format the page with a description of the measurement."""
     command = shlex.join(["python", "-m", "benchmarks.policies", *sys.argv[1:]])
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     parts = [
@@ -221,7 +226,7 @@ def page(serve: Serve, how: str, requests: int, rounds: int) -> str:
         f"each round. Rounds: {rounds}; figures are their medians.",
         "Counted are all micro-batches from the first arrival to the last token; each has at "
         "least one row. CV: standard deviation over mean. Around running mean: the same of decode "
-        f"rows less their mean over {NEIGHBOURS + 1} micro-batches, so without what the load "
+        f"rows less their mean over {NUM_NEIGHBOURS + 1} micro-batches, so without what the load "
         "itself changes over time, which no policy takes away. Outputs equal: every token of "
         f"every request, in every round, as {BASE}'s.",
     ]
@@ -237,14 +242,14 @@ def page(serve: Serve, how: str, requests: int, rounds: int) -> str:
 
 
 def main() -> None:
-    """Print the page and write it."""
+    """Measure, print the page and write it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", help="simulate, by this file of `gllm profile demo --pp 2`")
     parser.add_argument("--output", default="docs/benchmarks/policies.md")
     options = parser.parse_args()
-    serve = partial(simulate_it, options.profile) if options.profile else serve_really
+    serve = partial(serve_simulated, options.profile) if options.profile else serve_with_engine
     how = "simulated" if options.profile else "real pipeline"
     text = page(serve, how, options.requests, options.rounds)
     Path(options.output).write_text(text, encoding="utf-8")

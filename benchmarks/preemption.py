@@ -1,8 +1,9 @@
-"""Work that preemption costs: crowds of requests in caches that cannot hold them.
+"""Measure the recomputation by preemption: many requests in caches that cannot hold them.
 
 Run: python -m benchmarks.preemption
 
-Counts, not times: a scheduler without a model, so they are the same on every machine.
+The figures are counts of a scheduler without a model, not times, so they are the same on every
+machine.
 """
 
 import argparse
@@ -21,7 +22,7 @@ STOP = 1
 
 
 class Job(NamedTuple):
-    """One request."""
+    """Lengths of one request."""
 
     prompt_tokens: int
     output_tokens: int
@@ -37,9 +38,9 @@ class LoadCase(NamedTuple):
     max_model_len: int
     prefix_cache: bool = True
     scores_prompts: bool = False
-    """Every request asks for prompt_logprobs."""
+    """Every request sets prompt_logprobs."""
     fast: bool = True
-    """Small enough for a test."""
+    """The case is small enough for a test."""
 
 
 class Figures(NamedTuple):
@@ -48,7 +49,7 @@ class Figures(NamedTuple):
     preemptions: int
     computed_tokens: int
     needed_tokens: int
-    """Tokens that a cache without limits would compute."""
+    """Tokens that an unlimited cache would compute."""
     steps: int
     decode_tokens: int
     cost: float
@@ -56,7 +57,7 @@ class Figures(NamedTuple):
 
     @property
     def recomputed_share(self) -> float:
-        """Tokens computed beyond those needed, for each needed token."""
+        """Tokens computed beyond those needed, per needed token."""
         return self.computed_tokens / self.needed_tokens - 1
 
 
@@ -70,21 +71,28 @@ def varied_jobs(count: int, seed: int = 0) -> list[Job]:
     return [Job(length(200, 1500), length(200, 1500), 2000) for _ in range(count)]
 
 
-BESIDE = [Job(16, 1500, 1500), Job(1816, 8, 8)]
-"""A long decode, and a prompt that only just does not fit beside it."""
+DECODE_AND_PROMPT = [Job(16, 1500, 1500), Job(1816, 8, 8)]
+"""A long decode, and a prompt that is slightly too large to fit beside it."""
 LOADS = (
     LoadCase("500 x (200 + 800), 2,000 blocks", [Job(200, 800, 800)] * 500, 2000, 1000, fast=False),
     LoadCase(
         "60 x (64 + 500), 100 blocks, no prefix cache", [Job(64, 500, 500)] * 60, 100, 564, False
     ),
     LoadCase("500 x varied lengths, 1,000 blocks", varied_jobs(500), 1000, 3500, fast=False),
-    LoadCase("1,500 decodes beside a prompt, no prefix cache", BESIDE, 114, 1824, False),
-    LoadCase("the same with prompt_logprobs", BESIDE, 114, 1824, scores_prompts=True),
+    LoadCase("1,500 decodes beside a prompt, no prefix cache", DECODE_AND_PROMPT, 114, 1824, False),
+    LoadCase("the same with prompt_logprobs", DECODE_AND_PROMPT, 114, 1824, scores_prompts=True),
 )
 
 
 def run_load(load: LoadCase, stages: int, policy: str = "auto", expected: int = 256) -> Figures:
-    """Run a load to its end. expected: expected_output_tokens."""
+    """Run a load to completion.
+
+    Args:
+        load: Requests and cache.
+        stages: Number of pipeline stages.
+        policy: Scheduling policy.
+        expected: Value of expected_output_tokens.
+    """
     config = SchedulerConfig(
         policy=policy, prefix_cache=load.prefix_cache, expected_output_tokens=expected
     )
@@ -114,7 +122,12 @@ def run_load(load: LoadCase, stages: int, policy: str = "auto", expected: int = 
 
 
 def answer(plan: StepPlan, left: list[int]) -> StepResult:
-    """Return a plan's result. left: tokens that each sequence has still to generate."""
+    """Return a plan's result.
+
+    Args:
+        plan: The scheduled step.
+        left: Tokens that each sequence has still to generate; updated.
+    """
     sampled = []
     for row in plan.rows:
         if row.should_sample:
@@ -124,7 +137,7 @@ def answer(plan: StepPlan, left: list[int]) -> StepResult:
 
 
 def main() -> None:
-    """Print a table: what each load computes again, and how long it takes."""
+    """Print a table of the recomputation and the relative time of each load."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--expected-output-tokens", type=int, default=256)

@@ -1,6 +1,6 @@
-"""What each sampling field costs the last stage, held against rows that ask for none of it.
+"""Measure the cost of each sampling field on the last stage, relative to greedy rows.
 
-One batch of decodes, planned and drawn on one thread again and again, all kinds in turn, so that a
+One batch of decodes is planned and sampled repeatedly on one thread. All kinds alternate, so that a
 busy machine slows all of them. Run as `python -m benchmarks.sampling`.
 """
 
@@ -30,18 +30,20 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def seconds(states: list[SamplingState], logits: torch.Tensor, index: int) -> float:
-    """Time to plan and draw output token `index` of all rows."""
+    """Return the seconds to plan and sample output token `index` of all rows."""
     owners = [(row, 0) for row in range(len(states))]
     copy = logits.clone()
     begin = time.perf_counter()
-    drawn = sample_rows(copy, build_sampling_metadata(owners, states, [index] * len(states)))
+    sample_output = sample_rows(
+        copy, build_sampling_metadata(owners, states, [index] * len(states))
+    )
     end = time.perf_counter()
-    assert not any(drawn.errors)
+    assert not any(sample_output.errors)
     return end - begin
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=32000)

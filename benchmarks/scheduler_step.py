@@ -1,4 +1,4 @@
-"""Cost of one decision: schedule + commit at 256 running requests and 4 stages.
+"""Measure one scheduling decision: schedule + commit at 256 running requests and 4 stages.
 
 Run: python -m benchmarks.scheduler_step
 """
@@ -14,13 +14,20 @@ from gllm.scheduler.sequence import SchedulerRequest
 
 
 def answer(plan: StepPlan) -> StepResult:
-    """A result that ends nothing."""
+    """Return a result that finishes no sequence."""
     sampled = [SampledToken(row.seq, row.epoch, 7) for row in plan.rows if row.should_sample]
     return StepResult(plan.step, sampled)
 
 
 def measure(policy: str, running: int, stages: int, steps: int) -> list[float]:
-    """Seconds of each schedule + commit, with `running` requests decoding and new ones arriving."""
+    """Return the seconds of each schedule + commit while requests decode and new ones arrive.
+
+    Args:
+        policy: Scheduling policy.
+        running: Number of decoding requests.
+        stages: Number of pipeline stages.
+        steps: Number of measured steps.
+    """
     config = SchedulerConfig(policy=policy, max_num_seqs=running)
     scheduler = Scheduler(config.resolve(stages, 20_000, 4096))
     in_flight: list[StepPlan] = []
@@ -44,7 +51,7 @@ def measure(policy: str, running: int, stages: int, steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Print a table: median and 99th percentile for each policy."""
+    """Print a table of the median and the 99th percentile per policy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--stages", type=int, default=4)

@@ -1,6 +1,7 @@
-"""Policies with a KV cache that is too small, simulated; a Markdown table on stdout.
+"""Simulate policies with a KV cache that is too small; print a Markdown table.
 
-300 azure-conv requests at 2/s on qwen2.5-32b, 4 x L20, with and without expected output lengths.
+The load is 300 azure-conv requests at 2/s on qwen2.5-32b, 4 x L20, with and without expected output
+lengths.
 """
 
 import os
@@ -20,13 +21,20 @@ POLICIES = {
 """Policies by number of KV blocks."""
 EXPECTED_TOKENS = (SchedulerConfig().expected_output_tokens, 0)
 HEADER = (
-    *("blocks", "expected tokens", "policy", "tokens/s", "mean TTFT, s", "mean TPOT, ms"),
-    *("longest wait, s", "preemptions", "waste"),
+    "blocks",
+    "expected tokens",
+    "policy",
+    "tokens/s",
+    "mean TTFT, s",
+    "mean TPOT, ms",
+    "longest wait, s",
+    "preemptions",
+    "waste",
 )
 
 
 class Case(NamedTuple):
-    """One simulation."""
+    """Parameters of one simulation."""
 
     num_blocks: int
     expected_tokens: int
@@ -43,14 +51,18 @@ def simulate_case(case: Case) -> list[str]:
     figures = summarize_run(run)
     served = run.requests.values()
     # The last token of an output is never an input.
-    needed = sum(one.num_prompt_tokens + one.line.num_tokens - 1 for one in served)
+    needed = sum(request.num_prompt_tokens + request.line.num_tokens - 1 for request in served)
     computed = sum(step.work.num_tokens for step in run.micro_batches)
-    longest_wait = max(max(one.line.itl, default=0.0) for one in served)
+    longest_wait = max(max(request.line.itl, default=0.0) for request in served)
     return [
-        *(f"{case.num_blocks:,}", str(case.expected_tokens), case.policy),
+        f"{case.num_blocks:,}",
+        str(case.expected_tokens),
+        case.policy,
         f"{figures['steady_tokens_per_second']:,.0f}",
-        *(f"{figures['ttft']['mean']:.1f}", f"{1e3 * figures['tpot']['mean']:.0f}"),
-        *(f"{longest_wait:.1f}", str(figures["preemptions"])),
+        f"{figures['ttft']['mean']:.1f}",
+        f"{1e3 * figures['tpot']['mean']:.0f}",
+        f"{longest_wait:.1f}",
+        str(figures["preemptions"]),
         f"{100 * (computed / needed - 1):.1f} %",
     ]
 

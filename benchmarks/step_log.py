@@ -1,8 +1,8 @@
-"""What `--step-log` costs a server: its writing, held against the run that it wrote down.
+"""Measure the overhead of `--step-log` relative to the run that it logs.
 
-A real engine serves a saturating load with the log on; the log's calls are then made again on a
-plain scheduler and on one that writes. The difference is what the driver spent on the log. Run as
-`python -m benchmarks.step_log`; both sides do the same calls in one process.
+A real engine serves a saturating load with the log on. The logged calls are then repeated on a
+plain scheduler and on one that writes the log. The difference is the driver's time for the log. Run
+as `python -m benchmarks.step_log`; both sides make the same calls in one process.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from gllm.sim.workload import make_workload
 
 
 def calling_seconds(scheduler: Scheduler, events: list[StepLogEvent]) -> float:
-    """CPU seconds of the log's calls."""
+    """Return the CPU seconds of the logged calls."""
     begin = time.process_time()
     for event in events:
         replay_event(scheduler, event)
@@ -29,7 +29,7 @@ def calling_seconds(scheduler: Scheduler, events: list[StepLogEvent]) -> float:
 
 
 def writing_seconds(events: list[StepLogEvent], folder: Path) -> float:
-    """CPU seconds that a writing scheduler takes more than a plain one."""
+    """Return the CPU seconds that a logging scheduler takes beyond a plain one."""
     config = build_run_record(events).start.scheduler
     plain = calling_seconds(Scheduler(config), events)
     log = StepLogWriter(folder / "again.jsonl")
@@ -40,7 +40,7 @@ def writing_seconds(events: list[StepLogEvent], folder: Path) -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=200)

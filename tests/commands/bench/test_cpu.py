@@ -59,17 +59,17 @@ def test_a_pipeline_beside_its_loops() -> None:
 def test_overhead_is_what_kernels_leave_of_a_served_step() -> None:
     steps = overhead.Steps(served=50.0, computing=49.0, loop=48.0, kernels=48.0)
     assert steps.overhead == pytest.approx(0.04)
-    text = overhead.page({16: [steps, steps._replace(served=60.0), steps]}, 3)
+    text = overhead.format_page({16: [steps, steps._replace(served=60.0), steps]}, 3)
     assert "Aim: at most 5% at 16 decodes: met." in text
 
 
 def test_policies_under_bursts_show_the_best_of_each_column() -> None:
-    jobs = bursts.jobs_of("azure-conv", 40, 20.0, seed=3)
+    jobs = bursts.make_jobs("azure-conv", 40, 20.0, seed=3)
     assert [job.arrival_seconds for job in jobs][:: bursts.BURST] == [0.0, 0.4, 0.8, 1.2, 1.6]
     policies = {}
     for policy in bursts.POLICIES:
         summary = summarize_run(served(jobs, policy))
         policies[policy] = bursts._medians([summary, summary])
     measured = {"rate": 20.0, "requests": 40, "rounds": 2, "foreign_cores": 0.0}
-    text = bursts.page({"azure-conv": measured | {"policies": policies}})
+    text = bursts.format_page({"azure-conv": measured | {"policies": policies}})
     assert text.count("**") >= 2 * len(bursts.COLUMNS)
