@@ -1,15 +1,16 @@
 """Teacher-forced agreement with transformers: logits at every position of one text.
 
-Owns the reference and the comparison. The reference is transformers in float32 (its bfloat16
-weights widened). The *noise* is the largest difference, over all positions and tokens, of what
-transformers makes in bfloat16 from that: what this type costs an implementation that is taken to be
-right. Two things have to hold:
+The reference is transformers in float32, with its bfloat16 weights widened. The *noise* is the
+largest difference of transformers in bfloat16 from the reference, over all positions and tokens:
+the error that this type causes in an implementation that is assumed correct. Two conditions must
+hold:
 
 - gllm's largest difference from the reference is at most ERRORS times the noise;
-- gllm's likeliest token is the reference's wherever the reference's two largest logits are further
-  apart than MARGIN times the noise. The other positions are excluded, and counted.
+- gllm's most likely token is the reference's wherever the reference's two largest logits differ by
+  more than MARGIN times the noise. The other positions are excluded and counted.
 
-By the noise, not by gllm's own error: within four times the latter the second could not fail.
+The margin depends on the noise, not on gllm's own error: within four times the latter the second
+condition could not fail.
 """
 
 from collections.abc import Sequence
@@ -21,32 +22,35 @@ from torch import Tensor
 from benchmarks.gpu import models
 from benchmarks.gpu.models import Executor
 from benchmarks.gpu.peers import Peer
-from benchmarks.gpu.rows import Measured, Skip
+from benchmarks.gpu.rows import Measured, SkipRowError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 
 ERRORS, MARGIN = 2.0, 4.0
 INCLUDED = 0.99
-"""Aim: share of positions that are not excluded."""
+"""Minimum share of positions that are not excluded."""
 WAYS = ("one step", "four chunks", "decodes behind a chunk")
 DECODES = 64
-"""Positions that are decoded one by one."""
+"""Number of positions that are decoded one by one."""
 
 
 @dataclass
 class Truth:
-    """What transformers computes of a text."""
+    """Reference logits of transformers for a text."""
 
     prompt: list[int]
     logits: Tensor
-    """[positions, vocabulary] float32, computed in float32."""
+    """Shape [positions, vocabulary], float32, computed in float32."""
     noise: float
 
 
 def truth_of(peer: Peer, weights: dict[str, Tensor], positions: int) -> Truth:
-    """Marks rows of the LM head for the text (models.mark). Raises Skip where float32 weights do
-    not fit."""
+    """Mark rows of the LM head for a random text (models.mark) and compute its reference logits.
+
+    Raises:
+        SkipRowError: float32 weights do not fit.
+    """
     place = peer.place
     place.seed("agreement")
     vocabulary = len(weights["lm_head.weight"])
@@ -56,14 +60,14 @@ def truth_of(peer: Peer, weights: dict[str, Tensor], positions: int) -> Truth:
     low = peer.logits(prompt)
     needed = 2 * sum(each.nbytes for each in weights.values()) + 4 * low.nbytes
     if needed > place.free_bytes():
-        raise Skip(f"float32 weights need {needed / 2**30:.0f} GiB more")
+        raise SkipRowError(f"float32 weights need {needed / 2**30:.0f} GiB more")
     wide = {name: each.to(torch.float32) for name, each in weights.items()}
     exact = Peer(place, peer.folder, wide, torch.float32).logits(prompt)
     return Truth(prompt, exact, float((low - exact).abs().max()))
 
 
 def chunks_of(way: str, positions: int) -> list[int]:
-    """Tokens of each step."""
+    """Return the tokens of each step."""
     if way == WAYS[0]:
         return [positions]
     if way == WAYS[1]:
@@ -74,13 +78,25 @@ def chunks_of(way: str, positions: int) -> list[int]:
 
 
 def measure(executor: Executor, truth: Truth, way: str, seq: int) -> Measured:
-    """Compare gllm's logits; seq: a new sequence's number. Nothing else may be under way."""
+    """Compare gllm's logits with the reference; no other step may be in flight.
+
+    Args:
+        executor: The model's executor.
+        truth: The reference.
+        way: One of WAYS.
+        seq: Number of a new sequence.
+    """
     return compare(logits_of(executor, truth.prompt, chunks_of(way, len(truth.prompt)), seq), truth)
 
 
 def logits_of(executor: Executor, prompt: list[int], counts: Sequence[int], seq: int) -> Tensor:
-    """[tokens, vocabulary] float32 of a prompt in steps of so many tokens; in the first blocks of
-    the cache, which nobody holds."""
+    """Return the logits of a prompt, computed in steps of these numbers of tokens.
+
+    The prompt uses the first blocks of the cache, which no sequence holds.
+
+    Returns:
+        Shape [tokens, vocabulary], float32.
+    """
     executor.register(
         RegisterSequences(seq, len(prompt), prompt, SequenceSamplingParams(temperature=0.0))
     )
@@ -94,7 +110,12 @@ def logits_of(executor: Executor, prompt: list[int], counts: Sequence[int], seq:
 
 
 def compare(logits: Tensor, truth: Truth) -> Measured:
-    """Both conditions, for logits [positions, vocabulary] float32."""
+    """Check both conditions.
+
+    Args:
+        logits: Shape [positions, vocabulary], float32.
+        truth: The reference.
+    """
     reference = truth.logits
     error = float((logits - reference).abs().max())
     top = reference.topk(2, dim=-1)

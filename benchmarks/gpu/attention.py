@@ -1,7 +1,4 @@
-"""Paged attention: decodes, prefill chunks, both together, against fp64, SDPA and flash-attn.
-
-Owns the cases and the reference. The kernel is gllm's.
-"""
+"""Rows of paged attention: decodes, prefill chunks and both, against fp64, SDPA and flash-attn."""
 
 import importlib
 from collections.abc import Iterator
@@ -16,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.operations import TOLERANCES, Operation, Rival, measure, relative_error
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.rows import Measured, Named, Skip
+from benchmarks.gpu.rows import Measured, Named, SkipRowError
 from gllm.kernels.attention import paged_attention
 from gllm.kernels.attention_plan import AttentionPlan, PagedBatch, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
@@ -24,11 +21,11 @@ from gllm.kernels.attention_scaling import AttentionScaling
 FP8 = torch.float8_e4m3fn
 BLOCK_SIZE = 16
 CHECKED = 4
-"""Rows of a micro-batch that are compared with the reference."""
+"""Number of rows of a micro-batch that are compared with the reference."""
 
 
 class Heads(NamedTuple):
-    """Of a model's attention."""
+    """Head counts and size of a model's attention."""
 
     model: str
     heads: int
@@ -42,21 +39,22 @@ TINY = Heads("tiny", 4, 2, 16)
 
 @dataclass(frozen=True)
 class Case:
-    """A micro-batch and the cache that it reads."""
+    """A micro-batch and its KV cache."""
 
     heads: Heads
     decodes: int
     context: int
-    """Of each decode."""
+    """Context length of each decode."""
     chunk: int = 0
-    """Tokens of a prefill chunk; 0: there is none."""
+    """Tokens of a prefill chunk; 0 for none."""
     cached: int = 0
-    """Tokens of its prompt that are in the cache already."""
+    """Tokens of its prompt that are already in the cache."""
     fp8: bool = False
-    """Whether the cache is in 8-bit floats."""
+    """The cache is in FP8."""
 
     @property
     def name(self) -> str:
+        """Name of the row."""
         parts = []
         if self.decodes:
             parts.append(f"batch {self.decodes}, context {self.context}")
@@ -68,22 +66,23 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key that it sees."""
+        """Number of query-key pairs within the causal mask."""
         chunk = self.chunk * self.cached + self.chunk * (self.chunk + 1) // 2
         return self.decodes * self.context + chunk
 
     @property
     def tokens(self) -> int:
+        """Number of tokens in the micro-batch."""
         return self.decodes + self.chunk
 
     @property
     def flops(self) -> int:
-        """Both products, a multiplication and an addition being two."""
+        """FLOPs of both products; a multiplication and an addition count as two."""
         return 4 * self.heads.heads * self.heads.dim * self.pairs
 
     @property
     def num_bytes(self) -> int:
-        """Cache read once, queries read, results written."""
+        """Bytes to move: the cache read once, queries read, results written."""
         _, heads, kv_heads, dim = self.heads
         cached = self.decodes * self.context + (self.cached + self.chunk if self.chunk else 0)
         cache = 2 * cached * kv_heads * dim * (1 if self.fp8 else 2)
@@ -91,18 +90,18 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """Of one call."""
+    """Inputs of one call."""
 
     query: Tensor
-    """[tokens, heads, dim]"""
+    """Shape [tokens, heads, dim]."""
     keys: Tensor
-    """[blocks, block_size, kv_heads, dim]"""
+    """Shape [blocks, block_size, kv_heads, dim]."""
     values: Tensor
     plan: AttentionPlan
 
 
 def cases(is_dry: bool) -> list[Case]:
-    """What is measured; what an aim is about comes first."""
+    """Return the cases; those with a target come first."""
     if is_dry:
         decodes = [Case(TINY, 2, 33), Case(TINY, 2, 20, fp8=True)]
         return [*decodes, Case(TINY, 0, 0, 24, 0), Case(TINY, 0, 0, 8, 24), Case(TINY, 2, 20, 8)]
@@ -125,7 +124,7 @@ def cases(is_dry: bool) -> list[Case]:
 
 
 def rows(place: Place) -> Iterator[Named]:
-    """A row for each case."""
+    """Yield one row per case."""
     for case in cases(place.is_dry):
         yield Named(case.name, partial(row, place, case))
 
@@ -133,7 +132,7 @@ def rows(place: Place) -> Iterator[Named]:
 def row(place: Place, case: Case) -> Measured:
     """Measure a case."""
     if case.fp8 and place.capability() < (8, 9):
-        raise Skip("8-bit floats from sm_89 on")
+        raise SkipRowError("8-bit floats from sm_89 on")
     place.seed(case.name)
     aims = {}
     if not case.chunk and case.decodes >= 64 and case.context >= 2048:
@@ -154,7 +153,7 @@ def row(place: Place, case: Case) -> Measured:
 
 
 def paged_rows(case: Case) -> PagedBatch:
-    """The case's rows, their blocks scattered over the cache."""
+    """Return the rows of a case, with blocks scattered over the cache."""
     counts = [1] * case.decodes + [case.chunk] * bool(case.chunk)
     contexts = [case.context] * case.decodes + [case.cached + case.chunk] * bool(case.chunk)
     needed = [-(-context // BLOCK_SIZE) for context in contexts]
@@ -170,7 +169,7 @@ def paged_rows(case: Case) -> PagedBatch:
 
 
 def inputs_of(place: Place, case: Case) -> Inputs:
-    """Normal numbers in queries and cache."""
+    """Create queries and a cache of normal numbers."""
     _, heads, kv_heads, dim = case.heads
     paged = paged_rows(case)
     shape = paged.num_blocks + 1, BLOCK_SIZE, kv_heads, dim
@@ -182,7 +181,7 @@ def inputs_of(place: Place, case: Case) -> Inputs:
 
 
 def attend(place: Place, case: Case, inputs: Inputs) -> Tensor:
-    """gllm's attention: [tokens, heads, dim]."""
+    """Run gllm's attention; return a tensor of shape [tokens, heads, dim]."""
     query, keys, values, plan = inputs
     if place.is_dry and case.fp8:
         # The reference gathers, which torch does not do with 8-bit floats.
@@ -191,7 +190,7 @@ def attend(place: Place, case: Case, inputs: Inputs) -> Tensor:
 
 
 def error_of(place: Place, case: Case, inputs: Inputs) -> float:
-    """The largest over some rows, spread over the micro-batch, its last one among them."""
+    """Return the largest error over some rows spread over the micro-batch, the last included."""
     got = attend(place, case, inputs)
     paged = inputs.plan.rows
     last = len(paged.context_len) - 1
@@ -205,7 +204,11 @@ def error_of(place: Place, case: Case, inputs: Inputs) -> float:
 
 
 def reference(inputs: Inputs, index: int, heads: Heads) -> Tensor:
-    """[tokens, heads, dim] float64: causal attention of one row of the micro-batch."""
+    """Compute causal attention of one row of the micro-batch in float64.
+
+    Returns:
+        Shape [tokens, heads, dim].
+    """
     query, keys, values, plan = inputs
     begin, end = (int(at) for at in plan.rows.query_start[index : index + 2])
     tokens, context = end - begin, int(plan.rows.context_len[index])
@@ -223,7 +226,7 @@ def reference(inputs: Inputs, index: int, heads: Heads) -> Tensor:
 
 
 def _taken(cache: Tensor, slots: Tensor) -> Tensor:
-    """[slots, kv_heads, dim] float64."""
+    """Return slots of the cache, of shape [slots, kv_heads, dim] and type float64."""
     flat = cache.flatten(0, 1)
     if cache.dtype == FP8:
         return flat.view(torch.uint8)[slots].view(FP8).to(torch.float64)
@@ -235,7 +238,7 @@ def _normal(place: Place, *shape: int) -> Tensor:
 
 
 def rivals_of(place: Place, case: Case) -> dict[str, Rival]:
-    """The same on keys and values that lie in one piece, in bfloat16; none for mixed ones."""
+    """Return the rivals on contiguous keys and values in bfloat16; none for mixed cases."""
     if case.decodes and case.chunk:
         return {}
     rivals = {"sdpa_ms": Rival(partial(_dense, place, case, True), partial(_sdpa, case))}
@@ -248,7 +251,7 @@ def rivals_of(place: Place, case: Case) -> dict[str, Rival]:
 
 
 def _dense(place: Place, case: Case, for_sdpa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[batch, heads, tokens, dim], for flash-attn tokens before heads."""
+    """Create inputs of shape [batch, heads, tokens, dim]; flash-attn has tokens before heads."""
     _, heads, kv_heads, dim = case.heads
     batch, tokens = (case.decodes, 1) if case.decodes else (1, case.chunk)
     context = case.context if case.decodes else case.cached + case.chunk

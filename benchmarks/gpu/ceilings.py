@@ -1,6 +1,6 @@
-"""What the device can do at most: bytes moved and numbers multiplied a second, as measured.
+"""Ceilings of the device: measured memory bandwidth and matrix product rate.
 
-Owns both measurements. Every other row of the same run is held against them.
+All other rows of the same run are compared with them.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ MATRIX_SIZE = 8192
 
 
 def rows(place: Place) -> Iterator[Named]:
-    """The two ceilings."""
+    """Yield the two ceilings."""
     yield Named(COPY, lambda: copy(place))
     yield Named(MATRIX, lambda: matrix(place))
 
 
 def copy(place: Place) -> Measured:
-    """A copy from memory to memory of the device: bytes read and written both count."""
+    """Measure a copy within device memory; bytes read and bytes written both count."""
     count = 2**20 if place.is_dry else COPY_BYTES
     source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
@@ -31,7 +31,7 @@ def copy(place: Place) -> Measured:
 
 
 def matrix(place: Place) -> Measured:
-    """torch's product of square matrices of normal numbers: zeros would be quicker."""
+    """Measure torch's product of square matrices of normal numbers; zeros would be faster."""
     size = 64 if place.is_dry else MATRIX_SIZE
     shape = size, size
     pairs = [

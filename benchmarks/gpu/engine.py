@@ -1,7 +1,7 @@
-"""gllm's engine without its processes: scheduler and executor in one, as a worker drives them.
+"""gllm's engine without its processes: scheduler and executor in one loop, as a worker runs them.
 
-Owns the loop, the figures of decodes and prefill, and the rows of one model, transformers' and the
-agreement's among them. What these compute is in peers.py and agreement.py.
+Has the rows of one model: decodes, prefill, transformers (peers.py) and the agreement
+(agreement.py).
 """
 
 import gc
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.gpu import agreement, models, peers
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.rows import Measured, Named, Skip
+from benchmarks.gpu.rows import Measured, Named, SkipRowError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.batch import Batch
@@ -34,34 +34,37 @@ from gllm.scheduler.sequence import SchedulerRequest
 T = TypeVar("T")
 
 BUSY, WEIGHTS, MATRIX = 0.95, 0.8, 0.6
-"""Aims: share of a decode run that the device computes; weight bytes / bandwidth of a step at batch
-1 (1 / 1.25); of the matrix rate in prefill."""
+"""Targets of a decode run and of prefill.
+
+The busy share of the device in a decode run; weight bytes / bandwidth of a step at batch 1 as a
+share (1 / 1.25); the share of the matrix rate in prefill.
+"""
 READY = "ready"
 SETTLING = 3
-"""Decode steps at the beginning of a run that are not counted, and the last one."""
+"""Decode steps at the start of a run that are not counted; the last step is not counted either."""
 PREFILLS = 5
 
 
-class NotMade(Exception):
-    """Something that several rows need could not be made."""
+class PrerequisiteError(Exception):
+    """A prerequisite of several rows could not be created."""
 
 
 class Loads(NamedTuple):
-    """What is asked of a model."""
+    """Loads for a model."""
 
     batches: tuple[int, ...]
     prompt: int
-    """Tokens of each prompt of a decode run."""
+    """Tokens per prompt of a decode run."""
     new: int
-    """Tokens that each generates in gllm's."""
+    """Tokens that each text generates with gllm, before those that compensate for prefill."""
     peer_new: int
-    """In transformers'."""
+    """Tokens that each text generates with transformers."""
     prefills: tuple[int, ...]
     positions: int
-    """Of the teacher-forced agreement."""
+    """Positions of the teacher-forced agreement."""
     longest: int
     continuous: tuple[int, ...]
-    """Batches of transformers' continuous batching, of which every run takes seconds to begin."""
+    """Batches of transformers' continuous batching; each run takes seconds to start."""
 
 
 REAL = Loads((1, 8, 64, 256), 256, 72, 16, (2048, 512), 512, 4096, (256, 1, 64, 8))
@@ -69,30 +72,31 @@ DRY = Loads((1, 3), 7, 9, 3, (24,), 24, 64, (3,))
 
 
 class Step(NamedTuple):
-    """One step that is over."""
+    """One completed step."""
 
     plan: StepPlan
     batch: Batch
     spent: DeviceTime
     committed: float
-    """When its tokens were known, by time.perf_counter."""
+    """Time at which its tokens were known, by time.perf_counter."""
 
     @property
     def is_decode(self) -> bool:
+        """Return True if all rows of the step are decodes."""
         return all(row.num_tokens == 1 for row in self.plan.rows)
 
 
 @dataclass
 class Model:
-    """One model, its weights and both engines for them; each is made when it is asked for."""
+    """One model, its weights and both engines for them, each created on first use."""
 
     place: Place
     name: str
     options: dict[str, str]
     folder: Path
-    """Made here; of its configuration."""
+    """Folder of config.json; created here."""
     graphs: bool
-    """Whether decodes are to be recorded."""
+    """Record CUDA graphs of decodes."""
 
     def __post_init__(self) -> None:
         self.loads = DRY if self.place.is_dry else REAL
@@ -104,33 +108,36 @@ class Model:
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """By their names in checkpoints."""
+        """Weights by their names in checkpoints."""
         return models.random_weights(self.place, self.config)
 
     @property
     def peer(self) -> peers.Peer:
-        """transformers' model, on the very same weights."""
+        """The model of transformers, on the same weights."""
         return self._once("peer", lambda: peers.Peer(self.place, self.folder, self.weights))
 
     @property
     def truth(self) -> agreement.Truth:
-        """What transformers computes of a text; asked for before gllm takes the weights, of which
-        it marks some."""
+        """Reference logits; computed before gllm loads the weights, because it marks some."""
         return self._once("truth", self._make_truth)
 
     @property
     def executor(self) -> models.Executor:
-        """gllm's."""
+        """The executor of gllm."""
         return self._once("executor", self._make_executor)
 
     def _once(self, name: str, make: Callable[[], T]) -> T:
-        """What was made of this name, or raises what kept it from being made: either takes long."""
+        """Return the object of this name, created once; raise the same error again on failure."""
         if name not in self._made:
             try:
                 self._made[name] = make()
             except Exception as error:
                 # Without the frames of the first, which hold memory of the device.
-                kept = Skip(str(error)) if isinstance(error, Skip) else NotMade(f"{name}: {error}")
+                kept = (
+                    SkipRowError(str(error))
+                    if isinstance(error, SkipRowError)
+                    else PrerequisiteError(f"{name}: {error}")
+                )
                 kept.add_note(traceback.format_exc())
                 self._made[name] = kept
         made = self._made[name]
@@ -155,26 +162,29 @@ class Model:
 
     @property
     def blocks(self) -> int:
-        """That the largest load needs."""
+        """Number of KV blocks that the largest load needs."""
         loads, batch = self.loads, max(self.loads.batches)
         one = -(-max(loads.longest, loads.prompt + self.new(batch) + 1) // models.BLOCK_SIZE)
         each = -(-(loads.prompt + self.new(batch) + 1) // models.BLOCK_SIZE)
         return max(2 * one, (batch + 1) * (each + 1) * 5 // 4)
 
     def new(self, batch: int) -> int:
-        """Tokens that each of `batch` texts generates, so that enough steps have all of them: they
-        begin to decode as their prompts are through, one step's worth after the other."""
+        """Return the tokens that each of `batch` texts generates.
+
+        Texts start to decode as their prompts finish, one step's worth after the other; the
+        additional tokens let enough steps contain all of them.
+        """
         return self.loads.new + -(-batch * self.loads.prompt // models.BATCHED)
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """Random ones."""
+        """Return random prompts."""
         return torch.randint(0, self.config["vocab_size"], (count, length)).tolist()
 
     def run(self, prompts: Sequence[list[int]], new: int) -> list[Step]:
-        """Greedy texts of `new` tokens, all prompts at once.
+        """Generate `new` greedy tokens for all prompts at once.
 
-        With async scheduling a step is planned and given to the device before the previous one has
-        ended, as in a worker.
+        With async scheduling a step is planned and enqueued before the previous one has ended, as
+        in a worker.
         """
         executor = self.executor
         # A new one, so that a run that went wrong leaves nothing behind.
@@ -203,19 +213,19 @@ class Model:
             done.append(Step(plan, batch, spent, time.perf_counter()))
 
     def number(self) -> int:
-        """Of a new sequence."""
+        """Return the number of a new sequence."""
         self._next += 1
         return self._next
 
 
 def ready(model: Model) -> Measured:
-    """Everything that the rows behind it need: weights, the reference, the executor, its graphs."""
+    """Create the prerequisites of the other rows: weights, reference, executor, graphs."""
     executor = model.executor
     return Measured({"graphs": executor.num_graphs}, fault=executor.graph_fault)
 
 
 def decode(model: Model, batch: int) -> Measured:
-    """A run of decodes: a step by the device's events and by the clock on the wall."""
+    """Measure the decode steps of a run by device events and by wall clock."""
     loads, executor = model.loads, model.executor
     model.run(model.prompts(batch, 3), SETTLING)
     host = executor.host_seconds
@@ -245,7 +255,7 @@ def decode(model: Model, batch: int) -> Measured:
 
 
 def prefill(model: Model, tokens: int) -> Measured:
-    """A lone prompt in one step."""
+    """Measure a single prompt in one step."""
     runs = [model.run(model.prompts(1, tokens), 1) for _ in range(PREFILLS)][1:]
     assert all(len(run) == 1 for run in runs), "a prompt took several steps"
     seconds = median(run[0].spent.elapsed for run in runs)
@@ -263,15 +273,23 @@ def prefill(model: Model, tokens: int) -> Measured:
 
 
 def sizes_of(model: Model) -> tuple[int, int]:
-    """Bytes of the weights that a step reads, and numbers in those that it multiplies by: all but
-    the embedding, of which it looks up rows."""
+    """Return the bytes of the weights that a step reads and the number of matrix elements.
+
+    The embedding is excluded: a step looks up only some of its rows.
+    """
     read = {name: each for name, each in model.weights.items() if "embed_tokens" not in name}
     matrices = sum(each.numel() for each in read.values() if each.dim() == 2)
     return sum(each.nbytes for each in read.values()), matrices
 
 
 def work_of(model: Model, batch: int, seen: float) -> dict[str, float]:
-    """Bytes and operations of a decode step that sees so many tokens of all its texts together."""
+    """Return the bytes and FLOPs of a decode step.
+
+    Args:
+        model: The model.
+        batch: Number of decodes.
+        seen: Context tokens of all texts together.
+    """
     config, (weight_bytes, matrices) = model.config, sizes_of(model)
     layers, hidden, heads = (
         config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -286,8 +304,10 @@ def work_of(model: Model, batch: int, seen: float) -> dict[str, float]:
 def rows(
     place: Place, name: str, folder: Path, options: dict[str, str], graphs: bool = True
 ) -> Iterator[Named]:
-    """All rows of a model; arguments as of Model. transformers' continuous batching comes last, for
-    it changes how its model attends."""
+    """Yield all rows of a model; the arguments are those of Model.
+
+    transformers' continuous batching is last, because it changes the attention of its model.
+    """
     model = Model(place, name, options, folder, graphs)
     loads = model.loads
     yield Named(READY, partial(ready, model))
@@ -319,7 +339,7 @@ def _continuous(model: Model, batch: int) -> Measured:
 def _rival(
     model: Model, batch: int, run: Callable[[Sequence[Sequence[int]], int], Measured]
 ) -> Measured:
-    """transformers' step, by the clock, beside the limit of its work."""
+    """Measure transformers' step by wall clock, with the bytes and FLOPs of its work."""
     loads = model.loads
     made = run(model.prompts(batch, loads.prompt), loads.peer_new)
     made.figures |= work_of(model, batch, batch * (loads.prompt + loads.peer_new / 2))

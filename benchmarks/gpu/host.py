@@ -1,7 +1,6 @@
-"""A device of queues in the place of a GPU's, for runs without one: all work is done at once.
+"""CPU implementation of the device runtime, for runs without a GPU: work runs immediately.
 
-Owns streams, events and graphs on the CPU, and attention plans of one layout for them. Knows
-nothing of what is computed.
+Has streams, events and graphs, and attention plans of one layout for the graphs.
 """
 
 import time
@@ -25,97 +24,100 @@ from gllm.transport.device_streams import DeviceEvent, DeviceGraph, DeviceStream
 
 
 class HostEvent:
-    """A time."""
+    """An event that records the time."""
 
     def __init__(self) -> None:
         self.at = 0.0
 
     def synchronize(self) -> None:
-        """As in gllm.transport.device_streams.DeviceEvent: it is over."""
+        """Return at once: the event has completed."""
 
     def query(self) -> bool:
-        """As in gllm.transport.device_streams.DeviceEvent: it is over."""
+        """Return True: the event has completed."""
         return True
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
-        """As in gllm.transport.device_streams.DeviceEvent."""
+        """Return the seconds from an earlier event to this one."""
         assert isinstance(earlier, HostEvent)
         return self.at - earlier.at
 
 
 class HostStream:
-    """The thread that is running."""
+    """A stream whose work runs in the calling thread."""
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """As in gllm.transport.device_streams.DeviceStream."""
+        """Make this the current stream within the block."""
         yield
 
     def wait(self, event: DeviceEvent) -> None:
-        """As in gllm.transport.device_streams.DeviceStream: it is over."""
+        """Return at once: the event has completed."""
 
     def record(self, event: DeviceEvent) -> None:
-        """As in gllm.transport.device_streams.DeviceStream."""
+        """Record the current time in the event."""
         assert isinstance(event, HostEvent)
         event.at = time.perf_counter()
 
 
 class HostGraph:
-    """Work that is done anew at each replay, on the same memory."""
+    """Work that runs again at each replay, on the same memory."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.replay = work
 
 
 class HostQueues:
-    """The CPU as gllm.transport.device_streams.DeviceRuntime."""
+    """The CPU as a gllm.transport.device_streams.DeviceRuntime."""
 
     device = torch.device("cpu")
 
     def bind_thread(self) -> None:
-        """As in Queues: there is one device."""
+        """Do nothing: there is one device."""
 
     def stream(self) -> DeviceStream:
-        """As in Queues."""
+        """Return a new stream."""
         return HostStream()
 
     def event(self, timed: bool = False) -> DeviceEvent:
-        """As in Queues."""
+        """Return a new event."""
         return HostEvent()
 
     def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As in Queues."""
+        """Allocate host memory."""
         return torch.empty(*shape, dtype=dtype)
 
     def pin_memory(self, memory: Tensor) -> None:
-        """As in Queues: nothing to do."""
+        """Do nothing: host memory needs no pinning."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As in Queues."""
+        """Allocate zeroed memory."""
         return torch.zeros(*shape, dtype=dtype)
 
     def capture(self, stream: DeviceStream, work: Callable[[], None]) -> DeviceGraph:
-        """As in Queues, but it runs: what it makes has to have its size."""
+        """Run the work once and return a graph of it; the outputs must have their final size."""
         work()
         return HostGraph(work)
 
     def synchronize(self) -> None:
-        """As in Queues: nothing runs."""
+        """Return at once: no work is pending."""
 
     def measure_free_bytes(self, work: Callable[[], None], share: float) -> int:
-        """As in Queues; the CPU's memory is not counted."""
+        """Run the work and return a fixed number of bytes; host memory is not measured."""
         work()
         return 2**30
 
     def measure_used_bytes(self, work: Callable[[], None]) -> int:
-        """As in Queues; the CPU's memory is not counted."""
+        """Run the work and return 0; host memory is not measured."""
         work()
         return 0
 
 
 def plan_of_one_layout(longest: int) -> PlanAttention:
-    """Plans attention for layers without windows, of contexts up to `longest`. Decodes are one
-    group, padded to the longest context that can be, so that as many of them are laid out alike."""
+    """Return a planner for layers without windows and contexts up to `longest`.
+
+    Decodes are one group, padded to `longest`, so that batches of the same size have the same
+    layout.
+    """
 
     def plan(
         rows: PagedBatch, dtype: torch.dtype, windows: Windows

@@ -1,7 +1,7 @@
-"""Several stages on one device within one process, for machines that lack the workers' packages.
+"""Several stages on one device in one process, for machines without the workers' packages.
 
-Owns the loop over their executors and the transfer of activations between their streams. Stages are
-the executors of the real processes; what is left out is processes, messages and transports.
+The stages are the executors of the real processes; activations are copied between their streams.
+Processes, messages and transports are left out.
 """
 
 import time
@@ -29,10 +29,16 @@ NUM_BLOCKS, LONGEST, GRAPH_ROWS = 256, 512, 16
 
 
 class InlinePipeline:
-    """The demo model cut into stages that share one device."""
+    """The demo model split into stages that share one device."""
 
     def __init__(self, stages: int, is_dry: bool, options: dict[str, Any]) -> None:
-        """`options`: fields of EngineConfig. A dry run is on the CPU."""
+        """Load all stages.
+
+        Args:
+            stages: Number of stages.
+            is_dry: Use the CPU.
+            options: Fields of EngineConfig.
+        """
         self._queues: DeviceRuntime = HostQueues() if is_dry else CudaRuntime()
         config = read_config(DEMO)
         engine = EngineConfig.from_options(
@@ -79,10 +85,11 @@ class InlinePipeline:
             scheduler.commit(StepResult(plan.step, sampled))
 
     def _compute(self, plan: StepPlan) -> tuple[Batch, list[torch.Tensor]]:
-        """Put a step into the streams of all stages.
+        """Enqueue a step on the streams of all stages.
 
-        Returns the last stage's batch and every stage's output, which have to be kept until the
-        step is finished: other streams read them.
+        Returns:
+            The last stage's batch and every stage's output. The caller keeps them until the
+            step is finished, because other streams read them.
         """
         batches = [executor.prepare(plan) for executor in self._executors]
         outputs: list[torch.Tensor] = []
@@ -94,8 +101,10 @@ class InlinePipeline:
         return batches[-1], outputs
 
     def _transfer(self, executor: CudaExecutor, output: torch.Tensor) -> torch.Tensor:
-        """Return a copy of activations that the next stage's stream waits for; the graphs of this
-        stage overwrite their own."""
+        """Copy activations for the next stage and make its stream wait for the copy.
+
+        The graphs of this stage overwrite their own output.
+        """
         with executor.stream.current():
             copied = output.clone()
         sent = self._queues.event()

@@ -1,6 +1,6 @@
-"""The other operations of a layer and of sampling, against fp64 references and torch.
+"""Rows of the operations of a layer and of sampling, against fp64 references and torch.
 
-Owns their cases. The kernels are gllm's; attention is in attention.py.
+Attention is in attention.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,13 +30,13 @@ from gllm.runtime.cuda.staging import map_tensors
 
 EPS = 1e-6
 FP8_TOLERANCE = 2.0**-4
-"""Where activations become 8-bit floats (three bits behind the point) on the way."""
+"""Tolerance for operations that quantize activations to FP8 (three mantissa bits)."""
 CHECKED_TOKENS = 8
-"""That a mixture of experts is compared on."""
+"""Number of tokens on which a mixture of experts is compared."""
 
 
 class Sizes(NamedTuple):
-    """Of a model, as far as operations depend on them."""
+    """Sizes of a model that operations depend on."""
 
     model: str
     hidden: int
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Experts of a model."""
+    """Sizes of a model's mixture of experts."""
 
     model: str
     experts: int
@@ -64,7 +64,7 @@ Make = Callable[[Place, Sizes, int], Operation]
 
 
 def rows(place: Place) -> Iterator[Named]:
-    """Attention, then every other operation for some numbers of tokens."""
+    """Yield the rows of attention, then of all other operations for some numbers of tokens."""
     yield from attention.rows(place)
     models, tokens = ((TINY,), (3,)) if place.is_dry else ((QWEN, LLAMA), (64, 2048, 1))
     for count in tokens:
@@ -95,7 +95,7 @@ def _normal(place: Place, *shape: int) -> Tensor:
 
 
 def norm(place: Place, sizes: Sizes, tokens: int) -> Operation:
-    """RMSNorm."""
+    """Return the RMSNorm operation."""
     weight = _normal(place, sizes.hidden)
 
     def error(x: Tensor) -> float:
@@ -117,7 +117,7 @@ def norm(place: Place, sizes: Sizes, tokens: int) -> Operation:
 
 
 def residual_norm(place: Place, sizes: Sizes, tokens: int) -> Operation:
-    """RMSNorm behind the residual sum, which is written too."""
+    """Return the fused residual addition and RMSNorm, which also writes the sum."""
     weight = _normal(place, sizes.hidden)
 
     def make() -> tuple[Tensor, Tensor]:
@@ -139,13 +139,13 @@ def residual_norm(place: Place, sizes: Sizes, tokens: int) -> Operation:
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    """In float64."""
+    """Return the RMSNorm in float64."""
     wide = x.to(torch.float64)
     return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.to(torch.float64)
 
 
 def rotation(place: Place, sizes: Sizes, tokens: int) -> Operation:
-    """From fused projections to rotated queries, and keys and values in the cache."""
+    """Return the operation from the fused QKV projection to rotated queries and the stored KV."""
     _, heads, kv_heads, dim = sizes.heads
     how = QKVLayout(heads, kv_heads)
     frequencies, factor = compute_inverse_frequencies("default", dim, 1e6, {})
@@ -186,7 +186,7 @@ def rotation(place: Place, sizes: Sizes, tokens: int) -> Operation:
 
 
 def gating(place: Place, sizes: Sizes, tokens: int) -> Operation:
-    """silu(gate) * up."""
+    """Return the operation silu(gate) * up."""
 
     def make() -> Tensor:
         return _normal(place, tokens, 2 * sizes.inner)
@@ -210,8 +210,10 @@ def gating(place: Place, sizes: Sizes, tokens: int) -> Operation:
 
 
 def fp8_linear(place: Place, sizes: Sizes, tokens: int) -> Operation:
-    """The product that leads back to the residual stream, by a weight in 8-bit floats with scales
-    of blocks of 128 x 128; torch's is by the weight in bfloat16."""
+    """Return the down projection with FP8 weights and scales of blocks of 128 x 128.
+
+    torch multiplies by the weight in bfloat16.
+    """
     outputs, inputs = sizes.hidden, sizes.inner
     scales = -(-outputs // 128), -(-inputs // 128)
 
@@ -252,7 +254,7 @@ OPERATIONS: dict[str, Make] = {
 
 
 def experts(place: Place, mixture: Mixture, tokens: int) -> Operation:
-    """A mixture of experts behind its router; bytes are those of the experts that tokens go to."""
+    """Return the mixture of experts after its router; bytes are those of the selected experts."""
     _, count, active, hidden, inner = mixture
     up = _normal(place, count, 2 * inner, hidden) * hidden**-0.5
     down = _normal(place, count, hidden, inner) * inner**-0.5
@@ -284,7 +286,15 @@ def experts(place: Place, mixture: Mixture, tokens: int) -> Operation:
 
 
 def _by_experts(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """[hidden] float64: one token's sum; up, down: as of StackedExperts."""
+    """Return one token's sum over its experts, of shape [hidden] and type float64.
+
+    Args:
+        x: Hidden state, of shape [hidden].
+        chosen: Selected experts.
+        weights: Their weights.
+        up: As in StackedExperts.
+        down: As in StackedExperts.
+    """
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for expert, weight in zip(chosen.tolist(), weights.tolist(), strict=True):
         first, second = (up[expert].to(torch.float64) @ x.to(torch.float64)).chunk(2)
@@ -298,13 +308,16 @@ DRAWS: dict[str, dict[str, float]] = {
     "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
     "top-k 50": {"temperature": 0.8, "top_k": 50},
 }
-"""Fields that are not off."""
+"""Enabled sampling fields of each kind."""
 
 
 def draws(place: Place, vocabulary: int, kind: str) -> Operation:
-    """Tokens from logits. The error is the share of rows that draw another token than the reference
-    on the host does: by the same random numbers and sums in float64, so that none should but one
-    that falls onto a border."""
+    """Return the sampling operation.
+
+    The error is the share of rows that sample another token than the reference on the host. Both
+    use the same random numbers; the reference sums in float64, so only values at a boundary should
+    differ.
+    """
     rows, given = 64, {"top_p": 1.0, "top_k": 0, "min_p": 0.0, **DRAWS[kind]}
     floats = {name: np.full(rows, given[name], np.float32) for name in ("top_p", "min_p")}
     on_host = plan_sampling(

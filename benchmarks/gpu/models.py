@@ -1,11 +1,10 @@
-"""Models in published shapes with random weights, made where they are computed with.
+"""Models in published shapes with random weights, created on the device.
 
-Owns the shapes, the weights and how gllm's executor takes them without a file: only config.json is
-written. Does not know what is measured.
+gllm's executor takes the weights without a file: only config.json is written.
 
-Weights are normal numbers by which every map keeps the size of what goes through it, so that
-activations stay sane over all layers; queries are twice as large, so that attention prefers some
-tokens. The LM head's rows are too, until `mark` replaces some.
+Weights are normal numbers scaled such that every layer keeps the size of its input, so that
+activations stay finite over all layers; queries are twice as large, so that attention prefers some
+tokens. The rows of the LM head are random too, until `mark` replaces some.
 """
 
 import json
@@ -85,24 +84,24 @@ TINY = {
 }
 QUERY_SCALE = 2.0
 MARK = 20.0
-"""Logit of a marked row for the hidden state that it was made from, about."""
+"""Approximate logit of a marked row for the hidden state from which it was created."""
 BLOCK_SIZE = 16
 BATCHED = 2048
-"""Most tokens of a step."""
+"""Maximum tokens per step."""
 
 
 def config_of(name: str, is_dry: bool) -> dict[str, Any]:
-    """config.json of a model, in a dry run of a tiny one of its kind."""
+    """Return config.json of a model; in a dry run, of a tiny model of its kind."""
     return CONFIGS[name] | (TINY if is_dry else {})
 
 
 def write_config(config: Mapping[str, Any], folder: Path) -> None:
-    """Make the folder one that gllm and transformers read the model's shape from."""
+    """Write config.json, from which gllm and transformers read the model's shape."""
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def random_weights(place: Place, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """All tensors of a dense Llama or Qwen2 by their names in checkpoints, on the device."""
+    """Return all tensors of a dense Llama or Qwen2 by their names in checkpoints, on the device."""
     place.seed(config["model_type"])
     hidden, inner, vocabulary = (
         config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
@@ -139,12 +138,16 @@ def random_weights(place: Place, config: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def mark(weights: dict[str, Tensor], hidden: Tensor, tokens: Sequence[int]) -> None:
-    """Make row tokens[i] of the LM head point to hidden[i] [hidden], beyond what all of them have
-    in common.
+    """Point row tokens[i] of the LM head to hidden[i], minus the mean of all positions.
 
-    Among random rows the two largest logits of a position are so close that bfloat16 alone decides
-    which is the larger one. With these rows the largest is the position's own, by far, and only
-    where all layers computed its hidden state; a wrong one would point elsewhere.
+    Among random rows the two largest logits of a position are so close that bfloat16 rounding
+    decides which is larger. With the marked rows, the position's own row has the largest logit by
+    far, if all layers computed its hidden state correctly; a wrong hidden state points elsewhere.
+
+    Args:
+        weights: Weights by name; updated.
+        hidden: Input of the LM head, of shape [positions, hidden].
+        tokens: Row for each position.
     """
     wide = hidden.to(torch.float32)
     own = wide - wide.mean(dim=0)
@@ -155,7 +158,7 @@ def mark(weights: dict[str, Tensor], hidden: Tensor, tokens: Sequence[int]) -> N
 
 
 class InMemory(Checkpoint):
-    """Tensors that are there already in the place of a folder's."""
+    """Checkpoint whose tensors are in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self._tensors = tensors
@@ -168,7 +171,7 @@ class InMemory(Checkpoint):
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """As in Checkpoint."""
+        """Return tensors of these names and shapes."""
         found = [self._tensors[name] for name in names]
         assert [tuple(each.shape) for each in found] == [*shapes], f"shapes of {names}"
         return [each.to(dtype or self.dtype) for each in found]
@@ -176,32 +179,36 @@ class InMemory(Checkpoint):
     def read_matrices(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
     ) -> list[Tensor]:
-        """As in Checkpoint; none is in 8-bit floats."""
+        """Return weights of these names and shapes; none is in FP8."""
         return self.read_parts(names, shapes)
 
 
 class Executor(CudaExecutor):
-    """gllm's executor of one stage that takes weights from memory and shows all logits."""
+    """gllm's executor of one stage, with weights from memory and access to all logits."""
 
     graph_fault = ""
-    """Why decodes are no graphs; empty where they are."""
+    """Reason why decodes are not recorded as graphs; empty if they are."""
     scheduler: SchedulerConfig
-    """Resolved: what the executor has room for."""
+    """Resolved configuration with the executor's capacity."""
 
     @property
     def num_graphs(self) -> int:
-        """That decodes can be replayed by."""
+        """Number of recorded decode graphs."""
         return len(self._graph_sizes)
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """In place of `load`."""
+        """Load weights from memory, instead of `load`."""
         with self.device:
             weights = Weights(InMemory(tensors, self.dtype))
             self._stage = ModelStage(self.model, weights, self.layers, self._max_model_len)
 
     @torch.inference_mode()
     def all_logits(self, batch: Batch) -> Tensor:
-        """[tokens, vocabulary] float32 of a batch that `prepare` made, in place of `compute`."""
+        """Compute the logits of all tokens of a prepared batch, instead of `compute`.
+
+        Returns:
+            Shape [tokens, vocabulary], float32.
+        """
         there, flat = self._staging.put(batch.device_state.inputs, self.stream)
         rows = len(batch.inputs.positions)
         with self.stream.current():
@@ -220,8 +227,17 @@ def executor_of(
     place: Place, folder: Path, tensors: Mapping[str, Tensor], blocks: int, longest: int,
     options: Mapping[str, str], graphs: bool,
 ) -> Executor:  # fmt: skip
-    """The model in the folder, ready for steps; options: more fields of EngineConfig; graphs: of
-    decodes are to be recorded."""
+    """Create the executor of the model in the folder, ready for steps.
+
+    Args:
+        place: The device.
+        folder: Folder of config.json.
+        tensors: Weights by name.
+        blocks: Number of KV blocks.
+        longest: Maximum context.
+        options: Additional fields of EngineConfig.
+        graphs: Record CUDA graphs of decodes.
+    """
     described = read_config(folder)
     config = EngineConfig.from_options(
         str(folder),

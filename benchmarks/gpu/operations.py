@@ -1,7 +1,4 @@
-"""One operation as a row: its error, its time over several inputs, and others' times.
-
-Owns the order of that. Knows no operation.
-"""
+"""Measurement of one operation as a row: its error, its time and those of its rivals."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,16 +8,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.rows import Measured, Skip, judged
+from benchmarks.gpu.rows import Measured, SkipRowError, judged
 
 TOLERANCES = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 2.0**-14}
-"""Of an operation's largest error as a share of its largest output, by the type of its outputs:
-four roundings to nearest of the largest output; the last type's products may run as TF32 thrice."""
+"""Maximum error of an operation relative to its largest output, by the type of its outputs.
+
+It allows four roundings to nearest of the largest output; the last type's products may run as three
+TF32 products.
+"""
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """The largest difference of two tensors of one shape as a share of the largest wanted number;
-    infinite where one is none."""
+    """Return the largest difference of two tensors relative to the largest expected number.
+
+    Infinite if a difference is NaN.
+    """
     difference = (got.to(torch.float64) - wanted.to(torch.float64)).abs().max()
     share = float(difference / wanted.abs().max().clamp_min(1e-30))
     return share if share == share else float("inf")
@@ -28,7 +30,7 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 @dataclass
 class Rival:
-    """Another implementation, on inputs of its own."""
+    """Another implementation with its own inputs."""
 
     make: Callable[[], Any]
     run: Callable[[Any], object]
@@ -36,29 +38,30 @@ class Rival:
 
 @dataclass
 class Operation:
-    """What is measured of one operation."""
+    """One operation and its measurements."""
 
     make: Callable[[], Any]
-    """Inputs, other ones at each call."""
+    """Function that creates new inputs."""
     run: Callable[[Any], object]
     error: Callable[[Any], float]
-    """Runs it on inputs and compares with the reference."""
+    """Function that runs the operation on inputs and returns the error relative to the reference.
+    """
     tolerance: float
     num_bytes: float
-    """That have to be moved."""
+    """Minimum number of bytes to move."""
     flops: float = 0.0
     input_bytes: int | None = None
-    """Of one set of inputs, where these are not what is moved."""
+    """Bytes of one set of inputs, if they differ from num_bytes."""
     rivals: dict[str, Rival] = field(default_factory=dict)
-    """By the name of their figure."""
+    """Other implementations by the name of their figure."""
     aims: dict[str, float] = field(default_factory=dict)
 
 
 def measure(place: Place, operation: Operation) -> Measured:
-    """Error first, then times. A rival that cannot run is a note."""
+    """Measure the error, then the times; a rival that fails to run becomes a note."""
     given = operation.input_bytes or int(operation.num_bytes)
     if given > 0.7 * place.free_bytes():
-        raise Skip(f"needs {given / 2**30:.1f} GiB of inputs")
+        raise SkipRowError(f"needs {given / 2**30:.1f} GiB of inputs")
     figures = {"error": operation.error(operation.make()), "tolerance": operation.tolerance}
     count, notes = place.sets(given), []
     figures["ms"] = _milliseconds(place, operation.make, operation.run, count)
@@ -66,7 +69,7 @@ def measure(place: Place, operation: Operation) -> Measured:
     for name, rival in operation.rivals.items():
         try:
             if given * count > 0.7 * place.free_bytes():
-                raise Skip("no room")
+                raise SkipRowError("no room")
             figures[name] = _milliseconds(place, rival.make, rival.run, count)
         except Exception as error:
             notes.append(f"{name}: {type(error).__name__}: {str(error).strip()[:120]}")

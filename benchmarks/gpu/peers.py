@@ -1,7 +1,6 @@
-"""transformers on the very same weights: generate, continuous batching, logits.
+"""transformers on the same weights: generate, continuous batching, logits.
 
-Owns how its model is made of tensors that are there, and how its steps are timed. transformers is
-imported where it is used: rows without it go on without it.
+transformers is imported on use, so that rows without it run if it is missing.
 """
 
 import importlib
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.rows import Measured, Skip
+from benchmarks.gpu.rows import Measured, SkipRowError
 from benchmarks.gpu.stand_ins import missing
 
 
 class Peer:
-    """transformers' model of the configuration in a folder, with SDPA."""
+    """transformers' model with the configuration in a folder, with SDPA."""
 
     def __init__(
         self,
@@ -28,10 +27,16 @@ class Peer:
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """tensors: by their names in checkpoints, shared, not copied; dtype: theirs, where it is
-        not the place's."""
+        """Build the model from tensors in memory.
+
+        Args:
+            place: The device.
+            folder: Folder of config.json.
+            tensors: Weights by their names in checkpoints; shared, not copied.
+            dtype: Type of the weights, if not that of the place.
+        """
         if missing("transformers"):
-            raise Skip("no transformers")
+            raise SkipRowError("no transformers")
         import transformers
 
         self.place, self.folder = place, folder
@@ -53,17 +58,20 @@ class Peer:
 
     @torch.inference_mode()
     def hidden(self, prompt: Sequence[int]) -> Tensor:
-        """[tokens, hidden]: what the LM head is given."""
+        """Return the input of the LM head, of shape [tokens, hidden]."""
         return self._model.model(self._ids([prompt])).last_hidden_state[0]
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int]) -> Tensor:
-        """[tokens, vocabulary] float32."""
+        """Return the logits, of shape [tokens, vocabulary] and type float32."""
         return self._model(self._ids([prompt])).logits[0].to(torch.float32)
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> Measured:
-        """A decode step of a static batch: a run with `new` more tokens less one without, each the
-        quicker one of two."""
+        """Measure a decode step of a static batch.
+
+        The step is the difference between a run with `new` more tokens and one without, divided by
+        `new`; each run is the faster of two.
+        """
         ids = self._ids(prompts)
 
         def run(tokens: int) -> None:
@@ -79,9 +87,13 @@ class Peer:
         return self._step(run, len(prompts), new, repeats=2)
 
     def continuous(self, prompts: Sequence[Sequence[int]], new: int) -> Measured:
-        """The same with transformers' continuous batching, as far as this version has it."""
+        """Measure a decode step with transformers' continuous batching.
+
+        Raises:
+            SkipRowError: This version of transformers does not have it.
+        """
         if not hasattr(self._model, "generate_batch"):
-            raise Skip("this version of transformers has no generate_batch")
+            raise SkipRowError("this version of transformers has no generate_batch")
 
         more: dict[str, Any] = {}
         if self.place.is_dry:
@@ -105,7 +117,7 @@ class Peer:
         return self._step(run, len(prompts), new, repeats=1)
 
     def _step(self, run: Callable[[int], None], batch: int, new: int, repeats: int) -> Measured:
-        """The difference of both runs behind a first one, which sets things up."""
+        """Return the difference of both runs per token, after a warm-up."""
         run(2)
         short, long = (
             min(self.place.wall(partial(run, count)) for _ in range(repeats))
@@ -113,7 +125,7 @@ class Peer:
         )
         step = (long - short) / new
         if step <= 0:
-            raise Skip(
+            raise SkipRowError(
                 f"{1 + new} tokens took {long:.3f} s, one {short:.3f} s: no step can be told"
             )
         return Measured({"ms": step * 1000, "tokens_per_s": batch / step})
@@ -123,7 +135,7 @@ class Peer:
 
 
 def _settings(tokens: int) -> Any:
-    """Greedy, exactly so many tokens."""
+    """Return settings for exactly `tokens` greedy tokens."""
     import transformers
 
     return transformers.GenerationConfig(

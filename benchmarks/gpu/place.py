@@ -1,7 +1,4 @@
-"""Where the benchmark runs: a GPU and its clock, or for a dry run the CPU and the host's.
-
-Owns the device, how work on it is timed, and what is told of it. Knows nothing of what is measured.
-"""
+"""Device of the benchmark and its timer: a GPU with events, or the CPU for a dry run."""
 
 import importlib.metadata
 import platform
@@ -21,27 +18,33 @@ if TYPE_CHECKING:
 
 WARM_UPS = 3
 LEAST, MOST = 11, 101
-"""Repeats of what is timed."""
+"""Minimum and maximum number of timed repeats."""
 SECONDS = 0.25
-"""That the repeats of one row should take together."""
+"""Target seconds for all repeats of one row together."""
 CYCLES = 2_000_000_000
-"""Of a GPU in a second, about."""
+"""Approximate GPU cycles per second."""
 LONGEST_SLEEP = 0.5
-"""Seconds that the device is held back at most while its work is put there."""
+"""Maximum seconds that the device sleeps while work is enqueued."""
 MOST_SETS = 32
 L2_BYTES = 64 * 2**20
-"""Taken where PyTorch does not tell."""
+"""Default L2 cache size if PyTorch does not report it."""
 PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "flash-attn", "msgspec")
 
 
 class Place:
-    """A device in bfloat16."""
+    """A device and its type, bfloat16."""
 
     dtype = torch.bfloat16
 
     def __init__(self, is_dry: bool) -> None:
-        """A dry run is on the CPU, through the references alone, as on a machine without compiled
-        kernels. Raises RuntimeError where there is no GPU for another."""
+        """Select the device.
+
+        A dry run uses the CPU and the reference implementations alone, as on a machine without
+        compiled kernels.
+
+        Raises:
+            RuntimeError: There is no GPU and this is no dry run.
+        """
         self.is_dry = is_dry
         self.device = torch.device("cpu" if is_dry else "cuda:0")
         if is_dry:
@@ -55,12 +58,16 @@ class Place:
             torch.cuda.set_device(self.device)
 
     def synchronize(self) -> None:
-        """Wait for the device. Raises RuntimeError where it cannot go on."""
+        """Wait for the device.
+
+        Raises:
+            RuntimeError: The device is unusable.
+        """
         if not self.is_dry:
             torch.cuda.synchronize()
 
     def queues(self) -> DeviceRuntime:
-        """The device's queues of work."""
+        """Return the runtime of the device's streams."""
         if self.is_dry:
             from benchmarks.gpu.host import HostQueues
 
@@ -68,8 +75,7 @@ class Place:
         return CudaRuntime(self.device.index)
 
     def attention_planner(self, longest: int) -> "PlanAttention | None":
-        """How attention is planned for the device's executor, for contexts up to `longest`; None
-        for its own way."""
+        """Return the planner for contexts up to `longest`; None for the executor's own."""
         if self.is_dry:
             from benchmarks.gpu.host import plan_of_one_layout
 
@@ -77,11 +83,11 @@ class Place:
         return None
 
     def seed(self, name: str) -> None:
-        """Draw what comes now by this name."""
+        """Seed the random numbers by this name."""
         torch.manual_seed(zlib.crc32(name.encode()))
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody uses."""
+        """Return the free memory of the device in bytes."""
         if self.is_dry:
             return 2**30
         torch.cuda.empty_cache()
@@ -89,12 +95,15 @@ class Place:
         return free
 
     def capability(self) -> tuple[int, int]:
-        """The GPU's architecture; of a dry run one that does all."""
+        """Return the GPU's compute capability; a dry run has one that supports everything."""
         return (9, 0) if self.is_dry else torch.cuda.get_device_capability(self.device)
 
     def sets(self, num_bytes: int) -> int:
-        """How many inputs of this size take turns: between two uses of one, others of three times
-        the L2 cache go by. For small ones fewer, which then stay in the cache, as in a model."""
+        """Return the number of input sets to cycle through.
+
+        Between two uses of a set, others of three times the L2 cache are used. Small inputs have
+        fewer sets and stay in the cache, as in a model.
+        """
         if self.is_dry:
             return 2
         properties = torch.cuda.get_device_properties(self.device)
@@ -103,10 +112,10 @@ class Place:
         return max(1, min(wanted, self.free_bytes() // 2 // max(num_bytes, 1)))
 
     def seconds(self, work: Callable[[int], object], sets: int) -> float:
-        """The median time of `work`, called with the number of a set of inputs.
+        """Return the median seconds of `work`, which is called with the number of an input set.
 
-        On a GPU by events around each call, all calls put there while the device sleeps: what the
-        host takes to put them there is not in it.
+        On a GPU, events around each call measure the time. All calls are enqueued while the device
+        sleeps, so the host's time to enqueue them does not count.
         """
         for index in range(WARM_UPS):
             work(index % sets)
@@ -142,13 +151,13 @@ class Place:
         return time.perf_counter() - begin
 
     def environment(self) -> dict[str, Any]:
-        """Device and versions, for the head of the results."""
+        """Return the device and versions, for the head of the results."""
         versions = {name: _version(name) for name in PACKAGES}
         versions |= {"python": platform.python_version(), "cuda": torch.version.cuda or ""}
         return {"device": self._described(), "versions": versions}
 
     def _described(self) -> dict[str, Any]:
-        """The device; sizes in bytes."""
+        """Describe the device; sizes are in bytes."""
         if self.is_dry:
             names = {"name": "cpu (dry run)", "driver": "", "architecture": ""}
             return {**names, "memory": 0, "l2": 0, "processors": 0}
@@ -164,7 +173,7 @@ class Place:
 
 
 def _version(package: str) -> str:
-    """Of an installed package; empty where it is not there."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -172,7 +181,7 @@ def _version(package: str) -> str:
 
 
 def _driver() -> str:
-    """The GPU driver's version, as far as nvidia-smi tells."""
+    """Return the GPU driver's version; empty if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)

@@ -1,7 +1,6 @@
-"""Results: what follows from figures and ceilings, aims, the table, the page, the file's keys.
+"""Results: figures derived from the ceilings, targets, the table, the page and the JSON schema.
 
-Owns the names of figures and of everything in the JSON file. Knows nothing of how rows are
-measured; needs no torch.
+This module needs no torch.
 """
 
 import json
@@ -45,7 +44,7 @@ FIGURES = {
     "noise": "the largest difference of transformers in bfloat16 from transformers in float32",
     "texts": "texts that were compared",
 }
-"""What may be in a row's figures; rows.NOT_FINITE stands for what is no number."""
+"""Description of each figure of a row; rows.NOT_FINITE replaces non-finite values."""
 
 SCHEMA: dict[str, Any] = {
     "date": str,
@@ -83,13 +82,13 @@ SCHEMA: dict[str, Any] = {
     ],
     "summary": {OK: int, FAILED: int, SKIPPED: int, "aims_met": int, "aims_missed": int},
 }
-"""Keys and types of the JSON file; of a list, those of each of its items."""
+"""Keys and types of the JSON file; a list has the schema of its items."""
 
 
 def results_of(
     rows: Sequence[Row], environment: Mapping[str, Any], run: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What is written: the run's own keys (date, command, ...), its device, and all rows."""
+    """Return the JSON object: the run's own keys (date, command, ...), its device, and all rows."""
     ceilings = ceilings_of(rows)
     told = [_told(row, ceilings) for row in rows]
     aims = [aim for row in told for aim in row["aims"]]
@@ -114,7 +113,7 @@ def _empty(schema: Mapping[str, type]) -> dict[str, Any]:
 
 
 def ceilings_of(rows: Sequence[Row]) -> dict[str, float]:
-    """Both rates a second; 0 where one was not measured."""
+    """Return both rates per second; 0 for a rate that was not measured."""
     found = {row.name: row.figures for row in rows if row.section == "ceilings"}
     rates = (("bytes_per_second", COPY, "bytes"), ("flops_per_second", MATRIX, "flops"))
     return {
@@ -124,7 +123,7 @@ def ceilings_of(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def derived(figures: Mapping[str, float], ceilings: Mapping[str, float]) -> dict[str, float]:
-    """A row's figures and what follows from them and the ceilings."""
+    """Return a row's figures and those derived from them and the ceilings."""
     made = dict(figures)
     ms = made.get("ms", 0.0)
     if ms <= 0:
@@ -173,7 +172,7 @@ def _told(row: Row, ceilings: Mapping[str, float]) -> dict[str, Any]:
 
 
 def complaints(results: Any, schema: Any = SCHEMA, path: str = "results") -> list[str]:
-    """Where results are not as the schema says, in words."""
+    """Return a message for each place where the results do not match the schema."""
     if isinstance(schema, list):
         if not isinstance(results, list):
             return [f"{path} is no list"]
@@ -201,20 +200,23 @@ HEADER = [
 
 
 def show(figure: float | None) -> str:
-    """In four significant digits; nothing for none."""
+    """Format a figure in four significant digits; None becomes an empty string."""
     if figure is None:
         return ""
     return f"{figure:.0f}" if abs(figure) >= 1000 else f"{figure:.4g}"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown. gllm.sim.report has another one, behind packages that may be missing."""
+    """Format a Markdown table.
+
+    gllm.sim.report has another function, but it imports packages that may be missing.
+    """
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """One line for each row."""
+    """Format the table: one line per row."""
     return text_table(HEADER, [_line(row) for row in results["rows"]])
 
 
@@ -242,7 +244,7 @@ def _line(row: Mapping[str, Any]) -> list[str]:
 
 
 def head(results: Mapping[str, Any]) -> str:
-    """What it ran on, and the ceilings."""
+    """Format the device, the versions and the ceilings."""
     device, versions, ceilings = results["device"], results["versions"], results["ceilings"]
     there = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     parts = (
@@ -263,7 +265,7 @@ def head(results: Mapping[str, Any]) -> str:
 
 
 def write_page(path: Path, results: Mapping[str, Any]) -> None:
-    """Put the table between the page's marks; what else is there stays."""
+    """Write the table between the page's marks; keep the rest of an existing page."""
     text = path.read_text(encoding="utf-8") if path.is_file() else f"# GPU\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -272,6 +274,6 @@ def write_page(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """The whole of it."""
+    """Write the results as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,4 @@
-"""Rows of the benchmark: what one measured, whether it holds, and why there is none.
-
-Owns a row's life: run, caught, written down. Knows nothing of what is measured.
-"""
+"""Rows of the benchmark: run one, catch its errors, log its result."""
 
 import json
 import math
@@ -14,35 +11,35 @@ from typing import IO, Any, NamedTuple
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 NOT_FINITE = -1.0
-"""Stands for a figure that is no number; its row has failed."""
+"""Replaces a non-finite figure; its row has failed."""
 MESSAGE_LENGTH = 500
-"""Characters of an error that a row's note keeps; all of it is in its traceback."""
+"""Characters of an error in a row's note; the traceback has the full text."""
 
 
-class Skip(Exception):
-    """A row cannot be measured here; says why."""
+class SkipRowError(Exception):
+    """A row cannot be measured here; the message says why."""
 
 
 @dataclass
 class Measured:
-    """What a row brought."""
+    """Figures of a measured row."""
 
     figures: dict[str, float]
-    """By names of report.FIGURES."""
+    """Values by the names of report.FIGURES."""
     aims: dict[str, float] = field(default_factory=dict)
-    """What figures, derived ones too, should be at least."""
+    """Minimum values of figures, including derived ones."""
     note: str = ""
     fault: str = ""
-    """Why it is wrong although it ran; empty where it is right."""
+    """Reason why the result is wrong; empty if it is correct."""
 
 
 class Named(NamedTuple):
-    """A row before it is measured."""
+    """A row to be measured."""
 
     name: str
     work: Callable[[], Measured]
     is_rival: bool = False
-    """Of somebody else's: what goes wrong with it is no failure."""
+    """The row measures another implementation: its errors are not failures."""
 
 
 @dataclass
@@ -52,17 +49,17 @@ class Row:
     section: str
     name: str
     status: str
-    """ok, failed (raised, or wrong) or skipped."""
+    """One of ok, failed (raised, or wrong) and skipped."""
     figures: dict[str, float] = field(default_factory=dict)
     aims: dict[str, float] = field(default_factory=dict)
     note: str = ""
     traceback: str = ""
     seconds: float = 0.0
-    """That it took, compilation and references included."""
+    """Elapsed seconds, including compilation and references."""
 
 
 def judged(figures: dict[str, float], aims: dict[str, float], note: str = "") -> Measured:
-    """A row with an `error` that has to be within its `tolerance`; a NaN is not."""
+    """Return a row that fails if its `error` exceeds its `tolerance` or is NaN."""
     error, tolerance = figures["error"], figures["tolerance"]
     if error <= tolerance:
         return Measured(figures, aims, note)
@@ -71,11 +68,11 @@ def judged(figures: dict[str, float], aims: dict[str, float], note: str = "") ->
 
 
 def run_row(section: str, named: Named) -> Row:
-    """Measure a row; whatever it raises becomes a part of it."""
+    """Measure a row; an exception becomes part of the result."""
     begin = time.monotonic()
     try:
         found = named.work()
-    except Skip as skip:
+    except SkipRowError as skip:
         row = Row(section, named.name, SKIPPED, note=str(skip))
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip()[:MESSAGE_LENGTH]
@@ -96,25 +93,25 @@ def run_row(section: str, named: Named) -> Row:
 
 
 class Log:
-    """The file in which a section tells what it does, a JSON object a line."""
+    """Log file of a section, with one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def environment(self, found: dict[str, Any]) -> None:
-        """Say what the section runs on."""
+        """Log the section's environment."""
         self._write({"environment": found})
 
     def rows(self, names: Iterable[str]) -> None:
-        """Say which rows there are."""
+        """Log the names of all rows."""
         self._write({"rows": list(names)})
 
     def begin(self, named: Named) -> None:
-        """Say which row comes now."""
+        """Log that a row starts."""
         self._write({"begin": named.name, "is_rival": named.is_rival})
 
     def end(self, row: Row) -> None:
-        """Say what it brought."""
+        """Log the result of a row."""
         self._write({"row": asdict(row)})
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -123,20 +120,20 @@ class Log:
 
 
 @dataclass
-class Told:
-    """What a section's log says."""
+class SectionLog:
+    """Contents of a section's log."""
 
     environment: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     open: str | None = None
-    """A row that began and did not end: its process was stopped or died."""
+    """Row that started and did not end: its process was stopped or died."""
     open_is_rival: bool = False
 
 
-def read_log(path: Path) -> Told:
-    """What a section told so far, over all of its processes."""
-    told = Told()
+def read_log(path: Path) -> SectionLog:
+    """Read what a section has logged so far, over all of its processes."""
+    told = SectionLog()
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for line in lines:
         try:

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.gpu.run`: proves gllm's path on a GPU, on a bare machine, in eight minutes.
+"""Verify and measure gllm on a GPU, on a bare machine, in eight minutes.
 
-Owns the sections' time and processes, and what is written. Every section runs in a process of its
-own: where one dies or hangs, the row that was under way has failed and the next goes on. Needs no
-torch itself; what the rows need is in docs/benchmarks/gpu.md.
+Run: `python -m benchmarks.gpu.run`. Each section runs in its own process: if one dies or hangs, its
+current row has failed and the next one continues. This module needs no torch;
+docs/benchmarks/gpu.md lists the requirements of the rows.
 
-The status is 1 where a row failed, a key of the results is missing, or no row was measured. An aim
-that is missed is reported and is no failure.
+The exit status is 1 if a row failed, a key of the results is missing, or no row was measured. A
+missed target is reported and is no failure.
 """
 
 import argparse
@@ -30,27 +30,27 @@ if not __package__:
     sys.path[0] = str(ROOT)
 
 from benchmarks.gpu import report  # noqa: E402
-from benchmarks.gpu.rows import FAILED, SKIPPED, Row, Told, read_log  # noqa: E402
+from benchmarks.gpu.rows import FAILED, SKIPPED, Row, SectionLog, read_log  # noqa: E402
 from benchmarks.gpu.section import SECTIONS, Task  # noqa: E402
 
 SHARES = dict(zip(SECTIONS, (0.06, 0.3, 0.27, 0.22, 0.15), strict=True))
-"""Of the time budget; what a section leaves the next ones have."""
+"""Shares of the time budget; the next sections receive the unused time of a section."""
 SECTION = ("-m", "benchmarks.gpu.section")
 GRACE = 15.0
-"""Seconds that a row may run past its section's time before its process is stopped."""
+"""Seconds that a row may run beyond its section's time before its process is stopped."""
 START_SECONDS = 60.0
-"""That a process may take to its first row."""
+"""Maximum seconds of a process until its first row."""
 ROW_SECONDS = 90.0
-"""That a row may take, compilation and the making of a model included."""
+"""Maximum seconds per row, including compilation and the creation of a model."""
 ATTEMPTS = 12
-"""Processes for one section at most."""
+"""Maximum number of processes per section."""
 TIME_UP = "stopped: the section's time was up"
 LEAST_SECONDS = 5.0
-"""That are worth another process."""
+"""Minimum remaining seconds to start another process."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
+    """Return the parser of the command's arguments."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__)
     made.add_argument(
         "--dry-run", action="store_true", help="tiny shapes on the CPU: no GPU needed"
@@ -66,8 +66,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sections_of(only: str) -> list[str]:
-    """Those asked for; the ceilings always, for the others are held against them. Raises
-    ValueError."""
+    """Return the requested sections and the ceilings, which the others are compared with.
+
+    Raises:
+        ValueError: A section is unknown.
+    """
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = {each.lower(): [each] for each in SECTIONS}
     known["engine"] = [each for each in SECTIONS if each not in ("ceilings", "kernels", "stages")]
@@ -79,7 +82,11 @@ def sections_of(only: str) -> list[str]:
 
 
 def options_of(given: Sequence[str]) -> dict[str, str]:
-    """Fields of the engine from NAME=VALUE. Raises ValueError."""
+    """Parse fields of the engine's configuration from NAME=VALUE.
+
+    Raises:
+        ValueError: An argument has no equals sign.
+    """
     pairs = [each.partition("=") for each in given]
     wrong = [name for name, equals, _ in pairs if not equals]
     if wrong:
@@ -87,9 +94,13 @@ def options_of(given: Sequence[str]) -> dict[str, str]:
     return {name.replace("-", "_"): value for name, _, value in pairs}
 
 
-def run_section(task: Task, stop: float) -> Told:
-    """All rows of a section, by as many processes as it takes; `stop`: time.monotonic() at which
-    the last one is stopped."""
+def run_section(task: Task, stop: float) -> SectionLog:
+    """Measure all rows of a section, in as many processes as necessary.
+
+    Args:
+        task: The section; updated.
+        stop: Value of time.monotonic() at which the last process is stopped.
+    """
     log = Path(task.log)
     for _ in range(ATTEMPTS):
         print(f"{task.section} ...", file=sys.stderr, flush=True)
@@ -119,7 +130,7 @@ def run_section(task: Task, stop: float) -> Told:
 
 
 def run_process(task: Task, stop: float) -> str:
-    """Let a process work on the section; how it ended, in words, where it was not well."""
+    """Run a process on the section; return the cause of an abnormal end, else an empty string."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     command = [sys.executable, *SECTION, json.dumps(dataclasses.asdict(task))]
@@ -148,8 +159,11 @@ def run_process(task: Task, stop: float) -> str:
 
 
 def watch(process: "subprocess.Popen[str]", log: Path, stop: float) -> str:
-    """Wait until a process has ended, `stop` has come, or its log has not grown for too long; how
-    it ended, in words, where it was not well."""
+    """Wait until a process exits, `stop` has passed, or its log has not grown for too long.
+
+    Returns:
+        The cause of an abnormal end, else an empty string.
+    """
     size, grown, limit = _size(log), time.monotonic(), START_SECONDS
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -169,7 +183,7 @@ def _size(log: Path) -> int:
 
 
 def end_group(process: "subprocess.Popen[str]") -> None:
-    """End a process and all that it started."""
+    """Kill a process and its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -181,7 +195,7 @@ def _append(log: Path, row: Row) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all sections; the results, which are in the file too."""
+    """Run all sections and return the results, which are also written to the file."""
     begin = time.monotonic()
     sections, budget = sections_of(options.only), options.time_budget
     whole = sum(SHARES[each] for each in sections)
@@ -214,7 +228,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write, print; the status."""
+    """Measure, write and print the results; return the exit status."""
     made = parser()
     options = made.parse_args(arguments)
     try:

@@ -1,7 +1,7 @@
-"""One section's rows, in a process of its own: `python -m benchmarks.gpu.section TASK`.
+"""Process that measures the rows of one section: `python -m benchmarks.gpu.section TASK`.
 
-Owns which rows a section has, and the process's end: a GPU that has done something illegal can do
-nothing more for this process, so it ends, and another one goes on with the next row.
+After an illegal operation a GPU is unusable for its process. The process then exits, and a new one
+continues with the next row.
 """
 
 import contextlib
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 
 SECTIONS = ("ceilings", "kernels", "Qwen2.5-7B", "Llama-3.1-8B", "stages")
 DEAD = 3
-"""The status of a process whose GPU cannot go on."""
+"""Exit status of a process whose GPU is unusable."""
 
 
 @dataclass
 class Task:
-    """What the process is to do."""
+    """Task of the process."""
 
     section: str
     log: str
-    """File that rows are told in."""
+    """Path of the file to which rows are logged."""
     is_dry: bool
     seconds: float
-    """After which no row begins."""
+    """Seconds after which no new row starts."""
     done: list[str] = field(default_factory=list)
-    """Rows that processes before this one have told of."""
+    """Rows that earlier processes have logged."""
     failed: list[str] = field(default_factory=list)
-    """Of these, the ones that failed."""
+    """Rows of these that failed."""
     options: dict[str, str] = field(default_factory=dict)
-    """More fields of EngineConfig."""
+    """Additional fields of EngineConfig."""
 
 
 def main(task: Task) -> int:
-    """Tell of every row that is not done; the exit status."""
+    """Measure and log every row that is not done; return the exit status."""
     begin = time.monotonic()
     log = Log(Path(task.log))
     if task.section == "stages":
@@ -79,11 +79,11 @@ def main(task: Task) -> int:
 
 
 def _always() -> None:
-    """The stages' device is their workers'."""
+    """Report the device as usable; the stages' workers own it."""
 
 
 def rows_on(place: "Place", task: Task) -> Iterator[Named]:
-    """The rows of a section that computes in this process."""
+    """Return the rows of a section that computes in this process."""
     if task.section == "ceilings":
         from benchmarks.gpu import ceilings
 

@@ -1,21 +1,22 @@
-"""Several stages on one device, through the real processes: greedy texts equal to one stage's.
+"""Compare the greedy texts of several stages on one device with those of one stage.
 
-Owns that comparison; it is about correctness alone, for stages on one device share it. The demo
-model in float32: in bfloat16 other micro-batches may round to another token. Where a package of the
-processes is missing, the stages' executors run within this one (inline_stages.py).
+The stages are real processes. The comparison is about correctness alone, because the stages share
+one device. The demo model runs in float32: in bfloat16 other micro-batches may round to another
+token. If a package of the processes is missing, the stages' executors run in this process
+(inline_stages.py).
 """
 
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu.rows import Measured, Named, Skip
+from benchmarks.gpu.rows import Measured, Named, SkipRowError
 from benchmarks.gpu.stand_ins import missing, provide_msgspec
 
 NEEDED = ("numpy", "safetensors", "tokenizers")
-"""Packages without which there is no comparison."""
+"""Packages that the comparison requires."""
 PROCESSES = ("zmq", "msgspec", "setproctitle", "uvloop", "tqdm", "jinja2")
-"""More packages, of the parent and its workers."""
+"""Additional packages of the parent and its workers."""
 STAGES = (2, 4)
 PROMPTS = (
     *("Once upon a time", "Otto the fox", "The owl said", "One day in the forest"),
@@ -25,25 +26,29 @@ TOKENS, KV_BYTES = 32, 64 * 2**20
 
 
 class Baseline:
-    """One stage's texts, made when they are first asked for."""
+    """Texts of one stage, generated on first use."""
 
     def __init__(self, is_dry: bool, options: dict[str, str]) -> None:
         self.is_dry, self.options = is_dry, options
         self.lacking = missing(*PROCESSES)
-        """Without one of which stages cannot be processes."""
+        """Missing packages without which stages cannot be processes."""
         self._texts: list[list[int]] | None = None
 
     def texts(self) -> list[list[int]]:
-        """Token ids of each prompt's."""
+        """Return the token ids of one stage for each prompt."""
         if self._texts is None:
             self._texts = self.generated(1)
         return self._texts
 
     def generated(self, stages: int) -> list[list[int]]:
-        """The same by so many stages. Raises Skip where a package is missing."""
+        """Generate the token ids of each prompt with this number of stages.
+
+        Raises:
+            SkipRowError: A package is missing.
+        """
         lacking = missing(*NEEDED)
         if lacking:
-            raise Skip(f"no {', '.join(lacking)}")
+            raise SkipRowError(f"no {', '.join(lacking)}")
         options: dict[str, Any] = {
             "device": "cpu" if self.is_dry else "cuda",
             "dtype": "float32",
@@ -65,7 +70,7 @@ class Baseline:
     def _generate_inline(
         self, stages: int, prompts: Sequence[str], tokens: int, options: dict[str, Any]
     ) -> list[list[int]]:
-        """The same within this process."""
+        """Generate the token ids of each prompt within this process."""
         provide_msgspec()
         from tokenizers import Tokenizer
 
@@ -78,14 +83,14 @@ class Baseline:
 
 
 def rows(is_dry: bool, options: dict[str, str]) -> Iterator[Named]:
-    """One row for each number of stages."""
+    """Yield one row per number of stages."""
     baseline = Baseline(is_dry, options)
     for stages in STAGES:
         yield Named(f"{stages} stages on one device", partial(compare, baseline, stages))
 
 
 def compare(baseline: Baseline, stages: int) -> Measured:
-    """How many texts differ."""
+    """Compare the texts of several stages with those of one stage."""
     wanted, got = baseline.texts(), baseline.generated(stages)
     mismatched = sum(one != other for one, other in zip(wanted, got, strict=True))
     fault = f"{mismatched} of {len(wanted)} texts differ" if mismatched else ""

@@ -1,7 +1,7 @@
-"""In the place of packages that a bare machine may lack.
+"""Replacements for packages that a bare machine may lack.
 
-Owns what gllm's stage path needs of msgspec within one process: classes of named fields. What
-crosses processes needs the package itself. Knows nothing of messages.
+gllm's stage path within one process needs msgspec only for classes with named fields. Messages
+between processes need the package itself.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any, dataclass_transform
 
 
 def missing(*names: str) -> list[str]:
-    """Those of these packages that are not installed."""
+    """Return the packages that are not installed."""
     return [
         name for name in names if name not in sys.modules and not importlib.util.find_spec(name)
     ]
@@ -21,7 +21,7 @@ def missing(*names: str) -> list[str]:
 
 @dataclass_transform()
 class Struct:
-    """As msgspec.Struct: a subclass's annotations are its fields, behind inherited ones."""
+    """Replacement for msgspec.Struct: annotations are fields, after inherited ones."""
 
     def __init_subclass__(cls, frozen: bool = False, **options: Any) -> None:
         for name in inspect.get_annotations(cls):
@@ -34,7 +34,7 @@ class Struct:
 
 
 class _Codec:
-    """Stands where a codec is made; nothing is encoded within one process."""
+    """Replacement for encoders and decoders; nothing is encoded within one process."""
 
     def __init__(self, *of: Any) -> None:
         pass
@@ -44,14 +44,14 @@ class _Codec:
 
 
 class Meta:
-    """As msgspec.Meta: bounds of an annotation, which only a codec looks at."""
+    """Replacement for msgspec.Meta: bounds of an annotation, which only a codec checks."""
 
     def __init__(self, **bounds: Any) -> None:
         pass
 
 
 def provide_msgspec() -> bool:
-    """Let `import msgspec` find the stand-in where the package is missing; whether it was."""
+    """Install the replacement if msgspec is missing; return True if it was."""
     if not missing("msgspec"):
         return False
     module: Any = ModuleType("msgspec")

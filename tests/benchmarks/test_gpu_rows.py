@@ -14,7 +14,17 @@ from benchmarks.gpu.agreement import Truth, chunks_of, compare
 from benchmarks.gpu.models import InMemory, mark
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import SCHEMA, ceilings_of, complaints, derived, results_of, table
-from benchmarks.gpu.rows import FAILED, OK, SKIPPED, Measured, Named, Row, Skip, judged, run_row
+from benchmarks.gpu.rows import (
+    FAILED,
+    OK,
+    SKIPPED,
+    Measured,
+    Named,
+    Row,
+    SkipRowError,
+    judged,
+    run_row,
+)
 from gllm.kernels.native import library
 from gllm.kernels.sampling import sample
 
@@ -80,7 +90,7 @@ def test_what_a_row_raises_is_kept() -> None:
         raise ZeroDivisionError("by zero")
 
     def skip() -> Measured:
-        raise Skip("no flash")
+        raise SkipRowError("no flash")
 
     failed, skipped = run_row("x", Named("a", fail)), run_row("x", Named("b", skip))
     assert (failed.status, failed.note) == (FAILED, "ZeroDivisionError: by zero")
