@@ -36,8 +36,15 @@ def native(flavor: str, flags: list[str]) -> Extension:
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / NATIVE).glob("*.h"))],
         # Units and their parts share memory; vectors are passed between inlined functions only.
         extra_compile_args=[
-            *("-std=c++17", "-O3", "-fopenmp", "-fno-strict-aliasing", "-ffp-contract=fast"),
-            *("-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi", *flags),
+            "-std=c++17",
+            "-O3",
+            "-fopenmp",
+            "-fno-strict-aliasing",
+            "-ffp-contract=fast",
+            "-fno-math-errno",
+            "-fvisibility=hidden",
+            "-Wno-psabi",
+            *flags,
         ],
         extra_link_args=["-fopenmp"],
         optional=True,
@@ -56,13 +63,11 @@ setup(
     ext_modules=[native(flavor, flags) for flavor, flags in FLAVORS.items()],
     package_data={
         "gllm": [
-            *(
-                "kernels/triton/tuned/*.json",
-                "demo/*",
-                "frontend/page/**",
-                "sim/data/*",
-                "py.typed",
-            ),
+            "kernels/triton/tuned/*.json",
+            "demo/*",
+            "frontend/page/**",
+            "sim/data/*",
+            "py.typed",
         ]
     },
     install_requires=["torch>=2.11", *requirements("requirements.txt")],

@@ -19,8 +19,15 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
 
 SPECIAL = (
-    *("[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
-    *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
 )
 """Behind the vocabulary, in this order. ChatGLM3 writes sop and eop without brackets; here special
 tokens are found in texts, and `sop` is a part of words."""

@@ -83,8 +83,14 @@ def to_baichuan(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
         elif ".k_proj" not in name and ".v_proj" not in name:
             made[name] = tensor
     kept = (
-        *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
-        *("vocab_size", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"),
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "vocab_size",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "tie_word_embeddings",
     )
     own_config = {key: config[key] for key in kept} | {
         "architectures": ["BaiChuanForCausalLM"],

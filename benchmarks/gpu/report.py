@@ -62,8 +62,15 @@ SCHEMA: dict[str, Any] = {
     },
     "versions": dict.fromkeys(
         (
-            *("python", "cuda", "torch", "triton", "transformers", "numpy", "safetensors"),
-            *("flash-attn", "msgspec"),
+            "python",
+            "cuda",
+            "torch",
+            "triton",
+            "transformers",
+            "numpy",
+            "safetensors",
+            "flash-attn",
+            "msgspec",
         ),
         str,
     ),
@@ -194,8 +201,15 @@ def complaints(results: Any, schema: Any = SCHEMA, path: str = "results") -> lis
 
 RIVALS = {"sdpa_ms": "SDPA", "flash_attn_ms": "flash-attn", "torch_ms": "torch"}
 HEADER = [
-    *("row", "ms", "limit, ms", "share", "tokens/s", "error / tolerance", "others, ms"),
-    *("aims", "status"),
+    "row",
+    "ms",
+    "limit, ms",
+    "share",
+    "tokens/s",
+    "error / tolerance",
+    "others, ms",
+    "aims",
+    "status",
 ]
 
 

@@ -19,8 +19,14 @@ PROCESSES = ("zmq", "msgspec", "setproctitle", "uvloop", "tqdm", "jinja2")
 """Additional packages of the parent and its workers."""
 STAGES = (2, 4)
 PROMPTS = (
-    *("Once upon a time", "Otto the fox", "The owl said", "One day in the forest"),
-    *("A small mouse", "In the evening", "Who lives", "The bear was"),
+    "Once upon a time",
+    "Otto the fox",
+    "The owl said",
+    "One day in the forest",
+    "A small mouse",
+    "In the evening",
+    "Who lives",
+    "The bear was",
 )
 TOKENS, KV_BYTES = 32, 64 * 2**20
 

@@ -14,7 +14,11 @@ from gllm.sim.report import format_table, show_value
 
 POLICIES = ("throttle", "balance")
 WORKLOADS = (
-    *("azure-code", "arxiv-4k", "mixed", "azure-conv", "sharegpt-like"),
+    "azure-code",
+    "arxiv-4k",
+    "mixed",
+    "azure-conv",
+    "sharegpt-like",
     "uniform:2048,15000,16,400",
 )
 SHARES = (0.5, 0.8, 1.0)

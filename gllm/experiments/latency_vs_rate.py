@@ -63,12 +63,13 @@ def _table(curves: dict[Key, Curve]) -> str:
         for rate, figures in curve:
             rows.append(
                 [
-                    *(str(setting), workload, show_value(rate), policy),
+                    str(setting),
+                    workload,
+                    show_value(rate),
+                    policy,
                     *(show_value(figures[name]["mean"], 1e3) for name in ("ttft", "tpot")),
-                    *(
-                        show_value(figures["itl"]["p99"], 1e3),
-                        show_value(figures["e2el"]["mean"]),
-                    ),
+                    show_value(figures["itl"]["p99"], 1e3),
+                    show_value(figures["e2el"]["mean"]),
                     show_value(figures["steady_tokens_per_second"]),
                     show_value(100 * fmean(figures["bubble_share"])),
                 ]

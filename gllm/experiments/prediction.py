@@ -66,8 +66,14 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         "simulator's own.\n\n"
         + format_table(
             [
-                *("load", "metric", "real", "predicted", "error", "at speed"),
-                *("error of a request", "machine"),
+                "load",
+                "metric",
+                "real",
+                "predicted",
+                "error",
+                "at speed",
+                "error of a request",
+                "machine",
             ],
             [row for title, both in found.items() for row in _rows(title, both)],
         )
@@ -128,10 +134,12 @@ def _rows(title: str, both: RunComparison) -> list[list[str]]:
         errors = [median_latency_error(both, metric, at_speed) for at_speed in (False, True)]
         rows.append(
             [
-                *(title, f"median {metric.upper()}, ms"),
+                title,
+                f"median {metric.upper()}, ms",
                 *(show_value(value, 1e3) for value in values),
                 *(f"{100 * error:+.1f} %" for error in errors),
-                *(f"{100 * median_request_error(both, metric):.1f} %", f"{both.slowdown:.2f}"),
+                f"{100 * median_request_error(both, metric):.1f} %",
+                f"{both.slowdown:.2f}",
             ]
         )
     return rows

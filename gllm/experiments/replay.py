@@ -11,8 +11,13 @@ from gllm.sim.report import format_table
 from gllm.sim.workload import make_workload
 
 RUNS = (
-    *((1, "sarathi"), (1, "throttle"), (2, "throttle"), (2, "balance"), (2, "sarathi")),
-    *((4, "throttle"), (4, "prefill-first")),
+    (1, "sarathi"),
+    (1, "throttle"),
+    (2, "throttle"),
+    (2, "balance"),
+    (2, "sarathi"),
+    (4, "throttle"),
+    (4, "prefill-first"),
 )
 """(stages, policy)."""
 WORKLOAD = "lognormal:120,400,900,20,50,100"

@@ -50,13 +50,14 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     results = dict(zip(keys, run_trials(trials, options.progress), strict=True))
     rows = [
         [
-            *(policy, SYMBOLS[field], f"{value:g}"),
+            policy,
+            SYMBOLS[field],
+            f"{value:g}",
             *(show_value(figures[name]["mean"], 1e3) for name in ("ttft", "tpot")),
-            *(
-                show_value(figures["itl"]["p99"], 1e3),
-                show_value(figures["steady_tokens_per_second"]),
-            ),
-            *(str(figures["preemptions"]), show_value(figures["bubble_share"], 100)),
+            show_value(figures["itl"]["p99"], 1e3),
+            show_value(figures["steady_tokens_per_second"]),
+            str(figures["preemptions"]),
+            show_value(figures["bubble_share"], 100),
         ]
         for (policy, field, value), figures in results.items()
     ]

@@ -71,7 +71,7 @@ def simulate_trial(trial: SimulationTrial) -> RunRecord:
     scheduler = SchedulerConfig(policy=trial.policy, **dict(trial.options))
     setting = trial.setting
     deployment = roofline_deployment(
-        *(setting.model, setting.device, setting.stages, MAX_MODEL_LEN, setting.link, scheduler)
+        setting.model, setting.device, setting.stages, MAX_MODEL_LEN, setting.link, scheduler
     )
     config = deployment.scheduler
     config = replace(config, num_blocks=int(config.num_blocks * trial.kv_share))

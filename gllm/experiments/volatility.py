@@ -39,11 +39,11 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         figures = summarize_run(each)
         rows.append(
             [
-                *(policy, show_value(fmean(tokens)), *map(show_value, spreads[policy])),
-                *(
-                    show_value(figures["busy_share"], 100),
-                    show_value(figures["bubble_share"], 100),
-                ),
+                policy,
+                show_value(fmean(tokens)),
+                *map(show_value, spreads[policy]),
+                show_value(figures["busy_share"], 100),
+                show_value(figures["bubble_share"], 100),
             ]
         )
     header = ["policy", "tokens per micro-batch", "CV of tokens", "CV of decodes"]

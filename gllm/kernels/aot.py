@@ -143,8 +143,12 @@ def format_table(results: Iterable[CompileResult]) -> str:
     for result in results:
         shared = f"{result.shared:,} of {SHARED_MEMORY[result.arch]:,}"
         numbers = (
-            *(result.registers, result.spilled, shared, result.num_tensor_core_instructions),
-            *(result.stages, result.buffers),
+            result.registers,
+            result.spilled,
+            shared,
+            result.num_tensor_core_instructions,
+            result.stages,
+            result.buffers,
         )
         shown = ("failed", *"-----") if result.error else tuple(map(str, numbers))
         rows.append((result.kernel, result.label, f"sm_{result.arch}", *shown))

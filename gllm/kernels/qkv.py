@@ -67,7 +67,10 @@ def _arguments(
             data_pointer(tensor)
             for tensor in (fused, cosine, sine, norm, layout.key_norm, *cache, slots)
         ),
-        *(len(fused), layout.num_heads, layout.num_kv_heads, fused.shape[2]),
+        len(fused),
+        layout.num_heads,
+        layout.num_kv_heads,
+        fused.shape[2],
         0 if cosine is None else 2 * cosine.shape[-1],
         layout.eps,
         layout.interleaved,

@@ -47,9 +47,16 @@ def _native(
     output = library.empty(hidden.shape, hidden.dtype)
     size = len(weight)
     arguments = NormArguments(
-        *(data_pointer(hidden), data_pointer(delta), data_pointer(weight), data_pointer(output)),
-        *(hidden.numel() // size, size, eps),
-        *(weight.dtype == torch.float32, DTYPES[hidden.dtype], torch.get_num_threads()),
+        data_pointer(hidden),
+        data_pointer(delta),
+        data_pointer(weight),
+        data_pointer(output),
+        hidden.numel() // size,
+        size,
+        eps,
+        weight.dtype == torch.float32,
+        DTYPES[hidden.dtype],
+        torch.get_num_threads(),
     )
     library(arguments)
     return output

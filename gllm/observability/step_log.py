@@ -154,8 +154,14 @@ class LoggedScheduler(Scheduler):
 def to_request(event: AddEvent) -> SchedulerRequest:
     """Return the request of an event."""
     return SchedulerRequest(
-        *(event.seq, event.prompt, event.max_tokens, frozenset(event.stop_ids)),
-        *(event.priority, event.cache_salt, event.n, event.reads_cache),
+        event.seq,
+        event.prompt,
+        event.max_tokens,
+        frozenset(event.stop_ids),
+        event.priority,
+        event.cache_salt,
+        event.n,
+        event.reads_cache,
     )
 
 

@@ -69,8 +69,12 @@ def _take(profile: CostProfile, costs: StepCosts) -> None:
         stages = [computed]
     profile.steps.append(
         StepSample(
-            *(work.num_tokens, len(work.prefill_chunks), work.num_query_key_pairs),
-            *(work.num_decodes, work.num_decode_context_tokens, work.num_sampled_rows),
+            work.num_tokens,
+            len(work.prefill_chunks),
+            work.num_query_key_pairs,
+            work.num_decodes,
+            work.num_decode_context_tokens,
+            work.num_sampled_rows,
             [round(value, 7) for value in stages],
         )
     )

@@ -104,7 +104,7 @@ def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
     if config.profile is None:
         length = config.max_model_len or longest
         return roofline_deployment(
-            *(config.model, config.device, stages or 4, length, config.link, config.scheduler)
+            config.model, config.device, stages or 4, length, config.link, config.scheduler
         )
     if config.profile == VIDUR:
         return _vidur(config, stages or 1, config.max_model_len or longest)

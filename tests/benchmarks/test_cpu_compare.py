@@ -98,7 +98,8 @@ def test_a_server_is_started_warmed_up_and_loaded(tmp_path: Path) -> None:
     cells = [equal_cell(CONFIG, streams, 0) for streams in (2, 1, 2)]
     rows = send_cells(fake(0), work, tmp_path, 2, cells, turn=5)
     assert [(row.peer, row.cell, row.round) for row in rows] == [
-        *(("fake", "1 stream", 5), ("fake", "2 streams", 5))
+        ("fake", "1 stream", 5),
+        ("fake", "2 streams", 5),
     ]
     for row in rows:
         assert row.figures["output_throughput"] > 0

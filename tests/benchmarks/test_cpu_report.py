@@ -14,7 +14,9 @@ from benchmarks.cpu.results import Results, Row
 
 SPEED = "output_throughput"
 FIGURES = (
-    *(SPEED, "total_token_throughput", "request_throughput"),
+    SPEED,
+    "total_token_throughput",
+    "request_throughput",
     *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("median", "p99")),
 )
 
@@ -27,8 +29,11 @@ def row(peer: str, turn: int, speed: float, cell: str = "16 streams", pss: int =
 ROWS = [
     *(row("gllm", 0, speed) for speed in (140.0, 150.0, 160.0)),
     *(row("gllm", 1, speed) for speed in (70.0, 80.0, 90.0)),
-    *(row("vllm", 0, 100.0), row("vllm", 1, 50.0), row("vllm", 2, 10.0)),
-    *(row("llama.cpp", 0, 75.0), row("llama.cpp", 1, 60.0)),
+    row("vllm", 0, 100.0),
+    row("vllm", 1, 50.0),
+    row("vllm", 2, 10.0),
+    row("llama.cpp", 0, 75.0),
+    row("llama.cpp", 1, 60.0),
 ]
 ASKED = {
     "streams": [1, 16],
@@ -46,7 +51,12 @@ ASKED = {
 def found(mode: str = "server", rows: list[Row] = ROWS) -> Results:
     versions = {"gllm": "gllm 1", "vllm": "vllm 2", "llama.cpp": "llama 3"}
     return Results(
-        *(mode, "2026-01-02", "compare", "2 cores", dict(ASKED), versions),
+        mode,
+        "2026-01-02",
+        "compare",
+        "2 cores",
+        dict(ASKED),
+        versions,
         refused={"transformers": "pip failed"},
         limits=[Rates(1, 20e9, 2e11), Rates(2, 30e9, 4e11), Rates(2, 35e9, 3e11)],
         rows=rows,
@@ -88,7 +98,10 @@ def test_limits_are_rooflines() -> None:
 def test_the_table_of_speeds() -> None:
     lines = speed_table(found()).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == [
-        *("gllm", "vllm", "llama.cpp", "physical limit, bf16")
+        "gllm",
+        "vllm",
+        "llama.cpp",
+        "physical limit, bf16",
     ]
     assert "115 (70-160)" in lines[2]
     assert peers_of(found()) == ["gllm", "vllm", "llama.cpp"]

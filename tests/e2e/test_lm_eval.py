@@ -61,9 +61,22 @@ def run_harness(url: str, folder: Path, kind: str, task: str, *more: str) -> lis
     path = "chat/completions" if "chat" in kind else "completions"
     model = f"model=demo,base_url={url}/v1/{path},tokenizer={ROOT / 'gllm' / 'demo'}"
     command = [
-        *(sys.executable, "-m", "lm_eval", "run", "--model", kind, "--tasks", task),
-        *("--model_args", f"{model},num_concurrent=4", *more),
-        *("--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples"),
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "run",
+        "--model",
+        kind,
+        "--tasks",
+        task,
+        "--model_args",
+        f"{model},num_concurrent=4",
+        *more,
+        "--include_path",
+        str(folder),
+        "--output_path",
+        str(folder / "out"),
+        "--log_samples",
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | offline)

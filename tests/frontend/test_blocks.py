@@ -106,7 +106,10 @@ async def test_openais_client_sees_calls(capable):
     kind = "response.function_call_arguments.delta"
     assert [event.snapshot for event in events if event.type == kind][-1] == ARGUMENTS
     assert [item.type for item in final.output] == [
-        *("reasoning", "message", "function_call", "function_call")
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
     ]
     assert final.output[2].arguments == ARGUMENTS
     assert final.output[0].content[0].text == "Hm, Köln."
@@ -137,10 +140,16 @@ async def test_events_of_a_message(capable):
     kinds = [event["type"] for event in events]
     assert kinds.count("content_block_stop") == len(blocks) == 4
     assert [block["type"] for block, _ in blocks.values()] == [
-        *("thinking", "text", "tool_use", "tool_use")
+        "thinking",
+        "text",
+        "tool_use",
+        "tool_use",
     ]
     assert [text for _, text in blocks.values()] == [
-        *("Hm, Köln.", "Let me see.", ARGUMENTS, ARGUMENTS)
+        "Hm, Köln.",
+        "Let me see.",
+        ARGUMENTS,
+        ARGUMENTS,
     ]
     assert blocks[2][0]["input"] == {}
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
@@ -224,8 +233,16 @@ def test_a_call_that_breaks_later_ends_as_it_is():
     )
     broken = blocks.push([ToolCallAborted(0), ContentDelta("b"), ContentDelta("c")])
     assert noted(begun + broken + blocks.end_block()) == [
-        *("open reasoning 0", "a", "completed 0", "open call 1", "{", "incomplete 1"),
-        *("open text 2", "b", "c", "completed 2"),
+        "open reasoning 0",
+        "a",
+        "completed 0",
+        "open call 1",
+        "{",
+        "incomplete 1",
+        "open text 2",
+        "b",
+        "c",
+        "completed 2",
     ]
     assert blocks.end_block() == []
 
@@ -242,7 +259,13 @@ def test_a_call_that_breaks_at_once_is_never_shown():
         "length"
     )
     assert noted(events) == [
-        *("open text 0", "a", "b", "completed 0", "open call 1", "{}", "completed 1"),
+        "open text 0",
+        "a",
+        "b",
+        "completed 0",
+        "open call 1",
+        "{}",
+        "completed 1",
     ]
 
 

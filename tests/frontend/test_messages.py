@@ -201,9 +201,18 @@ def test_what_has_other_names_elsewhere():
 IMAGE = {"type": "image", "source": {}}
 BAD: dict[str, list[Any]] = {
     "messages": [
-        *(None, [], "x", 7, [7], [{}], [{"role": "user"}], [{"role": "odd", "content": "x"}]),
-        *([{"role": "user", "content": [IMAGE]}], [{"role": "user", "content": [7]}]),
-        *([{"role": "user", "content": []}], [{"role": "user", "content": [{"type": "text"}]}]),
+        None,
+        [],
+        "x",
+        7,
+        [7],
+        [{}],
+        [{"role": "user"}],
+        [{"role": "odd", "content": "x"}],
+        [{"role": "user", "content": [IMAGE]}],
+        [{"role": "user", "content": [7]}],
+        [{"role": "user", "content": []}],
+        [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "assistant", "content": [{"type": "tool_result"}]}],
         [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}],
         [{"role": "assistant", "content": [{"type": "tool_use", "name": "b", "input": {}}]}],

@@ -31,6 +31,11 @@ async def test_all_buckets_of_all_histograms_are_there_before_the_first_step(ser
         if name == "gllm:iteration_tokens_total_bucket"
     }
     assert [sizes[bound] for bound in ("1.0", "4.0", "8.0", "256.0", "512.0", "16384.0")] == [
-        *(4, 4, 6, 6, 7, 7)
+        4,
+        4,
+        6,
+        6,
+        7,
+        7,
     ]
     assert sizes["+Inf"] == 12

@@ -56,13 +56,19 @@ async def test_it_is_there_before_the_model(server):
 @pytest.mark.parametrize(
     "name",
     [
-        *("other.js", "../app.py", "%2e%2e%2fapp.py", "", "."),
-        *("vendor", "vendor/", "vendor/README.md", "vendor/katex/LICENSE", "vendor/../app.js"),
-        *(
-            "vendor/katex/..%2f..%2f..%2f..%2fapp.py",
-            "vendor//katex/katex.min.js",
-            "%2fetc%2fpasswd",
-        ),
+        "other.js",
+        "../app.py",
+        "%2e%2e%2fapp.py",
+        "",
+        ".",
+        "vendor",
+        "vendor/",
+        "vendor/README.md",
+        "vendor/katex/LICENSE",
+        "vendor/../app.js",
+        "vendor/katex/..%2f..%2f..%2f..%2fapp.py",
+        "vendor//katex/katex.min.js",
+        "%2fetc%2fpasswd",
     ],
 )
 async def test_nothing_else_is_sent(server, name):

@@ -117,7 +117,9 @@ def _const(rng: Random) -> Schema:
 
 def _plain(rng: Random) -> Schema:
     kinds: list[Schema] = [
-        *({"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null", "boolean"]}),
+        {"type": "boolean"},
+        {"type": "null"},
+        {"type": ["integer", "null", "boolean"]},
         {"enum": ["a", "b", "c"], "not": {"enum": ["b"]}},
     ]
     return rng.choice(kinds)

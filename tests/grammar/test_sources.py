@@ -11,8 +11,20 @@ from gllm.grammar.sources.json_schema import MAX_DEPTH, check_schema, compute_ne
 from gllm.grammar.sources.structured_output import MAX_BYTES, MAX_CHOICES, to_grammar_source
 
 OTHERS = [
-    *("if", "then", "else", "contains", "minContains", "dependentRequired", "$id", "$anchor"),
-    *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "x-guidance", "nullable", "Type"),
+    "if",
+    "then",
+    "else",
+    "contains",
+    "minContains",
+    "dependentRequired",
+    "$id",
+    "$anchor",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+    "$dynamicRef",
+    "x-guidance",
+    "nullable",
+    "Type",
 ]
 
 

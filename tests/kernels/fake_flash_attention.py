@@ -54,8 +54,17 @@ def flash_attn_varlen_func(
     launched = place < max_seqlen_q
     spot = place + (counts_k - counts_q).index_select(0, row)
     out = attend(
-        *(q, k, v, block_table.index_select(0, row), spot, counts_k.index_select(0, row)),
-        *(softmax_scale, causal, (left, right), softcap, alibi_slopes),
+        q,
+        k,
+        v,
+        block_table.index_select(0, row),
+        spot,
+        counts_k.index_select(0, row),
+        softmax_scale,
+        causal,
+        (left, right),
+        softcap,
+        alibi_slopes,
     )
     return out.masked_fill(~launched[:, None, None], math.nan)
 
@@ -94,8 +103,17 @@ def flash_attn_with_kvcache(
     spot = ends - count + torch.arange(count).repeat(rows)
     tables = block_table.repeat_interleave(count, dim=0, output_size=rows * count)
     out = attend(
-        *(q.flatten(0, 1), k_cache, v_cache, tables, spot, ends),
-        *(softmax_scale, causal, window_size, softcap, alibi_slopes),
+        q.flatten(0, 1),
+        k_cache,
+        v_cache,
+        tables,
+        spot,
+        ends,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
     )
     return out.unflatten(0, (rows, count))
 

@@ -37,7 +37,11 @@ def entries(prompts: list[list[int]], outputs: list[list[int]]) -> SeenTokens:
 
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=12)
 row = st.tuples(
-    *(tokens, tokens, st.floats(0.2, 5), st.floats(-2, 2), st.floats(-2, 2)),
+    tokens,
+    tokens,
+    st.floats(0.2, 5),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
     st.lists(st.floats(-50, 50, width=32), min_size=VOCABULARY, max_size=VOCABULARY),
 )
 

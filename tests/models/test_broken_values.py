@@ -21,8 +21,20 @@ from tests.tiny_models import save
 
 EVERY = {**PUBLISHED, **{name: row["config"] for name, row in POPULAR.items()}}
 BROKEN: tuple[Any, ...] = (
-    *(-1, 0, 1, 2.5, 10**12, 10**400, math.inf, math.nan, 1e-300),
-    *("7", True, [1], {"a": 1}, [[]]),
+    -1,
+    0,
+    1,
+    2.5,
+    10**12,
+    10**400,
+    math.inf,
+    math.nan,
+    1e-300,
+    "7",
+    True,
+    [1],
+    {"a": 1},
+    [[]],
 )
 IGNORED = {"transformers_version", "architectures", "model_type", "dtype", "torch_dtype"}
 PER_ARCHITECTURE = {raw["architectures"][0]: name for name, raw in EVERY.items()} | {
@@ -148,8 +160,15 @@ def test_parameters_of_rotary_scalings_are_checked(name: str, scaling: Config, n
 @pytest.mark.parametrize(
     "content",
     [
-        *("[]", "5", "null", "{}", "{", '{"weight_map": []}', '{"weight_map": {}}'),
-        *('{"weight_map": {"a": 5}}', '{"weight_map": {"a": "../x.safetensors"}}'),
+        "[]",
+        "5",
+        "null",
+        "{}",
+        "{",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": "../x.safetensors"}}',
         '{"weight_map": {"a": "/x.safetensors"}}',
     ],
 )

@@ -73,10 +73,21 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
 
 SMALL = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
 COPIES = (
-    *("consolidated.safetensors", "original/consolidated.00.pth", "original/params.json"),
-    *("onnx/model.onnx", "onnx/config.json", "metal/model.safetensors", "model.fp16.safetensors"),
-    *("pytorch_model.bin", "flax_model.msgpack", "params.json", "x-Q4_K_M.gguf", "README.md"),
-    *("original/model.safetensors.index.json", "old/tokenizer.json", "README.md"),
+    "consolidated.safetensors",
+    "original/consolidated.00.pth",
+    "original/params.json",
+    "onnx/model.onnx",
+    "onnx/config.json",
+    "metal/model.safetensors",
+    "model.fp16.safetensors",
+    "pytorch_model.bin",
+    "flax_model.msgpack",
+    "params.json",
+    "x-Q4_K_M.gguf",
+    "README.md",
+    "original/model.safetensors.index.json",
+    "old/tokenizer.json",
+    "README.md",
 )
 
 

@@ -203,9 +203,15 @@ def test_a_tied_embedding_may_be_stored_as_the_head(family: str, tmp_path: Path)
     [
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
         "model.layers.1.self_attn.q_proj.lora_B.weight",
-        *("lora_embedding_A", "vision_tower.patch_embed.weight", "model.embed_positions.weight"),
-        *("lm_head.bias", "model.layers.x.mlp.up_proj.weight", "model.layers.4.mlp.up_proj.weight"),
-        *("score.weight", "transformer.wte.weight", "mtp.fc.weight"),
+        "lora_embedding_A",
+        "vision_tower.patch_embed.weight",
+        "model.embed_positions.weight",
+        "lm_head.bias",
+        "model.layers.x.mlp.up_proj.weight",
+        "model.layers.4.mlp.up_proj.weight",
+        "score.weight",
+        "transformer.wte.weight",
+        "mtp.fc.weight",
     ],
 )
 def test_tensors_without_a_use_are_refused(folder: Path, name: str) -> None:

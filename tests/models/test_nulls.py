@@ -17,9 +17,28 @@ from tests.runtime.pipeline import Pipeline
 from tests.tiny_models import FAMILIES, reference
 
 ROWS = (
-    *("llama-biased", "mistral", "mixtral", "qwen2-window", "qwen2-moe", "qwen3", "qwen3-moe"),
-    *("gemma2", "gemma3", "phi3", "cohere-normed", "cohere2", "glm", "glm4", "deepseek-v2"),
-    *("deepseek-v3", "gpt2", "opt", "bloom", "falcon-7b", "falcon-11b", "falcon-rw"),
+    "llama-biased",
+    "mistral",
+    "mixtral",
+    "qwen2-window",
+    "qwen2-moe",
+    "qwen3",
+    "qwen3-moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "cohere-normed",
+    "cohere2",
+    "glm",
+    "glm4",
+    "deepseek-v2",
+    "deepseek-v3",
+    "gpt2",
+    "opt",
+    "bloom",
+    "falcon-7b",
+    "falcon-11b",
+    "falcon-rw",
 )
 """Families of tests/tiny_models.py with every key that transformers has for the architectures."""
 TOKENS = list(range(3, 40))
@@ -101,9 +120,13 @@ def test_null_is_computed_as_by_transformers(family: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("family", "key"),
     [
-        *(("gemma2", "attn_logit_softcapping"), ("gemma2", "final_logit_softcapping")),
-        *(("mistral", "sliding_window"), ("deepseek-v3", "rope_interleave")),
-        *(("falcon-7b", "multi_query"), ("falcon-7b", "parallel_attn"), ("falcon-rw", "alibi")),
+        ("gemma2", "attn_logit_softcapping"),
+        ("gemma2", "final_logit_softcapping"),
+        ("mistral", "sliding_window"),
+        ("deepseek-v3", "rope_interleave"),
+        ("falcon-7b", "multi_query"),
+        ("falcon-7b", "parallel_attn"),
+        ("falcon-rw", "alibi"),
     ],
 )
 def test_these_nulls_change_the_arithmetic(family: str, key: str) -> None:

@@ -111,10 +111,17 @@ def test_values_that_ask_for_nothing_change_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("rope_interleaved", True), ("qkv_bias", True), ("shared_expert_intermediate_size", 512)),
-        *(("mlp_only_layers", [0]), ("use_qk_norm", True), ("partial_rotary_factor", 0.5)),
-        *(("layer_types", ["sliding_attention"] * 32), ("quantization", {"bits": 4})),
-        *(("layer_types", []), ("layer_types", "full_attention"), ("brand_new", False)),
+        ("rope_interleaved", True),
+        ("qkv_bias", True),
+        ("shared_expert_intermediate_size", 512),
+        ("mlp_only_layers", [0]),
+        ("use_qk_norm", True),
+        ("partial_rotary_factor", 0.5),
+        ("layer_types", ["sliding_attention"] * 32),
+        ("quantization", {"bits": 4}),
+        ("layer_types", []),
+        ("layer_types", "full_attention"),
+        ("brand_new", False),
     ],
     ids=str,
 )

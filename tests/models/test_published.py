@@ -161,8 +161,18 @@ def test_scales_and_caps() -> None:
 
 
 TIED = {
-    *("qwen3-4b", "gemma-2-9b", "gemma-3-1b-it", "phi-4-mini", "command-r", "command-r7b", "gpt2"),
-    *("gpt2-medium", "opt-1.3b", "bloom-560m", "falcon-7b", "falcon-40b"),
+    "qwen3-4b",
+    "gemma-2-9b",
+    "gemma-3-1b-it",
+    "phi-4-mini",
+    "command-r",
+    "command-r7b",
+    "gpt2",
+    "gpt2-medium",
+    "opt-1.3b",
+    "bloom-560m",
+    "falcon-7b",
+    "falcon-40b",
 }
 
 
@@ -221,7 +231,10 @@ def test_deepseek() -> None:
         one.scoring,
         one.shared_expert.intermediate_size,
     ) == (
-        *(64, 6, 1, "softmax"),
+        64,
+        6,
+        1,
+        "softmax",
         2 * 1408,
     )
     assert (other.num_experts, other.top_k, other.num_groups, other.top_k_groups) == (256, 8, 8, 4)

@@ -231,15 +231,11 @@ def test_a_row_is_the_same_in_any_batch() -> None:
     """Tokens and what is told, bit by bit, beside rows of every other kind."""
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(4))
     neighbours = [
-        *(
-            SequenceSamplingParams(seed=1),
-            SequenceSamplingParams(**GREEDY),
-            SequenceSamplingParams(seed=2, logprobs=20),
-        ),
-        *(
-            SequenceSamplingParams(seed=3, presence_penalty=2.0),
-            SequenceSamplingParams(seed=5, repetition_penalty=3.0),
-        ),
+        SequenceSamplingParams(seed=1),
+        SequenceSamplingParams(**GREEDY),
+        SequenceSamplingParams(seed=2, logprobs=20),
+        SequenceSamplingParams(seed=3, presence_penalty=2.0),
+        SequenceSamplingParams(seed=5, repetition_penalty=3.0),
     ]
     alone, together = state_of(ALL, prompt=(3, 9, 11)), state_of(ALL, prompt=(3, 9, 11))
     others = [state_of(spec, prompt=(1, 2)) for spec in neighbours]

@@ -28,22 +28,16 @@ from tests.triton.variants import recorded_variants
 LONGEST, BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 4096, 16, 1024, 512
 GREEDY = SequenceSamplingParams(temperature=0.0)
 SPECIAL = [
-    *(
-        SequenceSamplingParams(temperature=0.7),
-        SequenceSamplingParams(top_p=0.5),
-        SequenceSamplingParams(top_k=3),
-        SequenceSamplingParams(min_p=0.1),
-    ),
-    *(
-        SequenceSamplingParams(repetition_penalty=1.2),
-        SequenceSamplingParams(presence_penalty=0.3),
-        SequenceSamplingParams(logprobs=2),
-    ),
-    *(
-        SequenceSamplingParams(bad_words=((3, 4, 5),)),
-        SequenceSamplingParams(allowed=(1, 2)),
-        SequenceSamplingParams(logit_bias={3: 1.0}),
-    ),
+    SequenceSamplingParams(temperature=0.7),
+    SequenceSamplingParams(top_p=0.5),
+    SequenceSamplingParams(top_k=3),
+    SequenceSamplingParams(min_p=0.1),
+    SequenceSamplingParams(repetition_penalty=1.2),
+    SequenceSamplingParams(presence_penalty=0.3),
+    SequenceSamplingParams(logprobs=2),
+    SequenceSamplingParams(bad_words=((3, 4, 5),)),
+    SequenceSamplingParams(allowed=(1, 2)),
+    SequenceSamplingParams(logit_bias={3: 1.0}),
 ]
 
 

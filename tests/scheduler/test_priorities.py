@@ -104,7 +104,9 @@ def test_an_urgent_prompt_waits_a_bounded_number_of_plans(
     """Twice the plans in flight pass without it, and one beside each of its own."""
     rng = Random(seed)
     pipe = pipeline(
-        *(rng.randint(32, 90), 500, stages),
+        rng.randint(32, 90),
+        500,
+        stages,
         policy=policy,
         max_num_seqs=rng.randint(1, 8),
         max_num_batched_tokens=128,

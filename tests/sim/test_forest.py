@@ -149,8 +149,15 @@ def test_what_was_not_measured_is_refused(
 
 def test_every_corner_of_the_range_is_answered(cost: ForestCostModel) -> None:
     for work in (
-        *(prefill((0, 64)), prefill((4032, 64)), prefill((0, 4096)), prefill((8, 4088))),
-        *(prefill((7, 4073)), decode(1, 33), decode(128, 33), decode(1, 4033), decode(128, 4033)),
+        prefill((0, 64)),
+        prefill((4032, 64)),
+        prefill((0, 4096)),
+        prefill((8, 4088)),
+        prefill((7, 4073)),
+        decode(1, 33),
+        decode(128, 33),
+        decode(1, 4033),
+        decode(128, 4033),
     ):
         assert cost.stage_seconds(0, work) > 0
 

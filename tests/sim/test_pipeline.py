@@ -379,8 +379,10 @@ def test_events_of_one_time_go_by_rank_then_in_order() -> None:
     late = SimulationEvent(2.0, 0, say("never"))
     follow = SimulationEvent(1.0, 0, say("follows"))
     events = [
-        *(SimulationEvent(1.0, 1, say("second", follow)), SimulationEvent(1.0, 1, say("third"))),
-        *(SimulationEvent(1.0, 0, say("first")), late),
+        SimulationEvent(1.0, 1, say("second", follow)),
+        SimulationEvent(1.0, 1, say("third")),
+        SimulationEvent(1.0, 0, say("first")),
+        late,
     ]
     assert run_events(events, until=1.5) == 1.0
     assert said == ["first 1", "second 1", "follows 1", "third 1"]

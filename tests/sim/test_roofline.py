@@ -83,7 +83,9 @@ def test_efficiencies_scale_the_device() -> None:
     work = decode(2, 10)
     assert late.stage_seconds(0, work) == pytest.approx(tiny(2, 2).stage_seconds(0, work) + 3)
     assert (late.plan_seconds(work), late.sample_seconds(work), late.return_seconds(work)) == (
-        *(5, 7, 7),
+        5,
+        7,
+        7,
     )
 
 
@@ -258,8 +260,12 @@ def test_the_rounded_corner_is_closer_to_vidurs_tables(monkeypatch: pytest.Monke
     assert (tokens.min(), tokens.max()) == (1, 4096)
     known = operators.model_shape(ATTENTION[1])
     shape = ModelShape(
-        *(1, known["embedding_dim"], known["num_q_heads"], known["num_kv_heads"]),
-        *(known["mlp_hidden_dim"], known["vocab_size"]),
+        1,
+        known["embedding_dim"],
+        known["num_q_heads"],
+        known["num_kv_heads"],
+        known["mlp_hidden_dim"],
+        known["vocab_size"],
     )
     efficiency = DeviceEfficiency(compute=0.73, memory=0.74, stage_overhead=0.0)
     cost = RooflineCostModel(

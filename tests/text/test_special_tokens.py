@@ -94,8 +94,25 @@ def test_texts_without_special_tokens_are_encoded_as_ever(tokenizer, texts):
 tricky = st.lists(
     st.sampled_from(
         [
-            *("<|im_end|>", "<|im_start|>", "<|end|>", "<|im_", "end|>", "<", ">", "|>", "<|", " "),
-            *("<|im_end|", "|im_end|>", "x", "</s>", "<s>", "end|", "\n", '"', "\\"),
+            "<|im_end|>",
+            "<|im_start|>",
+            "<|end|>",
+            "<|im_",
+            "end|>",
+            "<",
+            ">",
+            "|>",
+            "<|",
+            " ",
+            "<|im_end|",
+            "|im_end|>",
+            "x",
+            "</s>",
+            "<s>",
+            "end|",
+            "\n",
+            '"',
+            "\\",
             "\\u003c|im_end|>",
         ]
     ),

@@ -215,8 +215,12 @@ def test_matches_the_reference(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "key_dim", "value_dim", "shared"),
     [
-        *((2, 1, 64, 64, False), (2, 2, 96, 96, False), (7, 1, 128, 128, False)),
-        *((2, 1, 256, 256, False), (18, 1, 576, 512, True), (2, 1, 24, 40, False)),
+        (2, 1, 64, 64, False),
+        (2, 2, 96, 96, False),
+        (7, 1, 128, 128, False),
+        (2, 1, 256, 256, False),
+        (18, 1, 576, 512, True),
+        (2, 1, 24, 40, False),
     ],
 )
 def test_real_heads_in_real_tiles(
@@ -294,15 +298,24 @@ def test_queries_of_a_fused_projection() -> None:
     ("contexts", "programs", "processors", "splits"),
     [
         # A small batch: two programs for each processor.
-        *(([100_000], 4, 132, 66), ([100_000], 1, 132, 128), ([4096] * 16, 4, 108, 4)),
+        ([100_000], 4, 132, 66),
+        ([100_000], 1, 132, 128),
+        ([4096] * 16, 4, 108, 4),
         # A share of the work, but LEAST tokens.
-        *(([300], 4, 132, 3), ([1], 4, 132, 1), ([0, 0], 4, 132, 1)),
+        ([300], 4, 132, 3),
+        ([1], 4, 132, 1),
+        ([0, 0], 4, 132, 1),
         # A large batch of contexts alike: as they are, up to LONGEST_PART.
-        *(([512] * 256, 8, 132, 1), ([8192] * 256, 8, 132, 1), ([131_072] * 256, 8, 132, 16)),
+        ([512] * 256, 8, 132, 1),
+        ([8192] * 256, 8, 132, 1),
+        ([131_072] * 256, 8, 132, 16),
         # One long context among short ones, as many parts as keep the processors alike.
-        *(([32_768] + [512] * 255, 8, 132, 7), ([131_072] + [512] * 63, 8, 132, 27)),
+        ([32_768] + [512] * 255, 8, 132, 7),
+        ([131_072] + [512] * 63, 8, 132, 27),
         # Of so many heads that a batch fills the GPU without splits.
-        *(([8192] * 8, 32, 132, 2), ([8192] * 16, 32, 132, 1), ([8192] * 16, 32, 264, 2)),
+        ([8192] * 8, 32, 132, 2),
+        ([8192] * 16, 32, 132, 1),
+        ([8192] * 16, 32, 264, 2),
     ],
 )
 def test_decodes_are_split_by_batch_heads_contexts_and_processors(
@@ -314,9 +327,15 @@ def test_decodes_are_split_by_batch_heads_contexts_and_processors(
 @pytest.mark.parametrize(
     ("programs", "longest", "processors", "splits"),
     [
-        *((4, 100_000, 132, 33), (1, 100_000, 132, 98), (1, 1_000_000, 132, 128)),
-        *((2048, 100_000, 132, 1), (4, 300, 132, 1), (4, 1, 132, 1), (64, 4096, 108, 1)),
-        *((16, 32_768, 132, 8), (100, 32_768, 132, 1)),
+        (4, 100_000, 132, 33),
+        (1, 100_000, 132, 98),
+        (1, 1_000_000, 132, 128),
+        (2048, 100_000, 132, 1),
+        (4, 300, 132, 1),
+        (4, 1, 132, 1),
+        (64, 4096, 108, 1),
+        (16, 32_768, 132, 8),
+        (100, 32_768, 132, 1),
     ],
 )
 def test_chunks_are_split_where_processors_would_be_idle(

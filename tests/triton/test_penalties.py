@@ -17,7 +17,10 @@ LARGEST = torch.finfo(torch.float32).max
 VOCABULARY = 7
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=9)
 row = st.tuples(
-    *(tokens, tokens, st.sampled_from([1.0, 0.4, 1.3]), st.sampled_from([0.0, -0.7, 1.9])),
+    tokens,
+    tokens,
+    st.sampled_from([1.0, 0.4, 1.3]),
+    st.sampled_from([0.0, -0.7, 1.9]),
     st.sampled_from([0.0, 1.1]),
 )
 

@@ -18,12 +18,12 @@ from gllm.sim.workload import (
 )
 
 WORDS = [
-    *("about", "after", "again", "air", "all", "along", "animal", "another", "answer", "any"),
-    *("around", "ask", "away", "back", "because", "been", "before", "below", "between", "big"),
-    *("book", "boy", "build", "call", "can", "car", "change", "city", "close", "come", "could"),
-    *("country", "cut", "day", "different", "door", "down", "each", "early", "earth", "end"),
-    *("even", "every", "eye", "face", "family", "far", "father", "few", "find", "first"),
-]
+    "about", "after", "again", "air", "all", "along", "animal", "another", "answer", "any",
+    "around", "ask", "away", "back", "because", "been", "before", "below", "between", "big",
+    "book", "boy", "build", "call", "can", "car", "change", "city", "close", "come", "could",
+    "country", "cut", "day", "different", "door", "down", "each", "early", "earth", "end",
+    "even", "every", "eye", "face", "family", "far", "father", "few", "find", "first",
+]  # fmt: skip
 """Words that are one token each in most vocabularies."""
 
 

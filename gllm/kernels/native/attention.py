@@ -72,11 +72,20 @@ def paged_attention(
                 for table in (rows.block_table, rows.query_start, rows.context_len)
             ),
             data_pointer(scaling.alibi_slopes),
-            *(len(rows.context_len), rows.block_table.shape[1], rows.block_size),
-            *(query.shape[1], *key_cache.shape[2:], value_cache.shape[3]),
-            *(query.stride(0), key_cache.stride(1), value_cache.stride(1), plan.window or 0),
-            *(scaling.scale, scaling.softcap or 0),
-            *(DTYPES[query.dtype], torch.get_num_threads()),
+            len(rows.context_len),
+            rows.block_table.shape[1],
+            rows.block_size,
+            query.shape[1],
+            *key_cache.shape[2:],
+            value_cache.shape[3],
+            query.stride(0),
+            key_cache.stride(1),
+            value_cache.stride(1),
+            plan.window or 0,
+            scaling.scale,
+            scaling.softcap or 0,
+            DTYPES[query.dtype],
+            torch.get_num_threads(),
         )
     )
     return output

@@ -97,11 +97,22 @@ def _prefill(
     own = output[rows.num_decodes :]
     parts = allocate_split_results(len(own), splits, shape, query.device)
     prefill_kernel[(len(listed), programs, splits)](
-        *(output, *parts, query, key_cache, value_cache, slopes),
-        *(listed, tables.block_table, tables.query_start, tables.context_len),
-        *(rows.num_decodes, len(own)),
-        *(tables.block_table.stride(0), *query.stride()[:2]),
-        *(*key_cache.stride()[1:3], *value_cache.stride()[1:3]),
+        output,
+        *parts,
+        query,
+        key_cache,
+        value_cache,
+        slopes,
+        listed,
+        tables.block_table,
+        tables.query_start,
+        tables.context_len,
+        rows.num_decodes,
+        len(own),
+        tables.block_table.stride(0),
+        *query.stride()[:2],
+        *key_cache.stride()[1:3],
+        *value_cache.stride()[1:3],
         *factors,
         **attention_shapes.constants(tiles, shape),
         SPLIT=splits > 1,
@@ -134,7 +145,13 @@ def packed_rows(
 
 @triton.jit(
     do_not_specialize=[
-        *("tiles", "block_table", "query_start", "context_len", "table_row", "skipped", "tokens")
+        "tiles",
+        "block_table",
+        "query_start",
+        "context_len",
+        "table_row",
+        "skipped",
+        "tokens",
     ]
 )
 def prefill_kernel(
@@ -221,17 +238,69 @@ def prefill_kernel(
         # The first token, and so every one, sees all keys before `seen`.
         seen = tl.minimum((nearest + 1) // KEYS * KEYS, end)
         highest, total, attended = attend(
-            *(queries, rest, positions, own_slopes, highest, total, attended),
-            *(keys, values, table, begin, seen, oldest, inner, outer, key_row, value_row),
-            *(KEYS, BLOCK_SIZE, MAIN, MAIN_PAD, REST, REST_PAD, VALUE, VALUE_PAD),
-            *(SHARED, SOFTCAP, ALIBI, WINDOW, False),
+            queries,
+            rest,
+            positions,
+            own_slopes,
+            highest,
+            total,
+            attended,
+            keys,
+            values,
+            table,
+            begin,
+            seen,
+            oldest,
+            inner,
+            outer,
+            key_row,
+            value_row,
+            KEYS,
+            BLOCK_SIZE,
+            MAIN,
+            MAIN_PAD,
+            REST,
+            REST_PAD,
+            VALUE,
+            VALUE_PAD,
+            SHARED,
+            SOFTCAP,
+            ALIBI,
+            WINDOW,
+            False,
         )
         begin = tl.maximum(begin, seen)
     highest, total, attended = attend(
-        *(queries, rest, positions, own_slopes, highest, total, attended),
-        *(keys, values, table, begin, end, oldest, inner, outer, key_row, value_row),
-        *(KEYS, BLOCK_SIZE, MAIN, MAIN_PAD, REST, REST_PAD, VALUE, VALUE_PAD),
-        *(SHARED, SOFTCAP, ALIBI, WINDOW, True),
+        queries,
+        rest,
+        positions,
+        own_slopes,
+        highest,
+        total,
+        attended,
+        keys,
+        values,
+        table,
+        begin,
+        end,
+        oldest,
+        inner,
+        outer,
+        key_row,
+        value_row,
+        KEYS,
+        BLOCK_SIZE,
+        MAIN,
+        MAIN_PAD,
+        REST,
+        REST_PAD,
+        VALUE,
+        VALUE_PAD,
+        SHARED,
+        SOFTCAP,
+        ALIBI,
+        WINDOW,
+        True,
     )
 
     # Read again, lest where rows are stored be kept in registers while keys are visited.
@@ -243,8 +312,16 @@ def prefill_kernel(
         at = ((start + token - skipped).to(tl.int64) * heads + head) * tl.num_programs(2)
         at += tl.program_id(2)
         store_split(
-            *(partial, statistics, at, there, each, highest, total, attended),
-            *(VALUE, VALUE_PAD),
+            partial,
+            statistics,
+            at,
+            there,
+            each,
+            highest,
+            total,
+            attended,
+            VALUE,
+            VALUE_PAD,
         )
     else:
         # Rows without a token have no weight; they are not stored.
@@ -261,7 +338,10 @@ def prefill_kernel(
 OTHERS = {"tiles": "*i32", "query_start": "*i32", "skipped": "i32", "tokens": "i32"}
 KERNEL_SPECS = [
     *attention_shapes.compiled(
-        *("prefill", prefill_kernel, "prefill", OTHERS),
+        "prefill",
+        prefill_kernel,
+        "prefill",
+        OTHERS,
         {
             **dict.fromkeys(PARTIAL),
             "SPLIT": False,
@@ -269,7 +349,10 @@ KERNEL_SPECS = [
         },
     ),
     *attention_shapes.compiled(
-        *("split prefill", prefill_kernel, "prefill", {**OTHERS, **PARTIAL}),
+        "split prefill",
+        prefill_kernel,
+        "prefill",
+        {**OTHERS, **PARTIAL},
         {"SPLIT": True, "LEAST": attention_shapes.MIN_PREFILL_SPLIT_TOKENS},
     ),
 ]

@@ -85,7 +85,12 @@ def describe_shape(
     """
     shared = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
     return AttentionShape(
-        *(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1], shared),
+        query.shape[1],
+        keys.shape[2],
+        keys.shape[3],
+        values.shape[3],
+        keys.shape[1],
+        shared,
         *features,
         query.dtype == torch.float32,
     )
@@ -258,8 +263,17 @@ def tiled(table: str, shape: AttentionShape) -> TunedConstants:
 
 
 ALIGNED = (
-    *("output", "query", "keys", "values", "slopes"),
-    *("query_token", "query_head", "key_row", "key_head", "value_row", "value_head"),
+    "output",
+    "query",
+    "keys",
+    "values",
+    "slopes",
+    "query_token",
+    "query_head",
+    "key_row",
+    "key_head",
+    "value_row",
+    "value_head",
 )
 
 

@@ -57,9 +57,18 @@ def decode_attention(
     splits = attention_shapes.decode_splits(contexts, programs, busy)
     parts = allocate_split_results(rows, splits, shape, query.device)
     decode_kernel[(programs, splits, rows)](
-        *(output, *parts, query, key_cache, value_cache, slopes),
-        *(tables.block_table, tables.context_len, tables.block_table.stride(0)),
-        *(*query.stride()[:2], *key_cache.stride()[1:3], *value_cache.stride()[1:3]),
+        output,
+        *parts,
+        query,
+        key_cache,
+        value_cache,
+        slopes,
+        tables.block_table,
+        tables.context_len,
+        tables.block_table.stride(0),
+        *query.stride()[:2],
+        *key_cache.stride()[1:3],
+        *value_cache.stride()[1:3],
         *factors,
         **attention_shapes.constants(tiles, shape),
         SPLIT=splits > 1,
@@ -160,9 +169,26 @@ def decode_kernel(
         keys + kv_head * key_head,
         values + kv_head * value_head,
         block_table + row.to(tl.int64) * table_row,
-        *(begin, end, oldest, inner, outer, key_row, value_row),
-        *(KEYS, BLOCK_SIZE, MAIN, MAIN_PAD, REST, REST_PAD, VALUE, VALUE_PAD),
-        *(SHARED, SOFTCAP, ALIBI, WINDOW, True),
+        begin,
+        end,
+        oldest,
+        inner,
+        outer,
+        key_row,
+        value_row,
+        KEYS,
+        BLOCK_SIZE,
+        MAIN,
+        MAIN_PAD,
+        REST,
+        REST_PAD,
+        VALUE,
+        VALUE_PAD,
+        SHARED,
+        SOFTCAP,
+        ALIBI,
+        WINDOW,
+        True,
     )
 
     heads = tl.num_programs(0) // PARTS * GROUP
@@ -170,8 +196,16 @@ def decode_kernel(
     if SPLIT:
         each = tl.num_programs(2).to(tl.int64) * heads * tl.num_programs(1)
         store_split(
-            *(partial, statistics, at, there, each, highest, total, attended),
-            *(VALUE, VALUE_PAD),
+            partial,
+            statistics,
+            at,
+            there,
+            each,
+            highest,
+            total,
+            attended,
+            VALUE,
+            VALUE_PAD,
         )
     else:
         columns = tl.arange(0, VALUE_PAD)
@@ -184,7 +218,10 @@ def decode_kernel(
 
 KERNEL_SPECS = [
     *attention_shapes.compiled(
-        *("decode", decode_kernel, "decode", {}),
+        "decode",
+        decode_kernel,
+        "decode",
+        {},
         {
             "partial": None,
             "statistics": None,
@@ -193,7 +230,10 @@ KERNEL_SPECS = [
         },
     )[:1],
     *attention_shapes.compiled(
-        *("split decode", decode_kernel, "decode", PARTIAL),
+        "split decode",
+        decode_kernel,
+        "decode",
+        PARTIAL,
         {"SPLIT": True, "LEAST": attention_shapes.MIN_DECODE_SPLIT_TOKENS},
     ),
 ]

@@ -166,7 +166,10 @@ def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     hidden, use = parts.shape[1], choose_tiles("experts_sum")
     output = parts.new_empty(tokens, hidden)
     _add[(tokens, triton.cdiv(hidden, use["elements"]))](
-        *(parts, experts, weights, output),
+        parts,
+        experts,
+        weights,
+        output,
         **_sums(hidden, picked, use),
         num_warps=use["warps"],
     )
@@ -178,7 +181,12 @@ def _launch(source: Tensor, weight: Tensor, to: Tensor, pairs: Sorted, gate: str
     use = choose_tiles("experts", **tile_sizes(gate, source.element_size()))
     grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
     _multiply[grid](
-        *(source, weight, to, pairs.order, pairs.bounds, source.stride(0)),
+        source,
+        weight,
+        to,
+        pairs.order,
+        pairs.bounds,
+        source.stride(0),
         **pairs.constants(),
         **_constants(source.shape[1], to.shape[1], gate, use),
         num_warps=use["warps"],
@@ -213,7 +221,8 @@ def _product(kind: str, sizes: tuple[int, int], experts: tuple[int, int], gate: 
         tensor_cores=True,
         aligned=(*signature, "x_row"),
         tuned=TunedConstants(
-            *("experts", tile_sizes(gate, 4 if kind == "fp32" else 2)),
+            "experts",
+            tile_sizes(gate, 4 if kind == "fp32" else 2),
             lambda use: _constants(*sizes, gate, use),
         ),
     )

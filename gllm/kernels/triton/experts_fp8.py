@@ -100,8 +100,14 @@ def multiply(
     use = choose_tiles("experts_fp8", **tile_sizes(gate, source.element_size()))
     grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
     _multiply[grid](
-        *(source, scales, weight.codes.view(torch.uint8), weight.scales, to),
-        *(pairs.order, pairs.bounds, source.stride(0)),
+        source,
+        scales,
+        weight.codes.view(torch.uint8),
+        weight.scales,
+        to,
+        pairs.order,
+        pairs.bounds,
+        source.stride(0),
         **pairs.constants(),
         **_constants((inputs, to.shape[1]), gate, (weight.rows, width), fp8, group, use),
         num_warps=use["warps"],
@@ -146,7 +152,8 @@ def _compiled(
         min_arch=89 if fp8 else 80,
         aligned=(*pointers, "x_row"),
         tuned=TunedConstants(
-            *("experts_fp8", tile_sizes(gate, element)),
+            "experts_fp8",
+            tile_sizes(gate, element),
             lambda use: _constants(sizes, gate, (GROUP, 1), fp8, GROUP, use),
         ),
     )

@@ -197,7 +197,12 @@ def quantize(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     if tokens:
         use = choose_tiles("quantize")
         _quantize_kernel[(tokens, triton.cdiv(groups, use["groups"]))](
-            *(x, codes, scales, inputs, groups, x.stride(0)),
+            x,
+            codes,
+            scales,
+            inputs,
+            groups,
+            x.stride(0),
             GROUP=group,
             TILE=use["groups"],
             num_warps=use["warps"],
@@ -240,8 +245,19 @@ def linear_fp8(
         to = torch.empty(parts, tokens, outputs, dtype=torch.float32, device=x.device)
     bias = out if bias is None else bias
     _linear_kernel[(*grid, parts)](
-        *(to, x, scales, matrix.codes.view(torch.uint8), matrix.scales, bias),
-        *(tokens, outputs, inputs, groups, part, matrix.scales.shape[1], x.stride(0)),
+        to,
+        x,
+        scales,
+        matrix.codes.view(torch.uint8),
+        matrix.scales,
+        bias,
+        tokens,
+        outputs,
+        inputs,
+        groups,
+        part,
+        matrix.scales.shape[1],
+        x.stride(0),
         **_constants(matrix.rows, width, fp8, biased and parts == 1, group, use),
         num_warps=use["warps"],
         num_stages=use["stages"],
@@ -312,7 +328,8 @@ def _compiled(
         min_arch=89 if fp8 else 80,
         aligned=(*tensors, "outputs", "inputs", "x_row"),
         tuned=TunedConstants(
-            *("linear_fp8", {"tokens": tokens}),
+            "linear_fp8",
+            {"tokens": tokens},
             lambda use: _constants(128, 1, fp8, bias, GROUP, use),
         ),
     )

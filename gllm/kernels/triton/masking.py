@@ -75,7 +75,7 @@ def apply_token_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
     """
     size = logits.shape[1]
     _mask_kernel[(len(rows), triton.cdiv(size, TILE))](
-        *(logits, rows, masks, size, logits.stride(0), masks.shape[1]), TILE=TILE, num_warps=WARPS
+        logits, rows, masks, size, logits.stride(0), masks.shape[1], TILE=TILE, num_warps=WARPS
     )
 
 
@@ -88,9 +88,19 @@ def apply_bad_words(
     """
     blocks = histories.block_table
     _phrases_kernel[(len(bad_words.owners),)](
-        *(logits, table, histories.rows, blocks, histories.lengths, histories.prompts),
-        *(bad_words.owners, bad_words.lengths, bad_words.before, bad_words.last),
-        *(logits.stride(0), blocks.stride(0), bad_words.before.shape[1]),
+        logits,
+        table,
+        histories.rows,
+        blocks,
+        histories.lengths,
+        histories.prompts,
+        bad_words.owners,
+        bad_words.lengths,
+        bad_words.before,
+        bad_words.last,
+        logits.stride(0),
+        blocks.stride(0),
+        bad_words.before.shape[1],
         BLOCK_SIZE=histories.block_size,
         PHRASE=PHRASE,
         num_warps=1,

@@ -111,8 +111,13 @@ def apply_history_penalties(
     where = (table, blocks, *places, settings)
     _count_kernel[grid](counts, *where, size, blocks.stride(0), **constants)
     _penalize_kernel[grid](
-        *(logits, counts, histories.rows, *where),
-        *(size, logits.stride(0), blocks.stride(0)),
+        logits,
+        counts,
+        histories.rows,
+        *where,
+        size,
+        logits.stride(0),
+        blocks.stride(0),
         **constants,
     )
 

@@ -140,8 +140,21 @@ def _rotate_and_store(
     if block < query_blocks:
         to = queries + token * heads * SIZE
         _turn(
-            *(source, to, query_norm, cosine, sine, block, heads, eps),
-            *(NORM, INTERLEAVED, HALF, REST, HALF_BLOCK, REST_BLOCK, GROUP),
+            source,
+            to,
+            query_norm,
+            cosine,
+            sine,
+            block,
+            heads,
+            eps,
+            NORM,
+            INTERLEAVED,
+            HALF,
+            REST,
+            HALF_BLOCK,
+            REST_BLOCK,
+            GROUP,
         )
     else:
         slot = tl.load(slots + token)
@@ -151,8 +164,21 @@ def _rotate_and_store(
             if block < key_blocks:
                 to = keys + slot * key_row
                 _turn(
-                    *(source, to, key_norm, cosine, sine, block, kv_heads, eps),
-                    *(NORM, INTERLEAVED, HALF, REST, HALF_BLOCK, REST_BLOCK, GROUP),
+                    source,
+                    to,
+                    key_norm,
+                    cosine,
+                    sine,
+                    block,
+                    kv_heads,
+                    eps,
+                    NORM,
+                    INTERLEAVED,
+                    HALF,
+                    REST,
+                    HALF_BLOCK,
+                    REST_BLOCK,
+                    GROUP,
                 )
             else:
                 head = ((block - key_blocks) * GROUP + tl.arange(0, GROUP))[:, None]
@@ -202,8 +228,18 @@ def rotate_and_store(
         group = constants["GROUP"]
         blocks = triton.cdiv(layout.num_heads, group) + 2 * triton.cdiv(layout.num_kv_heads, group)
         _rotate_and_store[(tokens, blocks)](
-            *(fused, query_norm, key_norm, cosine, sine, *cache, slots, queries),
-            *(layout.num_heads, layout.num_kv_heads, *rows, layout.eps),
+            fused,
+            query_norm,
+            key_norm,
+            cosine,
+            sine,
+            *cache,
+            slots,
+            queries,
+            layout.num_heads,
+            layout.num_kv_heads,
+            *rows,
+            layout.eps,
             **constants,
             num_warps=use["warps"],
         )

@@ -282,7 +282,14 @@ def sample(logits: Tensor, plan: "SamplingPlan", tile: int = TILE) -> Tensor:
     if not rows:
         return tokens
     _sample_kernel[(rows,)](
-        *(tokens, logits, plan.settings, plan.counters, scratch, rows, size, logits.stride(0)),
+        tokens,
+        logits,
+        plan.settings,
+        plan.counters,
+        scratch,
+        rows,
+        size,
+        logits.stride(0),
         FILTERS=plan.has_filters,
         TILE=tile,
         TILES=triton.next_power_of_2(triton.cdiv(size, tile)),

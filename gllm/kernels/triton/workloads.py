@@ -79,7 +79,7 @@ def prepare_attention(
     decodes = rows if new == 1 else 0
     lengths = np.full(rows, context)
     paged = PagedBatch(
-        *(table, np.arange(rows + 1) * new, lengths, decodes, shape.block_size, rows * blocks)
+        table, np.arange(rows + 1) * new, lengths, decodes, shape.block_size, rows * blocks
     )
     query = _random(1, rows * new, shape.heads, shape.key_dim).to(dtype)
     keys = _random(2, rows * blocks + 1, shape.block_size, shape.kv_heads, shape.key_dim).to(dtype)
@@ -89,8 +89,11 @@ def prepare_attention(
     scaling = AttentionScaling(shape.key_dim**-0.5)
     plan = plan_attention(paged, torch.float32)
     expected = attention.paged_attention(
-        *(query.to(torch.float32), keys.to(torch.float32), values.to(torch.float32)),
-        *(plan, scaling),
+        query.to(torch.float32),
+        keys.to(torch.float32),
+        values.to(torch.float32),
+        plan,
+        scaling,
     )
     tables = build_device_tables(paged, device)
     plan = AttentionPlan(paged, plan.slots, None, "triton", tables=tables)
@@ -251,8 +254,10 @@ def _attention() -> Iterator[Workload]:
     for (label, shape), (table, rows, new, context) in product(
         [*narrow, *wide],
         [
-            *(("decode", 32, 1, 2048), ("decode", 2, 1, 16_384)),
-            *(("prefill", 1, 1024, 1024), ("prefill", 1, 256, 8192)),
+            ("decode", 32, 1, 2048),
+            ("decode", 2, 1, 16_384),
+            ("prefill", 1, 1024, 1024),
+            ("prefill", 1, 256, 8192),
         ],
     ):
         make = partial(prepare_attention, shape, rows, new, context)

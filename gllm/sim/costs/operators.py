@@ -28,8 +28,16 @@ MAX_TREE_DEPTH = 16
 
 NORM = "input_layernorm"
 TOKEN_OPS = (
-    *("emb", NORM, "attn_pre_proj", "attn_rope", "attn_post_proj"),
-    *("post_attention_layernorm", "mlp_up_proj", "mlp_act", "mlp_down_proj", "add"),
+    "emb",
+    NORM,
+    "attn_pre_proj",
+    "attn_rope",
+    "attn_post_proj",
+    "post_attention_layernorm",
+    "mlp_up_proj",
+    "mlp_act",
+    "mlp_down_proj",
+    "add",
 )
 """Operators whose time depends on the number of token rows alone."""
 

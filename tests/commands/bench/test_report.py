@@ -131,8 +131,12 @@ def test_failures_are_counted_and_the_first_are_shown() -> None:
     outcomes = [failed("HTTP 503", f"full {index % 5}") for index in range(10)]
     outcomes.append(failed("timeout", "slow"))
     assert failure_lines(outcomes) == [
-        *("10 failed: HTTP 503", "  full 0", "  full 1", "  full 2"),
-        *("1 failed: timeout", "  slow"),
+        "10 failed: HTTP 503",
+        "  full 0",
+        "  full 1",
+        "  full 2",
+        "1 failed: timeout",
+        "  slow",
     ]
     assert failure_lines(OUTCOMES[:3]) == []
 
@@ -141,10 +145,24 @@ def test_the_file_has_the_known_keys_and_not_the_key_to_the_server() -> None:
     config = ServeConfig(api_key="secret", load=LoadConfig(num_prompts=4))
     result = result_document(config, "m", {"ttft": 5.0}, FIGURES, datetime(2026, 1, 2, tzinfo=UTC))
     known = {
-        *("date", "backend", "model_id", "num_prompts", "request_rate", "burstiness"),
-        *("max_concurrency", "duration", "completed", "failed", "total_input_tokens"),
-        *("total_output_tokens", "request_throughput", "request_goodput", "output_throughput"),
-        *("total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests"),
+        "date",
+        "backend",
+        "model_id",
+        "num_prompts",
+        "request_rate",
+        "burstiness",
+        "max_concurrency",
+        "duration",
+        "completed",
+        "failed",
+        "total_input_tokens",
+        "total_output_tokens",
+        "request_throughput",
+        "request_goodput",
+        "output_throughput",
+        "total_token_throughput",
+        "max_output_tokens_per_s",
+        "max_concurrent_requests",
         *(
             f"{kind}_{name}_ms"
             for name in ("ttft", "tpot", "itl", "e2el")

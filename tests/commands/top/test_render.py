@@ -75,5 +75,8 @@ def test_sparklines() -> None:
 
 def test_durations() -> None:
     assert [duration(s) for s in (0.0004, 0.9994, 12.5, math.nan)] == [
-        *("0.4 ms", "999.4 ms", "12.50 s", "-")
+        "0.4 ms",
+        "999.4 ms",
+        "12.50 s",
+        "-",
     ]
