@@ -60,37 +60,36 @@ NOTES = {
 }
 
 
-def sections(found: Results) -> list[str]:
+def sections(run: Results) -> list[str]:
     """Return a mode's part of the page: command and device, tables, verdicts."""
-    if found.mode == "poisson":
-        tables = [f"### {cell}\n\n{load_table(found, cell)}" for cell in cells_of(found)]
+    if run.mode == "poisson":
+        tables = [f"### {cell}\n\n{load_table(run, cell)}" for cell in cells_of(run)]
     else:
-        tables = [speed_table(found)]
-    if found.mode == "server":
-        tables.append(latency_table(found))
-    if found.rows:
-        tables.append(use_table(found))
-    if verdicts := verdict_table(found):
+        tables = [speed_table(run)]
+    if run.mode == "server":
+        tables.append(latency_table(run))
+    if run.rows:
+        tables.append(use_table(run))
+    if verdicts := verdict_table(run):
         tables.append(f"Aims:\n\n{verdicts}")
-    versions = "; ".join(f"{peer}: {told}" for peer, told in found.versions.items())
+    versions = "; ".join(f"{peer}: {version}" for peer, version in run.versions.items())
     asked = {
         name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-        for name, value in found.asked.items()
+        for name, value in run.asked.items()
     }
     return [
-        f"## {TITLES[found.mode]}",
-        f"`{found.command}`, {found.date}. {found.device}, {found.asked['threads']} threads. "
-        f"{versions}.",
-        NOTES[found.mode].format(**asked),
+        f"## {TITLES[run.mode]}",
+        f"`{run.command}`, {run.date}. {run.device}, {run.asked['threads']} threads. {versions}.",
+        NOTES[run.mode].format(**asked),
         *tables,
-        *refusals(found),
-        machine_table(found),
+        *format_failures(run),
+        machine_table(run),
     ]
 
 
-def refusals(found: Results) -> list[str]:
+def format_failures(run: Results) -> list[str]:
     """List the peers that are missing or failed, with the reason."""
-    lines = [f"- {peer}: {why}" for peer, why in found.refused.items()]
+    lines = [f"- {peer}: {why}" for peer, why in run.refused.items()]
     return ["Not measured, or not to the end:\n\n" + "\n".join(lines)] if lines else []
 
 
@@ -106,11 +105,11 @@ def write_docs(folder: Path) -> Path:
     for mode in TITLES:
         path = folder / f"{mode}.json"
         if path.exists():
-            found = results.load(path)
+            run = results.load(path)
             target.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target / path.name)
-            parts = sections(found)
-            pictures = [f"![{TITLES[mode]}](cpu/{name})" for name in draw(found, target)]
+            parts = sections(run)
+            pictures = [f"![{TITLES[mode]}](cpu/{name})" for name in draw_charts(run, target)]
             pages += [*parts[:3], *pictures, *parts[3:]]
     if len(pages) == 1:
         raise ValueError(f"{folder} has no results: measure first, with the same --work")
@@ -119,33 +118,33 @@ def write_docs(folder: Path) -> Path:
     return page
 
 
-def draw(found: Results, folder: Path) -> list[str]:
+def draw_charts(run: Results, folder: Path) -> list[str]:
     """Draw a mode's charts and return their file names."""
-    if found.mode == "poisson":
-        plot_grid(rate_panels(found), folder / "poisson.png")
+    if run.mode == "poisson":
+        plot_grid(rate_panels(run), folder / "poisson.png")
         return ["poisson.png"]
     names = []
     for weights in ("bf16", "int8"):
-        if bars := speed_bars(found, weights):
-            names.append(f"{found.mode}-{weights}.png")
-            plot_bars(bars, folder / names[-1], "of the limit", f"{TITLES[found.mode]}, {weights}")
+        if bars := speed_bars(run, weights):
+            names.append(f"{run.mode}-{weights}.png")
+            plot_bars(bars, folder / names[-1], "of the limit", f"{TITLES[run.mode]}, {weights}")
     return names
 
 
-def speed_bars(found: Results, weights: str) -> dict[str, dict[str, float]]:
+def speed_bars(run: Results, weights: str) -> dict[str, dict[str, float]]:
     """Return the median of each cell and peer with these weights.
 
     Medians are shares of the machine's bfloat16 limit. Empty without such peers.
     """
-    key, most = SPEEDS[found.mode], limits(found)
-    peers = [peer for peer in peers_of(found) if PEERS[peer].weights == weights]
+    key, most = SPEEDS[run.mode], limits(run)
+    peers = [peer for peer in peers_of(run) if PEERS[peer].weights == weights]
     bars = {
         cell: {
             peer: median(got) / most[cell]
             for peer in peers
-            if (got := values(found.rows, peer, cell, key))
+            if (got := values(run.rows, peer, cell, key))
         }
-        for cell in cells_of(found)
+        for cell in cells_of(run)
     }
     return bars if peers else {}
 
@@ -158,18 +157,18 @@ PANELS = {
 }
 
 
-def rate_panels(found: Results) -> list[ChartPanel]:
+def rate_panels(run: Results) -> list[ChartPanel]:
     """Return the panels of latency and throughput against the request rate."""
-    rates = {rate_name(rate): rate for rate in found.asked["rates"] or ()}
+    rates = {rate_name(rate): rate for rate in run.asked["rates"] or ()}
     panels = []
     for title, (key, unit) in PANELS.items():
         series: Series = {
             peer: [
                 (rate, median(got))
                 for cell, rate in rates.items()
-                if (got := values(found.rows, peer, cell, key))
+                if (got := values(run.rows, peer, cell, key))
             ]
-            for peer in peers_of(found)
+            for peer in peers_of(run)
         }
         panels.append(ChartPanel(title, "requests/s", unit, series, log_y=unit == "ms"))
     return panels

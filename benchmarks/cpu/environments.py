@@ -68,8 +68,10 @@ def install(work: Workplace, name: str) -> None:
     if not requirements:
         return
     python, log = work.python(name), work.log(f"install-{name}")
-    found = installed_versions(python, [package_of(each) for each in requirements])
-    missing = [each for each in requirements if not is_pinned(found.get(package_of(each)), each)]
+    installed = installed_versions(python, [package_of(each) for each in requirements])
+    missing = [
+        each for each in requirements if not is_pinned(installed.get(package_of(each)), each)
+    ]
     if not python.exists():
         run([sys.executable, "-m", "venv", work.environment(name)], log)
     pip, env = [python, "-m", "pip", "--quiet"], variables(python, {})
@@ -93,7 +95,7 @@ def published_version(work: Workplace, name: str) -> str:
     if name == "llama":
         return f"llama.cpp of {LLAMA_SOURCES.replace('==', ' ')}"
     packages = [package_of(each) for each in ENVIRONMENTS[name]]
-    found = installed_versions(work.python(name), packages)
-    if len(found) < len(packages):
+    installed = installed_versions(work.python(name), packages)
+    if len(installed) < len(packages):
         raise PeerError(f"the environment {name} is not complete: {work.environment(name)}")
-    return ", ".join(f"{package} {found[package]}" for package in packages)
+    return ", ".join(f"{package} {installed[package]}" for package in packages)

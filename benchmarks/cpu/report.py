@@ -21,11 +21,11 @@ def values(rows: Iterable[Row], peer: str, cell: str, key: str) -> list[float]:
 
 def by_round(rows: Iterable[Row], peer: str, cell: str, key: str) -> dict[int, float]:
     """Return a figure's median over the repeats of each round."""
-    found: dict[int, list[float]] = {}
+    figures: dict[int, list[float]] = {}
     for row in rows:
         if (row.peer, row.cell) == (peer, cell):
-            found.setdefault(row.round, []).append(row.figures[key])
-    return {turn: median(each) for turn, each in found.items()}
+            figures.setdefault(row.round, []).append(row.figures[key])
+    return {turn: median(each) for turn, each in figures.items()}
 
 
 def ratio(
@@ -63,16 +63,16 @@ def cells_of(results: Results) -> list[str]:
 
 def middle(results: Results, peer: str, cell: str, key: str) -> str:
     """Format the median of a figure."""
-    found = values(results.rows, peer, cell, key)
-    return show_value(median(found)) if found else NOTHING
+    figures = values(results.rows, peer, cell, key)
+    return show_value(median(figures)) if figures else NOTHING
 
 
 def with_spread(results: Results, peer: str, cell: str, key: str) -> str:
     """Format the median and, for several values, the minimum and maximum."""
-    found = values(results.rows, peer, cell, key)
-    if len(found) < 2:
+    figures = values(results.rows, peer, cell, key)
+    if len(figures) < 2:
         return middle(results, peer, cell, key)
-    return f"{show_value(median(found))} ({show_value(min(found))}-{show_value(max(found))})"
+    return f"{show_value(median(figures))} ({show_value(min(figures))}-{show_value(max(figures))})"
 
 
 def rates_of(results: Results) -> list[Rates]:
@@ -100,8 +100,10 @@ def limits(results: Results) -> dict[str, float]:
     prompt, new = asked["prompt"], asked["new"]
     if results.mode == "server":
         return {streams_name(n): rates.served(n, prompt, new) for n in asked["streams"]}
-    found = {decode_name(n): rates.decode(n, prompt, new) for n in asked["streams"]}
-    return found | {prefill_name(length): rates.prefill(length) for length in asked["prefills"]}
+    decode_limits = {decode_name(n): rates.decode(n, prompt, new) for n in asked["streams"]}
+    return decode_limits | {
+        prefill_name(length): rates.prefill(length) for length in asked["prefills"]
+    }
 
 
 def speed_table(results: Results) -> str:

@@ -111,8 +111,8 @@ async def _ready(session: aiohttp.ClientSession, running: RunningServer) -> str:
     Raises:
         PeerError: The server exits or takes too long.
     """
-    asked = running.server.model
-    waiting = asyncio.ensure_future(wait_until_ready(session, running.url, asked, START_SECONDS))
+    name = running.server.model
+    waiting = asyncio.ensure_future(wait_until_ready(session, running.url, name, START_SECONDS))
     while not (await asyncio.wait({waiting}, timeout=0.5))[0]:
         if running.process.poll() is not None:
             waiting.cancel()
@@ -155,9 +155,9 @@ def check(load: list[PlannedRequest], outcomes: list[RequestResult]) -> None:
     if failures := failure_lines(outcomes):
         raise PeerError(" / ".join(failures))
     for planned, outcome in zip(load, outcomes, strict=True):
-        asked = (planned.prompt_tokens, planned.output_tokens)
+        requested = (planned.prompt_tokens, planned.output_tokens)
         served = (outcome.prompt_tokens, outcome.timeline.num_tokens)
-        if asked != served:
+        if requested != served:
             raise PeerError(
-                f"it served {served} prompt and output tokens where {asked} were requested"
+                f"it served {served} prompt and output tokens where {requested} were requested"
             )

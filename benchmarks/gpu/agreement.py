@@ -101,12 +101,12 @@ def logits_of(executor: Executor, prompt: list[int], counts: Sequence[int], seq:
         RegisterSequences(seq, len(prompt), prompt, SequenceSamplingParams(temperature=0.0))
     )
     blocks = list(range(-(-len(prompt) // models.BLOCK_SIZE)))
-    made, start = [], 0
+    logits, start = [], 0
     for step, count in enumerate(counts):
         row = ScheduledRow(seq, 0, start, count, blocks if not step else [], [], False)
-        made.append(executor.all_logits(executor.prepare(StepPlan(step, [row], []))))
+        logits.append(executor.all_logits(executor.prepare(StepPlan(step, [row], []))))
         start += count
-    return torch.cat(made)
+    return torch.cat(logits)
 
 
 def compare(logits: Tensor, truth: Truth) -> Measured:

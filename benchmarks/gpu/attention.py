@@ -20,7 +20,7 @@ from gllm.kernels.attention_scaling import AttentionScaling
 
 FP8 = torch.float8_e4m3fn
 BLOCK_SIZE = 16
-CHECKED = 4
+NUM_CHECKED_ROWS = 4
 """Number of rows of a micro-batch that are compared with the reference."""
 
 
@@ -132,7 +132,7 @@ def rows(place: Place) -> Iterator[Named]:
 def row(place: Place, case: Case) -> Measured:
     """Measure a case."""
     if case.fp8 and place.capability() < (8, 9):
-        raise SkipRowError("8-bit floats from sm_89 on")
+        raise SkipRowError("8-bit floats need sm_89 or later")
     place.seed(case.name)
     aims = {}
     if not case.chunk and case.decodes >= 64 and case.context >= 2048:
@@ -184,7 +184,7 @@ def attend(place: Place, case: Case, inputs: Inputs) -> Tensor:
     """Run gllm's attention; return a tensor of shape [tokens, heads, dim]."""
     query, keys, values, plan = inputs
     if place.is_dry and case.fp8:
-        # The reference gathers, which torch does not do with 8-bit floats.
+        # torch cannot gather from 8-bit floats, which the reference needs.
         keys, values = keys.to(query.dtype), values.to(query.dtype)
     return paged_attention(query, keys, values, plan, AttentionScaling(case.heads.dim**-0.5))
 
@@ -194,12 +194,12 @@ def error_of(place: Place, case: Case, inputs: Inputs) -> float:
     got = attend(place, case, inputs)
     paged = inputs.plan.rows
     last = len(paged.context_len) - 1
-    chosen = sorted({last * index // (CHECKED - 1) for index in range(CHECKED)})
+    chosen = sorted({last * index // (NUM_CHECKED_ROWS - 1) for index in range(NUM_CHECKED_ROWS)})
     worst = 0.0
     for index in chosen:
         begin, end = (int(at) for at in paged.query_start[index : index + 2])
-        wanted = reference(inputs, index, case.heads)
-        worst = max(worst, relative_error(got[begin:end], wanted))
+        expected = reference(inputs, index, case.heads)
+        worst = max(worst, relative_error(got[begin:end], expected))
     return worst
 
 
@@ -213,19 +213,19 @@ def reference(inputs: Inputs, index: int, heads: Heads) -> Tensor:
     begin, end = (int(at) for at in plan.rows.query_start[index : index + 2])
     tokens, context = end - begin, int(plan.rows.context_len[index])
     slots = torch.from_numpy(plan.rows.slots(index, 0)).to(query.device)
-    key, value = _taken(keys, slots), _taken(values, slots)
+    key, value = _gather(keys, slots), _gather(values, slots)
     rows = query[begin:end].to(torch.float64).unflatten(1, (heads.kv_heads, -1))
     places = torch.arange(context, device=query.device)
     hidden = places > places[context - tokens :, None]
-    made = torch.empty_like(rows)
+    output = torch.empty_like(rows)
     for head in range(heads.kv_heads):
         scores = torch.einsum("tgd,cd->gtc", rows[:, head], key[:, head]) * heads.dim**-0.5
         shares = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
-        made[:, head] = torch.einsum("gtc,cd->tgd", shares, value[:, head])
-    return made.flatten(1, 2)
+        output[:, head] = torch.einsum("gtc,cd->tgd", shares, value[:, head])
+    return output.flatten(1, 2)
 
 
-def _taken(cache: Tensor, slots: Tensor) -> Tensor:
+def _gather(cache: Tensor, slots: Tensor) -> Tensor:
     """Return slots of the cache, of shape [slots, kv_heads, dim] and type float64."""
     flat = cache.flatten(0, 1)
     if cache.dtype == FP8:
@@ -257,13 +257,13 @@ def _dense(place: Place, case: Case, for_sdpa: bool) -> tuple[Tensor, Tensor, Te
     context = case.context if case.decodes else case.cached + case.chunk
     order = (0, 1, 2, 3) if for_sdpa else (0, 2, 1, 3)
 
-    def made(count: int, length: int) -> Tensor:
+    def create(count: int, length: int) -> Tensor:
         shape = batch, count, length, dim
         return _normal(place, *(shape[axis] for axis in order))
 
-    query, key, value = made(heads, tokens), made(kv_heads, context), made(kv_heads, context)
+    query, key, value = create(heads, tokens), create(kv_heads, context), create(kv_heads, context)
     if for_sdpa and case.cached:
-        # With such a mask SDPA does not group heads; beforehand, outside of what is timed.
+        # SDPA does not group heads with this mask; repeating them here keeps it out of the timing.
         group = heads // kv_heads
         key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
     return query, key, value

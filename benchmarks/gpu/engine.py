@@ -40,7 +40,7 @@ The busy share of the device in a decode run; weight bytes / bandwidth of a step
 share (1 / 1.25); the share of the matrix rate in prefill.
 """
 READY = "ready"
-SETTLING = 3
+NUM_WARM_UP_STEPS = 3
 """Decode steps at the start of a run that are not counted; the last step is not counted either."""
 PREFILLS = 5
 
@@ -104,7 +104,7 @@ class Model:
         self.folder.mkdir(parents=True, exist_ok=True)
         models.write_config(self.config, self.folder)
         self._next = 0
-        self._made: dict[str, Any] = {}
+        self._created: dict[str, Any] = {}
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
@@ -128,45 +128,45 @@ class Model:
 
     def _once(self, name: str, make: Callable[[], T]) -> T:
         """Return the object of this name, created once; raise the same error again on failure."""
-        if name not in self._made:
+        if name not in self._created:
             try:
-                self._made[name] = make()
+                self._created[name] = make()
             except Exception as error:
-                # Without the frames of the first, which hold memory of the device.
+                # A new error: the frames of the original one hold device memory.
                 kept = (
                     SkipRowError(str(error))
                     if isinstance(error, SkipRowError)
                     else PrerequisiteError(f"{name}: {error}")
                 )
                 kept.add_note(traceback.format_exc())
-                self._made[name] = kept
-        made = self._made[name]
-        if isinstance(made, Exception):
-            raise made
-        return made
+                self._created[name] = kept
+        created = self._created[name]
+        if isinstance(created, Exception):
+            raise created
+        return created
 
     def _make_truth(self) -> agreement.Truth:
         return agreement.truth_of(self.peer, self.weights, self.loads.positions)
 
     def _make_executor(self) -> models.Executor:
         with suppress(Exception):
-            # Rows of the agreement tell what went wrong with it.
+            # The rows of the agreement report its error.
             self.truth  # noqa: B018
         sizes = self.blocks, self.loads.longest
-        given = self.place, self.folder, self.weights, *sizes, self.options, self.graphs
-        made = models.executor_of(*given)
-        # As a worker does: what is there stays, and the collector need not walk through it.
+        arguments = self.place, self.folder, self.weights, *sizes, self.options, self.graphs
+        executor = models.executor_of(*arguments)
+        # As in a worker: these objects are permanent, so the collector need not scan them.
         gc.collect()
         gc.freeze()
-        return made
+        return executor
 
     @property
     def blocks(self) -> int:
         """Number of KV blocks that the largest load needs."""
         loads, batch = self.loads, max(self.loads.batches)
-        one = -(-max(loads.longest, loads.prompt + self.new(batch) + 1) // models.BLOCK_SIZE)
+        longest = -(-max(loads.longest, loads.prompt + self.new(batch) + 1) // models.BLOCK_SIZE)
         each = -(-(loads.prompt + self.new(batch) + 1) // models.BLOCK_SIZE)
-        return max(2 * one, (batch + 1) * (each + 1) * 5 // 4)
+        return max(2 * longest, (batch + 1) * (each + 1) * 5 // 4)
 
     def new(self, batch: int) -> int:
         """Return the tokens that each of `batch` texts generates.
@@ -187,7 +187,7 @@ class Model:
         in a worker.
         """
         executor = self.executor
-        # A new one, so that a run that went wrong leaves nothing behind.
+        # A new scheduler, so that a failed run leaves no state behind.
         scheduler = Scheduler(executor.scheduler)
         for prompt in prompts:
             seq = self.number()
@@ -196,17 +196,17 @@ class Model:
                 RegisterSequences(seq, len(prompt), prompt, SequenceSamplingParams(temperature=0.0))
             )
         done: list[Step] = []
-        under_way: deque[tuple[StepPlan, Batch, Tensor]] = deque()
+        in_flight: deque[tuple[StepPlan, Batch, Tensor]] = deque()
         while True:
             while (plan := scheduler.schedule(time.monotonic())) is not None:
                 batch = executor.prepare(plan)
-                under_way.append((plan, batch, executor.compute(batch, None)))
-            if not under_way:
+                in_flight.append((plan, batch, executor.compute(batch, None)))
+            if not in_flight:
                 return done
-            plan, batch, output = under_way.popleft()
+            plan, batch, output = in_flight.popleft()
             spent = executor.wait(batch)
             sampled, _ = executor.sample(batch, output)
-            faults = [one.error for one in sampled if one.error]
+            faults = [row.error for row in sampled if row.error]
             if faults:
                 raise ArithmeticError(f"{len(faults)} rows of a step: {faults[0]}")
             scheduler.commit(StepResult(plan.step, sampled))
@@ -227,12 +227,12 @@ def ready(model: Model) -> Measured:
 def decode(model: Model, batch: int) -> Measured:
     """Measure the decode steps of a run by device events and by wall clock."""
     loads, executor = model.loads, model.executor
-    model.run(model.prompts(batch, 3), SETTLING)
+    model.run(model.prompts(batch, 3), NUM_WARM_UP_STEPS)
     host = executor.host_seconds
     steps = model.run(model.prompts(batch, loads.prompt), model.new(batch))
     host = (executor.host_seconds - host) / len(steps)
     counted = [step for step in steps if step.is_decode and len(step.plan.rows) == batch]
-    counted = counted[SETTLING:-1]
+    counted = counted[NUM_WARM_UP_STEPS:-1]
     device = median(step.spent.elapsed for step in counted)
     ends = [step.committed for step in counted]
     wall = median(after - before for before, after in pairwise(ends))
@@ -266,7 +266,7 @@ def prefill(model: Model, tokens: int) -> Measured:
         "ms": seconds * 1000,
         "tokens_per_s": tokens / seconds,
         "bytes": weight_bytes,
-        # One row of logits.
+        # The LM head computes one row of logits.
         "flops": 2.0 * tokens * (matrices - head) + 2.0 * head + 4 * config["hidden_size"] * pairs,
     }
     return Measured(figures, {"matrix_share": MATRIX})
@@ -341,6 +341,6 @@ def _rival(
 ) -> Measured:
     """Measure transformers' step by wall clock, with the bytes and FLOPs of its work."""
     loads = model.loads
-    made = run(model.prompts(batch, loads.prompt), loads.peer_new)
-    made.figures |= work_of(model, batch, batch * (loads.prompt + loads.peer_new / 2))
-    return made
+    measured = run(model.prompts(batch, loads.prompt), loads.peer_new)
+    measured.figures |= work_of(model, batch, batch * (loads.prompt + loads.peer_new / 2))
+    return measured

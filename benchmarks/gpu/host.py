@@ -112,10 +112,10 @@ class HostQueues:
         return 0
 
 
-def plan_of_one_layout(longest: int) -> PlanAttention:
-    """Return a planner for layers without windows and contexts up to `longest`.
+def plan_of_one_layout(max_context: int) -> PlanAttention:
+    """Return a planner for layers without windows and contexts up to `max_context`.
 
-    Decodes are one group, padded to `longest`, so that batches of the same size have the same
+    Decodes are one group, padded to `max_context`, so that batches of the same size have the same
     layout.
     """
 
@@ -123,10 +123,10 @@ def plan_of_one_layout(longest: int) -> PlanAttention:
         rows: PagedBatch, dtype: torch.dtype, windows: Windows
     ) -> dict[int | None, AttentionPlan]:
         assert windows == {None}, "windows are not planned here"
-        made = plan_attention(rows, dtype)
+        attention_plan = plan_attention(rows, dtype)
         if not 0 < rows.num_decodes == len(rows.context_len):
-            return {None: made}
-        places, context = np.arange(longest), rows.context_len
+            return {None: attention_plan}
+        places, context = np.arange(max_context), rows.context_len
         unseen = places >= context[:, None]
         blocks = np.minimum(places // rows.block_size, rows.block_table.shape[1] - 1)
         slots = rows.block_table[:, blocks] * rows.block_size + places % rows.block_size
@@ -140,6 +140,6 @@ def plan_of_one_layout(longest: int) -> PlanAttention:
             torch.from_numpy(context.copy()),
         )
         gathers = GatherIndices([group], [], torch.zeros(1, 1, dtype=dtype))
-        return {None: replace(made, gathers=gathers)}
+        return {None: replace(attention_plan, gathers=gathers)}
 
     return plan

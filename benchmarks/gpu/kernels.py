@@ -31,7 +31,7 @@ from gllm.runtime.cuda.staging import map_tensors
 EPS = 1e-6
 FP8_TOLERANCE = 2.0**-4
 """Tolerance for operations that quantize activations to FP8 (three mantissa bits)."""
-CHECKED_TOKENS = 8
+NUM_CHECKED_TOKENS = 8
 """Number of tokens on which a mixture of experts is compared."""
 
 
@@ -74,10 +74,10 @@ def rows(place: Place) -> Iterator[Named]:
         mixture = TINY_MIXTURE if place.is_dry else MIXTURE
         name = f"experts, {mixture.model}, {count} tokens"
         yield Named(name, partial(_measured, place, name, partial(experts, place, mixture, count)))
-    for kind in DRAWS:
+    for kind in SAMPLING_KINDS:
         name = f"sampling, {kind}, 64 rows"
-        make_draws = partial(draws, place, models[0].vocabulary, kind)
-        yield Named(name, partial(_measured, place, name, make_draws))
+        make_sampling = partial(sampling, place, models[0].vocabulary, kind)
+        yield Named(name, partial(_measured, place, name, make_sampling))
 
 
 def _row(place: Place, name: str, make: Make, sizes: Sizes, tokens: int) -> Named:
@@ -123,15 +123,15 @@ def residual_norm(place: Place, sizes: Sizes, tokens: int) -> Operation:
     def make() -> tuple[Tensor, Tensor]:
         return _normal(place, tokens, sizes.hidden), _normal(place, tokens, sizes.hidden)
 
-    def error(given: tuple[Tensor, Tensor]) -> float:
-        hidden, delta = given
+    def error(inputs: tuple[Tensor, Tensor]) -> float:
+        hidden, delta = inputs
         total = hidden.to(torch.float64) + delta.to(torch.float64)
         got = add_rms_norm(hidden, delta, weight, EPS)
         return max(relative_error(hidden, total), relative_error(got, _norm(total, weight)))
 
     return Operation(
         make=make,
-        run=lambda given: add_rms_norm(given[0], given[1], weight, EPS),
+        run=lambda inputs: add_rms_norm(inputs[0], inputs[1], weight, EPS),
         error=error,
         tolerance=TOLERANCES[place.dtype],
         num_bytes=2 * 4 * tokens * sizes.hidden,
@@ -147,7 +147,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 def rotation(place: Place, sizes: Sizes, tokens: int) -> Operation:
     """Return the operation from the fused QKV projection to rotated queries and the stored KV."""
     _, heads, kv_heads, dim = sizes.heads
-    how = QKVLayout(heads, kv_heads)
+    layout = QKVLayout(heads, kv_heads)
     frequencies, factor = compute_inverse_frequencies("default", dim, 1e6, {})
     positions = torch.arange(tokens, device=place.device)
     angles = compute_rotary_angles(positions, frequencies.to(place.device), factor)
@@ -159,17 +159,17 @@ def rotation(place: Place, sizes: Sizes, tokens: int) -> Operation:
         cache = _normal(place, *shape), _normal(place, *shape)
         return _normal(place, tokens, heads + 2 * kv_heads, dim), cache
 
-    def run(given: tuple[Tensor, tuple[Tensor, Tensor]]) -> Tensor:
-        fused, cache = given
-        return rotate_and_store(fused, how, angles, cache, slots)
+    def run(inputs: tuple[Tensor, tuple[Tensor, Tensor]]) -> Tensor:
+        fused, cache = inputs
+        return rotate_and_store(fused, layout, angles, cache, slots)
 
-    def error(given: tuple[Tensor, tuple[Tensor, Tensor]]) -> float:
-        fused, (keys, values) = given
+    def error(inputs: tuple[Tensor, tuple[Tensor, Tensor]]) -> float:
+        fused, (keys, values) = inputs
         first, second = fused[:, : heads + kv_heads].to(torch.float64).chunk(2, dim=-1)
         cosine, sine = (part.to(torch.float64) for part in angles)
         pairs = first * cosine - second * sine, second * cosine + first * sine
         turned, value = torch.cat(pairs, dim=-1), fused[:, heads + kv_heads :].clone()
-        query = run(given)
+        query = run(inputs)
         return max(
             relative_error(query, turned[:, :heads]),
             relative_error(keys.flatten(0, 1)[slots], turned[:, heads:]),
@@ -222,15 +222,15 @@ def fp8_linear(place: Place, sizes: Sizes, tokens: int) -> Operation:
         factors = torch.rand(scales, device=place.device) + 0.5
         return _normal(place, tokens, inputs), Fp8Matrix(codes, factors, 128, 128, place.dtype)
 
-    def error(given: tuple[Tensor, Fp8Matrix]) -> float:
-        x, matrix = given
+    def error(operands: tuple[Tensor, Fp8Matrix]) -> float:
+        x, matrix = operands
         spread = matrix.scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
         weight = matrix.codes.to(torch.float64) * spread[:outputs, :inputs]
         return relative_error(linear_fp8(x, matrix, None), x.to(torch.float64) @ weight.t())
 
     return Operation(
         make=make,
-        run=lambda given: linear_fp8(given[0], given[1], None),
+        run=lambda operands: linear_fp8(operands[0], operands[1], None),
         error=error,
         tolerance=FP8_TOLERANCE,
         num_bytes=outputs * inputs + 2 * tokens * (outputs + inputs),
@@ -238,7 +238,7 @@ def fp8_linear(place: Place, sizes: Sizes, tokens: int) -> Operation:
         rivals={
             "torch_ms": Rival(
                 lambda: (_normal(place, tokens, inputs), _normal(place, outputs, inputs)),
-                lambda given: functional.linear(*given),
+                lambda operands: functional.linear(*operands),
             )
         },
     )
@@ -266,17 +266,17 @@ def experts(place: Place, mixture: Mixture, tokens: int) -> Operation:
         weights = chosen.values / chosen.values.sum(-1, keepdim=True)
         return _normal(place, tokens, hidden), chosen.indices, weights
 
-    def error(given: tuple[Tensor, Tensor, Tensor]) -> float:
-        x, chosen, weights = given
+    def error(inputs: tuple[Tensor, Tensor, Tensor]) -> float:
+        x, chosen, weights = inputs
         got = run_stacked(x, chosen, weights, stacked)
-        wanted = [_by_experts(x[at], chosen[at], weights[at], up, down) for at in checked]
-        return relative_error(got[checked], torch.stack(wanted))
+        expected = [_by_experts(x[at], chosen[at], weights[at], up, down) for at in checked]
+        return relative_error(got[checked], torch.stack(expected))
 
-    checked = list(range(0, tokens, max(tokens // CHECKED_TOKENS, 1)))
+    checked = list(range(0, tokens, max(tokens // NUM_CHECKED_TOKENS, 1)))
     touched = count * (1 - (1 - active / count) ** tokens)
     return Operation(
         make=make,
-        run=lambda given: run_stacked(given[0], given[1], given[2], stacked),
+        run=lambda inputs: run_stacked(inputs[0], inputs[1], inputs[2], stacked),
         error=error,
         tolerance=TOLERANCES[place.dtype],
         num_bytes=2 * (3 * touched * hidden * inner + 2 * tokens * hidden),
@@ -302,7 +302,7 @@ def _by_experts(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Te
     return total
 
 
-DRAWS: dict[str, dict[str, float]] = {
+SAMPLING_KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
     "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
@@ -311,18 +311,18 @@ DRAWS: dict[str, dict[str, float]] = {
 """Enabled sampling fields of each kind."""
 
 
-def draws(place: Place, vocabulary: int, kind: str) -> Operation:
+def sampling(place: Place, vocabulary: int, kind: str) -> Operation:
     """Return the sampling operation.
 
     The error is the share of rows that sample another token than the reference on the host. Both
     use the same random numbers; the reference sums in float64, so only values at a boundary should
     differ.
     """
-    rows, given = 64, {"top_p": 1.0, "top_k": 0, "min_p": 0.0, **DRAWS[kind]}
-    floats = {name: np.full(rows, given[name], np.float32) for name in ("top_p", "min_p")}
+    rows, fields = 64, {"top_p": 1.0, "top_k": 0, "min_p": 0.0, **SAMPLING_KINDS[kind]}
+    floats = {name: np.full(rows, fields[name], np.float32) for name in ("top_p", "min_p")}
     on_host = plan_sampling(
-        temperature=np.full(rows, given["temperature"], np.float32),
-        top_k=np.full(rows, given["top_k"], np.int64),
+        temperature=np.full(rows, fields["temperature"], np.float32),
+        top_k=np.full(rows, fields["top_k"], np.int64),
         seed=np.arange(rows),
         choice=np.zeros(rows, np.int64),
         index=np.arange(rows),
@@ -334,8 +334,8 @@ def draws(place: Place, vocabulary: int, kind: str) -> Operation:
         return 3 * torch.randn(rows, vocabulary, device=place.device)
 
     def error(logits: Tensor) -> float:
-        wanted = sample(logits.cpu().clone(), on_host)
-        return float((sample(logits, plan).cpu() != wanted).double().mean())
+        expected = sample(logits.cpu().clone(), on_host)
+        return float((sample(logits, plan).cpu() != expected).double().mean())
 
     rivals: dict[str, Rival] = {}
     if kind == "greedy":

@@ -31,7 +31,7 @@ SHARED = {
     "rms_norm_eps": 1e-6,
     "dtype": "bfloat16",
     "tie_word_embeddings": False,
-    # Nothing ends a text.
+    # No token ends a text.
     "bos_token_id": None,
     "eos_token_id": None,
 }
@@ -112,7 +112,7 @@ def random_weights(place: Place, config: Mapping[str, Any]) -> dict[str, Tensor]
     def normal(*shape: int, std: float, mean: float = 0.0) -> Tensor:
         return torch.empty(shape, dtype=place.dtype, device=place.device).normal_(mean, std)
 
-    made = {
+    weights = {
         "model.embed_tokens.weight": normal(vocabulary, hidden, std=1.0),
         "model.norm.weight": normal(hidden, std=0.1, mean=1.0),
         "lm_head.weight": normal(vocabulary, hidden, std=hidden**-0.5),
@@ -129,12 +129,12 @@ def random_weights(place: Place, config: Mapping[str, Any]) -> dict[str, Tensor]
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         for name, (outputs, inputs, scale) in maps.items():
-            made[f"{layer}.{name}.weight"] = normal(outputs, inputs, std=scale * inputs**-0.5)
+            weights[f"{layer}.{name}.weight"] = normal(outputs, inputs, std=scale * inputs**-0.5)
             if config["model_type"] == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
-                made[f"{layer}.{name}.bias"] = normal(outputs, std=0.1)
+                weights[f"{layer}.{name}.bias"] = normal(outputs, std=0.1)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            made[f"{layer}.{name}.weight"] = normal(hidden, std=0.1, mean=1.0)
-    return made
+            weights[f"{layer}.{name}.weight"] = normal(hidden, std=0.1, mean=1.0)
+    return weights
 
 
 def mark(weights: dict[str, Tensor], hidden: Tensor, tokens: Sequence[int]) -> None:
@@ -172,9 +172,9 @@ class InMemory(Checkpoint):
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """Return tensors of these names and shapes."""
-        found = [self._tensors[name] for name in names]
-        assert [tuple(each.shape) for each in found] == [*shapes], f"shapes of {names}"
-        return [each.to(dtype or self.dtype) for each in found]
+        tensors = [self._tensors[name] for name in names]
+        assert [tuple(each.shape) for each in tensors] == [*shapes], f"shapes of {names}"
+        return [each.to(dtype or self.dtype) for each in tensors]
 
     def read_matrices(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
@@ -263,6 +263,6 @@ def executor_of(
     try:
         executor.record_graphs(config.scheduler.max_num_seqs, lambda done, total: None)
     except Exception as error:
-        # All else can be measured without.
+        # The other rows need no graphs.
         executor.graph_fault = f"no graphs: {type(error).__name__}: {str(error).strip()[:200]}"
     return executor

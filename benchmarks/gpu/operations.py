@@ -18,13 +18,13 @@ TF32 products.
 """
 
 
-def relative_error(got: Tensor, wanted: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor) -> float:
     """Return the largest difference of two tensors relative to the largest expected number.
 
     Infinite if a difference is NaN.
     """
-    difference = (got.to(torch.float64) - wanted.to(torch.float64)).abs().max()
-    share = float(difference / wanted.abs().max().clamp_min(1e-30))
+    difference = (got.to(torch.float64) - expected.to(torch.float64)).abs().max()
+    share = float(difference / expected.abs().max().clamp_min(1e-30))
     return share if share == share else float("inf")
 
 
@@ -59,17 +59,17 @@ class Operation:
 
 def measure(place: Place, operation: Operation) -> Measured:
     """Measure the error, then the times; a rival that fails to run becomes a note."""
-    given = operation.input_bytes or int(operation.num_bytes)
-    if given > 0.7 * place.free_bytes():
-        raise SkipRowError(f"needs {given / 2**30:.1f} GiB of inputs")
+    input_bytes = operation.input_bytes or int(operation.num_bytes)
+    if input_bytes > 0.7 * place.free_bytes():
+        raise SkipRowError(f"needs {input_bytes / 2**30:.1f} GiB of inputs")
     figures = {"error": operation.error(operation.make()), "tolerance": operation.tolerance}
-    count, notes = place.sets(given), []
+    count, notes = place.sets(input_bytes), []
     figures["ms"] = _milliseconds(place, operation.make, operation.run, count)
     figures |= {"bytes": operation.num_bytes, "flops": operation.flops}
     for name, rival in operation.rivals.items():
         try:
-            if given * count > 0.7 * place.free_bytes():
-                raise SkipRowError("no room")
+            if input_bytes * count > 0.7 * place.free_bytes():
+                raise SkipRowError("not enough free memory")
             figures[name] = _milliseconds(place, rival.make, rival.run, count)
         except Exception as error:
             notes.append(f"{name}: {type(error).__name__}: {str(error).strip()[:120]}")

@@ -48,7 +48,7 @@ class Peer:
         model.load_state_dict(dict(tensors), assign=True)
         for name, module in list(model.named_modules()):
             if name.endswith("rotary_emb"):
-                # No part of a checkpoint: on the meta device it has no numbers.
+                # Not in the checkpoint, so on the meta device the module has no values.
                 with place.device:
                     model.set_submodule(name, type(module)(config))
         left = [name for name, each in model.named_buffers() if each.is_meta]
@@ -76,13 +76,15 @@ class Peer:
 
         def run(tokens: int) -> None:
             with torch.inference_mode():
-                made = self._model.generate(
+                output = self._model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     generation_config=_settings(tokens),
                 )
-            if made.shape[1] != ids.shape[1] + tokens:
-                raise ValueError(f"{made.shape[1] - ids.shape[1]} tokens came, not {tokens}")
+            if output.shape[1] != ids.shape[1] + tokens:
+                raise ValueError(
+                    f"{output.shape[1] - ids.shape[1]} tokens were generated, not {tokens}"
+                )
 
         return self._step(run, len(prompts), new, repeats=2)
 
@@ -97,23 +99,23 @@ class Peer:
 
         more: dict[str, Any] = {}
         if self.place.is_dry:
-            # By itself it would take most of the machine's memory.
+            # The default size would use most of the machine's memory.
             generation: Any = importlib.import_module("transformers.generation")
             small = generation.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
             more["continuous_batching_config"] = small
         self.place.free_bytes()
 
         def run(tokens: int) -> None:
-            made = self._model.generate_batch(
+            outputs = self._model.generate_batch(
                 inputs=[list(prompt) for prompt in prompts],
                 generation_config=_settings(tokens),
                 **more,
             )
-            lengths = {len(output.generated_tokens) for output in made.values()}
-            if len(made) != len(prompts) or lengths != {tokens}:
-                raise ValueError(f"{len(made)} texts of {sorted(lengths)} tokens, not {tokens}")
+            lengths = {len(output.generated_tokens) for output in outputs.values()}
+            if len(outputs) != len(prompts) or lengths != {tokens}:
+                raise ValueError(f"{len(outputs)} texts of {sorted(lengths)} tokens, not {tokens}")
 
-        # Once each, for every call sets up its memory and graphs anew, which takes long.
+        # Once each: every call allocates its memory and records its graphs again.
         return self._step(run, len(prompts), new, repeats=1)
 
     def _step(self, run: Callable[[int], None], batch: int, new: int, repeats: int) -> Measured:
@@ -126,7 +128,8 @@ class Peer:
         step = (long - short) / new
         if step <= 0:
             raise SkipRowError(
-                f"{1 + new} tokens took {long:.3f} s, one {short:.3f} s: no step can be told"
+                f"{1 + new} tokens took {long:.3f} s, one {short:.3f} s: "
+                "the step cannot be measured"
             )
         return Measured({"ms": step * 1000, "tokens_per_s": batch / step})
 

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from gllm.runtime.batch import PlanAttention
 
 WARM_UPS = 3
-LEAST, MOST = 11, 101
+MIN_REPEATS, MAX_REPEATS = 11, 101
 """Minimum and maximum number of timed repeats."""
 SECONDS = 0.25
 """Target seconds for all repeats of one row together."""
 CYCLES = 2_000_000_000
 """Approximate GPU cycles per second."""
-LONGEST_SLEEP = 0.5
+MAX_SLEEP_SECONDS = 0.5
 """Maximum seconds that the device sleeps while work is enqueued."""
-MOST_SETS = 32
+MAX_SETS = 32
 L2_BYTES = 64 * 2**20
 """Default L2 cache size if PyTorch does not report it."""
 PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "flash-attn", "msgspec")
@@ -108,8 +108,8 @@ class Place:
             return 2
         properties = torch.cuda.get_device_properties(self.device)
         cache = getattr(properties, "L2_cache_size", L2_BYTES)
-        wanted = max(2, min(1 + -(-3 * cache // max(num_bytes, 1)), MOST_SETS))
-        return max(1, min(wanted, self.free_bytes() // 2 // max(num_bytes, 1)))
+        num_sets = max(2, min(1 + -(-3 * cache // max(num_bytes, 1)), MAX_SETS))
+        return max(1, min(num_sets, self.free_bytes() // 2 // max(num_bytes, 1)))
 
     def seconds(self, work: Callable[[int], object], sets: int) -> float:
         """Return the median seconds of `work`, which is called with the number of an input set.
@@ -124,12 +124,12 @@ class Place:
         work(0)
         put = time.perf_counter() - begin
         self.synchronize()
-        taken = time.perf_counter() - begin
-        repeats = max(LEAST, min(MOST, int(SECONDS / taken)))
+        elapsed = time.perf_counter() - begin
+        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(SECONDS / elapsed)))
         if self.is_dry:
             return median(self._timed(work, index % sets) for index in range(3))
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        torch.cuda._sleep(int(min(2 * put * repeats, LONGEST_SLEEP) * CYCLES))
+        torch.cuda._sleep(int(min(2 * put * repeats, MAX_SLEEP_SECONDS) * CYCLES))
         for index, (before, after) in enumerate(events):
             before.record()
             work(index % sets)
@@ -161,14 +161,14 @@ class Place:
         if self.is_dry:
             names = {"name": "cpu (dry run)", "driver": "", "architecture": ""}
             return {**names, "memory": 0, "l2": 0, "processors": 0}
-        found = torch.cuda.get_device_properties(self.device)
+        properties = torch.cuda.get_device_properties(self.device)
         return {
-            "name": found.name,
+            "name": properties.name,
             "driver": _driver(),
-            "architecture": f"sm_{found.major}{found.minor}",
-            "memory": found.total_memory,
-            "l2": getattr(found, "L2_cache_size", 0),
-            "processors": found.multi_processor_count,
+            "architecture": f"sm_{properties.major}{properties.minor}",
+            "memory": properties.total_memory,
+            "l2": getattr(properties, "L2_cache_size", 0),
+            "processors": properties.multi_processor_count,
         }
 
 

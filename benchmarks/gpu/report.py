@@ -97,8 +97,8 @@ def results_of(
 ) -> dict[str, Any]:
     """Return the JSON object: the run's own keys (date, command, ...), its device, and all rows."""
     ceilings = ceilings_of(rows)
-    told = [_told(row, ceilings) for row in rows]
-    aims = [aim for row in told for aim in row["aims"]]
+    row_objects = [_row_object(row, ceilings) for row in rows]
+    aims = [aim for row in row_objects for aim in row["aims"]]
     summary = {
         status: sum(row.status == status for row in rows) for status in (OK, FAILED, SKIPPED)
     }
@@ -110,7 +110,7 @@ def results_of(
         **empty,
         **environment,
         "ceilings": ceilings,
-        "rows": told,
+        "rows": row_objects,
         "summary": summary,
     }
 
@@ -121,40 +121,42 @@ def _empty(schema: Mapping[str, type]) -> dict[str, Any]:
 
 def ceilings_of(rows: Sequence[Row]) -> dict[str, float]:
     """Return both rates per second; 0 for a rate that was not measured."""
-    found = {row.name: row.figures for row in rows if row.section == "ceilings"}
+    figures_by_row = {row.name: row.figures for row in rows if row.section == "ceilings"}
     rates = (("bytes_per_second", COPY, "bytes"), ("flops_per_second", MATRIX, "flops"))
     return {
-        name: 1000 * found[row][key] / found[row]["ms"] if found.get(row) else 0.0
+        name: 1000 * figures_by_row[row][key] / figures_by_row[row]["ms"]
+        if figures_by_row.get(row)
+        else 0.0
         for name, row, key in rates
     }
 
 
 def derived(figures: Mapping[str, float], ceilings: Mapping[str, float]) -> dict[str, float]:
     """Return a row's figures and those derived from them and the ceilings."""
-    made = dict(figures)
-    ms = made.get("ms", 0.0)
+    result = dict(figures)
+    ms = result.get("ms", 0.0)
     if ms <= 0:
-        return made
+        return result
     limits = []
     for amount, rate, unit, size, share in (
         ("bytes", "bytes_per_second", "gb_per_s", 1e9, "copy_share"),
         ("flops", "flops_per_second", "tflop_per_s", 1e12, "matrix_share"),
     ):
-        if not made.get(amount):
+        if not result.get(amount):
             continue
-        made[unit] = made[amount] / (ms / 1000) / size
+        result[unit] = result[amount] / (ms / 1000) / size
         if ceilings[rate]:
-            limits.append(1000 * made[amount] / ceilings[rate])
-            made[share] = limits[-1] / ms
+            limits.append(1000 * result[amount] / ceilings[rate])
+            result[share] = limits[-1] / ms
     if limits:
-        made["limit_ms"] = max(limits)
-        made["share"] = made["limit_ms"] / ms
-    if "weight_bytes" in made and ceilings["bytes_per_second"]:
-        made["weights_share"] = 1000 * made["weight_bytes"] / ceilings["bytes_per_second"] / ms
-    return made
+        result["limit_ms"] = max(limits)
+        result["share"] = result["limit_ms"] / ms
+    if "weight_bytes" in result and ceilings["bytes_per_second"]:
+        result["weights_share"] = 1000 * result["weight_bytes"] / ceilings["bytes_per_second"] / ms
+    return result
 
 
-def _told(row: Row, ceilings: Mapping[str, float]) -> dict[str, Any]:
+def _row_object(row: Row, ceilings: Mapping[str, float]) -> dict[str, Any]:
     figures = derived(row.figures, ceilings)
     aims = [
         {
@@ -195,8 +197,8 @@ def complaints(results: Any, schema: Any = SCHEMA, path: str = "results") -> lis
             for key, value in results.items()
             if key not in FIGURES or isinstance(value, bool) or not isinstance(value, int | float)
         ]
-    wanted = (int, float) if schema is float else schema
-    return [] if isinstance(results, wanted) else [f"{path} is no {schema.__name__}"]
+    types = (int, float) if schema is float else schema
+    return [] if isinstance(results, types) else [f"{path} is no {schema.__name__}"]
 
 
 RIVALS = {"sdpa_ms": "SDPA", "flash_attn_ms": "flash-attn", "torch_ms": "torch"}

@@ -71,7 +71,7 @@ def run_row(section: str, named: Named) -> Row:
     """Measure a row; an exception becomes part of the result."""
     begin = time.monotonic()
     try:
-        found = named.work()
+        measured = named.work()
     except SkipRowError as skip:
         row = Row(section, named.name, SKIPPED, note=str(skip))
     except Exception as error:
@@ -79,15 +79,18 @@ def run_row(section: str, named: Named) -> Row:
         status = SKIPPED if named.is_rival else FAILED
         row = Row(section, named.name, status, note=text, traceback=traceback.format_exc())
     else:
-        # JSON has no word for them.
+        # JSON has no notation for NaN and infinity.
         figures = {
-            name: one if math.isfinite(one) else NOT_FINITE for name, one in found.figures.items()
+            name: value if math.isfinite(value) else NOT_FINITE
+            for name, value in measured.figures.items()
         }
-        broken = ", ".join(name for name, one in found.figures.items() if not math.isfinite(one))
-        faults = [found.fault, broken and f"not finite: {broken}"]
-        notes = "; ".join(part for part in (*faults, found.note) if part)
+        broken = ", ".join(
+            name for name, value in measured.figures.items() if not math.isfinite(value)
+        )
+        faults = [measured.fault, broken and f"not finite: {broken}"]
+        notes = "; ".join(part for part in (*faults, measured.note) if part)
         status = FAILED if any(faults) else OK
-        row = Row(section, named.name, status, figures, found.aims, notes)
+        row = Row(section, named.name, status, figures, measured.aims, notes)
     row.seconds = time.monotonic() - begin
     return row
 
@@ -98,9 +101,9 @@ class Log:
     def __init__(self, path: Path) -> None:
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
-    def environment(self, found: dict[str, Any]) -> None:
+    def environment(self, description: dict[str, Any]) -> None:
         """Log the section's environment."""
-        self._write({"environment": found})
+        self._write({"environment": description})
 
     def rows(self, names: Iterable[str]) -> None:
         """Log the names of all rows."""
@@ -133,18 +136,18 @@ class SectionLog:
 
 def read_log(path: Path) -> SectionLog:
     """Read what a section has logged so far, over all of its processes."""
-    told = SectionLog()
+    contents = SectionLog()
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for line in lines:
         try:
-            said = json.loads(line)
+            entry = json.loads(line)
         except ValueError:
             continue  # cut off when its process was stopped
-        told.environment = said.get("environment", told.environment)
-        told.names = said.get("rows", told.names)
-        told.open = said.get("begin", told.open)
-        told.open_is_rival = said.get("is_rival", told.open_is_rival)
-        if "row" in said:
-            told.rows.append(Row(**said["row"]))
-            told.open = None
-    return told
+        contents.environment = entry.get("environment", contents.environment)
+        contents.names = entry.get("rows", contents.names)
+        contents.open = entry.get("begin", contents.open)
+        contents.open_is_rival = entry.get("is_rival", contents.open_is_rival)
+        if "row" in entry:
+            contents.rows.append(Row(**entry["row"]))
+            contents.open = None
+    return contents

@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 if not __package__:
-    # Run as a file: its own folder is on the path, the checkout is not.
+    # Run as a file: sys.path has this folder instead of the checkout.
     sys.path[0] = str(ROOT)
 
 from benchmarks.gpu import report  # noqa: E402
@@ -45,24 +45,24 @@ ROW_SECONDS = 90.0
 ATTEMPTS = 12
 """Maximum number of processes per section."""
 TIME_UP = "stopped: the section's time was up"
-LEAST_SECONDS = 5.0
+MIN_SECONDS = 5.0
 """Minimum remaining seconds to start another process."""
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__)
-    made.add_argument(
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__)
+    parser.add_argument(
         "--dry-run", action="store_true", help="tiny shapes on the CPU: no GPU needed"
     )
-    made.add_argument("--out", type=Path, default=Path("gpu.json"), help="file for the JSON")
-    made.add_argument("--page", type=Path, help="Markdown page that gets the table, too")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="file for the JSON")
+    parser.add_argument("--page", type=Path, help="Markdown page for the table")
     known = ", ".join(SECTIONS)
-    made.add_argument("--only", default="", help=f"sections, comma-separated: {known}; or engine")
-    made.add_argument("--time-budget", type=float, default=480.0, help="seconds in all")
+    parser.add_argument("--only", default="", help=f"sections, comma-separated: {known}; or engine")
+    parser.add_argument("--time-budget", type=float, default=480.0, help="total seconds")
     engine = "another field of the engine's configuration, may be repeated"
-    made.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help=engine)
-    return made
+    parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help=engine)
+    return parser
 
 
 def sections_of(only: str) -> list[str]:
@@ -81,16 +81,16 @@ def sections_of(only: str) -> list[str]:
     return [each for each in SECTIONS if each in asked or not names]
 
 
-def options_of(given: Sequence[str]) -> dict[str, str]:
+def options_of(arguments: Sequence[str]) -> dict[str, str]:
     """Parse fields of the engine's configuration from NAME=VALUE.
 
     Raises:
         ValueError: An argument has no equals sign.
     """
-    pairs = [each.partition("=") for each in given]
+    pairs = [each.partition("=") for each in arguments]
     wrong = [name for name, equals, _ in pairs if not equals]
     if wrong:
-        raise ValueError(f"--engine {wrong[0]} has to be NAME=VALUE")
+        raise ValueError(f"--engine {wrong[0]} must be NAME=VALUE")
     return {name.replace("-", "_"): value for name, _, value in pairs}
 
 
@@ -107,22 +107,22 @@ def run_section(task: Task, stop: float) -> SectionLog:
         begin = time.monotonic()
         cause = run_process(task, stop)
         task.seconds -= time.monotonic() - begin
-        told = read_log(log)
-        if told.open is not None:
-            # In the log, so that the next process's rows come behind it.
-            excused = told.open_is_rival or cause.startswith(TIME_UP)
+        section_log = read_log(log)
+        if section_log.open is not None:
+            # Written to the log, so that the next process's rows follow it.
+            excused = section_log.open_is_rival or cause.startswith(TIME_UP)
             status = SKIPPED if excused else FAILED
-            _append(log, Row(task.section, told.open, status, note=cause))
-            told = read_log(log)
-        task.done = [row.name for row in told.rows]
-        task.failed = [row.name for row in told.rows if row.status == FAILED]
-        rest = [name for name in told.names if name not in task.done]
-        if not told.names:
+            _append(log, Row(task.section, section_log.open, status, note=cause))
+            section_log = read_log(log)
+        task.done = [row.name for row in section_log.rows]
+        task.failed = [row.name for row in section_log.rows if row.status == FAILED]
+        rest = [name for name in section_log.names if name not in task.done]
+        if not section_log.names:
             _append(log, Row(task.section, "start", FAILED, note=cause or "no rows"))
             return read_log(log)
         if not rest:
-            return told
-        if task.seconds < LEAST_SECONDS or time.monotonic() + LEAST_SECONDS > stop:
+            return section_log
+        if task.seconds < MIN_SECONDS or time.monotonic() + MIN_SECONDS > stop:
             break
     for name in rest:
         _append(log, Row(task.section, name, SKIPPED, note="past the section's time"))
@@ -135,7 +135,7 @@ def run_process(task: Task, stop: float) -> str:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     command = [sys.executable, *SECTION, json.dumps(dataclasses.asdict(task))]
     with tempfile.TemporaryFile("w+") as errors:
-        # A group of its own, so that its workers end with it.
+        # A new process group, so that its workers are killed with it.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -206,14 +206,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gllm-gpu-") as folder:
         for index, section in enumerate(sections):
             shares += SHARES[section] / whole
-            # A bit less, so that the last row of all may end.
+            # Reserve the grace period, so that the last row can finish.
             seconds = begin + shares * (budget - GRACE) - time.monotonic()
             log = str(Path(folder, f"{index}.log"))
             engine = options_of(options.engine)
             task = Task(section, log, options.dry_run, max(seconds, 0.0), options=engine)
-            told = run_section(task, begin + budget)
-            rows += told.rows
-            environment = environment or told.environment
+            section_log = run_section(task, begin + budget)
+            rows += section_log.rows
+            environment = environment or section_log.environment
             run = {
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "command": shlex.join(["python", "-m", "benchmarks.gpu.run", *sys.argv[1:]]),
@@ -222,20 +222,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "seconds": time.monotonic() - begin,
             }
             results = report.results_of(rows, environment, run)
-            # Each time, lest somebody's patience end first.
+            # After each section, so that an interrupted run keeps its results.
             report.write_json(options.out, results)
     return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print the results; return the exit status."""
-    made = parser()
-    options = made.parse_args(arguments)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
     try:
         sections_of(options.only)
         options_of(options.engine)
     except ValueError as error:
-        made.error(str(error))
+        parser.error(str(error))
     results = measure(options)
     if options.page is not None:
         report.write_page(options.page, results)
@@ -246,6 +246,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # As an exception, so that the section's process is ended too.
+    # An exception, so that the section's process is killed too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

@@ -94,7 +94,7 @@ def rows_on(place: "Place", task: Task) -> Iterator[Named]:
         return kernels.rows(place)
     from benchmarks.gpu import engine
 
-    # Where recording graphs has broken the device once, the other rows do without.
+    # If recording graphs made the device unusable, the other rows run without graphs.
     graphs = engine.READY not in task.failed
     folder = Path(task.log).with_suffix("")
     return engine.rows(place, task.section, folder, task.options, graphs)
@@ -105,5 +105,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     with contextlib.suppress(OSError):
         sys.stderr.flush()
-    # At once: what a dead device left behind cannot be taken down.
+    # Exit at once: objects of an unusable device cannot be destroyed.
     os._exit(status)

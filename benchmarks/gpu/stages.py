@@ -36,7 +36,7 @@ class Baseline:
 
     def __init__(self, is_dry: bool, options: dict[str, str]) -> None:
         self.is_dry, self.options = is_dry, options
-        self.lacking = missing(*PROCESSES)
+        self.missing_packages = missing(*PROCESSES)
         """Missing packages without which stages cannot be processes."""
         self._texts: list[list[int]] | None = None
 
@@ -52,9 +52,9 @@ class Baseline:
         Raises:
             SkipRowError: A package is missing.
         """
-        lacking = missing(*NEEDED)
-        if lacking:
-            raise SkipRowError(f"no {', '.join(lacking)}")
+        missing_packages = missing(*NEEDED)
+        if missing_packages:
+            raise SkipRowError(f"no {', '.join(missing_packages)}")
         options: dict[str, Any] = {
             "device": "cpu" if self.is_dry else "cuda",
             "dtype": "float32",
@@ -62,7 +62,7 @@ class Baseline:
             **self.options,
         }
         count, tokens = (2, 4) if self.is_dry else (len(PROMPTS), TOKENS)
-        if self.lacking:
+        if self.missing_packages:
             return self._generate_inline(stages, PROMPTS[:count], tokens, options)
         from gllm.config.sampling import SamplingParams
         from gllm.engine.llm import LLM
@@ -70,8 +70,8 @@ class Baseline:
         options |= {"kv_cache_memory": KV_BYTES, "pipeline_parallel_size": stages}
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         with LLM("demo", progress=False, **options) as llm:
-            made = llm.generate(PROMPTS[:count], params)
-        return [output.outputs[0].token_ids for output in made]
+            outputs = llm.generate(PROMPTS[:count], params)
+        return [output.outputs[0].token_ids for output in outputs]
 
     def _generate_inline(
         self, stages: int, prompts: Sequence[str], tokens: int, options: dict[str, Any]
@@ -97,9 +97,13 @@ def rows(is_dry: bool, options: dict[str, str]) -> Iterator[Named]:
 
 def compare(baseline: Baseline, stages: int) -> Measured:
     """Compare the texts of several stages with those of one stage."""
-    wanted, got = baseline.texts(), baseline.generated(stages)
-    mismatched = sum(one != other for one, other in zip(wanted, got, strict=True))
-    fault = f"{mismatched} of {len(wanted)} texts differ" if mismatched else ""
-    note = f"within one process: no {', '.join(baseline.lacking)}" if baseline.lacking else ""
-    figures: dict[str, float] = {"texts": len(wanted), "mismatched": mismatched}
+    expected, got = baseline.texts(), baseline.generated(stages)
+    mismatched = sum(text != other for text, other in zip(expected, got, strict=True))
+    fault = f"{mismatched} of {len(expected)} texts differ" if mismatched else ""
+    note = (
+        f"within one process: no {', '.join(baseline.missing_packages)}"
+        if baseline.missing_packages
+        else ""
+    )
+    figures: dict[str, float] = {"texts": len(expected), "mismatched": mismatched}
     return Measured(figures, fault=fault, note=note)

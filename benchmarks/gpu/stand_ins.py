@@ -27,9 +27,9 @@ class Struct:
         for name in inspect.get_annotations(cls):
             default = cls.__dict__.get(name)
             if isinstance(default, list | dict):
-                # Each object has its own.
+                # Each object has its own copy.
                 setattr(cls, name, dataclasses.field(default_factory=type(default)))
-        # Not frozen: classes of both kinds are derived from this one.
+        # Never frozen: frozen and mutable classes derive from this one.
         dataclasses.dataclass(cls)
 
 
