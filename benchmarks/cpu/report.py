@@ -120,7 +120,7 @@ def speed_table(results: Results) -> str:
 
 
 def use_table(results: Results) -> str:
-    """Format the memory of every peer and the CPU share of other processes meanwhile."""
+    """Format the memory of every peer and the CPU share of other processes."""
     table = []
     for peer in peers_of(results):
         rows = [row for row in results.rows if row.peer == peer]

@@ -17,9 +17,9 @@ class Row(msgspec.Struct, frozen=True):
     round: int
     figures: dict[str, float]
     foreign: float
-    """CPU share (0..1) of all cores that other processes used meanwhile."""
+    """CPU share (0..1) of all cores that other processes used during the measurement."""
     pss: int = 0
-    """Peak memory of the peer meanwhile, in bytes."""
+    """Peak memory of the peer, in bytes."""
 
 
 class Results(msgspec.Struct):

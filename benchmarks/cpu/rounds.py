@@ -32,7 +32,7 @@ class Round:
     loop_seconds: list[list[float]]
     """Seconds by stage, for each micro-batch of the run."""
     foreign_cores: float
-    """Average number of cores that other processes used meanwhile."""
+    """Average number of cores that other processes used during the measurement."""
 
     @property
     def tokens(self) -> int:
@@ -61,7 +61,7 @@ class RoundRunner:
     def __init__(self, engine: Engine, log: Path, loops: StageLoops) -> None:
         self.loops = loops
         self.events: list[StepLogEvent] = []
-        """All events that the engine has logged, including warm-up."""
+        """Events that the engine has logged, including warm-up."""
         self._engine = engine
         self._log = log
 

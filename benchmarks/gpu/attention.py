@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.operations import TOLERANCES, Operation, Rival, measure, relative_error
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.rows import Measured, Named, SkipRowError
+from benchmarks.gpu.rows import Measured, PendingRow, SkipRowError
 from gllm.kernels.attention import paged_attention
 from gllm.kernels.attention_plan import AttentionPlan, PagedBatch, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
@@ -123,10 +123,10 @@ def cases(is_dry: bool) -> list[Case]:
     return [*prefill, *decodes[:4], *mixed, *fp8, *decodes[4:]]
 
 
-def rows(place: Place) -> Iterator[Named]:
+def rows(place: Place) -> Iterator[PendingRow]:
     """Yield one row per case."""
     for case in cases(place.is_dry):
-        yield Named(case.name, partial(row, place, case))
+        yield PendingRow(case.name, partial(row, place, case))
 
 
 def row(place: Place, case: Case) -> Measured:

@@ -9,16 +9,16 @@ import torch
 
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import COPY, MATRIX
-from benchmarks.gpu.rows import Measured, Named
+from benchmarks.gpu.rows import Measured, PendingRow
 
 COPY_BYTES = 2 * 2**30
 MATRIX_SIZE = 8192
 
 
-def rows(place: Place) -> Iterator[Named]:
+def rows(place: Place) -> Iterator[PendingRow]:
     """Yield the two ceilings."""
-    yield Named(COPY, lambda: copy(place))
-    yield Named(MATRIX, lambda: matrix(place))
+    yield PendingRow(COPY, lambda: copy(place))
+    yield PendingRow(MATRIX, lambda: matrix(place))
 
 
 def copy(place: Place) -> Measured:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.gpu import agreement, models, peers
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.rows import Measured, Named, SkipRowError
+from benchmarks.gpu.rows import Measured, PendingRow, SkipRowError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.batch import Batch
@@ -303,25 +303,27 @@ def work_of(model: Model, batch: int, seen: float) -> dict[str, float]:
 
 def rows(
     place: Place, name: str, folder: Path, options: dict[str, str], graphs: bool = True
-) -> Iterator[Named]:
+) -> Iterator[PendingRow]:
     """Yield all rows of a model; the arguments are those of Model.
 
     transformers' continuous batching is last, because it changes the attention of its model.
     """
     model = Model(place, name, options, folder, graphs)
     loads = model.loads
-    yield Named(READY, partial(ready, model))
+    yield PendingRow(READY, partial(ready, model))
     for batch in loads.batches:
-        yield Named(f"decode, batch {batch}", partial(decode, model, batch))
+        yield PendingRow(f"decode, batch {batch}", partial(decode, model, batch))
     for tokens in loads.prefills:
-        yield Named(f"prefill {tokens}", partial(prefill, model, tokens))
+        yield PendingRow(f"prefill {tokens}", partial(prefill, model, tokens))
     for way in agreement.WAYS:
-        yield Named(f"agreement, {way}", partial(_agreement, model, way))
+        yield PendingRow(f"agreement, {way}", partial(_agreement, model, way))
     for batch in loads.batches:
-        yield Named(f"transformers generate, batch {batch}", partial(_generate, model, batch), True)
+        yield PendingRow(
+            f"transformers generate, batch {batch}", partial(_generate, model, batch), True
+        )
     for batch in loads.continuous:
         name = f"transformers continuous batching, batch {batch}"
-        yield Named(name, partial(_continuous, model, batch), True)
+        yield PendingRow(name, partial(_continuous, model, batch), True)
 
 
 def _agreement(model: Model, way: str) -> Measured:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from benchmarks.gpu import attention
 from benchmarks.gpu.operations import TOLERANCES, Operation, Rival, measure, relative_error
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.rows import Measured, Named
+from benchmarks.gpu.rows import Measured, PendingRow
 from gllm.kernels.activation import act_and_mul
 from gllm.kernels.experts import StackedExperts, run_stacked
 from gllm.kernels.fp8_weights import Fp8Matrix
@@ -63,7 +63,7 @@ MIXTURE, TINY_MIXTURE = Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768), Mixture("ti
 Make = Callable[[Place, Sizes, int], Operation]
 
 
-def rows(place: Place) -> Iterator[Named]:
+def rows(place: Place) -> Iterator[PendingRow]:
     """Yield the rows of attention, then of all other operations for some numbers of tokens."""
     yield from attention.rows(place)
     models, tokens = ((TINY,), (3,)) if place.is_dry else ((QWEN, LLAMA), (64, 2048, 1))
@@ -73,16 +73,18 @@ def rows(place: Place) -> Iterator[Named]:
                 yield _row(place, name, make, sizes, count)
         mixture = TINY_MIXTURE if place.is_dry else MIXTURE
         name = f"experts, {mixture.model}, {count} tokens"
-        yield Named(name, partial(_measured, place, name, partial(experts, place, mixture, count)))
+        yield PendingRow(
+            name, partial(_measured, place, name, partial(experts, place, mixture, count))
+        )
     for kind in SAMPLING_KINDS:
         name = f"sampling, {kind}, 64 rows"
         make_sampling = partial(sampling, place, models[0].vocabulary, kind)
-        yield Named(name, partial(_measured, place, name, make_sampling))
+        yield PendingRow(name, partial(_measured, place, name, make_sampling))
 
 
-def _row(place: Place, name: str, make: Make, sizes: Sizes, tokens: int) -> Named:
+def _row(place: Place, name: str, make: Make, sizes: Sizes, tokens: int) -> PendingRow:
     full = f"{name}, {sizes.model}, {tokens} tokens"
-    return Named(full, partial(_measured, place, full, partial(make, place, sizes, tokens)))
+    return PendingRow(full, partial(_measured, place, full, partial(make, place, sizes, tokens)))
 
 
 def _measured(place: Place, name: str, make: Callable[[], Operation]) -> Measured:

@@ -33,7 +33,7 @@ class Measured:
     """Reason why the result is wrong; empty if it is correct."""
 
 
-class Named(NamedTuple):
+class PendingRow(NamedTuple):
     """A row to be measured."""
 
     name: str
@@ -67,7 +67,7 @@ def judged(figures: dict[str, float], aims: dict[str, float], note: str = "") ->
     return Measured(figures, aims, note, fault)
 
 
-def run_row(section: str, named: Named) -> Row:
+def run_row(section: str, named: PendingRow) -> Row:
     """Measure a row; an exception becomes part of the result."""
     begin = time.monotonic()
     try:
@@ -109,7 +109,7 @@ class Log:
         """Log the names of all rows."""
         self._write({"rows": list(names)})
 
-    def begin(self, named: Named) -> None:
+    def begin(self, named: PendingRow) -> None:
         """Log that a row starts."""
         self._write({"begin": named.name, "is_rival": named.is_rival})
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.rows import SKIPPED, Log, Named, Row, run_row
+from benchmarks.gpu.rows import SKIPPED, Log, PendingRow, Row, run_row
 from benchmarks.gpu.stand_ins import provide_msgspec
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _always() -> None:
     """Report the device as usable; the stages' workers own it."""
 
 
-def rows_on(place: "Place", task: Task) -> Iterator[Named]:
+def rows_on(place: "Place", task: Task) -> Iterator[PendingRow]:
     """Return the rows of a section that computes in this process."""
     if task.section == "ceilings":
         from benchmarks.gpu import ceilings

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu.rows import Measured, Named, SkipRowError
+from benchmarks.gpu.rows import Measured, PendingRow, SkipRowError
 from benchmarks.gpu.stand_ins import missing, provide_msgspec
 
 NEEDED = ("numpy", "safetensors", "tokenizers")
@@ -88,11 +88,11 @@ class Baseline:
         return InlinePipeline(stages, self.is_dry, options).generate(ids, tokens)
 
 
-def rows(is_dry: bool, options: dict[str, str]) -> Iterator[Named]:
+def rows(is_dry: bool, options: dict[str, str]) -> Iterator[PendingRow]:
     """Yield one row per number of stages."""
     baseline = Baseline(is_dry, options)
     for stages in STAGES:
-        yield Named(f"{stages} stages on one device", partial(compare, baseline, stages))
+        yield PendingRow(f"{stages} stages on one device", partial(compare, baseline, stages))
 
 
 def compare(baseline: Baseline, stages: int) -> Measured:

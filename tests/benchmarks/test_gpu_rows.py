@@ -19,7 +19,7 @@ from benchmarks.gpu.rows import (
     OK,
     SKIPPED,
     Measured,
-    Named,
+    PendingRow,
     Row,
     SkipRowError,
     judged,
@@ -38,7 +38,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(is_dry=True)
 
 
-def of_kernels(place: Place, begin: str) -> Named:
+def of_kernels(place: Place, begin: str) -> PendingRow:
     return next(named for named in kernels.rows(place) if named.name.startswith(begin))
 
 
@@ -92,14 +92,14 @@ def test_what_a_row_raises_is_kept() -> None:
     def skip() -> Measured:
         raise SkipRowError("no flash")
 
-    failed, skipped = run_row("x", Named("a", fail)), run_row("x", Named("b", skip))
+    failed, skipped = run_row("x", PendingRow("a", fail)), run_row("x", PendingRow("b", skip))
     assert (failed.status, failed.note) == (FAILED, "ZeroDivisionError: by zero")
     assert "in fail" in failed.traceback
     assert (skipped.status, skipped.note) == (SKIPPED, "no flash")
-    assert run_row("x", Named("c", fail, is_rival=True)).status == SKIPPED
+    assert run_row("x", PendingRow("c", fail, is_rival=True)).status == SKIPPED
     nothing = judged({"error": float("nan"), "tolerance": 1.0}, {})
     assert nothing.fault
-    broken = run_row("x", Named("d", lambda: Measured({"ms": float("inf"), "bytes": 1.0})))
+    broken = run_row("x", PendingRow("d", lambda: Measured({"ms": float("inf"), "bytes": 1.0})))
     assert (broken.status, broken.note) == (FAILED, "not finite: ms")
     assert broken.figures == {"ms": -1.0, "bytes": 1.0}
 
@@ -273,9 +273,9 @@ def test_one_process_needs_no_msgspec() -> None:
 
 STAGES_IN_ONE_PROCESS = """
 from benchmarks.gpu import stages
-from benchmarks.gpu.rows import Named, run_row
+from benchmarks.gpu.rows import PendingRow, run_row
 baseline = stages.Baseline(True, {})
-row = run_row("stages", Named("", lambda: stages.compare(baseline, 2)))
+row = run_row("stages", PendingRow("", lambda: stages.compare(baseline, 2)))
 print(row.status, row.figures, row.note, sep="; ")
 print(sum(map(len, baseline.texts())), len(set(sum(baseline.texts(), []))))
 """
