@@ -117,8 +117,12 @@ class GrammarGuide:
         """
         with self._changed:
             self._check()
+            is_new = index == len(self._tokens)
+            if is_new:
+                # The matcher belongs to one thread at a time: its last mask must be complete.
+                self._wait_for_mask(self._mask)
             try:
-                if index == len(self._tokens):
+                if is_new:
                     self._settle(token)
             except Exception as error:
                 # Any error of the library concerns this sequence only.

@@ -117,10 +117,10 @@ def test_files_that_do_not_fit_are_refused(profile: CostProfile, tmp_path: Path)
     with pytest.raises(ValueError, match="same --pp"):
         compare_with_profile(log, tmp_path / "p.json")
     (tmp_path / "no.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"no\.json is no profile"):
+    with pytest.raises(ValueError, match=r"no\.json is not a profile"):
         read_profile(tmp_path / "no.json")
     (tmp_path / "old.json").write_bytes(b"")
-    with pytest.raises(ValueError, match="is no profile"):
+    with pytest.raises(ValueError, match="is not a profile"):
         read_profile(tmp_path / "old.json")
     write_profile_of_format(profile, tmp_path / "new.json", 99)
     with pytest.raises(ValueError, match="format 99"):
