@@ -119,7 +119,7 @@ def test_latency(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["latency", "--batch-size", "0"], "argument --batch-size: '0' has to be"),
         (["latency", "--model", "/nowhere"], "/nowhere"),
         (["serve", "--max-concurrency", "0"], "argument --max-concurrency: '0' has to be"),
-        (["nothing"], "no benchmark 'nothing'"),
+        (["nothing"], "unknown benchmark 'nothing'"),
     ],
 )
 def test_what_cannot_be_is_refused(
