@@ -65,7 +65,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Wait until the workers, which were told to shut down, have exited."""
+        """Wait until the workers have exited after the shutdown message."""
 
     def remove_sockets(self) -> None:
         """Remove the sockets' names, so that nothing else can connect."""
