@@ -25,6 +25,7 @@ from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
+from gllm.scheduler.sequence_table import SequenceTable
 from gllm.scheduler.step_times import StepTimeCollector
 
 
@@ -44,11 +45,9 @@ class Scheduler:
         self._policy = policy or POLICIES[config.policy](config)
         self._max_in_flight = config.max_in_flight
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._sequences: dict[int, Sequence] = {}
-        self._pending_forks: dict[int, Sequence] = {}
-        """First sequence of the request, by the id of a choice that has not been forked yet."""
+        self._table = SequenceTable()
+        self._sequences = self._table.sequences
         self._in_flight: dict[int, StepPlan] = {}
-        self._released_seqs: list[int] = []
         self._step_times = StepTimeCollector(self._policy, config.stages)
         self._last_plan_had_decodes = False
         self._is_decode_stalled = False
@@ -67,17 +66,12 @@ class Scheduler:
             ValueError: the request can never run.
         """
         request.check(self.config.max_model_len)
-        first = self._new_sequence(request.seq, request, now)
-        for seq in range(request.seq + 1, request.seq + request.n):
-            self._pending_forks[seq] = first
-        self._queues.enqueue(first)
+        self._queues.enqueue(self._table.add(request, now))
 
     def abort(self, seqs: list[int]) -> None:
         """End sequences now; ids of finished and unknown sequences are ignored."""
         for seq in seqs:
-            if self._pending_forks.pop(seq, None) is not None:
-                self._released_seqs.append(seq)
-            elif seq in self._sequences:
+            if not self._table.cancel_fork(seq) and seq in self._sequences:
                 self._finish(self._sequences[seq])
 
     def reset_prefix_cache(self) -> None:
@@ -92,8 +86,7 @@ class Scheduler:
         rows = self._fill_plan(now) or self._force_plan(now)
         if not rows:
             return None
-        plan = StepPlan(self._counters.steps, rows, self._released_seqs)
-        self._released_seqs = []
+        plan = StepPlan(self._counters.steps, rows, self._table.pop_released())
         self._in_flight[plan.step] = plan
         self._counters.steps += 1
         self._last_plan_had_decodes = self._counters.decode_tokens > num_decodes_before
@@ -156,7 +149,7 @@ class Scheduler:
         running = len(self.kv_cache.running)
         return SchedulerStats(
             running=running,
-            waiting=len(self._sequences) - running + len(self._pending_forks),
+            waiting=len(self._sequences) - running + len(self._table.pending_forks),
             kv_usage=1 - self.kv_cache.free_share,
             in_flight=len(self._in_flight),
             **vars(self._counters),
@@ -313,20 +306,10 @@ class Scheduler:
 
     # Lifecycle of a sequence.
 
-    def _new_sequence(self, seq: int, request: SchedulerRequest, now: float) -> Sequence:
-        token_ids = list(request.prompt_token_ids)
-        sequence = Sequence(seq, request, token_ids, len(token_ids), arrival_time=now)
-        self._sequences[seq] = sequence
-        return sequence
-
     def _fork(self, first: Sequence) -> None:
         """Enqueue the other choices of a request once its prompt is computed or never will be."""
-        request = first.request
-        for seq in range(request.seq + 1, request.seq + request.n):
-            if self._pending_forks.pop(seq, None) is not None:
-                choice = self._new_sequence(seq, request, first.arrival_time)
-                choice.fork_parent = first
-                self._queues.enqueue(choice)
+        for choice in self._table.fork(first):
+            self._queues.enqueue(choice)
 
     def _commit_row(
         self,
@@ -390,9 +373,8 @@ class Scheduler:
         """Update a sequence after a commit: release it, preempt it, or make it ready to decode."""
         if sequence.is_finished:
             if not sequence.num_rows_in_flight and sequence.seq in self._sequences:
-                del self._sequences[sequence.seq]
                 self.kv_cache.free(sequence)
-                self._released_seqs.append(sequence.seq)
+                self._table.release(sequence)
         elif sequence.is_preempting:
             if not sequence.num_rows_in_flight:
                 self._preemption.preempt(sequence)
