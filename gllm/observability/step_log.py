@@ -47,6 +47,8 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     cache_salt: str = ""
     n: int = 1
     reads_cache: bool = True
+    outputs: list[list[int]] = []
+    age_seconds: float = 0.0
 
 
 class AbortEvent(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):
@@ -120,9 +122,9 @@ class LoggedScheduler(Scheduler):
     def add(self, request: SchedulerRequest, now: float) -> None:
         """Add a request; one that the scheduler rejects is not logged."""
         super().add(request, now)
-        seq, prompt, max_tokens, stop_ids, priority, salt, n, reads = request
-        stops = sorted(stop_ids)
-        self._write(AddEvent(now, seq, list(prompt), max_tokens, stops, priority, salt, n, reads))
+        seq, prompt, max_tokens, stop_ids, priority, salt, n, reads, outputs, age = request
+        fields = seq, list(prompt), max_tokens, sorted(stop_ids), priority, salt, n, reads
+        self._write(AddEvent(now, *fields, [*outputs], age))
 
     def abort(self, seqs: list[int]) -> None:
         """Abort sequences."""
@@ -162,6 +164,8 @@ def to_request(event: AddEvent) -> SchedulerRequest:
         event.cache_salt,
         event.n,
         event.reads_cache,
+        event.outputs,
+        event.age_seconds,
     )
 
 

@@ -54,7 +54,7 @@ class AdmissionController:
             victims: sequence ids that would be preempted for it.
         """
         owners = [s for s in self._kv_cache.remaining_sequences() if s.seq not in victims]
-        if not owners or not (self._expects or sequence.epoch):
+        if not owners or not (self._expects or sequence.has_run):
             return True
         shared = self._kv_cache.find_shareable_blocks(sequence)
         missing = sequence.num_missing_blocks(sequence.num_prefill_tokens, self._block_size) - len(
@@ -102,7 +102,7 @@ class AdmissionController:
         """Return the expected number of tokens that a sequence still generates; at least 1."""
         if not self._expects:
             return 1
-        generated = len(sequence.token_ids) - sequence.prompt_len
+        generated = sequence.num_output_tokens
         return max(
             1, self.output_lengths.predict(sequence.request.max_tokens, generated) - generated
         )

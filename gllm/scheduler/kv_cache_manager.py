@@ -105,15 +105,26 @@ class KVCacheManager:
     def find_shareable_blocks(self, sequence: Sequence) -> list[int]:
         """Return the computed blocks of a sequence's prefix; its last token is never included."""
         num_full = (sequence.num_prefill_tokens - 1) // self._block_size
-        parent = sequence.fork_parent
-        if (
-            parent is not None
-            and parent.block_ids
-            and parent.num_computed_tokens >= num_full * self._block_size
-        ):
-            return parent.block_ids[:num_full]
-        if not self._has_prefix_cache:
-            return []
+        shared = self._find_parent_blocks(sequence, num_full)
+        if not self._has_prefix_cache or len(shared) == num_full:
+            return shared
         num_readable = sequence.num_cacheable_tokens // self._block_size
         hashes = sequence.get_block_hashes(min(num_full, num_readable), self._block_size)
-        return self.block_pool.find_cached_blocks(hashes)
+        return max(self.block_pool.find_cached_blocks(hashes), shared, key=len)
+
+    def _find_parent_blocks(self, sequence: Sequence, num_full: int) -> list[int]:
+        """Return the full prompt blocks that a choice shares with its parent.
+
+        Empty if there is no parent or it does not hold all of them.
+
+        Args:
+            sequence: a waiting sequence.
+            num_full: number of blocks that the sequence can share at all.
+        """
+        parent = sequence.fork_parent
+        if parent is None or not parent.block_ids:
+            return []
+        num_shared = min(num_full, sequence.prompt_len // self._block_size)
+        if parent.num_computed_tokens < num_shared * self._block_size:
+            return []
+        return parent.block_ids[:num_shared]

@@ -75,7 +75,8 @@ class PreemptionManager:
         ]
         if not yielding:
             return
-        yielding.sort(key=lambda s: (not s.is_prefilling, (-s.request.priority, -s.seq)))
+        yielding.sort(key=rank_of, reverse=True)
+        yielding.sort(key=lambda s: not s.is_prefilling)
         victims: dict[int, Sequence] = {}
         while not self._fits(head, victims, len(owners)):
             if len(victims) == len(yielding):

@@ -297,7 +297,7 @@ class Scheduler:
         self._queues.tally.add_waiting(sequence)
         if not is_admitted:
             return False
-        if sequence.epoch == 0:
+        if not sequence.has_run:
             sequence.num_cached_tokens = sequence.num_scheduled_tokens
             sequence.queue_seconds = now - sequence.arrival_time
             self._counters.prefix_queries += sequence.prompt_len * sequence.reads_prefix_cache
@@ -306,10 +306,11 @@ class Scheduler:
 
     # Lifecycle of a sequence.
 
-    def _fork(self, first: Sequence) -> None:
-        """Enqueue the other choices of a request once its prompt is computed or never will be."""
-        for choice in self._table.fork(first):
-            self._queues.enqueue(choice)
+    def _fork(self, sequence: Sequence) -> None:
+        """Enqueue the choices that wait for a sequence to compute the prompt or to end."""
+        if self._table.pending_forks:
+            for choice in self._table.fork(sequence):
+                self._queues.enqueue(choice)
 
     def _commit_row(
         self,
@@ -325,6 +326,8 @@ class Scheduler:
             self.kv_cache.publish(sequence)
         if sampled is not None and not sampled.is_finite:
             self.kv_cache.unpublish(sequence)
+        if sequence.num_computed_tokens >= sequence.prompt_len:
+            self._fork(sequence)
         if sequence.is_finished or not row.should_sample:
             return
         if sampled is None or sampled.epoch != row.epoch:
@@ -343,11 +346,10 @@ class Scheduler:
         sequence.token_ids.append(token_id)
         output.seqs.append(sequence.seq)
         output.token_ids.append(token_id)
-        num_generated = len(sequence.token_ids) - sequence.prompt_len
+        num_generated = sequence.num_output_tokens
         if num_generated == 1:
             first = FirstToken(sequence.seq, sequence.num_cached_tokens, sequence.queue_seconds)
             output.first_tokens.append(first)
-            self._fork(sequence)
         if token_id in request.stop_token_ids:
             output.finished.append(FinishedSequence(sequence.seq, "stop", token_id))
         elif num_generated == request.max_tokens:

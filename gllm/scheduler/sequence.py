@@ -4,6 +4,7 @@ A sequence has two counters, computed and scheduled tokens. Chunk k + 1 of a pro
 enter the pipeline before chunk k has left it.
 """
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ class SchedulerRequest(NamedTuple):
     """Id of the first sequence; greater than all ids of earlier requests."""
     prompt_token_ids: list[int]
     max_tokens: int
-    """Maximum number of tokens to generate."""
+    """Maximum number of tokens to generate, `outputs` included."""
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     """Smaller values run earlier."""
@@ -27,12 +28,18 @@ class SchedulerRequest(NamedTuple):
     reads_prefix_cache: bool = True
     """True if the prefix cache may replace computation. False if every prompt token is scored: the
     first sequence then computes each of them once."""
+    outputs: Items[list[int]] = ()
+    """Tokens that each sequence generated in an earlier scheduler, which it continues after; empty
+    if none did."""
+    age_seconds: float = 0.0
+    """Time since the request arrived at the first of these schedulers."""
 
     def check(self, max_model_len: int) -> None:
         """Check that the request can run.
 
         Raises:
-            ValueError: the prompt or max_tokens is empty, or both exceed `max_model_len`.
+            ValueError: the prompt or max_tokens is empty, both exceed `max_model_len`, or
+                `outputs` are not those of `n` unfinished sequences.
         """
         prompt_len = len(self.prompt_token_ids)
         if not prompt_len or self.max_tokens < 1 or prompt_len + self.max_tokens > max_model_len:
@@ -40,6 +47,16 @@ class SchedulerRequest(NamedTuple):
                 f"prompt of {prompt_len} tokens and max_tokens {self.max_tokens} have "
                 f"to be at least 1 each and together at most {max_model_len}"
             )
+        if self.outputs and len(self.outputs) != self.n:
+            raise ValueError(f"outputs has to have {self.n} lists, one for each sequence")
+        for output in self.outputs:
+            if len(output) >= self.max_tokens or not self.stop_token_ids.isdisjoint(output):
+                raise ValueError("outputs has a sequence that has ended")
+
+    def initial_token_ids(self, seq: int) -> list[int]:
+        """Return the known tokens of a new sequence: the prompt and its earlier output."""
+        output = self.outputs[seq - self.seq] if self.outputs else []
+        return [*self.prompt_token_ids, *output]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,21 +99,31 @@ class Sequence:
     is_finished: bool = False
     """True once the sequence has ended; its blocks wait for the rows in flight."""
     fork_parent: "Sequence | None" = None
-    """First sequence of the same request, whose prompt blocks can be shared."""
+    """Sequence of the same request, whose prompt blocks can be shared."""
     arrival_time: float = 0.0
-    """Time at which the request was added, in seconds of the caller's clock."""
+    """Time at which the request arrived, in seconds of the caller's clock."""
     queue_seconds: float = 0.0
     """Time from the arrival to the first micro-batch."""
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[int, float, int]:
         """Order of service: priority, then arrival."""
-        return (self.request.priority, self.seq)
+        return (self.request.priority, self.arrival_time, self.seq)
 
     @property
     def prompt_len(self) -> int:
         """Number of prompt tokens."""
         return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of known generated tokens."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def has_run(self) -> bool:
+        """True if the next prefill is a recomputation: after a preemption, or of earlier output."""
+        return self.epoch > 0 or self.num_output_tokens > 0
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -1,7 +1,7 @@
 """Sequences of the scheduler by id, from their creation to their release.
 
-The choices of a request have one prompt. Only the first one exists until the prompt is computed;
-the others are forked from it then.
+The choices of a request have one prompt. Only one sequence exists until the prompt is computed; the
+others are forked from it then.
 """
 
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
@@ -14,25 +14,33 @@ class SequenceTable:
         self.sequences: dict[int, Sequence] = {}
         """Sequences that the scheduler has created and not released."""
         self.pending_forks: dict[int, Sequence] = {}
-        """First sequence of the request, by the id of a choice that has not been forked yet."""
+        """Sequence that computes the prompt, by the id of a choice that waits for it."""
         self._released_seqs: list[int] = []
 
     def add(self, request: SchedulerRequest, now: float) -> Sequence:
         """Create the first sequence of a request; its other choices wait for `fork`."""
-        first = self._create(request.seq, request, now)
+        first = self._create(request.seq, request, now - request.age_seconds)
         for seq in range(request.seq + 1, request.seq + request.n):
             self.pending_forks[seq] = first
         return first
 
-    def fork(self, first: Sequence) -> list[Sequence]:
-        """Create the other choices of a request, with the prompt blocks of the first."""
-        request = first.request
+    def fork(self, parent: Sequence) -> list[Sequence]:
+        """Create the choices that wait for a sequence to compute the prompt.
+
+        If it has ended before that, only the next choice is created: it computes the prompt for the
+        others.
+        """
+        end = parent.request.seq + parent.request.n
+        seqs = [seq for seq in range(parent.seq + 1, end) if self.pending_forks.get(seq) is parent]
+        num_created = len(seqs) if parent.num_computed_tokens >= parent.prompt_len else 1
         choices = []
-        for seq in range(request.seq + 1, request.seq + request.n):
-            if self.pending_forks.pop(seq, None) is not None:
-                choice = self._create(seq, request, first.arrival_time)
-                choice.fork_parent = first
-                choices.append(choice)
+        for seq in seqs[:num_created]:
+            del self.pending_forks[seq]
+            choice = self._create(seq, parent.request, parent.arrival_time)
+            choice.fork_parent = parent
+            choices.append(choice)
+        for seq in seqs[num_created:]:
+            self.pending_forks[seq] = choices[0]
         return choices
 
     def cancel_fork(self, seq: int) -> bool:
@@ -53,7 +61,7 @@ class SequenceTable:
         return released
 
     def _create(self, seq: int, request: SchedulerRequest, arrival_time: float) -> Sequence:
-        token_ids = list(request.prompt_token_ids)
+        token_ids = request.initial_token_ids(seq)
         sequence = Sequence(seq, request, token_ids, len(token_ids), arrival_time=arrival_time)
         self.sequences[seq] = sequence
         return sequence

@@ -155,6 +155,8 @@ class Pipeline:
         self.ended: dict[int, str] = {}
         self.alive: set[int] = set()
         self.requests: dict[int, SchedulerRequest] = {}
+        self.arrival_times: dict[int, float] = {}
+        """Of each request, by its first sequence."""
         self.scored: dict[int, set[int]] = {}
         """Tokens of each sequence that committed rows have computed."""
         self.now = 0.0
@@ -162,13 +164,14 @@ class Pipeline:
     def add(self, request: SchedulerRequest) -> None:
         """Submit a request and register its sequences everywhere."""
         self.scheduler.add(request, self.now)
+        self.arrival_times[request.seq] = self.now - request.age_seconds
         for seq in range(request.seq, request.seq + request.n):
             for stage in self.stages:
                 stage.mirror.register(seq, len(request.prompt_token_ids), request.prompt_token_ids)
             self.texts[seq] = Text()
-            for token in request.prompt_token_ids:
+            for token in request.initial_token_ids(seq):
                 self.texts[seq].append(token)
-            self.generated[seq] = []
+            self.generated[seq] = self.texts[seq].tokens[len(request.prompt_token_ids) :]
             self.scored[seq] = set()
             self.alive.add(seq)
             self.requests[seq] = request
@@ -282,6 +285,7 @@ class Pipeline:
         """Where the prompt is scored, each of its tokens was computed before the output."""
         for first in outcome.first_tokens:
             request = self.requests[first.seq]
+            assert len(request.initial_token_ids(first.seq)) == len(request.prompt_token_ids)
             if not request.reads_prefix_cache and first.seq == request.seq:
                 assert self.scored[first.seq] == set(range(len(request.prompt_token_ids)))
 
