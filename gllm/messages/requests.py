@@ -1,5 +1,6 @@
 """Messages between the frontend and the driver about requests."""
 
+import math
 from typing import Annotated
 
 from msgspec import Meta
@@ -10,13 +11,18 @@ from gllm.scheduler.plan import SchedulerStats, StepOutput
 
 
 class SubmitRequest(WireMessage, frozen=True):
-    """Command to the driver: run a request. Its choices are the sequences seq .. seq + n - 1."""
+    """Command to the driver: run a request. Its choices are the sequences seq .. seq + n - 1.
+
+    A request that an earlier engine process did not finish is submitted again with the choices that
+    still run and the tokens that each of them has reported; it continues after these tokens.
+    """
 
     seq: int
     prompt: list[TokenId]
     sampling: SequenceSamplingParams
     max_tokens: int
-    """Most tokens to generate for each choice; prompt and output fit the context."""
+    """Most tokens to generate for each choice, `outputs` included; prompt and output fit the
+    context."""
     stop_ids: list[TokenId]
     """Token ids that end a sequence; includes those of EOS unless the request ignores EOS."""
     n: Annotated[int, Meta(ge=1)] = 1
@@ -25,6 +31,35 @@ class SubmitRequest(WireMessage, frozen=True):
     """Requests with smaller values run earlier."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    choices: list[Annotated[int, Meta(ge=0, lt=2**31)]] = []
+    """Index of each sequence among the choices of the request as it was first submitted; empty for
+    0 .. n - 1."""
+    outputs: list[list[TokenId]] = []
+    """Tokens that each sequence reported earlier; empty if none did."""
+    age_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """Time since the request was first submitted. It keeps its place in the order of arrival."""
+
+    def check(self, vocab_size: int | None) -> None:
+        """Check what neither decoding nor the scheduler checks.
+
+        Args:
+            vocab_size: token ids have to be smaller; None for no check.
+
+        Raises:
+            ValueError: `choices` are not `n` different indices, the age is not finite, or a token
+                id is not in the vocabulary; the message names the field.
+        """
+        if self.choices and not len(self.choices) == len(set(self.choices)) == self.n:
+            raise ValueError(f"choices has to have {self.n} different indices")
+        if not 0 <= self.age_seconds < math.inf:
+            raise ValueError("age_seconds has to be a number of at least 0")
+        if vocab_size is None:
+            return
+        if self.prompt and max(self.prompt) >= vocab_size:
+            raise ValueError(f"prompt has ids out of the vocabulary 0..{vocab_size - 1}")
+        if any(max(output, default=0) >= vocab_size for output in self.outputs):
+            raise ValueError(f"outputs has ids out of the vocabulary 0..{vocab_size - 1}")
+        self.sampling.check_ids(vocab_size)
 
 
 class RejectedRequest(WireMessage, frozen=True):

@@ -16,8 +16,12 @@ class RegisterSequences(WireMessage, frozen=True):
     """Number of prompt tokens."""
     prompt: list[int] = []
     sampling: SequenceSamplingParams | None = None
-    """Parameters of the first sequence; `choice` counts up over the others."""
+    """Parameters of the sequences; without `choices`, `choice` counts up from the first one's."""
     n: int = 1
+    choices: list[int] = []
+    """As in SubmitRequest: the `choice` of each sequence's parameters."""
+    outputs: list[list[int]] = []
+    """As in SubmitRequest: tokens that each sequence reported earlier; empty if none did."""
 
 
 class RunStep(WireMessage, frozen=True):

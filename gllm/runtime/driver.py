@@ -7,7 +7,7 @@ outputs out.
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -34,6 +34,14 @@ class MessageSender(Protocol):
 
     def send_encoded(self, payload: bytes) -> None:
         """Queue an encoded message."""
+
+
+class HeldRequest(NamedTuple):
+    """A request whose grammar is being compiled."""
+
+    request: SchedulerRequest
+    submit_time: float
+    """Time at which the driver received it; its place in the order of arrival counts from here."""
 
 
 class Driver:
@@ -67,8 +75,8 @@ class Driver:
         self._frontend = frontend
         self._outputs: list[tuple[StepOutput, list[SampleDetails]]] = []
         """Not sent to the frontend yet."""
-        self._held: dict[int, SchedulerRequest] = {}
-        """Requests whose grammars are being compiled, by their first sequence."""
+        self._held: dict[int, HeldRequest] = {}
+        """By first sequence."""
         self._aborted_choices: dict[int, set[int]] = {}
         """Aborted sequences of held requests, by the first sequence."""
         self._has_new_stats = False
@@ -108,17 +116,17 @@ class Driver:
             message.priority,
             message.cache_salt,
             message.n,
-            reads_prefix_cache=message.sampling.prompt_logprobs is None,
+            message.sampling.prompt_logprobs is None,
+            message.outputs,
+            message.age_seconds,
         )
         request.check(self.scheduler.config.max_model_len)
-        if self._vocab_size is not None:
-            if max(message.prompt) >= self._vocab_size:
-                raise ValueError(f"prompt has ids out of the vocabulary 0..{self._vocab_size - 1}")
-            message.sampling.check_ids(self._vocab_size)
+        message.check(self._vocab_size)
+        now = time.monotonic()
         if message.sampling.grammar:
-            self._held[message.seq] = request
+            self._held[message.seq] = HeldRequest(request, now)
         else:
-            self.scheduler.add(request, time.monotonic())
+            self.scheduler.add(request, now)
         self._register(message)
 
     def on_grammar_ready(self, message: GrammarReady) -> None:
@@ -136,7 +144,7 @@ class Driver:
         """End sequences whose output nobody reads."""
         self._has_new_stats = True
         aborted = set(message.seqs)
-        for seq, request in list(self._held.items()):
+        for seq, (request, _) in list(self._held.items()):
             choices = aborted.intersection(range(seq, seq + request.n))
             if choices:
                 choices |= self._aborted_choices.setdefault(seq, set())
@@ -152,10 +160,13 @@ class Driver:
         Returns:
             The number of its choices; 0 if it is not held.
         """
-        request = self._held.pop(seq, None)
-        if request is None:
+        held = self._held.pop(seq, None)
+        if held is None:
             return 0
-        self.scheduler.add(request, time.monotonic())
+        now = time.monotonic()
+        age = held.request.age_seconds + now - held.submit_time
+        request = held.request._replace(age_seconds=age)
+        self.scheduler.add(request, now)
         self.scheduler.abort(sorted(self._aborted_choices.pop(seq, ())))
         return request.n
 
@@ -207,7 +218,7 @@ class Driver:
     def _stats(self) -> SchedulerStats:
         """Return the scheduler's statistics; held requests count as waiting."""
         stats = self.scheduler.stats()
-        num_held = sum(request.n for request in self._held.values())
+        num_held = sum(held.request.n for held in self._held.values())
         return stats._replace(waiting=stats.waiting + num_held)
 
     def _fail(self, seq: int, n: int, error: str) -> None:
@@ -227,14 +238,16 @@ class Driver:
     def _register(self, message: SubmitRequest) -> None:
         """Register a request's sequences with all stages.
 
-        The first stage gets the prompt and the last one the sampling parameters, with the prompt if
-        it needs that.
+        The first stage gets the prompt. The last one gets the sampling parameters and the outputs
+        of earlier processes, with the prompt if it needs that.
         """
         ids_only = RegisterSequences(message.seq, len(message.prompt), n=message.n)
         with_prompt = msgspec.structs.replace(ids_only, prompt=message.prompt)
         needs_prompt = self._last_stage_needs_prompts or message.sampling.needs_prompt
         base = with_prompt if not self._other_stages or needs_prompt else ids_only
-        last = msgspec.structs.replace(base, sampling=message.sampling)
+        last = msgspec.structs.replace(
+            base, sampling=message.sampling, choices=message.choices, outputs=message.outputs
+        )
         self._first_stage(with_prompt if self._other_stages else last)
         for stage in self._other_stages[:-1]:
             stage.send(ids_only)

@@ -10,14 +10,18 @@ import pytest
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
+from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode, encode
-from gllm.messages.requests import RejectedRequest, SubmitRequest
+from gllm.messages.requests import EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime import base_executor as executor_module
 from gllm.runtime.client import RequestStream
+from gllm.runtime.driver import Driver
 from gllm.runtime.sampling_state import create_sampling_states
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence
+from gllm.scheduler.scheduler import Scheduler
 from tests.runtime.local_workers import local_engine
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
@@ -168,6 +172,76 @@ def test_an_error_names_the_field() -> None:
     assert (message.seq, message.n) == (7, 2)
     assert "sampling.bad_words" in message.error
     assert "Expected `int`, got `str`" in message.error
+
+
+RESUMED: dict[str, tuple[dict[str, Any], str]] = {
+    "one choice of two": ({"choices": [0]}, "choices"),
+    "the same choice twice": ({"choices": [3, 3]}, "choices"),
+    "a third choice of two": ({"choices": [0, 1, 2]}, "choices"),
+    "a negative choice": ({"choices": [0, -1]}, "choices"),
+    "a choice of text": ({"choices": [0, "1"]}, "choices"),
+    "a choice beyond 31 bits": ({"choices": [0, 2**31]}, "choices"),
+    "one output of two": ({"outputs": [[5]]}, "outputs"),
+    "an output that is no list": ({"outputs": [[5], 6]}, "outputs"),
+    "an output of text": ({"outputs": [[5], ["x"]]}, "outputs"),
+    "a negative token": ({"outputs": [[5], [-1]]}, "outputs"),
+    "a token out of the vocabulary": ({"outputs": [[5], [6, 32]]}, "outputs"),
+    "an output of full length": ({"outputs": [[5], [6, 6, 6, 6]]}, "outputs"),
+    "an output with a stop token": ({"outputs": [[5], [6, 9]]}, "outputs"),
+    "a negative age": ({"age_seconds": -0.1}, "age_seconds"),
+    "an age that is no number": ({"age_seconds": float("nan")}, "age_seconds"),
+    "an endless age": ({"age_seconds": float("inf")}, "age_seconds"),
+    "an age of text": ({"age_seconds": "1"}, "age_seconds"),
+}
+
+
+class EndedRequests:
+    """The frontend of a driver: errors of requests that have ended."""
+
+    def __init__(self) -> None:
+        self.errors: dict[int, str] = {}
+
+    def send(self, message: WireMessage) -> None:
+        if isinstance(message, EngineOutputs):
+            self.errors |= {end.seq: end.error for end in message.outcome.finished}
+
+    def send_encoded(self, payload: bytes) -> None:
+        raise AssertionError("outputs are sent as messages")
+
+
+@pytest.mark.parametrize(("fields", "field"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_request_that_cannot_be_used_ends_alone(
+    fields: dict[str, Any], field: str
+) -> None:
+    frontend = EndedRequests()
+    scheduler = Scheduler(SchedulerConfig().resolve(1, 64, 128))
+    driver = Driver(scheduler, lambda message: None, [], frontend, vocab_size=32)
+    message = decode(encode(SubmitRequest(7, [1], GREEDY, 4, [9], 2, **fields)))
+    if isinstance(message, RejectedRequest):
+        driver.reject(message)
+    elif isinstance(message, SubmitRequest):
+        driver.submit(message)
+    driver.run_turn()
+    assert frontend.errors.keys() == {7, 8}
+    assert all(field in error for error in frontend.errors.values())
+    assert not scheduler.stats().unfinished
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"choices": [4, 1], "outputs": [[], [6, 31, 6]], "age_seconds": 2.5},
+        {"outputs": [[5], []]},
+        {"choices": [0, 2]},
+    ],
+)
+def test_a_resumed_request_arrives_as_it_was_sent(fields: dict[str, Any]) -> None:
+    sent = SubmitRequest(7, [1], GREEDY, 4, [9], 2, **fields)
+    message = decode(encode(sent))
+    assert message == sent
+    assert isinstance(message, SubmitRequest)
+    message.check(vocab_size=32)
 
 
 def test_what_is_no_request_at_all_is_not_taken_for_one() -> None:
