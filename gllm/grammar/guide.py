@@ -60,6 +60,7 @@ class GrammarGuide:
         submit: Callable[[MaskFunction], "Future[bytes]"],
         create_matcher: "Callable[[], LLMatcher]",
         options: GuideOptions,
+        output: Sequence[int] = (),
     ) -> None:
         """Start to compute the first mask.
 
@@ -69,21 +70,23 @@ class GrammarGuide:
             submit: Runs the function of a later mask on another thread.
             create_matcher: Returns a new matcher; raises GrammarGuideError if there is none.
             options: Properties of the model and the executor.
+            output: Tokens that the sequence generated under an earlier guide. Tokens that this one
+                settles beyond them are returned with the first accepted token.
         """
         self._tokens: list[int] = []
         """Settled tokens of the output."""
-        self._num_reported = 0
-        """Number of settled tokens that `accept_token` has returned."""
+        self._first_index = self._num_reported = len(output)
+        """Number of settled tokens that `accept_token` has returned, here or earlier."""
         self._error = ""
         """Reason why the sequence cannot continue."""
         self._changed = Condition()
         self._options = options
         self._submit = submit
-        self._mask = submit_first(lambda: self._start(create_matcher()))
+        self._mask = submit_first(lambda: self._start(create_matcher(), output))
 
     @property
     def first_mask(self) -> "Future[bytes]":
-        """Future of the first mask, valid before the first token is accepted."""
+        """Future of the first mask, valid before a token is accepted."""
         return self._mask
 
     def allowed_tokens(self, index: int) -> int | bytes:
@@ -95,7 +98,8 @@ class GrammarGuide:
         Raises:
             GrammarGuideError: The sequence cannot continue, or a time limit was exceeded.
         """
-        if not index:
+        if index == self._first_index:
+            # The guide may still follow the earlier output.
             self._wait_for_mask(self._mask)
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_known(index), TOKEN_SECONDS):
@@ -159,18 +163,24 @@ class GrammarGuide:
         if self._error:
             raise GrammarGuideError(self._error)
 
-    def _start(self, matcher: "LLMatcher") -> bytes:
+    def _start(self, matcher: "LLMatcher", output: Sequence[int]) -> bytes:
         self._matcher = matcher
+        for token in output:
+            # One by one: the matcher limits the work of each call.
+            self._consume(token)
         self._settle_forced()
         return self._compute_mask()
 
     def _settle(self, token: int) -> None:
-        self._matcher.consume_token(token)
-        self._check_matcher()
-        self._tokens.append(token)
+        self._consume(token)
         if token != self._options.eos:
             self._settle_forced()
             self._mask = self._submit(self._compute_mask)
+
+    def _consume(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._check_matcher()
+        self._tokens.append(token)
 
     def _settle_forced(self) -> None:
         """Settle the tokens that the grammar leaves no choice about, including the end."""

@@ -42,8 +42,15 @@ class GuideFactory:
         """Matchers at their start and the number of their copies, by grammar; the least recently
         used first. Only the compiling thread accesses them."""
 
-    def create_guide(self, params: SequenceSamplingParams) -> GrammarGuide:
-        """Return the guide of a sequence; its grammar is compiled in the background."""
+    def create_guide(
+        self, params: SequenceSamplingParams, output: Sequence[int] = ()
+    ) -> GrammarGuide:
+        """Return the guide of a sequence; its grammar is compiled in the background.
+
+        Args:
+            params: sampling parameters with a grammar.
+            output: tokens that the sequence has generated already.
+        """
         if self._compiler is None:
             self._compiler = _create_compiler_thread()
         _, vocab_size, eos_ids = self._model
@@ -57,6 +64,7 @@ class GuideFactory:
             self._mask_threads.submit,
             lambda: self._copy_matcher(params.grammar),
             options,
+            output,
         )
 
     def _copy_matcher(self, grammar: str) -> "LLMatcher":

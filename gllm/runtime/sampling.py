@@ -75,13 +75,12 @@ def build_sampling_metadata(
     for row, state in enumerate(states):
         if state.is_plain:
             continue
-        is_first = not output_indices[row]
-        has_prompt_logprobs = state.params.prompt_logprobs is not None
+        has_prompt_logprobs = state.returns_prompt_logprobs(output_indices[row])
         if state.edits is not None and state.edits.applies_to(output_indices[row]):
             edited.append(row)
-        if state.params.logprobs is not None or (has_prompt_logprobs and is_first):
+        if state.params.logprobs is not None or has_prompt_logprobs:
             logprob.append(row)
-        if state.params.embeds and is_first:
+        if state.params.embeds and not output_indices[row]:
             embedding.append(row)
         if state.guide is not None:
             grammar.append(row)
@@ -186,7 +185,9 @@ def build_logprob_details(
             state = sampling.states[row]
             count = state.params.logprobs
             sampled = None if count is None else _keep_top(score, count)
-            prompt = [] if sampling.output_indices[row] else _by_position(state.prompt_logprobs)
+            prompt = []
+            if state.returns_prompt_logprobs(sampling.output_indices[row]):
+                prompt = _by_position(state.prompt_logprobs)
             details.append(SampleDetails(sampling.sequences[row][0], sampled, prompt))
     return details
 

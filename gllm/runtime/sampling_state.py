@@ -69,7 +69,15 @@ class TokenHistory:
 
 
 class SamplingState:
-    """Sampling state of one sequence; the choices of a request share `edits`."""
+    """Sampling state of one sequence; the choices of a request share `edits`.
+
+    Args:
+        params: sampling parameters of the sequence.
+        edits: logit edits of its request; None if it has none.
+        prompt: token ids of the prompt; empty if sampling does not need them.
+        guide: guide of a sequence with a grammar.
+        output: tokens that the sequence generated before it was registered.
+    """
 
     def __init__(
         self,
@@ -77,6 +85,7 @@ class SamplingState:
         edits: RequestLogitEdits | None,
         prompt: list[int],
         guide: GrammarGuide | None = None,
+        output: Sequence[int] = (),
     ) -> None:
         self.params = params
         self.edits = edits
@@ -92,6 +101,9 @@ class SamplingState:
         has_details = has_scores or params.embeds
         self.is_plain = edits is None and guide is None and not has_details
         """True if a row only samples a token: no edits, no grammar, no details."""
+        self.first_index = len(output)
+        """Index in the output of the first token that is sampled here."""
+        self._output = output
         self._history: TokenHistory | None = None
 
     @property
@@ -99,6 +111,10 @@ class SamplingState:
         """True if some requested prompt token has no score yet."""
         is_requested = self.params.prompt_logprobs is not None
         return is_requested and len(self.prompt_logprobs) < len(self.prompt) - 1
+
+    def returns_prompt_logprobs(self, output_index: int) -> bool:
+        """Return True if this output token returns the log-probabilities of the prompt."""
+        return output_index == self.first_index and self.params.prompt_logprobs is not None
 
     @property
     def has_penalties(self) -> bool:
@@ -113,6 +129,8 @@ class SamplingState:
         if self._history is None:
             has_repetition = self.params.repetition_penalty != 1
             self._history = TokenHistory(self.prompt if has_repetition else ())
+            for token in self._output:
+                self._history.append(token)
         return self._history
 
 
@@ -131,10 +149,14 @@ def create_sampling_states(
     request_edits = RequestLogitEdits(request)
     edits = request_edits if request_edits.applies_to(0) else None
     states = []
-    for choice in range(request.choice, request.choice + message.n):
-        prompt_logprobs = request.prompt_logprobs if choice == request.choice else None
+    choices = message.choices or range(request.choice, request.choice + message.n)
+    outputs = message.outputs or [[]] * message.n
+    for choice, output in zip(choices, outputs, strict=True):
+        prompt_logprobs = request.prompt_logprobs if choice == choices[0] else None
         params = msgspec.structs.replace(request, choice=choice, prompt_logprobs=prompt_logprobs)
         prompt = message.prompt if params.needs_prompt else []
-        guide = grammars.create_guide(params) if params.grammar and grammars is not None else None
-        states.append(SamplingState(params, edits, prompt, guide))
+        guide = None
+        if params.grammar and grammars is not None:
+            guide = grammars.create_guide(params, output)
+        states.append(SamplingState(params, edits, prompt, guide, output))
     return states
