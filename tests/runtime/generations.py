@@ -121,8 +121,9 @@ class Generation:
     def __init__(self, stages: Stages, request: Request, outputs: list[ChoiceOutput]) -> None:
         self.outputs = copy.deepcopy(outputs)
         self._stages = stages.executors
-        self._plans: deque[tuple[StepPlan, list[Batch]]] = deque()
-        self._batches: dict[int, list[Batch]] = {}
+        self._plans: deque[StepPlan] = deque()
+        self._batches: dict[int, dict[int, Batch]] = {}
+        """By step, the micro-batch of each stage."""
         first, *others = [_Channel(self, stage) for stage in range(len(self._stages))]
         self.scheduler = Scheduler(stages.scheduler_config)
         self._driver = Driver(self.scheduler, first.send, [*others], self, vocab_size=2048)
@@ -152,10 +153,10 @@ class Generation:
                 if (compiled := executor.register(message)) is not None:
                     self._grammars.append((message, compiled))
             case RunStep(plan):
-                batches = self._batches.setdefault(plan.step, [None] * len(self._stages))
+                batches = self._batches.setdefault(plan.step, {})
                 batches[stage] = executor.prepare(plan)
                 if stage == 0:
-                    self._plans.append((plan, batches))
+                    self._plans.append(plan)
 
     def send(self, message: WireMessage) -> None:
         """Record a report of the driver."""
@@ -184,12 +185,13 @@ class Generation:
         self._driver.run_turn()
         if self.has_ended:
             return
-        plan, batches = self._plans.popleft()
+        plan = self._plans.popleft()
+        batches = self._batches.pop(plan.step)
         hidden = None
-        for executor, batch in zip(self._stages, batches, strict=True):
-            hidden = executor.compute(batch, hidden)
+        for stage, executor in enumerate(self._stages):
+            hidden = executor.compute(batches[stage], hidden)
         assert hidden is not None
-        sampled, details = self._stages[-1].sample(batches[-1], hidden)
+        sampled, details = self._stages[-1].sample(batches[len(self._stages) - 1], hidden)
         self._driver.commit(StepDone(StepResult(plan.step, sampled), details))
         self._driver.run_turn()
 

@@ -5,6 +5,7 @@ Tokens and log-probabilities are compared bit by bit with those of an undisturbe
 
 import json
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ REQUESTS = {
     "all penalties": lambda: sampled(
         repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3
     ),
-    "bias": lambda: sampled(logit_bias={token: 3.0 for token in greedy_output()[:6]}),
+    "bias": lambda: sampled(logit_bias=dict.fromkeys(greedy_output()[:6], 3.0)),
     "allowed": lambda: sampled(allowed=tuple(range(40, 90)), frequency_penalty=0.5),
     "bad words": with_bad_words,
     "min tokens": with_min_tokens,
@@ -124,7 +125,7 @@ def test_the_grammar_forces_tokens_and_its_texts_fit() -> None:
     request = with_grammar()
     snapshots = [outputs[0] for outputs in run_undisturbed(stages_of(1), request)]
     lengths = [len(output.tokens) for output in snapshots]
-    assert max(after - before for before, after in zip(lengths, lengths[1:])) > 3
+    assert max(after - before for before, after in pairwise(lengths)) > 3
     text = TOKENIZER.decode([t for t in snapshots[-1].tokens if t != EOS], False)
     assert json.loads(text)["color"] in ("red", "green")
 

@@ -21,7 +21,7 @@ def resume(old: Pipeline, new: Pipeline, first_seq: int) -> dict[int, int]:
     Returns:
         The old id of each new sequence.
     """
-    old_seqs = {}
+    old_seqs: dict[int, int] = {}
     new.now = old.now
     for seq, request in old.requests.items():
         if seq != request.seq:
@@ -180,7 +180,7 @@ def test_every_cut_of_one_run(
         outputs |= {old_seq: new.generated[seq] for seq, old_seq in old_seqs.items()}
         assert outputs == expected
         num_commits += 1
-    assert num_commits > 20
+    assert num_commits >= 20
 
 
 OUTPUTS = [
