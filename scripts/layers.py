@@ -18,13 +18,14 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.observability.step_log": "gllm.scheduler msgspec",
             "gllm.config": "gllm.observability gllm.scheduler yaml",
             "gllm.messages": "gllm.scheduler msgspec",
+            "gllm.cluster": "msgspec",
             "gllm.kernels": "flash_attn numpy torch triton",
             "gllm.models": "gllm.config gllm.kernels huggingface_hub numpy safetensors torch",
             "gllm.transport": "msgspec torch",
             "gllm.grammar.sources": "gllm.config",
             "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
             "gllm.runtime": (
-                "gllm.config gllm.grammar gllm.kernels gllm.messages gllm.models "
+                "gllm.cluster gllm.config gllm.grammar gllm.kernels gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
                 "gllm.scheduler gllm.transport llguidance msgspec numpy setproctitle torch uvloop "
                 "zmq"

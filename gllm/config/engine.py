@@ -101,6 +101,25 @@ class EngineConfig:
         gt=0,
         le=MAX_TIMEOUT_SECONDS,
     )
+    max_restarts: int = option(
+        3,
+        "restarts of a stage's worker without a finished step between, until the engine ends; 0: "
+        "it ends when a worker dies",
+        ge=0,
+        le=INT32_MAX,
+    )
+    recovery_timeout: float = option(
+        60.0,
+        "seconds for which requests wait for workers to be restarted, until they end with an error",
+        gt=0,
+        le=MAX_TIMEOUT_SECONDS,
+    )
+    standby_workers: int = option(
+        0,
+        "processes that are ready to replace a dead worker, which saves the time of its imports",
+        ge=0,
+        le=1024,
+    )
     step_log: str | None = option(
         None,
         "file to which every plan, step time and result is written as JSON lines; default: none",

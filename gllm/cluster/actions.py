@@ -1,0 +1,93 @@
+"""Actions that `Recovery` returns and the supervisor executes, in the order of the list."""
+
+from dataclasses import dataclass
+
+from gllm.cluster.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnWorker:
+    """Start a worker process; an attempt that fails is reported by `on_exit`."""
+
+    sender: int
+    stage: int | None
+    """Place for which the worker is started; None for a standby worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    """Kill a worker process; `on_exit` follows once it is reaped."""
+
+    sender: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseInstances:
+    """Ask surviving workers to close their stage instances; `on_closed` follows for each."""
+
+    generation: int
+    senders: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AssignGeneration:
+    """Assign a placement to its workers; `on_loaded` follows for each."""
+
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class InitializeCaches:
+    """Let all workers allocate their KV cache; `on_ready` follows for each."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Compute one token on all stages; `on_warm` follows."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class DetachClient:
+    """Park the running requests."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttachClient:
+    """Submit the parked requests again."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RejectParked:
+    """End the parked requests with an error, and refuse new ones until the engine is ready."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the engine; nothing follows."""
+
+    cause: str
+
+
+Action = (
+    SpawnWorker
+    | KillWorker
+    | CloseInstances
+    | AssignGeneration
+    | InitializeCaches
+    | WarmUp
+    | DetachClient
+    | AttachClient
+    | RejectParked
+    | GiveUp
+)

@@ -1,0 +1,160 @@
+"""Liveness: find workers that exist but do not work.
+
+The workers send heartbeats, and the node samples their processes. A worker is frozen if it is
+stopped or silent for too long, or if its step takes far longer than earlier ones while the process
+computes nothing.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+CHECK_SECONDS = 1.0
+"""Interval between two checks, and between two heartbeats of a worker."""
+SILENT_SECONDS = 10.0
+"""Time for which a frozen worker has been stopped, or idle without a heartbeat."""
+BUSY_SILENT_SECONDS = 60.0
+"""Time without a heartbeat after which a worker is frozen even if it uses its cores or loads its
+weights: imports, copies and page faults can block heartbeats."""
+STEP_FACTOR = 10.0
+"""The step of a frozen worker takes longer than the longest earlier one by this factor ..."""
+STEP_SECONDS = 30.0
+"""... and by these seconds, without progress of its CPU time."""
+IDLE_SHARE = 0.02
+"""Share of a core below which a process makes no progress; heartbeats alone need less."""
+MAX_CHECK_SECONDS = 5.0
+"""Interval between two checks after which the head itself was suspended, so that silence of the
+workers means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSample:
+    """State of a process, as the node reads it."""
+
+    is_stopped: bool
+    """True if a signal or a debugger has stopped the process (state T in /proc)."""
+    cpu_seconds: float
+    """CPU time of all threads since the start of the process."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """Worker that is watched."""
+
+    last_heartbeat: float = math.inf
+    """Infinity before the first heartbeat: the process may still import its modules."""
+    stopped_since: float = math.inf
+    busy_at: float = -math.inf
+    """Last time at which the process used its cores."""
+    sample: ProcessSample | None = None
+    sample_time: float = 0.0
+    step: int | None = None
+    """Step under way; None while there is none."""
+    step_started: float = math.inf
+    longest_step_seconds: float = 0.0
+    """Longest time of an earlier step that a heartbeat has reported."""
+
+
+class FrozenDetector:
+    """Finds frozen workers from heartbeats and samples of their processes."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, _Watched] = {}
+        """By sender, in the order of their stages."""
+        self._last_check = -math.inf
+
+    def watch(self, senders: Iterable[int]) -> None:
+        """Watch the workers of a new generation, in the order of their stages, and no others."""
+        self._watched = {sender: _Watched() for sender in senders}
+
+    def on_heartbeat(self, sender: int, step: int | None, step_seconds: float, now: float) -> None:
+        """Handle a worker's heartbeat.
+
+        Args:
+            sender: the worker.
+            step: number of the step that it computes; None for no step.
+            step_seconds: time since it began the step.
+            now: time in seconds.
+        """
+        worker = self._watched.get(sender)
+        if worker is None:
+            return
+        worker.last_heartbeat = now
+        if worker.step is not None and step != worker.step:
+            # Until the heartbeat before this one the earlier step was under way.
+            seconds = now - CHECK_SECONDS - worker.step_started
+            worker.longest_step_seconds = max(worker.longest_step_seconds, seconds)
+        worker.step = step
+        worker.step_started = math.inf if step is None else now - step_seconds
+
+    def check(
+        self, samples: Mapping[int, ProcessSample], now: float, is_serving: bool
+    ) -> dict[int, str]:
+        """Return the cause for each frozen worker; call it every CHECK_SECONDS.
+
+        Args:
+            samples: state of each worker's process, by sender, where it is known.
+            now: time in seconds.
+            is_serving: False while the workers load weights or initialize.
+        """
+        was_suspended = now - self._last_check > MAX_CHECK_SECONDS
+        self._last_check = now
+        for sender, worker in self._watched.items():
+            if was_suspended:
+                self._forgive(worker, now)
+            self._note_sample(worker, samples.get(sender), now)
+        causes = {
+            sender: cause
+            for sender, worker in self._watched.items()
+            if (cause := self._silence(worker, now, is_serving))
+        }
+        if not causes and is_serving:
+            for sender, worker in self._watched.items():
+                if cause := self._stuck_step(worker, now):
+                    # Later stages wait for the first one whose step does not end.
+                    return {sender: cause}
+        return causes
+
+    @staticmethod
+    def _forgive(worker: _Watched, now: float) -> None:
+        """Restart the times of a worker."""
+        worker.busy_at = now
+        worker.stopped_since = math.inf
+        worker.last_heartbeat = now if worker.last_heartbeat < math.inf else math.inf
+        worker.step_started = now if worker.step is not None else math.inf
+
+    @staticmethod
+    def _note_sample(worker: _Watched, sample: ProcessSample | None, now: float) -> None:
+        """Note the use of the cores since the last sample."""
+        before, seconds = worker.sample, now - worker.sample_time
+        if sample is None:
+            return
+        if not sample.is_stopped:
+            worker.stopped_since = math.inf
+        elif worker.stopped_since == math.inf:
+            worker.stopped_since = now
+        if before is None or sample.cpu_seconds - before.cpu_seconds >= IDLE_SHARE * seconds:
+            worker.busy_at = now
+        worker.sample, worker.sample_time = sample, now
+
+    @staticmethod
+    def _silence(worker: _Watched, now: float, is_serving: bool) -> str:
+        """Return the cause if a worker is stopped or silent for too long, else nothing."""
+        silent_seconds = now - worker.last_heartbeat
+        is_idle = now - worker.busy_at >= SILENT_SECONDS and is_serving
+        is_silent = silent_seconds >= (SILENT_SECONDS if is_idle else BUSY_SILENT_SECONDS)
+        stopped_seconds = now - worker.stopped_since
+        if stopped_seconds >= SILENT_SECONDS or (is_silent and stopped_seconds >= 0):
+            return f"it has been stopped for {stopped_seconds:.0f} seconds (state T)"
+        if is_silent:
+            return f"it has sent no heartbeat for {silent_seconds:.0f} seconds"
+        return ""
+
+    @staticmethod
+    def _stuck_step(worker: _Watched, now: float) -> str:
+        """Return the cause if a worker's step does not end, else nothing."""
+        seconds = now - worker.step_started
+        limit = STEP_FACTOR * worker.longest_step_seconds + STEP_SECONDS
+        if seconds < limit or now - worker.busy_at < STEP_SECONDS:
+            return ""
+        return f"its step {worker.step} has taken {seconds:.0f} seconds without progress"

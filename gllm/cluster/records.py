@@ -1,0 +1,88 @@
+"""Records of an engine's life: its state, its limits, its workers and places."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class RecoveryState(StrEnum):
+    """State of an engine's life."""
+
+    NEW = "new"
+    """Before `start`."""
+    FORMING = "forming"
+    """Some places have no worker, or a worker that has not closed its old instance."""
+    LOADING = "loading"
+    """The workers load the weights of the current generation."""
+    INITIALIZING = "initializing"
+    """The workers allocate their KV caches."""
+    WARMING = "warming"
+    """The first token of the generation is computed."""
+    READY = "ready"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class RecoveryLimits:
+    """Limits of a recovery."""
+
+    max_restarts: int = 3
+    """Restarts of one place without a committed step between; the next death ends the engine."""
+    recovery_timeout: float = 60.0
+    """Seconds after which the parked requests end."""
+    num_standbys: int = 0
+    """Worker processes that wait for a place."""
+    close_seconds: float = 5.0
+    """Seconds in which a survivor has to close its instance; then it is killed."""
+    phase_seconds: float = 900.0
+    """Seconds in which each worker has to load, initialize or warm up; progress of loading extends
+    them. Then it is killed."""
+
+
+class Activity(StrEnum):
+    """Activity of a worker, by the actions and reports so far."""
+
+    IDLE = "idle"
+    """It has no instance: it is new, or has closed its instance."""
+    ASSIGNED = "assigned"
+    """It has an instance of the current generation."""
+    CLOSING = "closing"
+    EXITING = "exiting"
+    """It was killed; its exit follows."""
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """A process that has not exited."""
+
+    sender: int
+    stage: int | None
+    """None for a standby worker."""
+    activity: Activity = Activity.IDLE
+    has_finished_phase: bool = False
+    """True if it has answered to the current phase."""
+    deadline: float = math.inf
+    """Time at which it is killed, unless it closes or finishes the current phase."""
+    keeps_weights: bool = True
+    """True if its instance can be closed without its weights."""
+
+
+@dataclass(slots=True)
+class PlaceRecord:
+    """A stage, and the history of its workers."""
+
+    sender: int | None = None
+    """Process that holds the place, until it is reaped."""
+    num_deaths: int = 0
+    """Deaths since the last committed step."""
+    respawn_at: float = 0.0
+    """Earliest time of the next worker."""
+
+
+@dataclass(slots=True)
+class StandbyRecord:
+    """History of the standby workers."""
+
+    num_deaths: int = 0
+    """Deaths since a standby worker was used."""
+    respawn_at: float = 0.0

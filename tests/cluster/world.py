@@ -1,0 +1,257 @@
+"""A world of worker processes that executes the actions of Recovery and checks each of them."""
+
+from random import Random
+
+from gllm.cluster.actions import (
+    Action,
+    AssignGeneration,
+    AttachClient,
+    CloseInstances,
+    DetachClient,
+    GiveUp,
+    InitializeCaches,
+    KillWorker,
+    RejectParked,
+    SpawnWorker,
+    WarmUp,
+)
+from gllm.cluster.records import RecoveryLimits, RecoveryState
+from gllm.cluster.recovery import Recovery
+
+
+class World:
+    """Processes, their instances and the client; every event that it reports could have happened.
+
+    The world counts deaths on its own, so that a wrong count of the recovery shows.
+    """
+
+    def __init__(self, num_stages: int, limits: RecoveryLimits, seed: int = 0) -> None:
+        self.limits = limits
+        self.layers = [(2 * stage, 2 * stage + 2) for stage in range(num_stages)]
+        self.recovery = Recovery(self.layers, limits, Random(seed))
+        self.now = 100.0
+        self.alive: set[int] = set()
+        """Processes that have not been reaped."""
+        self.killed: set[int] = set()
+        self.stage: dict[int, int | None] = {}
+        """Place of each process that was ever spawned; None while it is a standby worker."""
+        self.instances: dict[int, int] = {}
+        """Generation of the open instance, by sender."""
+        self.closing: set[int] = set()
+        self.pending: dict[str, set[int]] = {"loaded": set(), "ready": set(), "warm": set()}
+        """Workers whose answer to the current phase is outstanding."""
+        self.generation = 0
+        self.is_attached = False
+        self.has_been_ready = False
+        self.has_rejected = False
+        self.given_up = ""
+        self.num_deaths = [0] * num_stages
+        self.log: list[tuple[float, Action]] = []
+        self.spawn_times: list[tuple[float, int | None]] = []
+
+    def start(self) -> None:
+        self.run(self.recovery.start(self.now))
+
+    def run(self, actions: list[Action]) -> None:
+        """Execute actions, with all checks."""
+        for action in actions:
+            assert not self.given_up, "nothing follows the end"
+            self.log.append((self.now, action))
+            self._execute(action)
+        if self.recovery.state is not RecoveryState.DEAD:
+            placed = [stage for sender, stage in self.stage.items() if sender in self.alive]
+            assert len(placed) - placed.count(None) <= len(self.layers)
+            self.check_waiting()
+        assert (self.recovery.state is RecoveryState.READY) == self.is_attached or self.given_up
+
+    def check_waiting(self) -> None:
+        """Check that something will happen: a deadline, or the exit of a killed process."""
+        if self.recovery.state is not RecoveryState.READY:
+            is_awaited = bool(self.killed & self.alive)
+            assert is_awaited or self.recovery.next_deadline < float("inf")
+
+    def _execute(self, action: Action) -> None:
+        match action:
+            case SpawnWorker(sender, stage):
+                assert sender not in {0, *self.stage}
+                held = [s for s in self.alive if self.stage[s] == stage and stage is not None]
+                assert not held, "the old process has not been reaped"
+                self.alive.add(sender)
+                self.stage[sender] = stage
+                self.spawn_times.append((self.now, stage))
+                standbys = [s for s in self.alive if self.stage[s] is None]
+                assert len(standbys) <= self.limits.num_standbys
+            case KillWorker(sender):
+                assert sender in self.alive - self.killed
+                self.killed.add(sender)
+            case CloseInstances(generation, senders):
+                assert generation == self.generation
+                assert not self.is_attached
+                for sender in senders:
+                    assert sender in self.alive - self.killed
+                    assert self.instances[sender] == generation
+                self.closing |= set(senders)
+            case AssignGeneration():
+                self._assign(action)
+            case InitializeCaches(generation):
+                self._begin("ready", "loaded", generation)
+            case WarmUp(generation):
+                self._begin("warm", "ready", generation)
+            case AttachClient(generation):
+                assert not self.is_attached
+                assert generation == self.generation
+                assert not any(self.pending.values())
+                self.is_attached = self.has_been_ready = True
+                self.has_rejected = False
+            case DetachClient():
+                assert self.is_attached
+                self.is_attached = False
+            case RejectParked():
+                assert not self.is_attached
+                assert self.has_been_ready
+                assert not self.has_rejected
+                self.has_rejected = True
+            case GiveUp(cause):
+                self.given_up = cause
+
+    def _assign(self, action: AssignGeneration) -> None:
+        placement = action.placement
+        assert placement.generation > self.generation
+        assert self.recovery.placement == placement
+        assert placement.layers == self.layers
+        assert set(placement.senders) <= self.alive - self.killed, "no place on a dead worker"
+        open_instances = self.instances.keys() & self.alive
+        assert not open_instances, "two placements are at work"
+        self.generation = placement.generation
+        for worker in placement.workers:
+            assert self.stage[worker.sender] in (None, worker.stage)
+            self.stage[worker.sender] = worker.stage
+            self.instances[worker.sender] = self.generation
+        self.pending["loaded"] = set(placement.senders)
+
+    def _begin(self, phase: str, before: str, generation: int) -> None:
+        assert generation == self.generation
+        assert not self.pending[before]
+        assert self.recovery.placement is not None
+        self.pending[phase] = set(self.recovery.placement.senders)
+
+    # Events.
+
+    def exit(self, sender: int, is_poison: bool = False) -> None:
+        """Let a process exit, killed or of its own."""
+        self._count(sender, is_poison)
+        self.alive.discard(sender)
+        self._forget(sender)
+        self.run(self.recovery.on_exit(sender, f"{sender} died", self.now, is_poison))
+        self._check_count()
+
+    def lose(self, sender: int, is_report: bool, is_poison: bool = False) -> None:
+        """Let a worker fail or freeze."""
+        is_placed = self.recovery.stage_of(sender) is not None and sender not in self.killed
+        ends = is_report and not self.has_been_ready and is_placed
+        if not ends:
+            self._count(sender, is_poison)
+        event = self.recovery.on_failed if is_report else self.recovery.on_lost
+        if is_placed:
+            for waiting in self.pending.values():
+                waiting.clear()
+        self.run(event(sender, f"{sender} fails", self.now, is_poison))
+        if ends:
+            assert self.given_up, "a reported failure of the first start is final"
+        else:
+            self._check_count()
+
+    def _count(self, sender: int, is_poison: bool) -> None:
+        stage = self.recovery.stage_of(sender)
+        if stage is None or sender not in self.alive - self.killed or self.given_up:
+            return
+        self.num_deaths[stage] += not is_poison
+
+    def _check_count(self) -> None:
+        is_over = max(self.num_deaths) > self.limits.max_restarts
+        assert is_over == bool(self.given_up)
+
+    def _forget(self, sender: int) -> None:
+        self.killed.discard(sender)
+        self.instances.pop(sender, None)
+        self.closing.discard(sender)
+        if self.stage.get(sender) is not None:
+            for waiting in self.pending.values():
+                waiting.clear()
+
+    def close(self, sender: int) -> None:
+        """Let a survivor report that it has closed its instance."""
+        self.closing.discard(sender)
+        if sender in self.alive - self.killed:
+            self.instances.pop(sender, None)
+        self.run(self.recovery.on_closed(sender, self.now))
+
+    def answer(self, phase: str, sender: int, keeps_weights: bool = True) -> None:
+        """Let a worker answer to a phase."""
+        self.pending[phase].discard(sender)
+        if phase == "loaded":
+            self.run(self.recovery.on_loaded(sender, self.now, keeps_weights))
+        elif phase == "ready":
+            self.run(self.recovery.on_ready(sender, self.now))
+        else:
+            self.pending["warm"].clear()
+            self.run(self.recovery.on_warm(self.now))
+
+    def commit(self) -> None:
+        """Let a step commit."""
+        if self.is_attached:
+            self.num_deaths = [0] * len(self.layers)
+        self.recovery.on_step_committed()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass; the timer fires at each deadline on the way."""
+        end = self.now + seconds
+        for _ in range(1000):
+            deadline = self.recovery.next_deadline
+            if deadline > end:
+                break
+            self.now = max(self.now, deadline)
+            before = {s for s in self.alive - self.killed if s in self.instances}
+            late = before - self.closing
+            self.run_timer(late)
+        else:
+            raise AssertionError("the timer makes no progress")
+        self.now = end
+
+    def run_timer(self, assigned: set[int]) -> None:
+        """Fire the timer; workers with an instance that it kills count as deaths."""
+        actions = self.recovery.on_timer(self.now)
+        for action in actions:
+            stage = self.stage[action.sender] if isinstance(action, KillWorker) else None
+            if isinstance(action, KillWorker) and action.sender in assigned:
+                assert stage is not None
+                # Killed because the next generation needs its memory: no death of its own.
+                if "memory" not in action.cause:
+                    self.num_deaths[stage] += 1
+                for waiting in self.pending.values():
+                    waiting.clear()
+        self.run(actions)
+        self._check_count()
+
+    def settle(self) -> None:
+        """Answer to everything that is outstanding until the engine is ready or has given up."""
+        for _ in range(200):
+            if self.is_attached or self.given_up:
+                return
+            if not self._act_fairly():
+                self.wait(max(0.0, self.recovery.next_deadline - self.now))
+        raise AssertionError("no progress")
+
+    def _act_fairly(self) -> bool:
+        """Report one outstanding event; return False if there is none."""
+        if gone := self.killed & self.alive:
+            self.exit(min(gone))
+            return True
+        if self.closing:
+            self.close(min(self.closing))
+            return True
+        for phase, waiting in self.pending.items():
+            if waiting:
+                self.answer(phase, min(waiting))
+                return True
+        return False
