@@ -89,6 +89,9 @@ class HostQueues:
     def pin_memory(self, memory: Tensor) -> None:
         """Do nothing: host memory needs no pinning."""
 
+    def unpin_memory(self, memory: Tensor) -> None:
+        """Do nothing: host memory needs no pinning."""
+
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate zeroed memory."""
         return torch.zeros(*shape, dtype=dtype)

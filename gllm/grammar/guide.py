@@ -143,6 +143,10 @@ class GrammarGuide:
             self._error = self._error or error
             self._changed.notify_all()
 
+    def cancel(self) -> None:
+        """Do not compute the mask that is queued; nobody waits for it or uses the guide again."""
+        self._mask.cancel()
+
     def settled_token(self, index: int) -> int:
         """Return output token `index`, which must be settled."""
         return self._tokens[index]

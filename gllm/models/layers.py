@@ -51,7 +51,7 @@ class DecoderLayers:
         Args:
             hidden: residual stream [tokens, hidden] before the layers; may be overwritten.
             context: inputs of the step.
-            kv: KV cache of each layer, the same at every call.
+            kv: KV cache of each layer, the same at every call until `release_workspace`.
         """
         tokens = len(hidden)
         is_native = all(plan.backend == "native" for plan in context.attention_plans.values())
@@ -65,6 +65,12 @@ class DecoderLayers:
         stream = self._stream[:tokens].copy_(hidden)
         self._program.run(tokens, context.attention_plans, context.angles)
         return _add(stream, None if self._delta is None else self._delta[:tokens])
+
+    def release_workspace(self) -> None:
+        """Free the program, which is bound to one KV cache, and the memory of its results."""
+        self._program = self._delta = None
+        self._stream = torch.empty(0)
+        self._can_record = True
 
     def _run(
         self, hidden: Tensor, context: ForwardContext, kv: Sequence[LayerCache]

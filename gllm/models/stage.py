@@ -155,6 +155,10 @@ class ModelStage:
         context = ForwardContext(inputs.attention, self._angles(inputs.positions))
         return self.layers(hidden, context, kv)
 
+    def release_workspace(self) -> None:
+        """Free the memory of steps; the next step may have another KV cache."""
+        self.layers.release_workspace()
+
     def apply_final_norm(self, hidden: Tensor) -> Tensor:
         """Return the input of the LM head, [rows, hidden] float32; only on the last stage."""
         assert self.head is not None, "only the last stage has the final norm"

@@ -5,7 +5,7 @@ It loads weights, follows block tables, registers sequences and builds micro-bat
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from gllm.runtime.device import (
     choose_compute_dtype,
     get_capability,
 )
-from gllm.runtime.executor import DeviceTime
+from gllm.runtime.executor import DeviceTime, Executor
 from gllm.runtime.grammars import GuideFactory
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from gllm.runtime.logprobs import PromptChunk, create_prompt_chunks
@@ -45,6 +45,7 @@ class BaseExecutor(ABC):
     """Model part and KV cache of one stage; subclasses compute and sample."""
 
     is_asynchronous = False
+    keeps_weights = True
 
     def __init__(
         self,
@@ -78,6 +79,8 @@ class BaseExecutor(ABC):
         self.block_bytes = block_bytes(self._layer_specs, block_size, self.cache_dtype)
         self.backend = self._choose_attention_backend(engine_config, gpu_capability)
         self.weight_bytes = 0
+        self._folder: Path | None = None
+        """Folder of the loaded weights."""
         self._mirror = BlockTableReplica()
         self._tables = BlockTables()
         self._states: dict[int, SamplingState] = {}
@@ -117,8 +120,19 @@ class BaseExecutor(ABC):
         )
         return choice.name
 
-    def load(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
+    def load(
+        self,
+        folder: Path,
+        on_progress: Callable[[int, int], None],
+        previous: Executor | None = None,
+    ) -> None:
         """See Executor."""
+        if isinstance(previous, BaseExecutor):
+            if previous._weights_key == (*self._weights_key[:-1], folder):
+                self._take_over(previous)
+                on_progress(self.weight_bytes, self.weight_bytes)
+                return
+            previous.release_weights()
         with Checkpoint(folder, self.dtype, self.model, self.layers, self.device) as checkpoint:
             checkpoint.report_to(on_progress)
             weights = Weights(checkpoint, quantization=self._quantization)
@@ -130,6 +144,49 @@ class BaseExecutor(ABC):
         self.weight_bytes = checkpoint.weight_bytes
         if self.is_last:
             self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
+        self._folder = folder
+
+    @property
+    def _weights_key(self) -> tuple[Hashable, ...]:
+        """Everything that the weights in memory depend on, the folder last."""
+        return (
+            type(self),
+            self.device,
+            self.layers,
+            self.is_last,
+            self.dtype,
+            self._quantization,
+            self._max_model_len,
+            self._folder,
+        )
+
+    def _take_over(self, previous: "BaseExecutor") -> None:
+        """Take the weights and the compiled grammars of a closed executor."""
+        self._stage, self._grammars = previous._stage, previous._grammars
+        self.weight_bytes, self._folder = previous.weight_bytes, previous._folder
+        del previous._stage
+        previous._folder = previous._grammars = None
+
+    def release_weights(self) -> None:
+        """Free the weights and end the threads of grammars."""
+        if self._folder is not None:
+            del self._stage
+            self._folder = None
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
+
+    def close(self) -> None:
+        """See Executor."""
+        for state in self._states.values():
+            if state.guide is not None:
+                state.guide.cancel()
+        self._states = {}
+        self._mirror, self._tables = BlockTableReplica(), BlockTables()
+        if self._folder is not None:
+            self._stage.release_workspace()
+        if hasattr(self, "_cache"):
+            del self._cache
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """See Executor."""
@@ -244,6 +301,10 @@ class BaseExecutor(ABC):
         """See Executor."""
         states = [self._states.get(row.seq) for row in plan.rows]
         fail_guides([state for state in states if state is not None], error)
+
+    def fail_sequences(self, error: str) -> None:
+        """See Executor."""
+        fail_guides(self._states.values(), error)
 
     def bind_thread(self) -> None:
         """See Executor."""

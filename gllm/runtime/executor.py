@@ -37,6 +37,8 @@ class Executor(Protocol):
 
     is_asynchronous: bool
     """True if `compute` only queues work on a device; `wait` then waits for it."""
+    keeps_weights: bool
+    """True if `load` can take over the weights of a closed executor in the same process."""
     is_first: bool
     """True on the first stage."""
     is_last: bool
@@ -51,12 +53,19 @@ class Executor(Protocol):
     block_bytes: int
     """Bytes of one KV block over the stage's layers."""
 
-    def load(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
+    def load(
+        self,
+        folder: Path,
+        on_progress: Callable[[int, int], None],
+        previous: "Executor | None" = None,
+    ) -> None:
         """Load the stage's weights.
 
         Args:
             folder: of the model.
             on_progress: called with the bytes read and the bytes in total.
+            previous: closed executor of this process, whose weights are taken over if they are
+                those of this stage, else freed.
 
         Raises:
             ModelError: the folder does not have the weights.
@@ -112,6 +121,15 @@ class Executor(Protocol):
 
     def fail_plan(self, plan: StepPlan, error: str) -> None:
         """Fail the grammars of a plan that could not be prepared."""
+
+    def fail_sequences(self, error: str) -> None:
+        """Fail the grammars of all sequences, so that no thread waits for one of them."""
+
+    def close(self) -> None:
+        """Free everything but the weights; no other method but `load` of a successor follows.
+
+        The threads that computed and sampled have ended.
+        """
 
     def bind_thread(self) -> None:
         """Select the executor's device on the calling thread, before it uses the executor."""

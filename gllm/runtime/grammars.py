@@ -67,6 +67,12 @@ class GuideFactory:
             output,
         )
 
+    def close(self) -> None:
+        """End the threads after the mask that each one computes; other masks are cancelled."""
+        for pool in (self._compiler, self._mask_threads):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+
     def _copy_matcher(self, grammar: str) -> "LLMatcher":
         """Return a matcher at its start.
 

@@ -25,9 +25,12 @@ from gllm.messages.steps import GrammarReady, RegisterSequences, StepDone
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import Executor
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
-from gllm.transport.base import Receiver, Sender, StepFailedError
+from gllm.transport.base import EdgeClosedError, Receiver, Sender, StepFailedError
 
 log = logging.getLogger(__name__)
+
+CLOSED = "the stage was closed"
+"""Error of sequences whose threads wait for something when the stage is closed."""
 
 
 class ComputedStep(NamedTuple):
@@ -72,15 +75,21 @@ class StageRunner:
         self._on_result = on_result
         self._on_error = on_error
         self._loop = asyncio.get_running_loop()
-        self._prepared: queue.SimpleQueue[tuple[StepPlan, Batch | str]] = queue.SimpleQueue()
-        """Plans with their batches, or with the error of those that could not be prepared."""
-        self._computed: queue.SimpleQueue[ComputedStep | StepResult] = queue.SimpleQueue()
-        """Input of the sampling thread."""
+        self._is_closed = False
+        self._prepared: queue.SimpleQueue[tuple[StepPlan, Batch | str] | None]
+        self._prepared = queue.SimpleQueue()
+        """Plans with their batches, or with the error of those that could not be prepared; None
+        after `close`."""
+        self._computed: queue.SimpleQueue[ComputedStep | StepResult | None] = queue.SimpleQueue()
+        """Input of the sampling thread; None after `close`."""
         is_last_of_several = sender is None and receiver is not None
         self._has_sampling_thread = executor.is_asynchronous or is_last_of_several
-        for run in [self._compute_steps] + [self._sample_steps] * self._has_sampling_thread:
-            name = run.__name__
-            threading.Thread(target=self._run_thread, args=(run,), name=name, daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._run_thread, args=(run,), name=run.__name__, daemon=True)
+            for run in [self._compute_steps] + [self._sample_steps] * self._has_sampling_thread
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def register(self, message: RegisterSequences) -> None:
         """Register sequences that later plans name.
@@ -91,12 +100,37 @@ class StageRunner:
         if grammar is not None:
             grammar.add_done_callback(lambda done: self._on_grammar(message, done))
 
+    def close(self) -> None:
+        """End the threads and drop the steps that are queued; blocks until the current step ends.
+
+        No other method may be called at the same time or later. Nothing is reported from now on.
+        The receiver is cancelled, but not closed.
+        """
+        self._is_closed = True
+        # Each of these wakes one of the threads, whatever it waits for.
+        self._prepared.put(None)
+        self._computed.put(None)
+        if self._receiver is not None:
+            self._receiver.cancel()
+        self._executor.fail_sequences(CLOSED)
+        for thread in self._threads:
+            thread.join()
+
+    def _report(self, result: StepDone | GrammarReady) -> None:
+        """Pass a message for the driver to the event loop; called on any thread."""
+        self._loop.call_soon_threadsafe(self._deliver, result)
+
+    def _deliver(self, result: StepDone | GrammarReady) -> None:
+        if not self._is_closed:
+            self._on_result(result)
+
     def _on_grammar(self, message: RegisterSequences, done: "Future[bytes]") -> None:
         """Report a compiled grammar, or the error; called on the compiling thread."""
+        if self._is_closed or done.cancelled():
+            return
         error = done.exception()
         reason = "" if error is None else str(error) or format_error(error)
-        report = GrammarReady(message.seq, reason, message.n)
-        self._loop.call_soon_threadsafe(self._on_result, report)
+        self._report(GrammarReady(message.seq, reason, message.n))
 
     @property
     def is_busy(self) -> bool:
@@ -134,23 +168,28 @@ class StageRunner:
             self._executor.bind_thread()
             run()
         except BaseException as error:
-            self._loop.call_soon_threadsafe(self._on_error, error)
+            # Whatever fails because the stage is being closed concerns nobody.
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._on_error, error)
 
     def _compute_steps(self) -> None:
-        while True:
-            plan, batch = self._prepared.get()
+        while (prepared := self._prepared.get()) is not None and not self._is_closed:
+            plan, batch = prepared
             try:
                 self._compute(plan, batch)
             except StepFailedError as error:
                 if not isinstance(batch, str):
                     self._executor.fail_batch(batch, str(error))
                 self._fail(plan, str(error))
+            except EdgeClosedError:
+                return
 
     def _compute(self, plan: StepPlan, batch: Batch | str) -> None:
         """Compute one step.
 
         Raises:
             StepFailedError: the step has no output, due to an error here or on an earlier stage.
+            EdgeClosedError: the stage is being closed.
         """
         hidden = None
         if self._receiver is not None:
@@ -198,8 +237,8 @@ class StageRunner:
             self._finish(item)
 
     def _sample_steps(self) -> None:
-        while True:
-            self._finish(self._computed.get())
+        while (item := self._computed.get()) is not None and not self._is_closed:
+            self._finish(item)
 
     def _finish(self, item: ComputedStep | StepResult) -> None:
         """Wait for the device and sample, where that is left to do, and report the result."""
@@ -217,7 +256,7 @@ class StageRunner:
                 log.exception("step %d could not be sampled", step)
                 self._executor.fail_batch(batch, format_error(error))
                 item = StepResult(step, [], format_error(error))
-        self._loop.call_soon_threadsafe(self._on_result, StepDone(item, details))
+        self._report(StepDone(item, details))
 
     def _wait_for_device(self, item: ComputedStep) -> None:
         """Wait until the device has computed a step.

@@ -21,6 +21,10 @@ class TransportError(Exception):
     """The activations received are not those announced; the pipeline cannot continue."""
 
 
+class EdgeClosedError(Exception):
+    """This process has cancelled the edge, because its generation is over."""
+
+
 OnTransportError = Callable[[BaseException], None]
 """Reports, from any thread, why an edge is broken."""
 
@@ -53,6 +57,9 @@ class Sender(Protocol):
     def fail(self, step: int, error: str) -> None:
         """Send an error in place of the activations of a step."""
 
+    def close(self) -> None:
+        """Free this end, its threads included; no other method runs at the same time or later."""
+
 
 class Receiver(Protocol):
     """Receiving end of an edge, on the later stage. Called on the compute thread."""
@@ -66,10 +73,20 @@ class Receiver(Protocol):
         Raises:
             StepFailedError: an earlier stage sent an error.
             TransportError: the edge is broken.
+            EdgeClosedError: `cancel` was called, before or meanwhile.
         """
 
     def check(self) -> None:
         """Raise TransportError if received activations may be invalid.
 
         Called after a device has computed with them.
+        """
+
+    def cancel(self) -> None:
+        """End a waiting `receive` and all later ones with EdgeClosedError; called on any thread."""
+
+    def close(self) -> None:
+        """Free this end, its threads included; no other method runs at the same time or later.
+
+        Tensors that `receive` returned keep their memory until they are freed.
         """

@@ -67,7 +67,10 @@ class DeviceRuntime(Protocol):
         """Allocate uninitialized pinned memory of the host."""
 
     def pin_memory(self, memory: Tensor) -> None:
-        """Pin memory of the host until the process ends. Raises RuntimeError if that fails."""
+        """Pin memory of the host until `unpin_memory`. Raises RuntimeError if that fails."""
+
+    def unpin_memory(self, memory: Tensor) -> None:
+        """Undo `pin_memory`, before the memory is freed; the device no longer uses it."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return zeros in device memory, written when this returns."""
@@ -180,6 +183,10 @@ class CudaRuntime:
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code) != 0:
             raise RuntimeError(f"{memory.nbytes} bytes cannot be pinned (CUDA error {int(code)})")
+
+    def unpin_memory(self, memory: Tensor) -> None:
+        """See DeviceRuntime."""
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See DeviceRuntime."""

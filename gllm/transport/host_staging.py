@@ -24,6 +24,7 @@ class _PinnedSlotRing:
         self.ring = SlotRing(descriptors, shape, dtype)
         self._memory = torch.frombuffer(self.ring.memory, dtype=torch.uint8)
         device.pin_memory(self._memory)
+        self._device = device
 
     def tensor(self, step: int, tokens: int) -> Tensor:
         """Return the payload of a step's slot as [tokens, hidden_size]."""
@@ -31,6 +32,13 @@ class _PinnedSlotRing:
         count = tokens * shape.hidden_size * shape.itemsize
         flat = self._memory[begin : begin + count].view(self.ring.dtype)
         return flat.view(tokens, shape.hidden_size)
+
+    def close(self) -> None:
+        """Free the memory once the device has finished with it."""
+        self._device.synchronize()
+        self._device.unpin_memory(self._memory)
+        del self._memory
+        self.ring.close()
 
 
 class HostStagingSender:
@@ -61,10 +69,16 @@ class HostStagingSender:
         self._pinned = _PinnedSlotRing(descriptors, shape, dtype, device)
         self._stream = stream
         self._copied = [device.event() for _ in range(shape.slots)]
-        self._sent: queue.SimpleQueue[tuple[int, int, DeviceEvent | str]] = queue.SimpleQueue()
-        """Step, tokens, and the event of their copy, or the error in their place."""
+        self._sent: queue.SimpleQueue[tuple[int, int, DeviceEvent | str] | None]
+        self._sent = queue.SimpleQueue()
+        """Step, tokens, and the event of their copy, or the error in their place; None ends the
+        thread."""
+        self._thread: threading.Thread | None = None
         if in_background:
-            threading.Thread(target=self._signal_all, name="host-staging", daemon=True).start()
+            self._thread = threading.Thread(
+                target=self._signal_all, name="host-staging", daemon=True
+            )
+            self._thread.start()
 
     def send(self, step: int, hidden: Tensor) -> None:
         """Copy [tokens, hidden_size] to the step's slot; notify the receiver when it is done."""
@@ -79,20 +93,35 @@ class HostStagingSender:
         """Send an error in place of the activations."""
         self._sent.put((step, 0, error))
 
-    def signal_next(self) -> None:
-        """Notify the receiver of the next step, in the order of steps."""
-        step, tokens, copied = self._sent.get()
+    def signal_next(self) -> bool:
+        """Notify the receiver of the next step, in the order of steps.
+
+        Returns:
+            False if there is none because this end is being closed.
+        """
+        sent = self._sent.get()
+        if sent is None:
+            return False
+        step, tokens, copied = sent
         if isinstance(copied, str):
             self._pinned.ring.signal(step, 0, copied)
         else:
             copied.synchronize()
             self._pinned.ring.signal(step, tokens)
+        return True
+
+    def close(self) -> None:
+        """See Sender."""
+        self._sent.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        self._pinned.close()
 
     def _signal_all(self) -> None:
         try:
             self._device.bind_thread()
-            while True:
-                self.signal_next()
+            while self.signal_next():
+                pass
         except Exception as error:
             # The receiver would wait for ever.
             self._on_error(error)
@@ -129,3 +158,11 @@ class HostStagingReceiver:
 
     def check(self) -> None:
         """Do nothing: the slot is complete before it is received."""
+
+    def cancel(self) -> None:
+        """See Receiver."""
+        self._pinned.ring.cancel()
+
+    def close(self) -> None:
+        """See Receiver."""
+        self._pinned.close()

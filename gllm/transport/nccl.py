@@ -159,6 +159,8 @@ class TransferMonitor:
         self._group, self._timeout = group, timeout
         self._on_error, self._bind_thread = on_error, bind_thread
         self._in_flight: deque[_Transfer] = deque()
+        self._thread: threading.Thread | None = None
+        self._has_stopped = threading.Event()
 
     def add(self, step: int, handle: TransferHandle, ended: DeviceEvent, now: float) -> None:
         """Monitor a transfer that began at `now` seconds and is followed by the event `ended`."""
@@ -186,7 +188,16 @@ class TransferMonitor:
 
     def start(self) -> None:
         """Check the transfers periodically on a thread."""
-        threading.Thread(target=self._check_periodically, name="nccl-watch", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._check_periodically, name="nccl-watch", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._has_stopped.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def abort(self, cause: str) -> None:
         """Abort all transfers and report the cause."""
@@ -201,7 +212,8 @@ class TransferMonitor:
         try:
             self._bind_thread()
             while not self.abort_reason:
-                time.sleep(CHECK_INTERVAL_SECONDS)
+                if self._has_stopped.wait(CHECK_INTERVAL_SECONDS):
+                    return
                 self.check_transfers(time.monotonic())
         except Exception as error:
             log.exception("transfers are no longer monitored")
@@ -266,6 +278,13 @@ class _NcclEndpoint:
         self.transfers.record(ended)
         self.monitor.add(step, handle, ended, time.monotonic())
 
+    def close(self) -> None:
+        """End the monitor and all transfers, and unmap the ring."""
+        self.monitor.stop()
+        if not self.monitor.abort_reason:
+            self.group.abort()
+        self.ring.close()
+
     def slot(self, step: int, tokens: int) -> tuple[Tensor, DeviceEvent, DeviceEvent]:
         """Return a step's buffer [tokens, hidden_size] and its events: ready, and done."""
         index = step % len(self._ready)
@@ -313,6 +332,10 @@ class NcclSender:
         """Announce an error in place of the activations."""
         self._end.ring.signal(step, 0, error)
 
+    def close(self) -> None:
+        """See Sender."""
+        self._end.close()
+
 
 class NcclReceiver:
     """Receiving end of an NCCL edge."""
@@ -358,3 +381,11 @@ class NcclReceiver:
     def check(self) -> None:
         """Raise TransportError if transfers have been aborted."""
         self._end.monitor.check()
+
+    def cancel(self) -> None:
+        """See Receiver."""
+        self._end.ring.cancel()
+
+    def close(self) -> None:
+        """See Receiver."""
+        self._end.close()

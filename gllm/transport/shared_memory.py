@@ -15,7 +15,7 @@ import struct
 import torch
 from torch import Tensor
 
-from gllm.transport.base import EdgeLayout, StepFailedError, TransportError
+from gllm.transport.base import EdgeClosedError, EdgeLayout, StepFailedError, TransportError
 
 _HEADER = struct.Struct("<QIIII")
 """Step, tokens, hidden size, element size, and the length of an error text instead of a tensor."""
@@ -35,6 +35,7 @@ class SlotRing:
         self._stride = -(-(_ALIGN + payload) // _ALIGN) * _ALIGN
         os.ftruncate(memory, self._stride * shape.slots)
         self.memory = mmap.mmap(memory, self._stride * shape.slots)
+        self._is_cancelled = False
 
     def offset(self, step: int) -> int:
         """Return the offset of the header of a step's slot, in bytes."""
@@ -66,8 +67,13 @@ class SlotRing:
         Raises:
             StepFailedError: the sender announced an error.
             TransportError: the sender announced other activations than those of this step.
+            EdgeClosedError: `cancel` was called.
         """
         os.eventfd_read(self.event)
+        if self._is_cancelled:
+            # For the next call, which has to end too.
+            os.eventfd_write(self.event, 1)
+            raise EdgeClosedError("the edge is closed")
         shape, begin = self.shape, self.offset(step)
         *header, error = _HEADER.unpack_from(self.memory, begin)
         if error and header[0] == step:
@@ -79,6 +85,16 @@ class SlotRing:
             raise TransportError(
                 f"received activations have ({names}) {header}, expected {expected}"
             )
+
+    def cancel(self) -> None:
+        """End `wait` with EdgeClosedError, now and later."""
+        self._is_cancelled = True
+        os.eventfd_write(self.event, 1)
+
+    def close(self) -> None:
+        """Unmap the memory once the last tensor in it is freed."""
+        # Tensors keep the object alive, but do not prevent its `close`.
+        del self.memory
 
 
 class SharedMemorySender:
@@ -98,6 +114,10 @@ class SharedMemorySender:
         """Send an error in place of the activations."""
         self._ring.signal(step, 0, error)
 
+    def close(self) -> None:
+        """See Sender."""
+        self._ring.close()
+
 
 class SharedMemoryReceiver:
     """Receiving end of a shared-memory edge."""
@@ -116,3 +136,11 @@ class SharedMemoryReceiver:
 
     def check(self) -> None:
         """Do nothing: the slot is complete before it is received."""
+
+    def cancel(self) -> None:
+        """See Receiver."""
+        self._ring.cancel()
+
+    def close(self) -> None:
+        """See Receiver."""
+        self._ring.close()

@@ -200,6 +200,9 @@ class FakeQueues:
     def pin_memory(self, memory: Tensor) -> None:
         self._made(memory, "pinned")
 
+    def unpin_memory(self, memory: Tensor) -> None:
+        """Nothing: what is freed stays known."""
+
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with torch.utils._python_dispatch._disable_current_modes():
             return self._made(torch.zeros(tuple(shape), dtype=dtype), "device")

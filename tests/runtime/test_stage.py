@@ -126,6 +126,9 @@ class FakeReceiver:
             raise StepFailedError("an earlier stage failed")
         return torch.zeros(tokens, 3)
 
+    def cancel(self) -> None:
+        """Nothing waits."""
+
 
 async def test_a_step_that_failed_on_an_earlier_stage_is_given_up_here_too() -> None:
     executor = FakeExecutor()

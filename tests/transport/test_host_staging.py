@@ -2,13 +2,14 @@
 
 import queue
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from gllm.transport.base import EdgeLayout, StepFailedError, TransportError
+from gllm.transport.base import EdgeClosedError, EdgeLayout, StepFailedError, TransportError
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.host_staging import HostStagingReceiver, HostStagingSender
 from tests.runtime.fake_streams import FakeQueues
@@ -100,3 +101,17 @@ def test_a_failed_step_and_a_wrong_one(edge: Edge) -> None:
         sender.fail(1, "")
         with pytest.raises(TransportError, match="tokens"):
             receiver.receive(1, 4)
+
+
+def test_closed_ends_leave_no_thread(edge: Edge) -> None:
+    before = threading.active_count()
+    with FakeQueues() as queues:
+        ends = edge.descriptors, SHAPE, torch.float32, queues, queues.stream()
+        sender, receiver = HostStagingSender(*ends), HostStagingReceiver(*ends)
+        sender.fail(0, "out of luck")
+        receiver.cancel()
+        with pytest.raises(EdgeClosedError):
+            receiver.receive(0, 4)
+        sender.close()
+        receiver.close()
+    assert threading.active_count() == before

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from gllm.transport import nccl
-from gllm.transport.base import EdgeLayout, StepFailedError, TransportError
+from gllm.transport.base import EdgeClosedError, EdgeLayout, StepFailedError, TransportError
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.nccl import NcclReceiver, NcclSender, TransferMonitor
 from tests.runtime.fake_streams import FakeEvent, FakeQueues, FakeStream
@@ -375,6 +375,14 @@ def test_threads_that_look_after_an_edge_use_its_device(
     assert queues.bound == {"nccl-watch"}
 
 
+def test_a_stopped_monitor_has_no_thread() -> None:
+    monitor = TransferMonitor(Aborted(), 1.0)  # type: ignore[arg-type]
+    monitor.start()
+    monitor.stop()
+    assert monitor._thread is not None
+    assert not monitor._thread.is_alive()
+
+
 def test_a_broken_edge_takes_nothing_more(edge: Edge) -> None:
     with joined(edge) as (sender, receiver):
         for end in (sender, receiver):
@@ -384,3 +392,13 @@ def test_a_broken_edge_takes_nothing_more(edge: Edge) -> None:
         sender._end.ring.signal(0, 1)
         with pytest.raises(TransportError, match="the link is down"):
             receiver.receive(0, 1)
+
+
+def test_closed_ends_have_no_ring_and_no_transfers(edge: Edge) -> None:
+    with joined(edge) as (sender, receiver):
+        receiver.cancel()
+        with pytest.raises(EdgeClosedError):
+            receiver.receive(0, 1)
+        for end in (sender, receiver):
+            end.close()
+            assert not hasattr(end._end.ring, "memory")

@@ -3,11 +3,12 @@
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from gllm.transport.base import EdgeLayout, StepFailedError, TransportError
+from gllm.transport.base import EdgeClosedError, EdgeLayout, StepFailedError, TransportError
 from gllm.transport.edge import create_edge
 from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
@@ -80,4 +81,53 @@ def test_untouched_slots_take_no_memory() -> None:
     sender = SharedMemorySender(edge.descriptors, shape, torch.float32)
     sender.send(0, torch.ones(1, 8192))
     assert os.fstat(edge.descriptors[0]).st_blocks * 512 < 2**20
+    edge.close()
+
+
+def test_a_cancelled_edge_wakes_its_receiver(ends: Ends) -> None:
+    _, receiver = ends
+    errors: list[BaseException] = []
+
+    def receive() -> None:
+        try:
+            receiver.receive(0, 2)
+        except EdgeClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    receiver.cancel()
+    thread.join(60)
+    assert len(errors) == 1
+    with pytest.raises(EdgeClosedError):
+        receiver.receive(0, 2)
+
+
+def test_what_has_arrived_is_not_received_any_more(ends: Ends) -> None:
+    sender, receiver = ends
+    sender.send(0, torch.ones(2, 5))
+    receiver.cancel()
+    for step in (0, 1):
+        with pytest.raises(EdgeClosedError):
+            receiver.receive(step, 2)
+
+
+def mapped(name: str) -> int:
+    """How often a file is mapped."""
+    return Path("/proc/self/maps").read_text().count(name)
+
+
+def test_closed_ends_map_nothing() -> None:
+    edge = create_edge("test-mapped")
+    sender = SharedMemorySender(edge.descriptors, SHAPE, torch.float32)
+    receiver = SharedMemoryReceiver(edge.descriptors, SHAPE, torch.float32)
+    sender.send(0, torch.ones(2, 5))
+    received = receiver.receive(0, 2)
+    assert mapped("test-mapped") == 2
+    sender.close()
+    receiver.close()
+    assert mapped("test-mapped") == 1
+    assert torch.equal(received, torch.ones(2, 5))
+    del received, receiver
+    assert mapped("test-mapped") == 0
     edge.close()

@@ -37,6 +37,7 @@ class CudaStartUp(BaseExecutor):
     """Executor on a device up to its first step; CudaExecutor computes the steps."""
 
     is_asynchronous = True
+    keeps_weights = False
 
     def __init__(
         self,

@@ -1,0 +1,151 @@
+"""An executor takes over the weights of a closed one, and nothing else."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gllm.config.engine import EngineConfig
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
+from gllm.models.config import read_config
+from gllm.models.split import split_layers
+from gllm.runtime import base_executor
+from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.scheduler.plan import ScheduledRow, StepPlan
+from tests.tiny_models import save
+
+PROMPT = [5, 9, 3, 7]
+
+
+def make(folder: Path, stage: int = 0, stages: int = 1, **options: Any) -> CpuExecutor:
+    config = read_config(folder)
+    given = {"dtype": "float32", "block_size": 4, "max_model_len": 64, **options}
+    engine = EngineConfig.from_options(str(folder), pipeline_parallel_size=stages, **given)
+    return CpuExecutor(config, engine, stage, stages, split_layers(config.model, stages)[stage])
+
+
+def load(executor: CpuExecutor, folder: Path, previous: CpuExecutor | None = None) -> CpuExecutor:
+    executor.load(folder, lambda done, total: None, previous)
+    return executor
+
+
+def sampled(executor: CpuExecutor, num_blocks: int) -> list[int]:
+    """Tokens of one sequence, in a KV cache of this size."""
+    executor.allocate(num_blocks, 4)
+    executor.register(RegisterSequences(1, 4, PROMPT, SequenceSamplingParams(temperature=0.0)))
+    tokens: list[int] = []
+    for step in range(8):
+        count, start = (4, 0) if step == 0 else (1, 3 + step)
+        blocks = [num_blocks - 1 - start // 4] if start % 4 == 0 else []
+        row = ScheduledRow(1, 0, start, count, blocks, tokens[-1:], True)
+        batch = executor.prepare(StepPlan(step, [row], []))
+        results, _ = executor.sample(batch, executor.compute(batch, None))
+        tokens.append(results[0].token_id)
+    return tokens
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save("llama3", tmp_path)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
+def test_generations_of_one_stage_sample_the_same(
+    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load(make(folder, **options), folder)
+    expected = sampled(executor, 16)
+    monkeypatch.setattr(base_executor, "Checkpoint", lambda *_: pytest.fail("weights are read"))
+    # Other sizes, so that a program of an old cache would write where nothing is any more.
+    for num_blocks in (20, 8, 32):
+        cache = weakref.ref(executor._cache)
+        keys = weakref.ref(executor._cache.layers[0][0])
+        executor.close()
+        assert cache() is None
+        assert keys() is None
+        previous, executor = executor, make(folder, **options)
+        load(executor, folder, previous)
+        assert not hasattr(previous, "_stage")
+        assert executor.weight_bytes == previous.weight_bytes > 0
+        assert sampled(executor, num_blocks) == expected
+
+
+def test_a_program_is_recorded_again_for_the_new_cache(folder: Path) -> None:
+    executor = load(make(folder), folder)
+    sampled(executor, 16)
+    layers = executor._stage.layers
+    if not layers.is_program:
+        pytest.skip("this build of kernels records no program")
+    executor.close()
+    successor = load(make(folder), folder, executor)
+    assert successor._stage.layers is layers
+    assert [layers.is_program, sampled(successor, 16) != [], layers.is_program] == [
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        ({}, {"dtype": "bfloat16"}),
+        ({}, {"quantization": "int8"}),
+        ({"stages": 2}, {"stages": 2, "stage": 1}),
+        ({}, {"max_model_len": 32}),
+    ],
+)
+def test_other_weights_are_freed_and_read_again(
+    folder: Path, own: dict[str, Any], others: dict[str, Any]
+) -> None:
+    previous = load(make(folder, **others), folder)
+    weights = weakref.ref(previous._stage)
+    previous.close()
+    executor = load(make(folder, **own), folder, previous)
+    assert weights() is None
+    if executor.is_first and executor.is_last:
+        assert sampled(executor, 16) == sampled(load(make(folder), folder), 16)
+
+
+def test_a_changed_folder_is_read_again(folder: Path, tmp_path: Path) -> None:
+    previous = load(make(folder), folder)
+    previous.close()
+    other = save("llama3", tmp_path / "other", seed=3)
+    executor = load(make(other), other, previous)
+    assert sampled(executor, 16) == sampled(load(make(other), other), 16)
+
+
+def test_progress_is_reported_at_once(folder: Path) -> None:
+    previous = load(make(folder), folder)
+    previous.close()
+    progress: list[tuple[int, int]] = []
+    executor = make(folder)
+    executor.load(folder, lambda done, total: progress.append((done, total)), previous)
+    assert progress == [(executor.weight_bytes, executor.weight_bytes)]
+
+
+def test_sequences_of_the_old_generation_are_unknown(folder: Path) -> None:
+    previous = load(make(folder), folder)
+    sampled(previous, 16)
+    previous.close()
+    executor = load(make(folder), folder, previous)
+    executor.allocate(16, 4)
+    with pytest.raises(KeyError):
+        executor.prepare(StepPlan(0, [ScheduledRow(1, 0, 0, 1, [0], [], True)], []))
+
+
+def test_the_vocabulary_of_grammars_is_kept(folder: Path) -> None:
+    executor = load(make(folder), folder)
+    grammars = executor._grammars
+    executor.close()
+    successor = load(make(folder), folder, executor)
+    assert successor._grammars is grammars is not None
+    assert executor._grammars is None
+    before = torch.get_num_threads()
+    successor.close()
+    successor.release_weights()
+    assert grammars._mask_threads._shutdown
+    assert torch.get_num_threads() == before
