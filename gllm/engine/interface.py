@@ -7,7 +7,7 @@ with a scripted engine.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -18,6 +18,12 @@ from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer, TooManyTokensError
+
+
+ErrorKind = Literal["", "unavailable", "poison"]
+"""Kind of a request's error: `unavailable` if the engine did not recover in time (the request may be
+sent again later), `poison` if workers died while they computed the request (it must not be sent
+again), empty otherwise."""
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
@@ -32,6 +38,8 @@ class OutputDelta(msgspec.Struct, frozen=True):
     """The stop token id or stop string that ended the choice, if one did."""
     error: str = ""
     """Error message; set if `finish_reason` is `error`."""
+    error_kind: ErrorKind = ""
+    """Kind of the error, which decides whether a client should send the request again."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set on a choice's first delta."""
     queue_seconds: float = 0.0
@@ -64,7 +72,7 @@ class EngineStatus:
     """Snapshot of an engine: its state, its load and its counters."""
 
     state: str
-    """loading, ready, draining or dead."""
+    """loading, ready, recovering, draining or dead."""
     cause_of_death: str = ""
     """Reason of the death, if the engine is dead; otherwise empty."""
     is_healthy: bool = False
@@ -85,16 +93,47 @@ class EngineStatus:
     """Bytes of the KV cache over all stages; 0 until the weights are loaded."""
     block_size: int = 0
     """Tokens per KV block."""
+    generation: int = 0
+    """Number of the present generation: the first one is 1, and each recovery starts the next."""
+    recovering_since: float | None = None
+    """Time of the monotonic clock at which the running recovery began; None if none runs."""
+    recovery_cause: str = ""
+    """Cause of the running recovery; empty if none runs."""
+    is_recovery_overdue: bool = False
+    """True once the running recovery has taken longer than `recovery_timeout`: requests are refused
+    until the engine is ready."""
+    recoveries: Mapping[str, int] = field(default_factory=dict)
+    """Number of recoveries that have begun, by cause: killed, failed, frozen or lost."""
+    recovery_seconds: Sequence[float] = ()
+    """Durations of all recoveries that have ended."""
+    num_resumed_requests: int = 0
+    """Requests that were submitted again after a recovery, each time counted."""
+    num_stale_frames: int = 0
+    """Messages of earlier generations that arrived late and were dropped."""
+
+    @property
+    def accepts_requests(self) -> bool:
+        """True if new requests are accepted; during a recovery they wait for its end."""
+        return self.state == "ready" or (
+            self.state == "recovering" and not self.is_recovery_overdue
+        )
 
 
 class EngineUnavailableError(Exception):
-    """The engine accepts no request at present. `reason` is loading, draining, dead or full."""
+    """The engine accepts no request at present.
+
+    `reason` is loading, recovering, draining, dead or full.
+    """
 
     def __init__(self, reason: str, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.retry_after = retry_after
+
+
+class PoisonRequestError(Exception):
+    """Workers died repeatedly while they computed this request, so it is not run again."""
 
 
 class EmbeddingError(Exception):
@@ -122,6 +161,10 @@ class RequestHandle(Protocol):
         available when it is called, so reading it right away is cheapest: waking a task per token
         costs more than the token.
         """
+
+    @property
+    def num_resumptions(self) -> int:
+        """Number of recoveries after which the request was submitted again."""
 
     def pop_deltas(self) -> list[OutputDelta]:
         """Return the deltas since the last call."""
@@ -170,6 +213,7 @@ class EngineInterface(Protocol):
         Raises:
             FieldError: The engine cannot run such a request.
             EngineUnavailableError: The engine accepts no requests at present.
+            PoisonRequestError: Workers died while they computed the same request before.
         """
 
     async def embed(

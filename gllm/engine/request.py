@@ -47,6 +47,11 @@ class RequestState:
         """True if all choices have finished."""
         return not self._detokenizers
 
+    @property
+    def num_resumptions(self) -> int:
+        """Number of recoveries after which the request was submitted again."""
+        return self._stream.num_resumptions
+
     def set_listener(self, listener: Callable[[], None]) -> None:
         """Set the function that is called when output arrives and none was pending."""
         self._stream.set_listener(listener)

@@ -58,6 +58,8 @@ class RequestStream:
         self.request_id = request_id
         self.alive = set(range(seq, seq + n))
         """Sequences that the driver has not ended."""
+        self.num_resumptions = 0
+        """Number of recoveries after which the request was submitted again."""
         self._listener: Callable[[], None] = _no_listener
         self._pending = pending
         self._deltas: dict[int, TokenDelta] = {}
