@@ -7,7 +7,7 @@ with a scripted engine.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -15,15 +15,10 @@ from gllm.config.field_types import FieldError, to_int, to_str
 from gllm.config.limits import MAX_PROMPT_LOGPROBS
 from gllm.config.sampling import SamplingParams
 from gllm.messages.reports import BubbleReport, StageUtilization
+from gllm.messages.requests import ErrorKind
 from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer, TooManyTokensError
-
-
-ErrorKind = Literal["", "unavailable", "poison"]
-"""Kind of a request's error: `unavailable` if the engine did not recover in time (the request may be
-sent again later), `poison` if workers died while they computed the request (it must not be sent
-again), empty otherwise."""
 
 
 class OutputDelta(msgspec.Struct, frozen=True):

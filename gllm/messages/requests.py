@@ -1,13 +1,19 @@
 """Messages between the frontend and the driver about requests."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from gllm.messages.base import TokenId, WireMessage
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.scheduler.plan import SchedulerStats, StepOutput
+
+
+ErrorKind = Literal["", "unavailable", "poison"]
+"""Kind of a request's error: `unavailable` if the engine did not recover in time (the request may be
+sent again later), `poison` if workers died while they computed the request (it must not be sent
+again), empty otherwise."""
 
 
 class SubmitRequest(WireMessage, frozen=True):
