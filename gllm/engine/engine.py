@@ -133,6 +133,9 @@ class Engine:
 
         Raises EngineError if a worker fails.
         """
+        if self.config.step_log is not None:
+            # Drivers append: the log of a run has the events of all its drivers.
+            open(self.config.step_log, "wb").close()
         workers = self._workers or WorkerProcesses(len(self._pipeline.layers))
         try:
             await self._pipeline.start(self._folder, workers, self._logs)

@@ -1,10 +1,12 @@
 """Step log: every call of the scheduler and every stage's step times, as JSON lines.
 
-The driver and the simulator write the same format. Times are seconds of one monotonic clock. An
+The driver and the simulator write the same format. One file holds all generations of an engine: a
+RestartEvent separates them, and step numbers start at 0 after it, because the scheduler is new. Times are seconds of one monotonic clock. An
 event's `event` field on disk is the tag of its class.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,6 +22,10 @@ ASYNC_SCHEDULING, ASYNC_SCHEDULING_ON_DISK = b'"async_scheduling":', b'"lookahea
 """Key of a scheduler option in JSON, and its key in step logs, which never changes."""
 
 
+HEADER_PREFIXES = (b'{"event":"start"', b'{"event":"restart"')
+"""Beginnings of the lines that contain a configuration."""
+
+
 class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     """First line: the model and the configuration."""
 
@@ -33,6 +39,25 @@ class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     """`driver` or `simulator`."""
     warm_ups: int = 0
     """Number of warm-up requests at the beginning."""
+
+
+class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"):
+    """Start of the next generation after a recovery: all that was in flight is void."""
+
+    time: float
+    generation: int
+    """Number of the generation that starts."""
+    cause: str
+    """Cause of the recovery."""
+    num_resumed_requests: int
+    """Unfinished requests that waited for the generation; an AddEvent follows for each that is not
+    aborted meanwhile."""
+    layers: list[int]
+    """Number of layers per stage."""
+    scheduler: SchedulerConfig
+    """Configuration after `resolve`."""
+    warm_ups: int = 0
+    """Number of warm-up requests at the beginning of the generation."""
 
 
 class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
@@ -91,6 +116,7 @@ class StageTimesEvent(msgspec.Struct, frozen=True, tag_field="event", tag="times
 
 StepLogEvent = (
     StartEvent
+    | RestartEvent
     | AddEvent
     | AbortEvent
     | ResetPrefixCacheEvent
@@ -194,17 +220,21 @@ class StepLogError(ValueError):
 class StepLogWriter:
     """Writes events to a file, buffered until `flush`.
 
+    Args:
+        path: The file.
+        appends: Append to the file instead of replacing it.
+
     Raises OSError if the file cannot be written.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._file = open(path, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
+    def __init__(self, path: str | Path, appends: bool = False) -> None:
+        self._file = open(path, "ab" if appends else "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
         self._encoder = msgspec.json.Encoder()
 
     def write(self, event: StepLogEvent) -> None:
         """Append one line."""
         line = self._encoder.encode(event)
-        if isinstance(event, StartEvent):
+        if isinstance(event, StartEvent | RestartEvent):
             line = line.replace(ASYNC_SCHEDULING, ASYNC_SCHEDULING_ON_DISK)
         self._file.write(line)
         self._file.write(b"\n")
@@ -216,6 +246,38 @@ class StepLogWriter:
     def close(self) -> None:
         """Write the buffered lines and close the file."""
         self._file.close()
+
+
+def continue_step_log(
+    path: str | Path, start: StartEvent, restart: RestartEvent
+) -> StepLogWriter:
+    """Open the step log of a run for its next scheduler.
+
+    Appends `start` if the file has no event yet, otherwise `restart`. A truncated last line, as a
+    killed driver leaves it, is removed. Whoever starts the run empties the file.
+
+    Raises OSError if the file cannot be written.
+    """
+    # Pipes and terminals cannot be read: their readers get a start per generation.
+    is_empty = not Path(path).is_file() or not _remove_torn_line(path)
+    log = StepLogWriter(path, appends=True)
+    log.write(start if is_empty else restart)
+    return log
+
+
+def _remove_torn_line(path: str | Path) -> int:
+    """Truncate a file behind its last line break; return the number of bytes that are left."""
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        num_bytes = 0
+        while end and not num_bytes:
+            begin = max(0, end - BUFFER_BYTES)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            num_bytes = begin + newline + 1 if newline >= 0 else 0
+            end = begin
+        file.truncate(num_bytes)
+    return num_bytes
 
 
 def read_step_log(path: str | Path) -> Iterator[StepLogEvent]:
@@ -232,7 +294,7 @@ def read_step_log(path: str | Path) -> Iterator[StepLogEvent]:
     for number, line in enumerate(lines):
         if not line:
             continue
-        if number == 0:
+        if line.startswith(HEADER_PREFIXES):
             line = line.replace(ASYNC_SCHEDULING_ON_DISK, ASYNC_SCHEDULING)
         try:
             event = decoder.decode(line)
@@ -245,3 +307,27 @@ def read_step_log(path: str | Path) -> Iterator[StepLogEvent]:
         if (number == 0) != isinstance(event, StartEvent):
             raise StepLogError(f"{path}, line {number + 1}: a step log has one start, as line 1")
         yield event
+
+
+def split_generations(events: Iterable[StepLogEvent]) -> list[list[StepLogEvent]]:
+    """Return the events of each generation, each as a log of its own that begins with its start.
+
+    The events are those of one log, from its StartEvent on.
+    """
+    generations: list[list[StepLogEvent]] = []
+    start: StartEvent | None = None
+    for event in events:
+        if isinstance(event, StartEvent):
+            start = event
+        elif isinstance(event, RestartEvent) and start is not None:
+            event = start = msgspec.structs.replace(
+                start,
+                time=event.time,
+                layers=event.layers,
+                scheduler=event.scheduler,
+                warm_ups=event.warm_ups,
+            )
+        if event is start:
+            generations.append([])
+        generations[-1].append(event)
+    return generations

@@ -2,10 +2,11 @@
 
 Owns two checks of the claim that the simulator holds the production scheduler: the recorded calls
 give the recorded plans, bit by bit; and the event loop, given recorded arrivals and step times,
-makes the same plans. `python -m gllm.sim.replay LOG` prints both.
+makes the same plans. A log with restarts is replayed generation by generation. `python -m gllm.sim.replay LOG` prints both.
 """
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gllm.observability.step_log import (
@@ -15,6 +16,7 @@ from gllm.observability.step_log import (
     StepLogEvent,
     read_step_log,
     replay_event,
+    split_generations,
     to_request,
 )
 from gllm.scheduler.plan import StepPlan
@@ -23,6 +25,7 @@ from gllm.sim.compare import read_aborts
 from gllm.sim.costs.recorded import RecordedCostModel
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.run_record import build_run_record
+from gllm.sim.step_costs import measure_step_costs
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,13 @@ class ReplayAgreement:
 
 
 def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
-    """Call a new scheduler as the log says, and compare all of each plan."""
+    """Call a new scheduler per generation as the log says, and compare all of each plan."""
+    return _sum_agreements(map(_replay_generation_calls, split_generations(events)))
+
+
+def _replay_generation_calls(events: list[StepLogEvent]) -> ReplayAgreement:
     start = events[0]
-    assert isinstance(start, StartEvent), "read_step_log has checked it"
+    assert isinstance(start, StartEvent), "split_generations puts it there"
     scheduler = Scheduler(start.scheduler)
     equal = plans = 0
     for event in events[1:]:
@@ -54,8 +61,21 @@ def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
 
 
 def replay_step_times(events: list[StepLogEvent]) -> ReplayAgreement:
-    """Simulate with the log's arrivals and step times, and compare what each plan runs."""
+    """Simulate with the log's arrivals and step times, and compare what each plan runs.
+
+    Each generation is simulated on its own. One that a recovery ended is compared as far as its
+    log goes; without any complete step there is nothing to simulate it by, and it is left out.
+    """
+    *ended, last = split_generations(events)
+    agreements = [_replay_generation_times(generation, ended=True) for generation in ended]
+    agreements.append(_replay_generation_times(last, ended=False))
+    return _sum_agreements(agreements)
+
+
+def _replay_generation_times(events: list[StepLogEvent], ended: bool) -> ReplayAgreement:
     run = build_run_record(events, warm_ups=True)
+    if ended and not any(measure_step_costs(run)):
+        return ReplayAgreement(0, 0)
     requests = [
         (run.requests[event.seq].received_time, to_request(event))
         for event in events
@@ -65,8 +85,15 @@ def replay_step_times(events: list[StepLogEvent]) -> ReplayAgreement:
     deployment = Deployment(start.model, start.layers, RecordedCostModel(run), start.scheduler)
     _, simulated = serve_requests(deployment, requests, read_aborts(events), run.stage_reports)
     real, again = ([_content(plan) for plan in _plans(log)] for log in (events, simulated))
+    if ended:
+        del again[len(real) :]
     equal = sum(one == other for one, other in zip(real, again, strict=False))
     return ReplayAgreement(equal, max(len(real), len(again)))
+
+
+def _sum_agreements(agreements: Iterable[ReplayAgreement]) -> ReplayAgreement:
+    pairs = [(agreement.num_equal, agreement.num_plans) for agreement in agreements]
+    return ReplayAgreement(sum(equal for equal, _ in pairs), sum(plans for _, plans in pairs))
 
 
 def _plans(events: list[StepLogEvent]) -> list[StepPlan]:
