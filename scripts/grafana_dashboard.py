@@ -12,6 +12,8 @@ DASHBOARD = Path(__file__).parent.parent / "deploy" / "grafana-dashboard.json"
 LEFT_OUT = {
     "stage_bubble_share": "since the server's start; the panel has it over time",
     "stage_compilations": "0 once a stage is ready; an alert rather than a panel",
+    "generation": "1 plus the recoveries since the server's start",
+    "stale_frames": "messages that a recovery made void; of use to developers",
 }
 """Metrics that are on no panel, and why."""
 
@@ -185,6 +187,24 @@ PANELS = [
         "s",
         of_stages(f"{per_stage('stage_host_seconds_total')} / {per_stage('stage_steps_total')}"),
         "On GPUs: what the host takes for a step.",
+    ),
+    Panel(
+        "Recoveries",
+        "short",
+        [
+            Query(f"sum by (cause) (increase(gllm:recoveries_total{{{CHOSEN}}}{WINDOW}))", "{{cause}}"),
+            Query(f"sum (increase(gllm:resumed_requests_total{{{CHOSEN}}}{WINDOW}))", "requests resumed"),
+        ],
+        "Worker processes that died and were replaced, and the requests that went on afterwards.",
+    ),
+    Panel(
+        "Duration of recoveries",
+        "s",
+        [
+            Query(mean("recovery_seconds"), "mean"),
+            Query(f"gllm:recovering_seconds{{{CHOSEN}}}", "{{instance}} now"),
+        ],
+        "From a death to the first new step, in which streams pause.",
     ),
     Panel(
         "Trace spans dropped",

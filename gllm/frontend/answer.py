@@ -13,9 +13,15 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
-from gllm.engine.interface import OutputDelta
+from gllm.engine.interface import EngineUnavailableError, OutputDelta, PoisonRequestError
 from gllm.frontend.choices import CollectedChoice, UsageCounter
-from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, ServerContext
+from gllm.frontend.context import (
+    ARRIVAL,
+    CONTEXT,
+    REQUEST_ID,
+    RETRY_AFTER_SECONDS,
+    ServerContext,
+)
 from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.json_encoding import encode_json_in_pieces
 from gllm.frontend.request_run import PreparedRequest, RequestRun
@@ -92,10 +98,13 @@ def _run_request(
     request_id = request.fields.request_id or http_request[REQUEST_ID]
     run = RequestRun(context.engine, context.metrics, request, request_id, http_request[ARRIVAL])
     with closing(run):
-        http_request[SUMMARY] = RequestSummary(
+        summary = http_request[SUMMARY] = RequestSummary(
             request.params, bool(request.fields.stream), usage, run.prompt_metrics
         )
-        yield run, usage
+        try:
+            yield run, usage
+        finally:
+            summary.num_resumptions = run.num_resumptions
 
 
 def num_logprobs(parts: Sequence[OutputDelta] | Sequence[CollectedChoice]) -> int:
@@ -199,4 +208,11 @@ async def _send_events(
 
 def _generation_error(delta: OutputDelta) -> ApiError:
     """Return the error of a choice that failed."""
-    return ApiError(500, delta.error or "generation failed", code="generation_failed")
+    match delta.error_kind:
+        case "unavailable":
+            unavailable = EngineUnavailableError("recovering", delta.error, RETRY_AFTER_SECONDS)
+            return to_api_error(unavailable)
+        case "poison":
+            return to_api_error(PoisonRequestError(delta.error))
+        case _:
+            return ApiError(500, delta.error or "generation failed", code="generation_failed")

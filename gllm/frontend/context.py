@@ -12,7 +12,7 @@ from gllm.frontend.errors import ApiError
 from gllm.frontend.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 5
-"""Retry-After of an engine that is loading, draining or dead."""
+"""Retry-After of an engine that is loading, recovering, draining or dead."""
 
 
 @dataclass
@@ -25,12 +25,20 @@ class ServerContext:
     num_admitted: int = field(default=0)
     """Requests being handled, including those not yet submitted to the engine."""
 
+    def check_accepting(self) -> None:
+        """Raise EngineUnavailableError unless new requests are accepted."""
+        if not self.engine.status().accepts_requests:
+            self.check_ready()
+
     def check_ready(self) -> None:
-        """Raise EngineUnavailableError unless the engine accepts requests."""
+        """Raise EngineUnavailableError unless the engine runs requests."""
         status = self.engine.status()
         match status.state:
             case "ready":
                 return
+            case "recovering":
+                why = f"the engine is recovering: {status.recovery_cause}"
+                raise EngineUnavailableError("recovering", why, RETRY_AFTER_SECONDS)
             case "loading":
                 raise EngineUnavailableError("loading", "the model is loading", RETRY_AFTER_SECONDS)
             case "draining":
@@ -44,7 +52,7 @@ class ServerContext:
     @contextmanager
     def admit(self, num_requests: int = 1) -> Iterator[None]:
         """Count requests as admitted in the block. Raise EngineUnavailableError above the limit."""
-        self.check_ready()
+        self.check_accepting()
         num_inside = max(self.num_admitted, self.engine.status().num_requests)
         if num_inside + num_requests > self.config.max_num_queued_requests:
             raise EngineUnavailableError(

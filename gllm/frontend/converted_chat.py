@@ -60,7 +60,7 @@ async def count_prompt_tokens(
     """
     context = request.app[CONTEXT]
     fields = await read_fields(request, schema)
-    context.check_ready()
+    context.check_accepting()
     context.check_model(fields.model)
     chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
     tokenizer, parsers = context.engine.tokenizer, context.config.output_parsers

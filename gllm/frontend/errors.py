@@ -12,7 +12,11 @@ from aiohttp import web
 
 from gllm.config.field_types import FieldError
 from gllm.config.server import ServerConfig
-from gllm.engine.interface import EngineUnavailableError, PromptTooLongError
+from gllm.engine.interface import (
+    EngineUnavailableError,
+    PoisonRequestError,
+    PromptTooLongError,
+)
 from gllm.frontend.request_id import current_request_id
 
 log = logging.getLogger(__name__)
@@ -79,6 +83,11 @@ def to_api_error(error: Exception) -> ApiError:
         case EngineUnavailableError():
             api_error = ApiError(503, error.message, code=f"engine_{error.reason}")
             api_error.headers["Retry-After"] = str(error.retry_after)
+            return api_error
+        case PoisonRequestError():
+            api_error = ApiError(500, str(error), code="request_poisoned")
+            # Clients repeat a request after a status of 500 unless this header forbids it.
+            api_error.headers["x-should-retry"] = "false"
             return api_error
         case web.HTTPException():
             api_error = ApiError(

@@ -45,6 +45,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 """Values of the label `finished_reason`."""
 LABELS = ("model_name",)
 """Labels of all metrics."""
+RECOVERY_CAUSES = ("killed", "failed", "frozen", "lost")
+"""Values of the label `cause` of recoveries."""
 SPAN_DROP_REASONS = ("queue_full", "export_failed")
 """Values of the label `reason` of dropped spans."""
 
@@ -104,6 +106,7 @@ class EngineCollector(Collector):
             yield counter
         yield self._step_sizes(model, status)
         yield from self._stages(model, status)
+        yield from self._recoveries(model, status)
 
     def _step_sizes(self, model: list[str], status: EngineStatus) -> Metric:
         """Return tokens per micro-batch as a histogram with all buckets.
@@ -144,6 +147,41 @@ class EngineCollector(Collector):
             share.add_metric([*model, str(stage)], seconds / (bubbles.work_seconds or 1.0))
         yield lost
         yield share
+
+
+    def _recoveries(self, model: list[str], status: EngineStatus) -> Iterator[Metric]:
+        recoveries = CounterMetricFamily(
+            PREFIX + "recoveries",
+            "Recoveries from the death of a worker process, by its cause",
+            labels=(*LABELS, "cause"),
+        )
+        for cause in sorted({*RECOVERY_CAUSES, *status.recoveries}):
+            recoveries.add_metric([*model, cause], status.recoveries.get(cause, 0))
+        yield recoveries
+        text = "Duration of recoveries, from a death to the first new step"
+        durations = HistogramMetricFamily(PREFIX + "recovery_seconds", text, labels=LABELS)
+        seconds = status.recovery_seconds
+        buckets = [(str(b), float(sum(s <= b for s in seconds))) for b in SLOW_BUCKETS]
+        durations.add_metric(model, [*buckets, ("+Inf", float(len(seconds)))], sum(seconds))
+        yield durations
+        for name, count, text in (
+            ("resumed_requests", status.num_resumed_requests,
+             "Requests submitted again after a recovery, each time counted"),
+            ("stale_frames", status.num_stale_frames,
+             "Messages of earlier generations that arrived late and were dropped"),
+        ):  # fmt: skip
+            counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
+            counter.add_metric(model, count)
+            yield counter
+        since = status.recovering_since
+        for name, value, text in (
+            ("generation", status.generation, "Starts of the pipeline: 1 plus its recoveries"),
+            ("recovering_seconds", 0.0 if since is None else time.monotonic() - since,
+             "Seconds since the running recovery began; 0 if none runs"),
+        ):  # fmt: skip
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
+            gauge.add_metric(model, value)
+            yield gauge
 
 
 class TokenCounters(Collector):

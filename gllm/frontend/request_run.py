@@ -70,6 +70,11 @@ class RequestRun:
         """True if the last delta of every choice has been returned by `pop_deltas`."""
         return not self._num_running
 
+    @property
+    def num_resumptions(self) -> int:
+        """Number of recoveries after which the request was submitted again."""
+        return max((handle.num_resumptions for handle in self._handles), default=0)
+
     async def start(self) -> None:
         """Submit the requests to the engine. Raises the errors of `EngineInterface.submit`."""
         fields = self._request.fields

@@ -21,6 +21,8 @@ class RequestSummary:
     usage: UsageCounter
     prompt_metrics: list[RequestMetrics] = field(default_factory=list)
     """Metrics of each prompt, in the order of the prompts."""
+    num_resumptions: int = 0
+    """Number of recoveries after which the request was submitted again; known at its end."""
 
     @property
     def finish_reasons(self) -> list[str]:

@@ -31,6 +31,13 @@ class StatusResponse(ResponseSchema):
     status: str
 
 
+class HealthResponse(ResponseSchema):
+    """Answer of /health: `ok`, and the engine's state: ready, recovering or draining."""
+
+    status: Literal["ok"]
+    state: str
+
+
 class ProfileResponse(ResponseSchema):
     """Answer of /start_profile and /stop_profile: a status and the folder of profiles."""
 

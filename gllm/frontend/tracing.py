@@ -127,6 +127,7 @@ class RequestTracer:
             "gen_ai.usage.cache_read.input_tokens": usage.num_cached_tokens,
             "gen_ai.latency.time_to_first_token": ttft,
             "gen_ai.latency.time_in_queue": summary.queue_seconds,
+            "gllm.resumptions": summary.num_resumptions or None,
         }
 
 

@@ -79,7 +79,7 @@ def _replay_generation_times(events: list[StepLogEvent], ended: bool) -> ReplayA
     requests = [
         (run.requests[event.seq].received_time, to_request(event))
         for event in events
-        if isinstance(event, AddEvent)
+        if isinstance(event, AddEvent) and run.requests[event.seq].received_time
     ]
     start = run.start
     deployment = Deployment(start.model, start.layers, RecordedCostModel(run), start.scheduler)

@@ -74,6 +74,9 @@ def summarize_run(
         "busy_share": [use.busy_share for use in uses],
         "bubble_share": [use.bubble_share for use in uses],
     }
+    if run.restarts:
+        figures["restarts"] = len(run.restarts)
+        figures["resumed_requests"] = sum(s.num_resumptions > 0 for s in run.requests.values())
     if slo_ttft is not None or slo_tpot is not None:
         figures["slo_attainment"] = slo_attainment(lines, slo_ttft, slo_tpot)
     return figures
@@ -93,6 +96,8 @@ METRICS_TABLE_ROWS: list[tuple[str, str, float]] = [
     ("tokens_per_step.mean", "tokens per micro-batch", 1),
     ("tokens_per_step_variation", "their coefficient of variation", 1),
     ("preemptions", "preemptions", 1),
+    ("restarts", "recoveries", 1),
+    ("resumed_requests", "resumed requests", 1),
     ("slo_attainment", "SLO attainment, %", 100),
     ("busy_share", "stages busy, %", 100),
     ("bubble_share", "bubbles, %", 100),

@@ -15,6 +15,7 @@ from gllm.observability.step_log import (
     AbortEvent,
     AddEvent,
     CommitEvent,
+    RestartEvent,
     ScheduleEvent,
     StageTimesEvent,
     StartEvent,
@@ -22,6 +23,7 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.plan import SampledToken, ScheduledRow, StepTime
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
+from gllm.sim.resumed import ResumedRequestFinder, arrival_time
 
 
 @dataclass
@@ -34,7 +36,9 @@ class ServedRequest:
     received_time: float = 0.0
     """When the driver had heard all that came with the request."""
     num_preemptions: int = 0
-    """StageTimesEvent it lost its blocks."""
+    """Times it lost its blocks to other sequences."""
+    num_resumptions: int = 0
+    """Recoveries after which it was submitted again."""
 
 
 @dataclass
@@ -96,6 +100,8 @@ class RunRecord:
     stage_reports: list[StageReport] = field(default_factory=list)
     parallelism: list[tuple[float, int]] = field(default_factory=list)
     """(time, stages that the work at hand could keep busy from then on)."""
+    restarts: list[RestartEvent] = field(default_factory=list)
+    """Recoveries; from the last event before each until it, no work counts as available."""
 
     @property
     def begin(self) -> float:
@@ -146,40 +152,49 @@ class RunRecord:
 def build_run_record(events: Iterable[StepLogEvent], warm_ups: bool = False) -> RunRecord:
     """Read a run off its log. Raises ValueError where the log does not begin with a start.
 
-    Warm-up requests and their micro-batches are left out, unless `warm_ups`.
+    Warm-up requests and their micro-batches are left out, unless `warm_ups`. A request that was
+    submitted again after a restart is one request, whose timeline goes on.
     """
     iterator = iter(events)
     start = next(iterator, None)
     if not isinstance(start, StartEvent):
         raise ValueError("a step log has to begin with its start")
-    reader = _Reader(RunRecord(start), 0 if warm_ups else start.warm_ups)
+    reader = _Reader(RunRecord(start), skips_warm_ups=not warm_ups)
     for event in iterator:
         reader.read(event)
-    reader.run.micro_batches = [
-        step for step in reader.run.micro_batches if step.work.step not in reader.ignored
-    ]
     return reader.run
 
 
 class _Reader:
     """Builds a run event by event."""
 
-    def __init__(self, run: RunRecord, warm_ups: int) -> None:
+    def __init__(self, run: RunRecord, skips_warm_ups: bool) -> None:
         self.run = run
-        self.ignored: set[int] = set()
-        """Steps of warm-up requests."""
-        self._warm_ups = warm_ups
+        self._skips_warm_ups = skips_warm_ups
+        self._warm_ups = run.start.warm_ups if skips_warm_ups else 0
+        """Warm-up requests that are still to come."""
         self._steps: dict[int, MicroBatch] = {}
         self._heard: list[ServedRequest | MicroBatch | StageReport] = []
         """Events since the last schedule."""
         self._news = run.start.time
         """When the last of it came."""
+        self._last_time = run.start.time
+        """Time of the last event."""
         self._rows: dict[int, list[ScheduledRow]] = {}
         """Rows of the steps in flight, by step."""
         self._prefilled: dict[int, int] = {}
         """By sequence, the newest epoch whose prefill was planned to its end."""
+        self._served: dict[int, ServedRequest] = {}
+        """Requests of the present generation, by sequence; `run.requests` has them by the sequence
+        of their first submission."""
         self._stop_ids: dict[int, list[int]] = {}
         """Stop ids of the unfinished sequences; results of others are ignored."""
+        self._adds: dict[int, tuple[AddEvent, range]] = {}
+        """First submission of each request and the sequences of its latest one, by the first of
+        these."""
+        self._resumed = ResumedRequestFinder([])
+        self._earlier_preemptions: dict[int, int] = {}
+        """Preemptions of a resumed sequence in earlier generations."""
 
     def read(self, event: StepLogEvent) -> None:
         """Take one event in."""
@@ -200,19 +215,58 @@ class _Reader:
             case AbortEvent(seqs=seqs):
                 for seq in seqs:
                     self._stop_ids.pop(seq, None)
+            case RestartEvent():
+                self._restart(event)
             case StartEvent():
                 pass
+        self._last_time = event.time
+
+    def _restart(self, restart: RestartEvent) -> None:
+        """Forget what was in flight, and keep the unfinished requests to recognize them."""
+        self.run.restarts.append(restart)
+        self.run.parallelism.append((self._last_time, 0))
+        self._resumed = ResumedRequestFinder(
+            add for add, seqs in self._adds.values() if any(map(self._is_unfinished, seqs))
+        )
+        self._warm_ups = restart.warm_ups if self._skips_warm_ups else 0
+        self._news = restart.time
+        for state in (
+            self._steps, self._rows, self._prefilled, self._served, self._stop_ids, self._adds,
+            self._earlier_preemptions,
+        ):  # fmt: skip
+            state.clear()
+        self._heard.clear()
+
+    def _is_unfinished(self, seq: int) -> bool:
+        served = self._served.get(seq)
+        return (
+            seq in self._stop_ids
+            and served is not None
+            and served.line.num_tokens < served.max_tokens
+        )
 
     def _add(self, add: AddEvent) -> None:
         if self._warm_ups:
             self._warm_ups -= 1
             return
-        for seq in range(add.seq, add.seq + add.n):
-            self.run.requests[seq] = ServedRequest(
-                len(add.prompt), add.max_tokens, RequestTimeline(add.time)
-            )
+        original = self._resumed.pop_original(add)
+        num_choices = len(add.choices) or add.n
+        self._adds[add.seq] = original or add, range(add.seq, add.seq + num_choices)
+        for index, choice in enumerate(add.choices or range(add.n)):
+            seq = add.seq + index
+            output = add.outputs[index] if add.outputs else []
+            if original is None:
+                served = self.run.requests[seq] = ServedRequest(
+                    len(add.prompt), add.max_tokens, RequestTimeline(arrival_time(add))
+                )
+                self._heard.append(served)
+            else:
+                served = self.run.requests[original.seq + choice]
+                served.num_resumptions += 1
+                self._earlier_preemptions[seq] = served.num_preemptions
+            _set_num_tokens(served.line, len(output), add.time)
+            self._served[seq] = served
             self._stop_ids[seq] = add.stop_ids
-            self._heard.append(self.run.requests[seq])
 
     def _schedule(self, event: ScheduleEvent) -> None:
         run, plan = self.run, event.plan
@@ -228,16 +282,15 @@ class _Reader:
         step = MicroBatch(event.time, work, work.num_tokens - decodes, decodes, stages)
         step.trigger_time = self._news
         self._steps[plan.step] = step
-        run.micro_batches.append(step)
-        if not any(row.seq in run.requests for row in plan.rows):
-            self.ignored.add(plan.step)
+        if any(row.seq in self._served for row in plan.rows):
+            run.micro_batches.append(step)
         self._rows[plan.step] = plan.rows
         for row in plan.rows:
             if row.should_sample:
                 self._prefilled[row.seq] = row.epoch
-            served = run.requests.get(row.seq)
+            served = self._served.get(row.seq)
             if served is not None:
-                served.num_preemptions = row.epoch
+                served.num_preemptions = self._earlier_preemptions.get(row.seq, 0) + row.epoch
 
     def _commit(self, event: CommitEvent) -> None:
         result = event.result
@@ -255,8 +308,22 @@ class _Reader:
         stop_ids = self._stop_ids.get(sampled.seq)
         if stop_ids is None:
             return
-        served = self.run.requests[sampled.seq]
+        served = self._served[sampled.seq]
         if not sampled.error:
             served.line.record_output(now)
         if sampled.error or sampled.token_id in stop_ids:
             del self._stop_ids[sampled.seq]
+
+
+def _set_num_tokens(line: RequestTimeline, num_tokens: int, now: float) -> None:
+    """Make the timeline of a resumed request agree with the output that its client has.
+
+    A killed driver leaves steps out of the log whose output the client has, and logs steps whose
+    output the client has not.
+    """
+    num_extra = line.num_tokens - num_tokens
+    if num_extra > 0:
+        del line.times[max(0, len(line.times) - num_extra) :]
+        line.num_tokens = num_tokens
+    else:
+        line.record_output(now, -num_extra)

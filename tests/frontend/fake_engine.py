@@ -21,6 +21,7 @@ from gllm.engine.interface import (
 )
 from gllm.grammar.sources.structured_output import to_grammar_source
 from gllm.messages.reports import BubbleReport, StageUtilization
+from gllm.messages.requests import ErrorKind
 from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.detokenizer import IncrementalDetokenizer
@@ -66,6 +67,10 @@ class FakeRequest:
 
     def set_listener(self, listener: Callable[[], None]) -> None:
         self._news = listener
+
+    @property
+    def num_resumptions(self) -> int:
+        return self._engine.num_resumptions
 
     def pop_deltas(self) -> list[OutputDelta]:
         if self._error is not None:
@@ -126,8 +131,19 @@ class FakeEngine:
     raises_after: int | None = None
     """Tokens after which the request raises."""
     cached_tokens: int = 3
+    fail_kind: ErrorKind = ""
+    """Kind of the error with which choices end."""
     state: str = "ready"
     cause: str = ""
+    recovering_since: float | None = None
+    recovery_cause: str = ""
+    is_recovery_overdue: bool = False
+    recoveries: dict[str, int] = field(default_factory=dict)
+    recovery_seconds: list[float] = field(default_factory=list)
+    num_resumed_requests: int = 0
+    num_stale_frames: int = 0
+    num_resumptions: int = 0
+    """As often every request says it was resumed."""
     well: bool = True
     stats: SchedulerStats = field(
         default_factory=lambda: SchedulerStats(running=2, waiting=1, kv_usage=0.25)
@@ -168,6 +184,14 @@ class FakeEngine:
             num_kv_blocks=64,
             kv_cache_bytes=2**20,
             block_size=16,
+            generation=1 + sum(self.recoveries.values()),
+            recovering_since=self.recovering_since,
+            recovery_cause=self.recovery_cause,
+            is_recovery_overdue=self.is_recovery_overdue,
+            recoveries=self.recoveries,
+            recovery_seconds=self.recovery_seconds,
+            num_resumed_requests=self.num_resumed_requests,
+            num_stale_frames=self.num_stale_frames,
         )
 
     async def start(self) -> None:
@@ -263,6 +287,8 @@ class FakeEngine:
         streams = {i: IncrementalDetokenizer(self.tokenizer, *shown) for i in range(params.n)}
         before = [entry for token in prompt[1:] for entry in scored(token, params.prompt_logprobs)]
         for at in range(limit):
+            while self.state == "recovering":
+                await asyncio.sleep(0.005)
             if self.delay:
                 await asyncio.sleep(self.delay)
             if at == self.raises_after:
@@ -270,7 +296,8 @@ class FakeEngine:
             for index in list(streams):
                 cached = self.cached_tokens if at == 0 else 0
                 if at == self.fail_after:
-                    yield OutputDelta(index, "", [], "error", None, "logits are not finite", cached)
+                    failed = OutputDelta(index, "", [], "error", None, "logits are not finite")
+                    yield replace(failed, error_kind=self.fail_kind, cached_tokens=cached)
                     return
                 text, _, stop = streams[index].push([ids[at]])
                 reason = "stop" if stop is not None or at + 1 == len(ids) else None

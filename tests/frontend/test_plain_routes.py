@@ -40,6 +40,8 @@ async def test_version(server):
         ("ready", True, 200, 200),
         ("ready", False, 503, 200),
         ("loading", True, 503, 503),
+        ("recovering", True, 200, 503),
+        ("recovering", False, 200, 503),
         ("draining", True, 200, 503),
         ("dead", True, 503, 503),
     ],

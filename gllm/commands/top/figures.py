@@ -44,6 +44,10 @@ class ServerMetrics:
     in_flight: float
     preemptions: float
     """Number of preemptions since the server's start."""
+    recoveries: float
+    """Number of recoveries since the server's start."""
+    recovering_seconds: float
+    """Time since the running recovery began; 0 if none runs."""
     prompt_rate: float
     """Prompt tokens computed per second."""
     output_rate: float
@@ -116,6 +120,8 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
         kv_usage=after.value("kv_cache_usage_perc"),
         in_flight=after.value("micro_batches_in_flight"),
         preemptions=after.value("num_preemptions_total"),
+        recoveries=after.value("recoveries_total"),
+        recovering_seconds=after.value("recovering_seconds"),
         prompt_rate=share(increase("prefill_tokens_total"), seconds),
         output_rate=share(increase("generation_tokens_total"), seconds),
         ttft=latency("time_to_first_token_seconds"),

@@ -29,7 +29,7 @@ def render(
         height: Maximum number of lines; None: no limit.
     """
     lines = [
-        headline(f"gllm top: {figures.model}", source, width),
+        headline(f"gllm top: {figures.model}{_state(figures)}", source, width),
         "",
         _labeled_line("requests", f"{figures.running:.0f} running, {figures.waiting:.0f} waiting"),
         _labeled_line(
@@ -42,6 +42,7 @@ def render(
         _bar_line("KV cache", figures.kv_usage, " used", width),
         _labeled_line("prefix cache", f"{percent(figures.prefix_hits)} of prompt tokens cached"),
         _labeled_line("preemptions", f"{figures.preemptions:.0f}"),
+        _labeled_line("recoveries", _recoveries(figures)),
         _labeled_line(
             "micro-batches",
             f"{figures.in_flight:.0f} in flight, {number(figures.step_rate)}/s, "
@@ -106,6 +107,16 @@ def duration(seconds: float) -> str:
 
 def _labeled_line(label: str, text: str) -> str:
     return f"{label:{LABEL}}{text}"
+
+
+def _state(figures: ServerMetrics) -> str:
+    return " (recovering)" if figures.recovering_seconds else ""
+
+
+def _recoveries(figures: ServerMetrics) -> str:
+    if not figures.recovering_seconds:
+        return f"{figures.recoveries:.0f}"
+    return f"{figures.recoveries:.0f}, recovering for {duration(figures.recovering_seconds)}"
 
 
 def _latency(latency: Latency) -> str:

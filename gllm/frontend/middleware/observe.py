@@ -79,7 +79,8 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
 
 def _log(request: web.Request, path: str, status: int, seconds: float) -> None:
     """Log one line, with the endpoint's path: the requested path may contain anything."""
-    usage = request[SUMMARY].usage if SUMMARY in request else None
+    summary = request.get(SUMMARY)
+    usage = summary.usage if summary else None
     fields = {
         "method": request.method,
         "path": path or "(no endpoint)",
@@ -88,4 +89,8 @@ def _log(request: web.Request, path: str, status: int, seconds: float) -> None:
         "output_tokens": usage.num_completion_tokens if usage else 0,
         "seconds": round(seconds, 6),
     }
-    log.debug("%s %s: %d, %d + %d tokens, %.3f s", *fields.values(), extra={"fields": fields})
+    text = "%s %s: %d, %d + %d tokens, %.3f s"
+    if summary and summary.num_resumptions:
+        fields["resumptions"] = summary.num_resumptions
+        text += ", resumed %d times"
+    log.debug(text, *fields.values(), extra={"fields": fields})

@@ -134,6 +134,7 @@ async function answer(message) {
   const before = asked.messages.slice(0, -1);
   const controller = new AbortController();
   runs.set(asked.id, { asked, controller });
+  state.look();
   keep(asked);
   showConversation();
   $("announcer").textContent = "The answer is on its way.";
@@ -251,7 +252,8 @@ async function learnModel() {
   showConversation();
 }
 
-const state = watchState(server, (now, before) => {
+const isBusy = () => runs.size > 0;
+const state = watchState(server, isBusy, (now, before) => {
   if (now === "ready" && before !== "ready") learnModel();
 });
 

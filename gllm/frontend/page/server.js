@@ -14,7 +14,12 @@ export class ServerError extends Error {
   }
 }
 
-const STATES = { engine_loading: "loading", engine_draining: "draining", engine_dead: "down" };
+const STATES = {
+  engine_loading: "loading",
+  engine_recovering: "recovering",
+  engine_draining: "draining",
+  engine_dead: "down",
+};
 
 export class Server {
   #key;
@@ -34,7 +39,7 @@ export class Server {
     return { name: data[0].id, length: data[0].max_model_len ?? null };
   }
 
-  /** ready, loading, draining, down or unreachable. */
+  /** ready, loading, recovering, draining, down or unreachable. */
   async state() {
     try {
       const response = await this.#send("ready", { cache: "no-store" });

@@ -8,16 +8,21 @@ import { keep, keepTheme } from "./store.js";
 const WORDS = {
   ready: "ready",
   loading: "loading the model",
+  recovering: "recovering",
   draining: "shutting down",
   down: "out of order",
   unreachable: "not reachable",
 };
-const LOOK_AGAIN = { ready: 20_000, loading: 1_000 };
+const LOOK_AGAIN = { ready: 20_000, loading: 1_000, recovering: 1_000 };
 const LOOK_AGAIN_OTHERWISE = 4_000;
+const BUSY_MS = 2_000;
 const TOAST_MS = 7_000;
 
-/** Show the server's state while the page is seen. `onState(now, before)` is told it. */
-export function watchState(server, onState) {
+/**
+ * Show the server's state while the page is seen. `onState(now, before)` is told it. While
+ * `isBusy()`, the state is looked at more often, so that a pause of the answer is explained.
+ */
+export function watchState(server, isBusy, onState) {
   let timer = null;
   async function look() {
     clearTimeout(timer);
@@ -27,7 +32,8 @@ export function watchState(server, onState) {
     $("state").dataset.state = state;
     $("state-text").textContent = WORDS[state];
     onState(state, before);
-    if (!document.hidden) timer = setTimeout(look, LOOK_AGAIN[state] ?? LOOK_AGAIN_OTHERWISE);
+    const pause = LOOK_AGAIN[state] ?? LOOK_AGAIN_OTHERWISE;
+    if (!document.hidden) timer = setTimeout(look, isBusy() ? Math.min(pause, BUSY_MS) : pause);
   }
   document.addEventListener("visibilitychange", () => {
     clearTimeout(timer);

@@ -7,17 +7,18 @@ from gllm.frontend.context import CONTEXT
 
 
 async def get_health(request: web.Request) -> web.Response:
-    """Return 200 while the server works, also during shutdown; 503 while loading, dead or stuck."""
+    """Return 200 while the server works or recovers; 503 while loading, dead or stuck."""
     context = request.app[CONTEXT]
     status = context.engine.status()
-    if status.state != "draining":
+    if status.state not in ("draining", "recovering"):
         context.check_ready()
-    if not status.is_healthy:
+    # A recovery takes its time without a step, and ends by itself.
+    if not status.is_healthy and status.state != "recovering":
         raise EngineUnavailableError("stuck", "requests are pending, but no step completes")
-    return web.json_response({"status": "ok"})
+    return web.json_response({"status": "ok", "state": status.state})
 
 
 async def get_readiness(request: web.Request) -> web.Response:
-    """Return 200 while the server accepts new requests, else 503."""
+    """Return 200 while the server runs requests, else 503."""
     request.app[CONTEXT].check_ready()
     return web.json_response({"status": "ready"})

@@ -137,7 +137,7 @@ SERVER_ENDPOINTS = (
         "GET",
         "/health",
         health.get_health,
-        response_schema=server_schemas.StatusResponse,
+        response_schema=server_schemas.HealthResponse,
         is_public=True,
         is_polled=True,
     ),

@@ -72,7 +72,7 @@ async def detokenize(request: web.Request) -> web.Response:
 async def get_tokenizer_info(request: web.Request) -> web.Response:
     """Return the tokenizer's special tokens, chat template and context length."""
     context = request.app[CONTEXT]
-    context.check_ready()
+    context.check_accepting()
     model, tokenizer = context.engine.model, context.engine.tokenizer
     template = tokenizer.chat_template
     special_tokens = {} if template is None else template.special_tokens

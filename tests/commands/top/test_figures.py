@@ -1,6 +1,7 @@
 """What `gllm top` makes of /metrics."""
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -36,7 +37,11 @@ def test_a_real_server_s_metrics_are_read() -> None:
     )
     engine.stage_loads = {0: StageUtilization(0, 20, 4.0), 1: StageUtilization(1, 20, 2.5)}
     engine.bubbles = BubbleReport([0.7, 1.6], 6.0)
+    engine.recoveries = {"killed": 2, "frozen": 1}
+    engine.recovering_since = time.monotonic() - 5.0
     found = metrics_between(before, parse_metrics(metrics.render().decode(), 12.0))
+    assert found.recoveries == 3
+    assert 5.0 <= found.recovering_seconds < 60.0
     assert (found.model, found.running, found.waiting) == ("fake/model", 5, 2)
     assert (found.in_flight, found.preemptions, found.kv_usage) == (3, 1, 0.5)
     assert (found.prompt_rate, found.output_rate) == (150, 2)

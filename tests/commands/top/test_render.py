@@ -1,6 +1,7 @@
 """The view as text."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,8 @@ FIGURES = ServerMetrics(
     kv_usage=0.25,
     in_flight=2,
     preemptions=4,
+    recoveries=2,
+    recovering_seconds=0,
     prompt_rate=512.04,
     output_rate=84.2,
     ttft=Latency(0.12, 1.5),
@@ -35,6 +38,7 @@ ITL            p50 12.5 ms, p99 -
 KV cache       ███████······················  25.0 % used
 prefix cache   40.0 % of prompt tokens cached
 preemptions    4
+recoveries     2
 micro-batches  2 in flight, 45.0/s, 17.2 tokens each
 stage 0        ██████████████████████·······  75.0 % busy, 5.0 % bubble
 stage 1        ·····························       - busy, - bubble"""
@@ -44,14 +48,21 @@ def test_the_view() -> None:
     assert "\n".join(render(FIGURES, [50, 100], "http://127.0.0.1:8000", 80)) == VIEW
 
 
+def test_a_recovery_is_shown_with_its_duration() -> None:
+    recovering = replace(FIGURES, recoveries=3, recovering_seconds=2.25)
+    lines = render(recovering, [50, 100], "http://127.0.0.1:8000", 80)
+    assert lines[0].startswith("gllm top: fake/model (recovering) ")
+    assert "recoveries     3, recovering for 2.25 s" in lines
+
+
 @pytest.mark.parametrize("width", [1, 20, 40, 80, 300])
-@pytest.mark.parametrize("height", [1, 5, 13, 50])
+@pytest.mark.parametrize("height", [1, 5, 14, 50])
 def test_it_fits_wherever_it_is_shown(width: int, height: int) -> None:
     lines = render(FIGURES, [1.0] * 500, "http://127.0.0.1:8000", width, height)
     assert len(lines) <= height
     assert all(len(line) <= width for line in lines)
-    if width >= 80 and height >= 13:
-        assert "5.0 % bubble" in lines[11]
+    if width >= 80 and height >= 14:
+        assert "5.0 % bubble" in lines[12]
 
 
 def test_no_escape_of_a_name_reaches_the_terminal() -> None:
