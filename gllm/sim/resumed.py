@@ -30,7 +30,7 @@ class ResumedRequestFinder:
         candidates = [
             original
             for original in self._unfinished[_contents(add)]
-            if max(add.choices, default=add.n - 1) < original.n
+            if add.n <= original.n
         ]
         if not candidates:
             return None

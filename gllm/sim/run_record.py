@@ -193,6 +193,9 @@ class _Reader:
         """First submission of each request and the sequences of its latest one, by the first of
         these."""
         self._resumed = ResumedRequestFinder([])
+        self._unfinished: dict[int, list[ServedRequest]] = {}
+        """Sequences that were unfinished at the last restart, in order, by the first sequence of
+        the request's first submission."""
         self._earlier_preemptions: dict[int, int] = {}
         """Preemptions of a resumed sequence in earlier generations."""
 
@@ -225,8 +228,12 @@ class _Reader:
         """Forget what was in flight, and keep the unfinished requests to recognize them."""
         self.run.restarts.append(restart)
         self.run.parallelism.append((self._last_time, 0))
+        self._unfinished = {
+            add.seq: [self._served[seq] for seq in seqs if self._is_unfinished(seq)]
+            for add, seqs in self._adds.values()
+        }
         self._resumed = ResumedRequestFinder(
-            add for add, seqs in self._adds.values() if any(map(self._is_unfinished, seqs))
+            add for add, _ in self._adds.values() if self._unfinished[add.seq]
         )
         self._warm_ups = restart.warm_ups if self._skips_warm_ups else 0
         self._news = restart.time
@@ -250,20 +257,20 @@ class _Reader:
             self._warm_ups -= 1
             return
         original = self._resumed.pop_original(add)
-        num_choices = len(add.choices) or add.n
-        self._adds[add.seq] = original or add, range(add.seq, add.seq + num_choices)
-        for index, choice in enumerate(add.choices or range(add.n)):
+        self._adds[add.seq] = original or add, range(add.seq, add.seq + add.n)
+        living = [] if original is None else self._unfinished[original.seq]
+        for index in range(add.n):
             seq = add.seq + index
             output = add.outputs[index] if add.outputs else []
-            if original is None:
+            if index < len(living):
+                served = living[index]
+                served.num_resumptions += 1
+                self._earlier_preemptions[seq] = served.num_preemptions
+            else:
                 served = self.run.requests[seq] = ServedRequest(
                     len(add.prompt), add.max_tokens, RequestTimeline(arrival_time(add))
                 )
                 self._heard.append(served)
-            else:
-                served = self.run.requests[original.seq + choice]
-                served.num_resumptions += 1
-                self._earlier_preemptions[seq] = served.num_preemptions
             _set_num_tokens(served.line, len(output), add.time)
             self._served[seq] = served
             self._stop_ids[seq] = add.stop_ids

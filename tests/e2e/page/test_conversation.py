@@ -175,6 +175,21 @@ async def test_errors_are_told_in_the_servers_words(user: User, engine: GatedEng
     user.tab.errors.clear()  # the browser tells of the 503
 
 
+async def test_a_recovery_is_shown_while_an_answer_pauses(
+    user: User, engine: GatedEngine
+) -> None:
+    await user.say("Hi")
+    assert await user.answered() == engine.reply
+    engine.state = "recovering"
+    await user.say("Again")
+    await user.tab.until("document.querySelector('#state').dataset.state == 'recovering'")
+    assert await user.text("#state-text") == "recovering"
+    engine.state = "ready"
+    assert await user.answered() == engine.reply
+    await user.tab.until("document.querySelector('#state').dataset.state == 'ready'")
+    user.tab.errors.clear()  # the browser tells of the 503
+
+
 async def test_answer_again_and_edit(user: User, engine: GatedEngine) -> None:
     await user.say("First")
     await user.answered()

@@ -1,0 +1,84 @@
+"""The step log as a file over the generations of an engine."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gllm.observability import step_log
+from gllm.observability.step_log import (
+    AbortEvent,
+    AddEvent,
+    RestartEvent,
+    StartEvent,
+    StepLogError,
+    StepLogEvent,
+    StepLogWriter,
+    continue_step_log,
+    read_step_log,
+    split_generations,
+)
+from gllm.scheduler.config import SchedulerConfig
+
+CONFIG = SchedulerConfig().resolve(2, 100, 100)
+START = StartEvent(1.0, "m", [1, 1], CONFIG, "driver", warm_ups=1)
+RESTART = RestartEvent(
+    9.0, 2, "stage 1 was killed", 3, [2, 0], SchedulerConfig().resolve(2, 50, 100), 1
+)
+
+
+def add(seq: int, prompt: int = 3) -> AddEvent:
+    return AddEvent(2.0 + seq, seq, [5] * prompt, 4)
+
+
+def test_the_first_driver_starts_the_log_and_later_ones_restart_it(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    for seq in range(3):
+        log = continue_step_log(path, START, RESTART)
+        log.write(add(seq))
+        log.close()
+    assert list(read_step_log(path)) == [START, add(0), RESTART, add(1), RESTART, add(2)]
+
+
+@given(cut=st.integers(0, 2000), last_prompt=st.integers(1, 300))
+def test_a_killed_driver_s_last_line_is_removed(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, last_prompt: int
+) -> None:
+    path = tmp_path_factory.mktemp("torn") / "log"
+    events: list[StepLogEvent] = [START, add(0), add(1), add(2, last_prompt)]
+    log = StepLogWriter(path)
+    for event in events:
+        log.write(event)
+    log.close()
+    data = path.read_bytes()[:cut]
+    path.write_bytes(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_log, "BUFFER_BYTES", 64)
+        log = continue_step_log(path, START, RESTART)
+    log.write(add(3))
+    log.close()
+    whole = events[: data.count(b"\n")]
+    expected = [*whole, RESTART, add(3)] if whole else [START, add(3)]
+    assert list(read_step_log(path)) == expected
+
+
+def test_a_log_begins_with_a_start(tmp_path: Path) -> None:
+    log = StepLogWriter(tmp_path / "log")
+    log.write(RESTART)
+    log.close()
+    with pytest.raises(StepLogError, match="one start, as line 1"):
+        list(read_step_log(tmp_path / "log"))
+
+
+def test_each_generation_is_a_log_of_its_own() -> None:
+    abort = AbortEvent(3.0, [0])
+    assert split_generations([START, add(0)]) == [[START, add(0)]]
+    first, second, third = split_generations(
+        [START, add(0), abort, RESTART, RESTART, add(1), add(2)]
+    )
+    assert first == [START, add(0), abort]
+    start = StartEvent(9.0, "m", [2, 0], RESTART.scheduler, "driver", warm_ups=1)
+    assert second == [start]
+    assert third == [start, add(1), add(2)]
