@@ -1,5 +1,6 @@
 """Logs with restarts: replayed, and read as one run."""
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -21,7 +22,9 @@ from gllm.scheduler.plan import (
     StepResult,
     StepTime,
 )
+from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.deployment import roofline_deployment, serve_requests
+from gllm.sim.pipeline import OUTPUT_TOKEN_ID
 from gllm.sim.replay import replay_calls, replay_step_times
 from gllm.sim.report import format_metrics_table, summarize_run
 from gllm.sim.run_record import RunRecord, build_run_record
@@ -36,7 +39,7 @@ def interrupted_run(num_deaths: int, seed: int) -> list[StepLogEvent]:
     requests = to_scheduler_requests(make_workload("sharegpt-like", 40, 4.0, "gamma:2", seed))
     events: list[StepLogEvent] = []
     for generation in range(1, num_deaths + 2):
-        run, logged = serve_requests(deployment, requests)
+        _, logged = serve_requests(deployment, requests)
         start = logged[0]
         assert isinstance(start, StartEvent)
         if generation > 1:
@@ -47,25 +50,39 @@ def interrupted_run(num_deaths: int, seed: int) -> list[StepLogEvent]:
         if generation > num_deaths:
             return [*events, *logged]
         cut = random.randrange(len(logged) // 4, len(logged) // 2)
-        death, resume = logged[cut].time, logged[cut].time + 5.0
         events += logged[:cut]
-        next_seq = 1000 * generation
-        # Requests that had not come count as parked ones.
-        left = [
-            (time, request)
-            for time, request in requests
-            if not (times := run.requests[request.seq].line.times) or times[-1] > death
-        ]
-        requests = []
-        for i, (time, request) in enumerate(left):
-            done = [t for t in run.requests[request.seq].line.times if t <= death]
-            resumed = request._replace(
-                seq=next_seq + i,
-                outputs=[[1] * len(done)] if done else [],
-                age_seconds=max(0.0, resume - time + request.age_seconds),
+        requests = resubmitted(requests, logged[:cut], 1000 * generation)
+    raise AssertionError("the last generation returns")
+
+
+def resubmitted(
+    requests: list[tuple[float, SchedulerRequest]], log: list[StepLogEvent], next_seq: int
+) -> list[tuple[float, SchedulerRequest]]:
+    """The requests that a log leaves unfinished, five seconds later; those to come as they are."""
+    resume = log[-1].time + 5.0
+    tokens = Counter(
+        sampled.seq
+        for event in log
+        if isinstance(event, CommitEvent)
+        for sampled in event.result.sampled_tokens
+    )
+    left = []
+    for time, request in requests:
+        output = [*sum(request.outputs, []), *[OUTPUT_TOKEN_ID] * tokens[request.seq]]
+        if len(output) == request.max_tokens:
+            continue
+        age = request.age_seconds + resume - time
+        left.append(
+            (
+                max(time, resume),
+                request._replace(
+                    seq=next_seq + len(left),
+                    outputs=[output] if output else [],
+                    age_seconds=max(0.0, age),
+                ),
             )
-            requests.append((max(time, resume), resumed))
-    return events
+        )
+    return left
 
 
 @pytest.mark.parametrize("num_deaths", [1, 2])
@@ -189,9 +206,9 @@ def test_a_recovery_is_no_bubble(run: RunRecord) -> None:
     assert sum(use.bubble for use in uses) == pytest.approx(6.0 + 2.0)
 
 
-def test_the_longest_common_prompt_goes_to_the_closest_arrival() -> None:
+def test_of_equal_requests_the_one_that_arrived_then_is_resumed() -> None:
     log: list[StepLogEvent] = [
-        START._replace() if hasattr(START, "_replace") else START,
+        START,
         AddEvent(0.0, 0, [0], 1),
         AddEvent(5.0, 1, [7], 4),
         AddEvent(6.0, 2, [7], 4),
