@@ -192,8 +192,13 @@ PANELS = [
         "Recoveries",
         "short",
         [
-            Query(f"sum by (cause) (increase(gllm:recoveries_total{{{CHOSEN}}}{WINDOW}))", "{{cause}}"),
-            Query(f"sum (increase(gllm:resumed_requests_total{{{CHOSEN}}}{WINDOW}))", "requests resumed"),
+            Query(
+                f"sum by (cause) (increase(gllm:recoveries_total{{{CHOSEN}}}{WINDOW}))", "{{cause}}"
+            ),
+            Query(
+                f"sum (increase(gllm:resumed_requests_total{{{CHOSEN}}}{WINDOW}))",
+                "requests resumed",
+            ),
         ],
         "Worker processes that died and were replaced, and the requests that went on afterwards.",
     ),

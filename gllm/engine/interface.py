@@ -33,8 +33,6 @@ class OutputDelta(msgspec.Struct, frozen=True):
     """The stop token id or stop string that ended the choice, if one did."""
     error: str = ""
     """Error message; set if `finish_reason` is `error`."""
-    error_kind: ErrorKind = ""
-    """Kind of the error, which decides whether a client should send the request again."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set on a choice's first delta."""
     queue_seconds: float = 0.0
@@ -44,6 +42,8 @@ class OutputDelta(msgspec.Struct, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     """Log-probabilities of the prompt's tokens from the second on, if requested; set on a choice's
     first delta."""
+    error_kind: ErrorKind = ""
+    """Kind of the error, which decides whether a client should send the request again."""
 
 
 @dataclass(frozen=True, slots=True)

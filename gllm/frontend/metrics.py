@@ -148,7 +148,6 @@ class EngineCollector(Collector):
         yield lost
         yield share
 
-
     def _recoveries(self, model: list[str], status: EngineStatus) -> Iterator[Metric]:
         recoveries = CounterMetricFamily(
             PREFIX + "recoveries",

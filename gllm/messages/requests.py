@@ -9,10 +9,9 @@ from gllm.messages.base import TokenId, WireMessage
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.scheduler.plan import SchedulerStats, StepOutput
 
-
 ErrorKind = Literal["", "unavailable", "poison"]
-"""Kind of a request's error: `unavailable` if the engine did not recover in time (the request may be
-sent again later), `poison` if workers died while they computed the request (it must not be sent
+"""Kind of a request's error: `unavailable` if the engine did not recover in time (the request may
+be sent again later), `poison` if workers died while they computed the request (it must not be sent
 again), empty otherwise."""
 
 

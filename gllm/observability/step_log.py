@@ -1,8 +1,8 @@
 """Step log: every call of the scheduler and every stage's step times, as JSON lines.
 
 The driver and the simulator write the same format. One file holds all generations of an engine: a
-RestartEvent separates them, and step numbers start at 0 after it, because the scheduler is new. Times are seconds of one monotonic clock. An
-event's `event` field on disk is the tag of its class.
+RestartEvent separates them, and step numbers start at 0 after it, because the scheduler is new.
+Times are seconds of one monotonic clock. An event's `event` field on disk is the tag of its class.
 """
 
 import os
@@ -248,9 +248,7 @@ class StepLogWriter:
         self._file.close()
 
 
-def continue_step_log(
-    path: str | Path, start: StartEvent, restart: RestartEvent
-) -> StepLogWriter:
+def continue_step_log(path: str | Path, start: StartEvent, restart: RestartEvent) -> StepLogWriter:
     """Open the step log of a run for its next scheduler.
 
     Appends `start` if the file has no event yet, otherwise `restart`. A truncated last line, as a

@@ -2,7 +2,8 @@
 
 Owns two checks of the claim that the simulator holds the production scheduler: the recorded calls
 give the recorded plans, bit by bit; and the event loop, given recorded arrivals and step times,
-makes the same plans. A log with restarts is replayed generation by generation. `python -m gllm.sim.replay LOG` prints both.
+makes the same plans. A log with restarts is replayed generation by generation.
+`python -m gllm.sim.replay LOG` prints both.
 """
 
 import sys

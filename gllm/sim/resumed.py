@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from gllm.observability.step_log import AddEvent
 
 RequestContents = tuple[tuple[int, ...], int, tuple[int, ...], int, str]
-"""What does not change when a request is submitted again."""
+"""Fields of a request that every submission repeats."""
 
 
 class ResumedRequestFinder:
@@ -28,9 +28,7 @@ class ResumedRequestFinder:
         if not add.age_seconds:
             return None
         candidates = [
-            original
-            for original in self._unfinished[_contents(add)]
-            if add.n <= original.n
+            original for original in self._unfinished[_contents(add)] if add.n <= original.n
         ]
         if not candidates:
             return None

@@ -175,9 +175,7 @@ async def test_errors_are_told_in_the_servers_words(user: User, engine: GatedEng
     user.tab.errors.clear()  # the browser tells of the 503
 
 
-async def test_a_recovery_is_shown_while_an_answer_pauses(
-    user: User, engine: GatedEngine
-) -> None:
+async def test_a_recovery_is_shown_while_an_answer_pauses(user: User, engine: GatedEngine) -> None:
     await user.say("Hi")
     assert await user.answered() == engine.reply
     engine.state = "recovering"
