@@ -1,5 +1,8 @@
 """Logs with restarts: replayed, and read as one run."""
 
+from collections import Counter
+from random import Random
+
 import pytest
 
 from gllm.observability.step_log import (
@@ -19,7 +22,114 @@ from gllm.scheduler.plan import (
     StepResult,
     StepTime,
 )
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.deployment import roofline_deployment, serve_requests
+from gllm.sim.pipeline import OUTPUT_TOKEN_ID
+from gllm.sim.replay import replay_calls, replay_step_times
+from gllm.sim.report import format_metrics_table, summarize_run
 from gllm.sim.run_record import RunRecord, build_run_record
+from gllm.sim.workload import make_workload, to_scheduler_requests
+
+
+def interrupted_run(num_deaths: int, seed: int) -> list[StepLogEvent]:
+    """A simulated run whose driver died: each generation takes up what the one before left."""
+    random = Random(seed)
+    config = SchedulerConfig(policy="throttle")
+    deployment = roofline_deployment("qwen2.5-14b", "A100-40G", 4, 16384, scheduler=config)
+    requests = to_scheduler_requests(make_workload("sharegpt-like", 40, 4.0, "gamma:2", seed))
+    events: list[StepLogEvent] = []
+    for generation in range(1, num_deaths + 2):
+        _, logged = serve_requests(deployment, requests)
+        start = logged[0]
+        assert isinstance(start, StartEvent)
+        if generation > 1:
+            cause, layers = "stage 0 was killed", start.layers
+            logged[0] = RestartEvent(
+                start.time, generation, cause, len(requests), layers, start.scheduler
+            )
+        if generation > num_deaths:
+            return [*events, *logged]
+        cut = random.randrange(len(logged) // 4, len(logged) // 2)
+        events += logged[:cut]
+        requests = resubmitted(requests, logged[:cut], 1000 * generation)
+    raise AssertionError("the last generation returns")
+
+
+def resubmitted(
+    requests: list[tuple[float, SchedulerRequest]], log: list[StepLogEvent], next_seq: int
+) -> list[tuple[float, SchedulerRequest]]:
+    """The requests that a log leaves unfinished, five seconds later; those to come as they are."""
+    resume = log[-1].time + 5.0
+    tokens = Counter(
+        sampled.seq
+        for event in log
+        if isinstance(event, CommitEvent)
+        for sampled in event.result.sampled_tokens
+    )
+    left: list[tuple[float, SchedulerRequest]] = []
+    for time, request in requests:
+        output = [
+            *(request.outputs[0] if request.outputs else []),
+            *[OUTPUT_TOKEN_ID] * tokens[request.seq],
+        ]
+        if len(output) == request.max_tokens:
+            continue
+        age = request.age_seconds + resume - time
+        left.append(
+            (
+                max(time, resume),
+                request._replace(
+                    seq=next_seq + len(left),
+                    outputs=[output] if output else [],
+                    age_seconds=max(0.0, age),
+                ),
+            )
+        )
+    return left
+
+
+@pytest.mark.parametrize("num_deaths", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_replay_follows_restarts(num_deaths: int, seed: int) -> None:
+    events = interrupted_run(num_deaths, seed)
+    assert sum(isinstance(event, RestartEvent) for event in events) == num_deaths
+    calls, times = replay_calls(events), replay_step_times(events)
+    plans = [e for e in events if isinstance(e, ScheduleEvent) and e.plan is not None]
+    assert calls.num_plans == len(plans) == times.num_plans
+    assert calls.num_equal == calls.num_plans
+    assert times.share == 1.0
+
+
+def test_a_changed_plan_after_a_restart_is_noticed() -> None:
+    events = interrupted_run(1, seed=0)
+    restart = next(i for i, event in enumerate(events) if isinstance(event, RestartEvent))
+    index, event = next(
+        (i, e)
+        for i, e in enumerate(events)
+        if i > restart and isinstance(e, ScheduleEvent) and e.plan is not None
+    )
+    assert isinstance(event.plan, StepPlan)
+    row = event.plan.rows[0]
+    forged = event.plan._replace(rows=[row._replace(num_tokens=row.num_tokens + 1)])
+    events[index] = ScheduleEvent(event.time, forged, event.parallelism)
+    agreement = replay_calls(events)
+    assert agreement.num_equal == agreement.num_plans - 1
+
+
+def test_a_resumed_request_is_one_request_of_the_run() -> None:
+    events = interrupted_run(2, seed=0)
+    run = build_run_record(events)
+    assert len(run.requests) == 40
+    assert len(run.restarts) == 2
+    assert all(served.line.num_tokens == served.max_tokens for served in run.requests.values())
+    resumed = [served for served in run.requests.values() if served.num_resumptions]
+    assert resumed
+    assert {served.num_resumptions for served in resumed} <= {1, 2}
+    assert all(served.line.times == sorted(served.line.times) for served in resumed)
+    summary = summarize_run(run)
+    assert (summary["restarts"], summary["resumed_requests"]) == (2, len(resumed))
+    assert "resumed requests" in format_metrics_table({"a": summary})
+
 
 START = StartEvent(0.0, "m", [1, 1], SchedulerConfig().resolve(2, 100, 100), "driver", warm_ups=1)
 RESTART = RestartEvent(20.0, 2, "stage 0 was killed", 2, [1, 1], START.scheduler, warm_ups=1)
