@@ -6,6 +6,7 @@ processes are left out: messages are encoded and decoded, steps are computed whe
 
 import copy
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
+from gllm.runtime.base_executor import BaseExecutor
 from gllm.runtime.batch import Batch
 from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.driver import Driver
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 
@@ -56,7 +59,7 @@ class Request:
 
     prompt: list[int]
     sampling: SequenceSamplingParams
-    max_tokens: int = 24
+    max_tokens: int = 16
     stop_ids: list[int] = field(default_factory=list)
     n: int = 1
 
@@ -84,22 +87,44 @@ class Request:
 class Stages:
     """Loaded stages of a model, used by one generation after the other."""
 
-    def __init__(self, folder: Path, num_stages: int = 1, **options: Any) -> None:
-        model = read_config(folder)
-        config = EngineConfig.from_options(
-            str(folder),
-            **{"block_size": BLOCK_SIZE, "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
-            | options,
-        )
-        self.scheduler_config = config.scheduler.resolve(num_stages, NUM_BLOCKS, MAX_MODEL_LEN)
-        self.executors = [
-            CpuExecutor(model, config, stage, num_stages, layers)
-            for stage, layers in enumerate(split_layers(model.model, num_stages))
-        ]
-        for executor in self.executors:
-            executor.load(folder, lambda done, total: None)
-            executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
+    def __init__(
+        self,
+        executors: Sequence[BaseExecutor],
+        scheduler: SchedulerConfig,
+        keeps_tokens: bool = False,
+        synchronize: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Keep what each generation uses.
+
+        Args:
+            executors: of the stages.
+            scheduler: resolved.
+            keeps_tokens: the last stage has every sequence's tokens on a device.
+            synchronize: waits for the activations of a stage.
+        """
+        self.executors = executors
+        self.scheduler_config = scheduler
+        self.keeps_tokens = keeps_tokens
+        self.synchronize = synchronize
         self.next_seq = 0
+
+
+def stages_on_cpu(folder: Path, num_stages: int = 1, **options: Any) -> Stages:
+    """Stages of a model folder on the CPU."""
+    model = read_config(folder)
+    config = EngineConfig.from_options(
+        str(folder),
+        **{"block_size": BLOCK_SIZE, "dtype": "float32", "max_model_len": MAX_MODEL_LEN} | options,
+    )
+    executors = [
+        CpuExecutor(model, config, stage, num_stages, layers)
+        for stage, layers in enumerate(split_layers(model.model, num_stages))
+    ]
+    for executor in executors:
+        executor.load(folder, lambda done, total: None)
+        executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
+    scheduler = config.scheduler.resolve(num_stages, NUM_BLOCKS, MAX_MODEL_LEN)
+    return Stages(executors, scheduler)
 
 
 class _Channel:
@@ -120,13 +145,20 @@ class Generation:
 
     def __init__(self, stages: Stages, request: Request, outputs: list[ChoiceOutput]) -> None:
         self.outputs = copy.deepcopy(outputs)
-        self._stages = stages.executors
+        self._stages, self._synchronize = stages.executors, stages.synchronize
         self._plans: deque[StepPlan] = deque()
         self._batches: dict[int, dict[int, Batch]] = {}
         """By step, the micro-batch of each stage."""
         first, *others = [_Channel(self, stage) for stage in range(len(self._stages))]
         self.scheduler = Scheduler(stages.scheduler_config)
-        self._driver = Driver(self.scheduler, first.send, [*others], self, vocab_size=2048)
+        self._driver = Driver(
+            self.scheduler,
+            first.send,
+            [*others],
+            self,
+            stages.keeps_tokens,
+            self._stages[0].model.vocab_size,
+        )
         message, choices = request.submission(stages.next_seq, outputs)
         self._choices = dict(enumerate(choices, start=stages.next_seq))
         stages.next_seq += len(choices)
@@ -190,6 +222,8 @@ class Generation:
         hidden = None
         for stage, executor in enumerate(self._stages):
             hidden = executor.compute(batches[stage], hidden)
+            if not executor.is_last:
+                self._synchronize()
         assert hidden is not None
         sampled, details = self._stages[-1].sample(batches[len(self._stages) - 1], hidden)
         self._driver.commit(StepDone(StepResult(plan.step, sampled), details))
