@@ -78,7 +78,7 @@ def test_imports_stay_within_the_layers(path: Path) -> None:
 def test_the_check_finds_what_does_not_belong() -> None:
     assert forbidden_imports("gllm.scheduler.x", "import torch, json") == {"torch"}
     assert forbidden_imports(
-        "gllm.frontend.x", "def f():\n    from gllm.runtime.bus import Inbox"
+        "gllm.frontend.x", "def f():\n    from gllm.runtime.bus import Hub"
     ) == {"gllm.runtime"}
     hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"
     assert forbidden_imports("gllm.transport.x", hidden) == set()

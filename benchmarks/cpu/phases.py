@@ -9,7 +9,7 @@ FOLDER`; it prints the tables and writes them to docs/benchmarks/phases.md.
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -20,7 +20,7 @@ import uvloop
 from benchmarks.cpu.page import make_parser, origin, write_results
 from benchmarks.cpu.rounds import RoundRunner, start_round_runner
 from gllm.config.engine import EngineConfig
-from gllm.messages.codec import decode, encode
+from gllm.messages.codec import decode_for_driver, decode_for_head, decode_for_stage, encode
 from gllm.messages.requests import EngineOutputs
 from gllm.messages.steps import RunStep, StepDone
 from gllm.models.hub import resolve_model
@@ -42,6 +42,12 @@ from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
+DECODERS: dict[type, Callable[[bytes], object]] = {
+    RunStep: decode_for_stage,
+    StepDone: decode_for_driver,
+    EngineOutputs: decode_for_head,
+}
+"""The decoder of each message's receiver."""
 SERVED = "served step"
 """Phase from a step's start on the first stage to the start of the next step there."""
 
@@ -116,6 +122,7 @@ class Replay:
         self._encode(EngineOutputs(outcome, stats), result.step)
 
     def _encode(self, message: RunStep | StepDone | EngineOutputs, step: int) -> None:
+        decode = DECODERS[type(message)]
         begin = time.perf_counter()
         decode(encode(message))
         self._add(self.encode_seconds, step, begin)

@@ -1,6 +1,6 @@
 """Base class and field types of all messages."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -12,3 +12,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base class of all messages; the class name is the tag on the wire."""
+
+    is_fenced: ClassVar[bool] = True
+    """True if receivers drop the message in other generations than the one it was sent in; False
+    for messages about a process."""

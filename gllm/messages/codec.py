@@ -1,6 +1,10 @@
-"""Codec of messages: msgpack with a schema for each message, checked on arrival."""
+"""Codec of messages: msgpack with a schema for each message, checked on arrival.
+
+There is one decoder per role of the receiver: what a peer may not send does not decode.
+"""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -8,10 +12,13 @@ import msgspec
 from gllm.messages.base import WireMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
 from gllm.messages.lifecycle import (
+    CloseGeneration,
+    GenerationClosed,
+    Heartbeat,
+    Hello,
     InitializeCache,
     LoadProgress,
     Shutdown,
-    StageConnected,
     StageFailed,
     StageLoaded,
     StageReady,
@@ -21,34 +28,45 @@ from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedReques
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 
-AnyMessage = (
-    SubmitRequest
-    | RejectedRequest
-    | AbortSequences
-    | ResetPrefixCache
-    | StartProfile
-    | StopProfile
-    | CommandDone
-    | RegisterSequences
-    | RunStep
-    | StepDone
-    | GrammarReady
-    | StageConnected
-    | StageTimes
-    | EngineOutputs
-    | BubbleReport
+ToHead = (
+    Hello
+    | Heartbeat
     | LoadProgress
     | StageLoaded
-    | InitializeCache
     | StageReady
     | StageFailed
+    | GenerationClosed
+    | CommandDone
+    | EngineOutputs
+    | BubbleReport
     | StageUtilization
-    | Shutdown
 )
+"""Messages that a worker may send to the head process."""
+ToWorker = (
+    InitializeCache
+    | CloseGeneration
+    | Shutdown
+    | StartProfile
+    | StopProfile
+    | ResetPrefixCache
+    | SubmitRequest
+    | RejectedRequest
+    | AbortSequences
+)
+"""Messages that the head process may send to a worker."""
+ToDriver = Hello | StepDone | GrammarReady | StageTimes
+"""Messages that another stage may send to the driver's process."""
+ToStage = RegisterSequences | RunStep
+"""Messages that the driver may send to another stage."""
+AnyMessage = ToHead | ToWorker | ToDriver | ToStage
 """Every message that a process may receive."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+
+decode_for_head: Callable[[bytes], ToHead] = msgspec.msgpack.Decoder(ToHead).decode
+decode_for_driver: Callable[[bytes], ToDriver] = msgspec.msgpack.Decoder(ToDriver).decode
+decode_for_stage: Callable[[bytes], ToStage] = msgspec.msgpack.Decoder(ToStage).decode
 
 
 def encode(message: WireMessage) -> bytes:
@@ -56,14 +74,14 @@ def encode(message: WireMessage) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(payload: bytes) -> AnyMessage:
+def decode_for_worker(payload: bytes) -> ToWorker:
     """Decode a message; a SubmitRequest with an invalid field becomes a RejectedRequest.
 
     Raises:
-        msgspec.DecodeError: the payload is no other valid message.
+        msgspec.DecodeError: the payload is no other message that the head process may send.
     """
     try:
-        return _decoder.decode(payload)
+        return _worker_decoder.decode(payload)
     except msgspec.DecodeError as error:
         if rejected := _reject(payload, str(error)):
             return rejected

@@ -1,6 +1,29 @@
-"""Messages that start and stop a stage."""
+"""Messages that start and stop a stage, and those about a worker process itself."""
+
+from typing import ClassVar
 
 from gllm.messages.base import WireMessage
+
+
+class Hello(WireMessage, frozen=True):
+    """First message of a session; it names the process that the session belongs to."""
+
+    is_fenced: ClassVar[bool] = False
+    sender: int
+
+
+class Heartbeat(WireMessage, frozen=True):
+    """Report that a worker's event loop runs, with the step under way."""
+
+    is_fenced: ClassVar[bool] = False
+    step: int
+    """0 while no step is computed."""
+    step_seconds: float
+    """Time since the step began."""
+    num_tokens: int
+    """Tokens in the step."""
+    cpu_seconds: float
+    """CPU time of the process since its start."""
 
 
 class LoadProgress(WireMessage, frozen=True):
@@ -9,12 +32,6 @@ class LoadProgress(WireMessage, frozen=True):
     stage: int
     done_bytes: int
     total_bytes: int
-
-
-class StageConnected(WireMessage, frozen=True):
-    """First message of a stage to the driver: its socket is connected."""
-
-    stage: int
 
 
 class StageLoaded(WireMessage, frozen=True):
@@ -44,9 +61,20 @@ class StageReady(WireMessage, frozen=True):
 class StageFailed(WireMessage, frozen=True):
     """Report that a worker ends because of an error."""
 
+    is_fenced: ClassVar[bool] = False
     stage: int
     cause: str
 
 
+class CloseGeneration(WireMessage, frozen=True):
+    """Command to a worker: close its stage of the current generation, but keep the weights."""
+
+
+class GenerationClosed(WireMessage, frozen=True):
+    """Report that a worker has closed its stage of the current generation."""
+
+
 class Shutdown(WireMessage, frozen=True):
     """Command to a worker: end the process."""
+
+    is_fenced: ClassVar[bool] = False

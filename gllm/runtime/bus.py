@@ -1,126 +1,400 @@
-"""Typed one-way channels between processes over ZeroMQ: framing, numbering, delivery to asyncio.
+"""Sessions between processes over ZeroMQ on asyncio: a hub that several spokes connect to.
 
-Each process has one Inbox; a process that sends to it opens an Outbox. Every message carries its
-sender and a number that counts up by one per sender. A gap means that a message was lost, which is
-an error.
+The head process has a hub that every worker connects to, and the driver's process has one for the
+other stages. A hub's peers are expected senders. A session begins with `Hello` and ends with its
+connection, or with the first frame that is invalid; spokes never connect again, because ZeroMQ
+would lose messages between two connections without notice. Nothing that arrives raises an error.
 """
 
-import asyncio
-import struct
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-import msgspec
 import zmq
 
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import AnyMessage, decode, encode
+from gllm.messages.codec import AnyMessage, encode
+from gllm.messages.lifecycle import Hello
+from gllm.runtime.endpoint import Endpoint
+from gllm.runtime.session import (
+    ANY_GENERATION,
+    SessionError,
+    SessionReceiver,
+    SessionSender,
+)
 
-FRONTEND = 1_000_000
-"""The frontend's sender number; a stage's is its index."""
+CLOSED = "the connection was closed"
+"""Cause of a session's end if the peer closed it or exited."""
 
-_HEADER = struct.Struct("<IQ")
-"""Sender and number of a message."""
 _MAX_MESSAGES = 256
 """Messages handled before the event loop runs other callbacks."""
+Decode = Callable[[bytes], AnyMessage]
+"""Decoder of the messages that the peers' role may send."""
 
 
-class BusError(Exception):
-    """A channel lost a message or received an invalid one; the process cannot continue."""
+class _Session:
+    """A session of a hub."""
+
+    def __init__(
+        self, sender: int, identity: bytes, receiver: SessionReceiver, outgoing: SessionSender
+    ) -> None:
+        self.sender = sender
+        self.identity = identity
+        """Of the connection, given by ZeroMQ."""
+        self.receiver = receiver
+        self.outgoing = outgoing
+        self.is_connected = True
+        self.has_ended = False
+        """True if nothing is delivered any more, although frames may still arrive."""
 
 
-class Outbox:
-    """Sending end of a channel; it never blocks: messages are queued until they are read."""
+class Hub(Endpoint):
+    """The end of all sessions of a process with its peers."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, sender: int) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.sndhwm = 0
-        self._socket.linger = 500
-        self._socket.connect(address)
-        self._sender = sender
-        self._next_number = 0
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run: int, decode: Decode) -> None:
+        """Create a hub that is bound to no address.
+
+        Args:
+            context: with one I/O thread, so that events of connections arrive in order.
+            run: number of this start of the head process.
+            decode: decoder of the messages that the peers may send.
+        """
+        super().__init__(context, zmq.ROUTER)
+        # A send to a peer that is gone fails instead of being dropped.
+        self._socket.router_mandatory = True
+        self.num_malformed = 0
+        """Frames that could not be read."""
+        self.num_refused = 0
+        """Sessions of senders that were not expected or had a session."""
+        self._run = run
+        self._decode = decode
+        self._num_stale = 0
+        """Without those that the receivers of open sessions have counted."""
+        self._expected: dict[int, list[tuple[bytes, int]]] = {}
+        """Payloads and generations to send to expected senders once they connect."""
+        self._by_sender: dict[int, _Session] = {}
+        self._by_identity: dict[bytes, _Session] = {}
+        """Includes sessions that have ended, until their connections have."""
+        self._disconnected: list[_Session] = []
+        """Sessions whose connections have ended, which may have messages to be read."""
+        self._descriptors: dict[int, _Session | None] = {}
+        """Open connections; None for those without a session."""
+        self._due: list[tuple[int, AnyMessage]] = []
+        """Messages of a generation that has begun, to be delivered at the next read."""
+
+    @property
+    def num_stale(self) -> int:
+        """Frames of earlier generations, other runs and sessions that have ended."""
+        open_sessions = self._by_sender.values()
+        return self._num_stale + sum(each.receiver.num_dropped for each in open_sessions)
+
+    def bind(self, address: str) -> str:
+        """Bind to an address; return it with the port that was chosen, if any."""
+        self._socket.bind(address)
+        return bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def expect(self, sender: int) -> None:
+        """Accept one session of a sender; messages to it are queued until it connects."""
+        if sender not in self._by_sender:
+            self._expected.setdefault(sender, [])
+
+    def forget(self, sender: int) -> None:
+        """End the session of a sender, or no longer expect it."""
+        self._expected.pop(sender, None)
+        if session := self._by_sender.get(sender):
+            self._end(session)
+
+    def start(
+        self,
+        on_messages: Callable[[list[tuple[int, AnyMessage]]], None],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        """Start delivery on the running event loop.
+
+        Args:
+            on_messages: called with all messages that have arrived and their senders. The first
+                one of a sender is its Hello.
+            on_lost: called with a sender, no longer expected, and the cause when its session ends.
+        """
+        self._on_messages = on_messages
+        self._on_lost = on_lost
+        self._start()
+
+    def send(self, sender: int, message: WireMessage) -> None:
+        """Queue a message. It is dropped if the sender is neither connected nor expected."""
+        generation = self._generation if message.is_fenced else ANY_GENERATION
+        self._send(sender, encode(message), generation)
+
+    def send_encoded(self, senders: Iterable[int], payload: bytes) -> None:
+        """Queue an encoded message of the current generation for several receivers."""
+        for sender in senders:
+            self._send(sender, payload, self._generation)
+
+    def advance(self, generation: int) -> None:
+        """Begin a generation: frames of earlier ones are dropped from now on."""
+        self._generation = generation
+        for sender, session in self._by_sender.items():
+            self._due += [(sender, each) for each in session.receiver.advance(generation)]
+        self._schedule_read()
+
+    def _send(self, sender: int, payload: bytes, generation: int) -> None:
+        session = self._by_sender.get(sender)
+        if session is None:
+            if sender in self._expected:
+                self._expected[sender].append((payload, generation))
+            return
+        try:
+            for frame in session.outgoing.frames(payload, generation):
+                self._socket.send(session.identity, zmq.SNDMORE | zmq.NOBLOCK)
+                self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self._disconnect(session)
+        self._schedule_read()
+
+    def _read(self) -> None:
+        messages, self._due = self._due, []
+        ended: list[tuple[_Session, str]] = []
+        try:
+            for _ in range(_MAX_MESSAGES):
+                self._receive(messages, ended)
+            self._schedule_read()
+        except zmq.Again:
+            # Only now, because a peer's last messages may be the reason of its exit.
+            for session in self._disconnected:
+                del self._by_identity[session.identity]
+                ended.append((session, CLOSED))
+            self._disconnected.clear()
+        try:
+            if messages:
+                self._on_messages(messages)
+        finally:
+            for session, cause in ended:
+                if not session.has_ended:
+                    self._end(session)
+                    self._on_lost(session.sender, cause)
+
+    def _receive(
+        self, messages: list[tuple[int, AnyMessage]], ended: list[tuple[_Session, str]]
+    ) -> None:
+        """Receive one frame; append the message that it completes, or the session that it ends.
+
+        Raises:
+            zmq.Again: there is none.
+        """
+        identity = self._socket.recv(zmq.NOBLOCK)
+        session = self._by_identity.get(identity)
+        if session is None:
+            self._begin(identity, messages)
+            return
+        frame = self._socket.recv(zmq.NOBLOCK)
+        is_whole = self._drop_further_parts()
+        if session.has_ended or any(session is each for each, _ in ended):
+            self._num_stale += 1
+            return
+        try:
+            if not is_whole:
+                raise SessionError("a frame of several parts")
+            message = session.receiver.receive(frame)
+            if type(message) is Hello:
+                raise SessionError("a second Hello")
+        except SessionError as error:
+            self.num_malformed += 1
+            ended.append((session, str(error)))
+            return
+        if message is not None:
+            messages.append((session.sender, message))
+
+    def _begin(self, identity: bytes, messages: list[tuple[int, AnyMessage]]) -> None:
+        """Receive the first frame of a connection and begin its session, if it is a Hello."""
+        frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        is_whole = self._drop_further_parts()
+        receiver = SessionReceiver(self._run, self._decode, self._generation)
+        try:
+            hello = receiver.receive(frame.bytes) if is_whole else None
+        except SessionError:
+            hello = None
+        if receiver.num_foreign:
+            self._num_stale += 1
+        elif not isinstance(hello, Hello):
+            self.num_malformed += 1
+        elif hello.sender not in self._expected:
+            self.num_refused += 1
+        else:
+            session = _Session(hello.sender, identity, receiver, SessionSender(self._run))
+            self._by_identity[identity] = self._by_sender[hello.sender] = session
+            self._attach(session, int(frame.get(zmq.SRCFD)))
+            messages.append((hello.sender, hello))
+            for payload, generation in self._expected.pop(hello.sender):
+                self._send(hello.sender, payload, generation)
+
+    def _attach(self, session: _Session, descriptor: int) -> None:
+        """Find a session's connection among the open ones, to learn of its end."""
+        # The event of this connection's beginning may wait, and so may its end and the beginning
+        # of another one with the same descriptor.
+        self._read_events()
+        if descriptor not in self._descriptors:
+            self._disconnect(session)
+            return
+        if previous := self._descriptors[descriptor]:
+            self._disconnect(previous)
+        self._descriptors[descriptor] = session
+
+    def _disconnect(self, session: _Session) -> None:
+        """End a session after the messages that have arrived."""
+        if session.is_connected:
+            session.is_connected = False
+            self._disconnected.append(session)
+            self._schedule_read()
+
+    def _drop_further_parts(self) -> bool:
+        """Receive the rest of a frame of several parts; return True if it has none."""
+        is_whole = True
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv(zmq.NOBLOCK)
+            is_whole = False
+        return is_whole
+
+    def _on_event(self, event: int, descriptor: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._descriptors[descriptor] = None
+        elif (session := self._descriptors.pop(descriptor, None)) is not None:
+            self._disconnect(session)
+
+    def close(self) -> None:
+        """Stop delivery and close; messages are dropped from now on."""
+        for session in list(self._by_sender.values()):
+            self._end(session)
+        self._expected.clear()
+        super().close()
+
+    def _end(self, session: _Session) -> None:
+        """Deliver nothing of a session any more; its frames are dropped and counted."""
+        session.has_ended = True
+        del self._by_sender[session.sender]
+        self._num_stale += session.receiver.num_dropped
+
+
+class Peer(NamedTuple):
+    """One sender of a hub, as the receiver of messages."""
+
+    hub: Hub
+    sender: int
 
     def send(self, message: WireMessage) -> None:
         """Queue a message."""
-        self.send_encoded(encode(message))
+        self.hub.send(self.sender, message)
 
     def send_encoded(self, payload: bytes) -> None:
-        """Queue an encoded message, for messages with several receivers."""
-        frames = [_HEADER.pack(self._sender, self._next_number), payload]
-        self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
-        self._next_number += 1
-
-    def close(self) -> None:
-        """Send queued messages, for at most half a second, and close."""
-        self._socket.close()
+        """Queue an encoded message of the current generation."""
+        self.hub.send_encoded((self.sender,), payload)
 
 
-class Inbox:
-    """Receiving end of all channels to this process."""
+class Spoke(Endpoint):
+    """The end of a process's session with a hub."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._socket = context.socket(zmq.PULL)
-        self._socket.rcvhwm = 0
-        self._socket.bind(address)
-        self._next_numbers: dict[int, int] = {}
-        """Number of the next message by sender."""
-        self._loop: asyncio.AbstractEventLoop | None = None
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        run: int,
+        sender: int,
+        address: str,
+        decode: Decode,
+    ) -> None:
+        """Connect to a hub and send Hello.
+
+        Args:
+            context: of the process.
+            run: number of this start of the head process.
+            sender: id of this process.
+            address: of a hub that is bound already: there is no second attempt.
+            decode: decoder of the messages that the hub may send.
+        """
+        super().__init__(context, zmq.DEALER)
+        # In milliseconds: time to send what is queued at the end, such as the report of a failure.
+        self._socket.linger = 500
+        self._socket.reconnect_ivl = -1
+        self._receiver = SessionReceiver(run, decode)
+        self._outgoing = SessionSender(run)
+        self._due: list[AnyMessage] = []
+        self._is_connected = True
+        self._socket.connect(address)
+        self.send(Hello(sender))
+
+    @property
+    def num_stale(self) -> int:
+        """Frames of earlier generations and other runs."""
+        return self._receiver.num_dropped
 
     def start(
         self,
         on_messages: Callable[[list[AnyMessage]], None],
-        on_error: Callable[[BusError], None],
+        on_lost: Callable[[str], None],
     ) -> None:
         """Start delivery on the running event loop.
 
         Args:
             on_messages: called with all messages that have arrived.
-            on_error: called once with the error that ended delivery.
+            on_lost: called once with the cause when the session ends.
         """
         self._on_messages = on_messages
-        self._on_error = on_error
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.fileno(), self._read)
-        self._loop.call_soon(self._read)
+        self._on_lost = on_lost
+        self._start()
+
+    def send(self, message: WireMessage) -> None:
+        """Queue a message; it is dropped if the session has ended."""
+        generation = self._generation if message.is_fenced else ANY_GENERATION
+        self._send(encode(message), generation)
+
+    def send_encoded(self, payload: bytes) -> None:
+        """Queue an encoded message of the current generation."""
+        self._send(payload, self._generation)
+
+    def advance(self, generation: int) -> None:
+        """Begin a generation: frames of earlier ones are dropped from now on."""
+        self._generation = generation
+        self._due += self._receiver.advance(generation)
+        self._schedule_read()
 
     def close(self) -> None:
-        """Stop delivery and close."""
-        if self._loop is not None:
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop = None
-        self._socket.close(linger=0)
+        """Send queued messages, for at most half a second, and close."""
+        self._is_connected = False
+        super().close()
+
+    def _send(self, payload: bytes, generation: int) -> None:
+        if not self._is_connected:
+            return
+        try:
+            for frame in self._outgoing.frames(payload, generation):
+                self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            # Without limits on its queue, a socket that would block has no connection left.
+            self._is_connected = False
+        self._schedule_read()
 
     def _read(self) -> None:
-        """Deliver waiting messages.
-
-        The descriptor signals changes only, so this reads until none is left, or schedules itself.
-        """
-        if self._loop is None:
-            return
-        messages: list[AnyMessage] = []
+        messages, self._due = self._due, []
+        cause = ""
         try:
-            while len(messages) < _MAX_MESSAGES:
-                messages.append(self._receive())
-            self._loop.call_soon(self._read)
+            for _ in range(_MAX_MESSAGES):
+                message = self._receiver.receive(self._socket.recv(zmq.NOBLOCK))
+                if self._socket.getsockopt(zmq.RCVMORE):
+                    raise SessionError("a frame of several parts")
+                if message is not None:
+                    messages.append(message)
+            self._schedule_read()
         except zmq.Again:
-            pass
-        except BusError as error:
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop = None
-            self._on_error(error)
-            return
+            cause = "" if self._is_connected else CLOSED
+        except SessionError as error:
+            cause = str(error)
         if messages:
             self._on_messages(messages)
+        if cause and self._loop is not None:
+            self.close()
+            self._on_lost(cause)
 
-    def _receive(self) -> AnyMessage:
-        frames = self._socket.recv_multipart(flags=zmq.NOBLOCK)
-        if len(frames) != 2 or len(frames[0]) != _HEADER.size:
-            raise BusError(f"received an invalid message of {len(frames)} frames")
-        sender, number = _HEADER.unpack(frames[0])
-        expected = self._next_numbers.get(sender, 0)
-        if number != expected:
-            raise BusError(f"message {expected} from sender {sender} was lost: {number} arrived")
-        self._next_numbers[sender] = number + 1
-        try:
-            return decode(frames[1])
-        except msgspec.DecodeError as error:
-            raise BusError(f"message {number} from sender {sender}: {error}") from error
+    def _on_event(self, event: int, descriptor: int) -> None:
+        if event != zmq.EVENT_ACCEPTED:
+            self._is_connected = False
+            self._schedule_read()

@@ -14,7 +14,7 @@ import msgspec
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
-from gllm.runtime.bus import Outbox
+from gllm.runtime.bus import Peer
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class EngineClient:
         self.bubbles = BubbleReport()
         self.step_sizes: Counter[int] = Counter()
         """Number of micro-batches by their tokens, rounded up to a power of two."""
-        self._driver: Outbox | None = None
+        self._driver: Peer | None = None
         self._next_seq = 0
         self._streams: dict[int, RequestStream] = {}
         """By running sequence."""
@@ -141,7 +141,7 @@ class EngineClient:
         """Seconds since the last finished step, while requests run; else 0."""
         return time.monotonic() - self._last_progress if self._streams else 0.0
 
-    def connect(self, driver: Outbox) -> None:
+    def connect(self, driver: Peer) -> None:
         """Set the driver."""
         self._driver = driver
 

@@ -6,6 +6,7 @@ imports no torch.
 
 import asyncio
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import msgspec
 from gllm.config.engine import EngineConfig
 from gllm.kernels.native.builds import select_build
 from gllm.observability.logs import LogConfig
+from gllm.runtime.session import HEAD_SENDER
 from gllm.runtime.spec import WorkerSpec
 from gllm.transport.edge import Edge, create_edge
 
@@ -37,8 +39,12 @@ class WorkerGroup(ABC):
     def __init__(self, num_stages: int, name: str = "gllm") -> None:
         self._socket_folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         folder = f"ipc://{self._socket_folder}"
-        self.frontend_address = f"{folder}/frontend"
-        self.inbox_addresses = [f"{folder}/stage-{stage}" for stage in range(num_stages)]
+        self.run = secrets.randbits(64)
+        """Number of this start of the parent, which no other start has."""
+        self.senders = list(range(HEAD_SENDER + 1, HEAD_SENDER + 1 + num_stages))
+        """Id of each stage's worker."""
+        self.head_address = f"{folder}/head"
+        self.driver_address = f"{folder}/driver"
         self._edges = [create_edge(f"{name}-edge-{stage}") for stage in range(num_stages - 1)]
         self._kernel_ratios: int | None = None
         """Descriptor of the file in which stages share measurements of compiled kernels."""
@@ -86,8 +92,11 @@ class WorkerGroup(ABC):
                     layer_counts=[len(each) for each in layers],
                     model_folder=str(folder),
                     config=config,
-                    frontend_address=self.frontend_address,
-                    inbox_addresses=self.inbox_addresses,
+                    run=self.run,
+                    sender=self.senders[stage],
+                    senders=self.senders,
+                    head_address=self.head_address,
+                    driver_address=self.driver_address,
                     incoming=incoming,
                     outgoing=outgoing,
                     logs=logs,

@@ -14,7 +14,7 @@ import zmq
 
 from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import AnyMessage
+from gllm.messages.codec import AnyMessage, decode_for_head
 from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
 from gllm.messages.lifecycle import (
     InitializeCache,
@@ -28,12 +28,15 @@ from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import EngineOutputs
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import LogConfig
-from gllm.runtime.bus import FRONTEND, BusError, Inbox, Outbox
+from gllm.runtime.bus import Hub, Peer
 from gllm.runtime.client import EngineClient
 from gllm.runtime.device import count_kv_blocks
 from gllm.runtime.launch import WorkerGroup
 
 log = logging.getLogger(__name__)
+
+LOST_SECONDS = 1.0
+"""Time in which a process whose connection ended has to be reported by its exit."""
 
 
 class EngineError(Exception):
@@ -69,7 +72,7 @@ class WorkerPipeline:
         self.workers: WorkerGroup | None = None
         self._config = config
         self._on_progress = on_progress
-        self._stages: list[Outbox] = []
+        self._stages: list[Peer] = []
         self._progress: dict[int, LoadProgress] = {}
         self._loaded: dict[int, StageLoaded] = {}
         self._ready: set[int] = set()
@@ -91,12 +94,17 @@ class WorkerPipeline:
             EngineError: a stage failed.
         """
         self.workers = workers
-        workers.start(self._config, folder, self.layers, logs)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = Inbox(self._context, workers.frontend_address)
-        self._stages = [Outbox(self._context, a, FRONTEND) for a in workers.inbox_addresses]
+        self._hub = Hub(self._context, workers.run, decode_for_head)
+        self._hub.advance(1)
+        # Workers connect once, so the hub is bound before they start.
+        self._hub.bind(workers.head_address)
+        for sender in workers.senders:
+            self._hub.expect(sender)
+        self._stages = [Peer(self._hub, sender) for sender in workers.senders]
         self.client.connect(self._stages[0])
-        self._inbox.start(self._handle, self._on_bus_error)
+        self._hub.start(self._handle, self._on_lost)
+        workers.start(self._config, folder, self.layers, logs)
         workers.watch(self._on_worker_exit)
         try:
             await self._wait_for(self._loaded)
@@ -124,9 +132,7 @@ class WorkerPipeline:
         for stage in self._stages:
             stage.send(Shutdown())
         await self.workers.stop()
-        self._inbox.close()
-        for stage in self._stages:
-            stage.close()
+        self._hub.close()
         self._context.term()
 
     async def reset_prefix_cache(self) -> str:
@@ -141,7 +147,7 @@ class WorkerPipeline:
         """Stop the profile on all stages; return the first error, empty on success."""
         return await self._run_command(StopProfile, self._stages)
 
-    async def _run_command(self, create: Callable[[int], WireMessage], stages: list[Outbox]) -> str:
+    async def _run_command(self, create: Callable[[int], WireMessage], stages: list[Peer]) -> str:
         """Send a command to some stages and wait for all of them.
 
         Args:
@@ -201,9 +207,9 @@ class WorkerPipeline:
         finally:
             self.client.release(stream)
 
-    def _handle(self, messages: list[AnyMessage]) -> None:
+    def _handle(self, messages: list[tuple[int, AnyMessage]]) -> None:
         try:
-            for message in messages:
+            for _, message in messages:
                 self._handle_message(message)
         except Exception as error:
             # The other messages are lost, so their requests would wait forever.
@@ -230,8 +236,11 @@ class WorkerPipeline:
             case StageFailed(stage, cause):
                 self._die(f"stage {stage} failed: {cause}")
 
-    def _on_bus_error(self, error: BusError) -> None:
-        self._die(str(error))
+    def _on_lost(self, sender: int, cause: str) -> None:
+        # Of a worker that exits, the exit itself says more.
+        assert self.workers is not None
+        description = f"the worker of stage {self.workers.senders.index(sender)} was lost: {cause}"
+        asyncio.get_running_loop().call_later(LOST_SECONDS, self._die, description)
 
     def _on_worker_exit(self, stage: int, description: str) -> None:
         # The worker's own report of the cause may still be on its way.

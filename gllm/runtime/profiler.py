@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gllm.messages.control import CommandDone, StartProfile, StopProfile
-from gllm.runtime.bus import Outbox
+from gllm.runtime.bus import Spoke
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class TorchProfiler:
     """Recorder of all threads of this process; it reports each finished command."""
 
-    def __init__(self, stage: int, frontend: Outbox) -> None:
+    def __init__(self, stage: int, frontend: Spoke) -> None:
         self._stage = stage
         self._frontend = frontend
         self._profile: profile | None = None

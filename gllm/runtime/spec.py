@@ -23,10 +23,16 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     model_folder: str
     config: EngineConfig
     """With max_model_len resolved."""
-    frontend_address: str
-    """Address of the parent's inbox."""
-    inbox_addresses: list[str]
-    """Address of each stage's inbox."""
+    run: int
+    """Number of this start of the parent."""
+    sender: int
+    """Id of this worker in its sessions."""
+    senders: list[int]
+    """Ids of the workers of all stages."""
+    head_address: str
+    """Address of the parent's hub."""
+    driver_address: str
+    """Address of the driver's hub."""
     incoming: Edge | None
     """Edge from the previous stage; None on the first."""
     outgoing: Edge | None

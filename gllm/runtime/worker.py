@@ -20,13 +20,14 @@ import uvloop
 import zmq
 
 from gllm.config.field_types import FieldError
+from gllm.messages import codec
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import ResetPrefixCache, StartProfile, StopProfile
 from gllm.messages.lifecycle import (
+    Hello,
     InitializeCache,
     LoadProgress,
     Shutdown,
-    StageConnected,
     StageFailed,
     StageLoaded,
     StageReady,
@@ -40,10 +41,11 @@ from gllm.observability.logs import configure_logging
 from gllm.observability.step_log import LoggedScheduler, StepLogWriter
 from gllm.observability.step_log import StartEvent as LogStart
 from gllm.runtime.backend import DeviceBackend
-from gllm.runtime.bus import Inbox, Outbox
+from gllm.runtime.bus import Decode, Hub, Peer, Spoke
 from gllm.runtime.device import count_gpus, set_num_threads, threads_per_stage, trim_memory
 from gllm.runtime.driver import Driver
 from gllm.runtime.profiler import TorchProfiler
+from gllm.runtime.session import SessionError
 from gllm.runtime.spec import WorkerSpec
 from gllm.runtime.stage import StageRunner, format_error
 from gllm.scheduler.config import SchedulerConfig
@@ -55,6 +57,8 @@ log = logging.getLogger(__name__)
 
 LOAD_REPORT_SECONDS = 0.5
 """Interval between two reports of utilization and step times."""
+LOST_SECONDS = 5.0
+"""Time in which the parent ends this worker after another stage has ended."""
 
 
 class Worker:
@@ -71,35 +75,53 @@ class Worker:
         self.has_failed = False
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = Inbox(self._context, spec.inbox_addresses[spec.stage])
-        self._frontend = Outbox(self._context, spec.frontend_address, spec.stage)
-        # The driver sends to all other stages, and they send to the driver.
-        receivers = range(1, spec.num_stages) if spec.stage == 0 else range(1)
-        self._stages = {
-            stage: Outbox(self._context, spec.inbox_addresses[stage], spec.stage)
-            for stage in receivers
-        }
+        self._frontend = self._connect(spec.head_address, codec.decode_for_worker)
+        self._hub: Hub | None = None
+        """The driver's end of its sessions with the other stages."""
+        self._spoke: Spoke | None = None
+        """The other stages' end."""
         self._driver: Driver | None = None
-        self._connected_stages: set[int] = set()
-        """Stages that have reached the driver; includes its own stage once that has started."""
+        self._connected_senders: set[int] = set()
+        """Workers that have reached the driver, its own included."""
         self._is_report_scheduled = False
         self._step_log: StepLogWriter | None = None
         self._profiler = TorchProfiler(spec.stage, self._frontend)
 
     async def run(self) -> None:
         """Load the stage and handle messages until the parent's Shutdown or an error."""
-        self._inbox.start(self._handle, self._fail)
+        self._frontend.start(
+            self._handle, lambda cause: self._fail(SessionError(f"the parent was lost: {cause}"))
+        )
+        if self.spec.stage == 0:
+            self._bind_hub()
         loading = asyncio.ensure_future(run_in_thread(self._load))
         loading.add_done_callback(self._on_loaded)
         await self.done.wait()
         # Loading may wait for a neighbour that has exited.
         loading.cancel()
-        self._inbox.close()
         if self._step_log is not None:
             self._step_log.close()
-        for outbox in (self._frontend, *self._stages.values()):
-            outbox.close()
+        for connection in (self._frontend, self._hub, self._spoke):
+            if connection is not None:
+                connection.close()
         self._context.term()
+
+    def _connect(self, address: str, decode: Decode) -> Spoke:
+        spoke = Spoke(self._context, self.spec.run, self.spec.sender, address, decode)
+        spoke.advance(1)
+        return spoke
+
+    def _bind_hub(self) -> None:
+        """Bind the driver's hub; the other stages connect after all have loaded."""
+        self._hub = Hub(self._context, self.spec.run, codec.decode_for_driver)
+        self._hub.advance(1)
+        self._hub.bind(self.spec.driver_address)
+        for sender in self.spec.senders[1:]:
+            self._hub.expect(sender)
+        self._hub.start(
+            lambda messages: self._handle([message for _, message in messages]),
+            lambda _, cause: self._on_lost(cause),
+        )
 
     def _on_loaded(self, loading: "asyncio.Future[None]") -> None:
         if not loading.cancelled() and (error := loading.exception()) is not None:
@@ -148,8 +170,8 @@ class Worker:
                 self._runner.register(message)
             case InitializeCache(num_blocks):
                 self._start_stage(num_blocks)
-            case StageConnected(stage):
-                self._on_stage_connected(stage)
+            case Hello(sender):
+                self._on_stage_connected(sender)
             case StartProfile() | StopProfile():
                 self._profiler.handle(message)
             case Shutdown():
@@ -190,18 +212,20 @@ class Worker:
         self._backend.prepare_steps()
         self._runner = StageRunner(executor, *self._edges, self._on_result, self._fail)
         if spec.stage > 0:
-            self._stages[0].send(StageConnected(spec.stage))
+            self._spoke = self._connect(spec.driver_address, codec.decode_for_stage)
+            self._spoke.start(self._handle, self._on_lost)
             self._frontend.send(StageReady(spec.stage))
             return
+        assert self._hub is not None
         self._driver = Driver(
             self._create_scheduler(scheduler),
             self._handle_message,
-            [*self._stages.values()],
+            [Peer(self._hub, sender) for sender in spec.senders[1:]],
             self._frontend,
             last_stage_needs_prompts=executor.is_asynchronous,
             vocab_size=executor.model.vocab_size,
         )
-        self._on_stage_connected(0)
+        self._on_stage_connected(spec.sender)
 
     def _open_edges(self, scheduler: SchedulerConfig) -> tuple[Receiver | None, Sender | None]:
         """Open the edges to the neighbours; on a GPU this waits for them.
@@ -227,14 +251,14 @@ class Worker:
             self._on_edge_error,
         )
 
-    def _on_stage_connected(self, stage: int) -> None:
+    def _on_stage_connected(self, sender: int) -> None:
         """Report the driver's stage as ready once every stage has connected.
 
         The parent removes the sockets' names when all stages are ready, so nothing can connect
         afterwards.
         """
-        self._connected_stages.add(stage)
-        if len(self._connected_stages) == self.spec.num_stages:
+        self._connected_senders.add(sender)
+        if len(self._connected_senders) == self.spec.num_stages:
             self._frontend.send(StageReady(0))
 
     def _create_scheduler(self, config: SchedulerConfig) -> Scheduler:
@@ -253,8 +277,8 @@ class Worker:
         """Send a result of the last stage to the driver."""
         if self.done.is_set():
             return  # The sockets are closed and nobody waits for late results.
-        if self._driver is None:
-            self._stages[0].send(result)
+        if self._spoke is not None:
+            self._spoke.send(result)
         else:
             self._handle([result])
 
@@ -280,8 +304,8 @@ class Worker:
             )
         )
         times = StageTimes(self.spec.stage, *runner.pop_step_times())
-        if self._driver is None:
-            self._stages[0].send(times)
+        if self._spoke is not None:
+            self._spoke.send(times)
         else:
             self._handle([times])
         if self._step_log is not None:
@@ -294,8 +318,15 @@ class Worker:
         """Fail because an edge is broken; called on the edge's thread."""
         self._loop.call_soon_threadsafe(self._fail, error)
 
+    def _on_lost(self, cause: str) -> None:
+        """Fail, unless the parent ends this worker first because the other stage has exited."""
+        error = SessionError(f"a session with another stage ended: {cause}")
+        self._loop.call_later(LOST_SECONDS, self._fail, error)
+
     def _fail(self, error: BaseException) -> None:
-        """Report the error to the parent and end."""
+        """Report the error to the parent and end, unless this worker has ended."""
+        if self.done.is_set():
+            return
         if not isinstance(error, ModelError | FieldError):
             log.error("the stage failed", exc_info=error)
         self._frontend.send(StageFailed(self.spec.stage, format_error(error)))

@@ -11,7 +11,7 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import decode, encode
+from gllm.messages.codec import decode_for_worker, encode
 from gllm.messages.requests import EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
@@ -167,7 +167,7 @@ async def test_a_reader_that_fails_holds_up_no_other() -> None:
 
 def test_an_error_names_the_field() -> None:
     sampling = SequenceSamplingParams(bad_words=((3, 4), (5, "x")))  # type: ignore[arg-type]
-    message = decode(encode(SubmitRequest(7, [1], sampling, 4, [], 2)))
+    message = decode_for_worker(encode(SubmitRequest(7, [1], sampling, 4, [], 2)))
     assert isinstance(message, RejectedRequest)
     assert (message.seq, message.n) == (7, 2)
     assert "sampling.bad_words" in message.error
@@ -216,7 +216,7 @@ def test_a_resumed_request_that_cannot_be_used_ends_alone(
     frontend = EndedRequests()
     scheduler = Scheduler(SchedulerConfig().resolve(1, 64, 128))
     driver = Driver(scheduler, lambda message: None, [], frontend, vocab_size=32)
-    message = decode(encode(SubmitRequest(7, [1], GREEDY, 4, [9], 2, **fields)))
+    message = decode_for_worker(encode(SubmitRequest(7, [1], GREEDY, 4, [9], 2, **fields)))
     if isinstance(message, RejectedRequest):
         driver.reject(message)
     elif isinstance(message, SubmitRequest):
@@ -238,7 +238,7 @@ def test_a_resumed_request_that_cannot_be_used_ends_alone(
 )
 def test_a_resumed_request_arrives_as_it_was_sent(fields: dict[str, Any]) -> None:
     sent = SubmitRequest(7, [1], GREEDY, 4, [9], 2, **fields)
-    message = decode(encode(sent))
+    message = decode_for_worker(encode(sent))
     assert message == sent
     assert isinstance(message, SubmitRequest)
     message.check(vocab_size=32)
@@ -253,4 +253,4 @@ def test_what_is_no_request_at_all_is_not_taken_for_one() -> None:
         5,
     ):
         with pytest.raises(msgspec.DecodeError):
-            decode(msgspec.msgpack.encode(fields))
+            decode_for_worker(msgspec.msgpack.encode(fields))

@@ -1,0 +1,79 @@
+"""A ZeroMQ socket on the asyncio event loop, with the monitor of its connections."""
+
+import asyncio
+from abc import ABC, abstractmethod
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from gllm.runtime.session import ANY_GENERATION, MAX_FRAME_BYTES
+
+
+class Endpoint(ABC):
+    """A socket on the event loop and the monitor of its connections.
+
+    Both have descriptors that signal changes only, and a send may use up the signal of a message
+    that arrived. So a read goes on until nothing is left, and every send schedules one.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
+        self._socket = context.socket(kind)
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.linger = 0
+        self._socket.maxmsgsize = MAX_FRAME_BYTES
+        self._socket.handshake_ivl = 5000
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
+        self._generation = ANY_GENERATION
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_read_scheduled = False
+
+    def close(self) -> None:
+        """Stop delivery and close."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_reader(self._monitor.fileno())
+            self._loop = None
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close()
+
+    def _start(self) -> None:
+        """Start delivery on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self._on_readable)
+        self._loop.add_reader(self._monitor.fileno(), self._read_events)
+        self._loop.call_soon(self._read_events)
+        self._schedule_read()
+
+    def _schedule_read(self) -> None:
+        if not self._is_read_scheduled and self._loop is not None:
+            self._is_read_scheduled = True
+            self._loop.call_soon(self._on_readable)
+
+    def _on_readable(self) -> None:
+        self._is_read_scheduled = False
+        if self._loop is not None:
+            self._read()
+
+    def _read_events(self) -> None:
+        """Handle what happened to connections."""
+        while not self._monitor.closed:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_event(int(event["event"]), int(event["value"]))
+
+    @abstractmethod
+    def _read(self) -> None:
+        """Deliver waiting messages, or the first ones of them and schedule another read."""
+
+    @abstractmethod
+    def _on_event(self, event: int, descriptor: int) -> None:
+        """Handle the beginning or end of a connection, whose descriptor in this process is given.
+
+        The messages that arrived before its end may still wait to be read.
+        """
