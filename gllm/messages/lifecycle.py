@@ -17,7 +17,7 @@ class Heartbeat(WireMessage, frozen=True):
 
     is_fenced: ClassVar[bool] = False
     step: int
-    """0 while no step is computed."""
+    """-1 while no step is computed."""
     step_seconds: float
     """Time since the step began."""
     num_tokens: int
