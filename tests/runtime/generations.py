@@ -15,7 +15,7 @@ import torch
 
 from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import decode, encode
+from gllm.messages.codec import decode_for_stage, decode_for_worker, encode
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
@@ -137,7 +137,7 @@ class _Channel:
         self.send_encoded(encode(message))
 
     def send_encoded(self, payload: bytes) -> None:
-        self._generation.on_stage_message(self._stage, decode(payload))
+        self._generation.on_stage_message(self._stage, decode_for_stage(payload))
 
 
 class Generation:
@@ -163,7 +163,7 @@ class Generation:
         self._choices = dict(enumerate(choices, start=stages.next_seq))
         stages.next_seq += len(choices)
         self._grammars: list[tuple[RegisterSequences, Any]] = []
-        received = decode(encode(message))
+        received = decode_for_worker(encode(message))
         assert isinstance(received, SubmitRequest)
         self._driver.submit(received)
         for registration, compiled in self._grammars:
