@@ -38,10 +38,10 @@ from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import model_notes
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
-from gllm.runtime.client import RequestStream
 from gllm.runtime.launch import WorkerGroup, WorkerProcesses
 from gllm.runtime.pipeline import EngineError as EngineError
 from gllm.runtime.pipeline import WorkerPipeline
+from gllm.runtime.request_stream import RequestStream
 from gllm.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from random import Random
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import OutputDelta
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
-from gllm.runtime.client import EngineClient, RequestStream, TokenDelta
+from gllm.runtime.client import EngineClient
+from gllm.runtime.request_stream import RequestStream, TokenDelta
 from gllm.scheduler.plan import FirstToken
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.stop_strings import StopStrings
@@ -74,7 +75,7 @@ class RequestState:
             delta = _delta(choice, piece, detokenizer, self._params)
             if delta.finish_reason is not None:
                 del self._detokenizers[choice]
-                self._client.abort([self._stream.seq + choice])
+                self._client.abort(self._stream, [choice])
             deltas.append(delta)
         return deltas
 
@@ -129,6 +130,7 @@ def _delta(
         finish_reason=reason,
         stop_reason=stop_reason,
         error=error,
+        error_kind=piece.error_kind,
         cached_tokens=first.num_cached_tokens,
         queue_seconds=first.queue_seconds,
         logprobs=logprobs,

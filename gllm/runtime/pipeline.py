@@ -26,7 +26,6 @@ from gllm.messages.lifecycle import (
 )
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import EngineOutputs
-from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import LogConfig
 from gllm.runtime.bus import Hub, Peer
 from gllm.runtime.client import EngineClient
@@ -102,7 +101,6 @@ class WorkerPipeline:
         for sender in workers.senders:
             self._hub.expect(sender)
         self._stages = [Peer(self._hub, sender) for sender in workers.senders]
-        self.client.connect(self._stages[0])
         self._hub.start(self._handle, self._on_lost)
         workers.start(self._config, folder, self.layers, logs)
         workers.watch(self._on_worker_exit)
@@ -111,6 +109,7 @@ class WorkerPipeline:
             self._initialize_caches()
             await self._wait_for(self._ready)
             await self._warm_up()
+            self.client.attach(self._stages[0].send)
         except BaseException:
             await self.stop()
             raise
@@ -195,17 +194,13 @@ class WorkerPipeline:
 
     async def _warm_up(self) -> None:
         """Generate one token."""
-        greedy = SequenceSamplingParams(temperature=0)
-        stream = self.client.submit([0], greedy, max_tokens=1, stop_ids=[])
-        try:
-            end = None
-            while end is None:
-                await stream.wait()
-                end = stream.pop_deltas()[0].end
-            if end.error:
-                raise EngineError(f"the warm-up step failed: {end.error}")
-        finally:
-            self.client.release(stream)
+        stream = self.client.submit_warm_up(self._stages[0].send)
+        end = None
+        while end is None:
+            await stream.wait()
+            end = stream.pop_deltas()[0].end
+        if end.error:
+            raise EngineError(f"the warm-up step failed: {end.error}")
 
     def _handle(self, messages: list[tuple[int, AnyMessage]]) -> None:
         try:

@@ -175,14 +175,11 @@ def test_any_value_is_refused_by_name_or_survives_the_wire(name: str, value: Any
 async def engine() -> Any:
     """An engine without workers, and what it sends."""
 
-    class Link(list[Any]):
-        def send(self, message: Any) -> None:
-            self.append(message)
-
     made = Engine(EngineConfig("demo"))
     made._pipeline.state = "ready"
-    made.sent = link = Link()  # type: ignore[attr-defined]
-    made._client.connect(link)  # type: ignore[arg-type]
+    sent: list[Any] = []
+    made.sent = sent  # type: ignore[attr-defined]
+    made._client.attach(sent.append)
     yield made
     await made._grammars.close()
 

@@ -17,19 +17,12 @@ PARAMS = SamplingParams(temperature=0)
 CHOICE = SamplingParams(structured=StructuredOutput(choice=("yes", "no")))
 
 
-class Sent(list):
-    """A link that keeps what is sent."""
-
-    def send(self, message):
-        self.append(message)
-
-
 @pytest.fixture
 async def engine():
     made: Any = Engine(EngineConfig("demo"))
     made._pipeline.state = "ready"
-    made.sent = Sent()
-    made._client.connect(made.sent)
+    made.sent = []
+    made._client.attach(made.sent.append)
     yield made
     await made._grammars.close()
 

@@ -16,8 +16,8 @@ from gllm.messages.requests import EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime import base_executor as executor_module
-from gllm.runtime.client import RequestStream
 from gllm.runtime.driver import Driver
+from gllm.runtime.request_stream import RequestStream
 from gllm.runtime.sampling_state import create_sampling_states
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence

@@ -1,7 +1,6 @@
 """Requests under way, as the parent sees them."""
 
 import asyncio
-from typing import Any
 
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
@@ -9,18 +8,10 @@ from gllm.runtime.client import EngineClient
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
 
-class Sent(list):
-    """A link that keeps what is sent."""
-
-    def send(self, message):
-        self.append(message)
-
-
 def connected():
-    client = EngineClient()
-    link: Any = Sent()
-    client.connect(link)
-    return client, client._driver
+    client, sent = EngineClient(), []
+    client.attach(sent.append)
+    return client, sent
 
 
 def brings(client, seq, *tokens, ends=()):
@@ -103,11 +94,11 @@ async def test_a_listener_may_end_its_sequence_and_others():
     """A stop string ends a sequence within the step that brings it."""
     client, sent = connected()
     first, second = [client.submit([5], SequenceSamplingParams(), 8, []) for _ in range(2)]
-    first.set_listener(lambda: client.abort([0, 1]))
+    first.set_listener(lambda: [client.abort(each, [0]) for each in (first, second)])
     heard = []
     second.set_listener(lambda: heard.append(second.pop_deltas()[0].tokens))
     client.on_report(EngineOutputs(StepOutput([0, 1], [10, 11], [], []), SchedulerStats()))
-    assert sent[-1] == AbortSequences([0, 1])
+    assert sent[-2:] == [AbortSequences([0]), AbortSequences([1])]
     assert heard == [[11]]
 
 
@@ -195,12 +186,12 @@ async def test_work_without_a_finished_step_is_a_stall_and_idle_time_is_none(mon
     assert client.stalled_seconds == 0, "it was idle before"
     clock[0] += 7
     assert client.stalled_seconds == 7
-    client.submit([6], SequenceSamplingParams(), 8, [])
+    other = client.submit([6], SequenceSamplingParams(), 8, [])
     assert client.stalled_seconds == 7, "another request is no progress"
     client.on_report(EngineOutputs(StepOutput([0], [9], [], [], 1), SchedulerStats()))
     assert client.stalled_seconds == 0
     clock[0] += 3
-    client.abort([1])
+    client.abort(other, [0])
     client.release(stream)
     assert client.stalled_seconds == 0
 

@@ -1,0 +1,72 @@
+"""Delivery of a step's output to the streams and the journals of the requests."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from gllm.messages.requests import EngineOutputs
+from gllm.messages.sampling import SampleDetails
+from gllm.runtime.request_stream import RequestStream
+
+
+class SubmittedChoice(NamedTuple):
+    """Receiver of a wire id's output."""
+
+    stream: RequestStream
+    index: int
+    """Index of the choice."""
+    append: Callable[[int], None]
+    """Adds a token to the choice's output in the journal."""
+
+
+def deliver(
+    message: EngineOutputs, choices: Mapping[int, SubmittedChoice]
+) -> list[SubmittedChoice]:
+    """Add the output of a step to streams and journals.
+
+    Args:
+        message: output of a step.
+        choices: choices that run, by wire id. Other wire ids belong to choices that have ended, or
+            to an earlier scheduler; their output is dropped.
+
+    Returns:
+        The choices that have ended.
+    """
+    outcome = message.outcome
+    if message.details:
+        _deliver_details(message.details, choices)
+    for seq, token in zip(outcome.seqs, outcome.token_ids, strict=True):
+        if choice := choices.get(seq):
+            stream, index, append = choice
+            append(token)
+            stream.delta(index).tokens.append(token)
+    for first in outcome.first_tokens:
+        if choice := choices.get(first.seq):
+            started = choice.stream.entry.started
+            if choice.index not in started:
+                started.add(choice.index)
+                choice.stream.delta(choice.index).first = first
+    ended = []
+    for end in outcome.finished:
+        if choice := choices.get(end.seq):
+            choice.stream.delta(choice.index).end = end
+            ended.append(choice)
+    return ended
+
+
+def _deliver_details(
+    details: list[SampleDetails], choices: Mapping[int, SubmittedChoice]
+) -> None:
+    """Add values that come with a token; those of the prompt are delivered once."""
+    for row in details:
+        choice = choices.get(row.seq)
+        if choice is None:
+            continue
+        entry, delta = choice.stream.entry, choice.stream.delta(choice.index)
+        if row.prompt_logprobs and not entry.prompt_logprobs_sent:
+            entry.prompt_logprobs_sent = True
+            delta.prompt_logprobs += row.prompt_logprobs
+        if row.embedding and not entry.embedding_sent:
+            entry.embedding_sent = True
+            delta.embedding = row.embedding
+        if row.sampled is not None:
+            delta.logprobs.append(row.sampled)

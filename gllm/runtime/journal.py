@@ -1,0 +1,103 @@
+"""Journal of a request: everything that a new scheduler needs to continue it.
+
+The client keeps an entry per running request. After the death of a worker it submits each entry
+again with the tokens that its reader has already received. Pure: time is an argument.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gllm.messages.requests import SubmitRequest
+from gllm.messages.sampling import SequenceSamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class JournalEntry:
+    """One request, the output that was delivered, and its current submission."""
+
+    prompt: array[int] | list[int]
+    """Token ids; see `pack_prompt`."""
+    sampling: SequenceSamplingParams
+    """Parameters of the first choice."""
+    max_tokens: int
+    """Most tokens of each choice, delivered ones included."""
+    stop_ids: list[int]
+    n: int
+    """Number of choices."""
+    priority: int
+    cache_salt: str
+    arrival: float
+    """Time of the first submission, in seconds of the caller's clock."""
+    alive: set[int] = field(init=False)
+    """Choices that have not ended."""
+    outputs: list[array[int]] = field(init=False)
+    """Token ids delivered, by choice."""
+    started: set[int] = field(default_factory=set)
+    """Choices whose first-token figures were delivered."""
+    prompt_logprobs_sent: bool = False
+    """True if the log-probabilities of the prompt were delivered."""
+    embedding_sent: bool = False
+    """True if the embedding was delivered."""
+    seqs: dict[int, int] = field(default_factory=dict)
+    """Wire id of each submitted choice; empty while the request is parked."""
+    num_attempts: int = 0
+    """Number of submissions."""
+
+    def __post_init__(self) -> None:
+        self.alive = set(range(self.n))
+        self.outputs = [array("i") for _ in range(self.n)]
+
+    @property
+    def is_parked(self) -> bool:
+        """True if no scheduler has the request."""
+        return not self.seqs
+
+    def pack_prompt(self) -> None:
+        """Store the prompt with four bytes per token, if it consists of token ids.
+
+        Prompts of anything else are rejected when they are submitted.
+        """
+        if isinstance(self.prompt, list):
+            try:
+                self.prompt = array("i", self.prompt)
+            except (TypeError, OverflowError):
+                pass
+
+    def submission(self, first_seq: int, now: float) -> SubmitRequest:
+        """Return the message that starts the request or continues its living choices.
+
+        Args:
+            first_seq: wire id of the first living choice; the others follow without gaps.
+            now: time in seconds of the clock of `arrival`.
+        """
+        choices = sorted(self.alive)
+        outputs = [self.outputs[choice].tolist() for choice in choices]
+        return SubmitRequest(
+            first_seq,
+            self.prompt.tolist() if isinstance(self.prompt, array) else self.prompt,
+            self._remaining_sampling(),
+            self.max_tokens,
+            self.stop_ids,
+            len(choices),
+            self.priority,
+            self.cache_salt,
+            choices=choices if len(choices) < self.n else [],
+            outputs=outputs if any(outputs) else [],
+            age_seconds=now - self.arrival,
+        )
+
+    def on_submitted(self, first_seq: int) -> None:
+        """Assign wire ids to the living choices."""
+        self.num_attempts += 1
+        self.seqs = {choice: first_seq + i for i, choice in enumerate(sorted(self.alive))}
+
+    def _remaining_sampling(self) -> SequenceSamplingParams:
+        """Return the parameters without details of the prompt that were delivered."""
+        sampling = self.sampling
+        if self.prompt_logprobs_sent:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        if self.embedding_sent:
+            sampling = msgspec.structs.replace(sampling, embeds=False)
+        return sampling

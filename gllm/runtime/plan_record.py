@@ -1,0 +1,91 @@
+"""Record of uncommitted plans in shared memory, which outlives the driver that writes it.
+
+After the death of any worker the parent reads from it which sequences were being computed. It is
+consistent at every moment: the number of a slot's plan is written last and removed first.
+"""
+
+import mmap
+import os
+import struct
+from array import array
+
+from gllm.scheduler.plan import StepPlan
+
+_HEADER = struct.Struct("=QQ")
+"""Number of slots, and most rows of a slot."""
+_HEADER_WORDS = _HEADER.size // 8
+_SLOT_WORDS = 2
+"""Words of a slot before its rows: number of the plan plus one, 0 if there is none; rows."""
+_MAX_READS = 3
+"""Attempts to read a slot that a living driver writes meanwhile."""
+
+
+class PlanRecord:
+    """Writing side: one slot per plan in flight, with the wire ids of its rows."""
+
+    def __init__(self, descriptor: int, max_in_flight: int, max_rows: int) -> None:
+        """Size and map the memory.
+
+        Args:
+            descriptor: of an empty memory file; it stays open and the caller's.
+            max_in_flight: most uncommitted plans.
+            max_rows: most rows of a plan; rows beyond are left out of the record.
+        """
+        self._num_slots = max_in_flight
+        self._max_rows = max_rows
+        self._stride = _SLOT_WORDS + max_rows
+        size = 8 * (_HEADER_WORDS + self._stride * max_in_flight)
+        os.ftruncate(descriptor, size)
+        self._memory = mmap.mmap(descriptor, size)
+        self._words = memoryview(self._memory).cast("Q")
+        _HEADER.pack_into(self._memory, 0, max_in_flight, max_rows)
+
+    def on_scheduled(self, plan: StepPlan) -> None:
+        """Record a plan; called before any stage gets it."""
+        seqs = array("Q", [row.seq for row in plan.rows[: self._max_rows]])
+        words = self._words
+        slot = _HEADER_WORDS + plan.step % self._num_slots * self._stride
+        begin = slot + _SLOT_WORDS
+        words[slot] = 0
+        words[slot + 1] = len(seqs)
+        words[begin : begin + len(seqs)] = memoryview(seqs)
+        words[slot] = plan.step + 1
+
+    def on_committed(self, step: int) -> None:
+        """Remove a plan."""
+        self._words[_HEADER_WORDS + step % self._num_slots * self._stride] = 0
+
+    def close(self) -> None:
+        """Unmap the memory; the parent can still read it."""
+        self._words.release()
+        self._memory.close()
+
+
+def read_uncommitted(descriptor: int) -> set[int]:
+    """Return the wire ids of all rows in uncommitted plans.
+
+    Args:
+        descriptor: of the memory file; no plan is recorded if no driver has sized it.
+    """
+    size = os.fstat(descriptor).st_size
+    if size < _HEADER.size:
+        return set()
+    with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as memory:
+        num_slots, max_rows = _HEADER.unpack_from(memory)
+        stride = _SLOT_WORDS + max_rows
+        with memoryview(memory)[: size // 8 * 8].cast("Q") as words:
+            slots = range(_HEADER_WORDS, len(words) - stride + 1, stride)
+            return {seq for slot in slots[:num_slots] for seq in _read_slot(words, slot, max_rows)}
+
+
+def _read_slot(words: "memoryview[int]", slot: int, max_rows: int) -> list[int]:
+    """Return the wire ids in a slot; none if its plan has committed."""
+    for _ in range(_MAX_READS):
+        number = words[slot]
+        if not number:
+            break
+        begin = slot + _SLOT_WORDS
+        seqs = words[begin : begin + min(words[slot + 1], max_rows)].tolist()
+        if words[slot] == number:
+            return seqs
+    return []

@@ -1,0 +1,128 @@
+"""Find the request that kills workers.
+
+A death is counted for each request with rows in a plan that had not committed. From its second
+death on a request is a suspect and runs alone. If a worker dies while only a suspect runs, that
+request is to blame: it ends, and equal requests are refused for a while. A new token clears a
+request. Pure: time is an argument.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Generic, TypeVar
+
+import msgspec
+
+from gllm.messages.sampling import SequenceSamplingParams
+
+SUSPECT_DEATHS = 2
+"""Deaths after which a request runs alone."""
+REFUSAL_SECONDS = 600.0
+"""Time for which requests equal to a poison request are refused."""
+MAX_FINGERPRINTS = 1024
+"""Most poison requests that are remembered; the oldest are forgotten first."""
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+
+Request = TypeVar("Request")
+
+
+class RefusedRequestError(Exception):
+    """An equal request has killed workers, so this one is not run."""
+
+
+class SuspectTracker(Generic[Request]):
+    """Deaths of each request since its last new token, and the suspect that runs alone."""
+
+    def __init__(self) -> None:
+        self.num_deaths: dict[Request, int] = {}
+        """By running request, if it has any."""
+        self.isolated: Request | None = None
+        """Suspect that runs alone and has got no token since."""
+        self._isolated_seqs: frozenset[int] = frozenset()
+
+    def on_death(self, seqs: Collection[int], owners: Mapping[int, Request]) -> Request | None:
+        """Count an unplanned death of a worker.
+
+        Args:
+            seqs: wire ids with rows in uncommitted plans.
+            owners: running request of each wire id; rows of requests that have ended are nobody's.
+
+        Returns:
+            The request that is to blame, if one is.
+        """
+        isolated, self.isolated = self.isolated, None
+        if isolated is not None and seqs and self._isolated_seqs.issuperset(seqs):
+            self.clear(isolated)
+            return isolated
+        for request in {owners[seq] for seq in seqs if seq in owners}:
+            self.num_deaths[request] = self.num_deaths.get(request, 0) + 1
+        return None
+
+    def stop_isolation(self) -> None:
+        """Record that no suspect runs alone any more; deaths stay counted."""
+        self.isolated = None
+
+    def clear(self, request: Request) -> None:
+        """Forget the deaths of a request because it has a new token or has ended."""
+        self.num_deaths.pop(request, None)
+        if self.isolated is request:
+            self.isolated = None
+
+    def next_suspect(self, requests: Iterable[Request]) -> Request | None:
+        """Return the first of the requests that has to run alone."""
+        if not self.num_deaths:
+            return None
+        deaths = self.num_deaths
+        return next((each for each in requests if deaths.get(each, 0) >= SUSPECT_DEATHS), None)
+
+    def isolate(self, request: Request, seqs: Iterable[int]) -> None:
+        """Record that only this suspect runs.
+
+        Args:
+            request: a suspect.
+            seqs: its wire ids.
+        """
+        self.isolated = request
+        self._isolated_seqs = frozenset(seqs)
+
+
+class PoisonList:
+    """Fingerprints of requests that have killed workers."""
+
+    def __init__(self) -> None:
+        self._expiries: dict[bytes, float] = {}
+        """Time until which a fingerprint is refused, oldest first."""
+
+    def add(self, prompt: Sequence[int], sampling: SequenceSamplingParams, now: float) -> None:
+        """Refuse equal requests from now on."""
+        key = fingerprint(prompt, sampling)
+        self._expiries.pop(key, None)
+        self._expiries[key] = now + REFUSAL_SECONDS
+        if len(self._expiries) > MAX_FINGERPRINTS:
+            del self._expiries[next(iter(self._expiries))]
+
+    def check(self, prompt: Sequence[int], sampling: SequenceSamplingParams, now: float) -> None:
+        """Check that no equal request is refused.
+
+        Raises:
+            RefusedRequestError: one is.
+        """
+        while self._expiries and (first := next(iter(self._expiries.items())))[1] <= now:
+            del self._expiries[first[0]]
+        if not self._expiries:
+            return
+        expiry = self._expiries.get(fingerprint(prompt, sampling))
+        if expiry is not None:
+            raise RefusedRequestError(
+                "an equal request has ended worker processes again and again; equal requests are "
+                f"refused for another {expiry - now:.0f} seconds"
+            )
+
+
+def fingerprint(prompt: Sequence[int], sampling: SequenceSamplingParams) -> bytes:
+    """Return a hash of prompt and sampling parameters.
+
+    It leaves out the seed, because a request without one gets a new seed each time.
+    """
+    unseeded = msgspec.structs.replace(sampling, seed=0)
+    return blake2b(_encoder.encode((list(prompt), unseeded)), digest_size=16).digest()
