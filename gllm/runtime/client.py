@@ -310,7 +310,7 @@ class EngineClient:
         error: str = "",
         kind: ErrorKind = "",
     ) -> list[int]:
-        """End choices for their reader and in the journal; return the wire ids of submitted ones."""
+        """End choices for their reader and in the journal; return their wire ids, if submitted."""
         choices = sorted(choices)
         for choice in choices:
             delta = stream.delta(choice)
@@ -332,10 +332,11 @@ class EngineClient:
         self._totals.on_stats(stats)
         if tokens:
             self.step_sizes[1 << (tokens - 1).bit_length()] += 1
-        for choice in deliver(message, self._choices):
-            self._remove(choice.stream, [choice.index])
+        ended = deliver(message, self._choices)
         if self._suspects.num_deaths:
             self._clear_suspects(message.outcome.seqs)
+        for choice in ended:
+            self._remove(choice.stream, [choice.index])
         if self._is_isolating:
             self._continue_isolation(is_idle=not (stats.unfinished or stats.in_flight))
         self._notify()

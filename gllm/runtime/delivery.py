@@ -53,9 +53,7 @@ def deliver(
     return ended
 
 
-def _deliver_details(
-    details: list[SampleDetails], choices: Mapping[int, SubmittedChoice]
-) -> None:
+def _deliver_details(details: list[SampleDetails], choices: Mapping[int, SubmittedChoice]) -> None:
     """Add values that come with a token; those of the prompt are delivered once."""
     for row in details:
         choice = choices.get(row.seq)

@@ -5,6 +5,7 @@ again with the tokens that its reader has already received. Pure: time is an arg
 """
 
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,7 +18,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 class JournalEntry:
     """One request, the output that was delivered, and its current submission."""
 
-    prompt: array[int] | list[int]
+    prompt: "array[int] | list[int]"
     """Token ids; see `pack_prompt`."""
     sampling: SequenceSamplingParams
     """Parameters of the first choice."""
@@ -32,7 +33,7 @@ class JournalEntry:
     """Time of the first submission, in seconds of the caller's clock."""
     alive: set[int] = field(init=False)
     """Choices that have not ended."""
-    outputs: list[array[int]] = field(init=False)
+    outputs: "list[array[int]]" = field(init=False)
     """Token ids delivered, by choice."""
     started: set[int] = field(default_factory=set)
     """Choices whose first-token figures were delivered."""
@@ -60,10 +61,8 @@ class JournalEntry:
         Prompts of anything else are rejected when they are submitted.
         """
         if isinstance(self.prompt, list):
-            try:
+            with suppress(TypeError, OverflowError):
                 self.prompt = array("i", self.prompt)
-            except (TypeError, OverflowError):
-                pass
 
     def submission(self, first_seq: int, now: float) -> SubmitRequest:
         """Return the message that starts the request or continues its living choices.

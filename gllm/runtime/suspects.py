@@ -21,8 +21,6 @@ REFUSAL_SECONDS = 600.0
 MAX_FINGERPRINTS = 1024
 """Most poison requests that are remembered; the oldest are forgotten first."""
 
-_encoder = msgspec.msgpack.Encoder(order="deterministic")
-
 Request = TypeVar("Request")
 
 
@@ -45,16 +43,17 @@ class SuspectTracker(Generic[Request]):
 
         Args:
             seqs: wire ids with rows in uncommitted plans.
-            owners: running request of each wire id; rows of requests that have ended are nobody's.
+            owners: running request of each wire id; rows of choices that have ended are nobody's.
 
         Returns:
             The request that is to blame, if one is.
         """
         isolated, self.isolated = self.isolated, None
-        if isolated is not None and seqs and self._isolated_seqs.issuperset(seqs):
+        computed = {owners[seq] for seq in seqs if seq in owners}
+        if isolated in computed and self._isolated_seqs.issuperset(seqs):
             self.clear(isolated)
             return isolated
-        for request in {owners[seq] for seq in seqs if seq in owners}:
+        for request in computed:
             self.num_deaths[request] = self.num_deaths.get(request, 0) + 1
         return None
 
@@ -124,5 +123,6 @@ def fingerprint(prompt: Sequence[int], sampling: SequenceSamplingParams) -> byte
 
     It leaves out the seed, because a request without one gets a new seed each time.
     """
-    unseeded = msgspec.structs.replace(sampling, seed=0)
-    return blake2b(_encoder.encode((list(prompt), unseeded)), digest_size=16).digest()
+    biases = dict(sorted(sampling.logit_bias.items()))
+    sampling = msgspec.structs.replace(sampling, seed=0, logit_bias=biases)
+    return blake2b(msgspec.msgpack.encode((list(prompt), sampling)), digest_size=16).digest()

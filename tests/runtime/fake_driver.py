@@ -58,7 +58,7 @@ class FakeDriver:
 
     def __post_init__(self) -> None:
         self.descriptor = os.memfd_create("test-plans")
-        self.record = PlanRecord(self.descriptor, MAX_IN_FLIGHT, 64)
+        self.record = PlanRecord(self.descriptor, MAX_IN_FLIGHT, max_rows=512)
 
     def send(self, message: SubmitRequest | AbortSequences) -> None:
         """Handle a message of the client."""
