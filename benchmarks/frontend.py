@@ -53,7 +53,7 @@ class EndlessPipeline:
         self._begun: set[int] = set()
         self._work = asyncio.Event()
         engine._pipeline.state = "ready"
-        self._client.connect(self)  # type: ignore[arg-type]
+        self._client.attach(self.send)
 
     def send(self, message: WireMessage) -> None:
         """Receive a message like the driver's link: requests are added and aborted."""
@@ -72,7 +72,7 @@ class EndlessPipeline:
                 self._work.clear()
                 await self._work.wait()
             self._step()
-            while any(stream._deltas for stream in self._client._streams.values()):
+            while any(stream._deltas for stream in self._client._streams):
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
 

@@ -26,6 +26,7 @@ from gllm.engine.interface import (
     EngineUnavailableError,
     ModelInfo,
     OutputDelta,
+    PoisonRequestError,
     ProfileError,
     check_options,
     check_request,
@@ -220,9 +221,11 @@ class Engine:
         try:
             for prompt in prompts:
                 streams.append(send(prompt))
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, PoisonRequestError) as error:
             for stream in streams:
                 self._client.release(stream)
+            if isinstance(error, PoisonRequestError):
+                raise
             raise FieldError("params", f"the request cannot be sent: {error}") from error
         if grammar is None:
             self._client.abort_streams(streams)

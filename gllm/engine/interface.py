@@ -16,6 +16,7 @@ from gllm.config.limits import MAX_PROMPT_LOGPROBS
 from gllm.config.sampling import SamplingParams
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import ErrorKind
+from gllm.messages.requests import PoisonRequestError as PoisonRequestError
 from gllm.messages.sampling import TokenLogprobs
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer, TooManyTokensError
@@ -125,10 +126,6 @@ class EngineUnavailableError(Exception):
         self.reason = reason
         self.message = message
         self.retry_after = retry_after
-
-
-class PoisonRequestError(Exception):
-    """Workers died repeatedly while they computed this request, so it is not run again."""
 
 
 class EmbeddingError(Exception):

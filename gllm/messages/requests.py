@@ -15,6 +15,10 @@ be sent again later), `poison` if workers died while they computed the request (
 again), empty otherwise."""
 
 
+class PoisonRequestError(Exception):
+    """Workers died repeatedly while they computed an equal request, so this one is not run."""
+
+
 class SubmitRequest(WireMessage, frozen=True):
     """Command to the driver: run a request. Its choices are the sequences seq .. seq + n - 1.
 

@@ -167,7 +167,7 @@ class EngineClient:
 
         Raises:
             TypeError, ValueError, OverflowError: an argument cannot be encoded; nothing was sent.
-            RefusedRequestError: equal requests have killed workers.
+            PoisonRequestError: equal requests have killed workers.
         """
         now = time.monotonic()
         entry = JournalEntry(
@@ -335,8 +335,8 @@ class EngineClient:
         ended = deliver(message, self._choices)
         if self._suspects.num_deaths:
             self._clear_suspects(message.outcome.seqs)
-        for choice in ended:
-            self._remove(choice.stream, [choice.index])
+        for stream, choice, _ in ended:
+            self._remove(stream, [choice])
         if self._is_isolating:
             self._continue_isolation(is_idle=not (stats.unfinished or stats.in_flight))
         self._notify()

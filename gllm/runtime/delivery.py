@@ -12,7 +12,7 @@ class SubmittedChoice(NamedTuple):
     """Receiver of a wire id's output."""
 
     stream: RequestStream
-    index: int
+    choice: int
     """Index of the choice."""
     append: Callable[[int], None]
     """Adds a token to the choice's output in the journal."""
@@ -35,31 +35,31 @@ def deliver(
     if message.details:
         _deliver_details(message.details, choices)
     for seq, token in zip(outcome.seqs, outcome.token_ids, strict=True):
-        if choice := choices.get(seq):
-            stream, index, append = choice
+        if target := choices.get(seq):
+            stream, choice, append = target
             append(token)
-            stream.delta(index).tokens.append(token)
+            stream.delta(choice).tokens.append(token)
     for first in outcome.first_tokens:
-        if choice := choices.get(first.seq):
-            started = choice.stream.entry.started
-            if choice.index not in started:
-                started.add(choice.index)
-                choice.stream.delta(choice.index).first = first
+        if target := choices.get(first.seq):
+            started = target.stream.entry.started
+            if target.choice not in started:
+                started.add(target.choice)
+                target.stream.delta(target.choice).first = first
     ended = []
     for end in outcome.finished:
-        if choice := choices.get(end.seq):
-            choice.stream.delta(choice.index).end = end
-            ended.append(choice)
+        if target := choices.get(end.seq):
+            target.stream.delta(target.choice).end = end
+            ended.append(target)
     return ended
 
 
 def _deliver_details(details: list[SampleDetails], choices: Mapping[int, SubmittedChoice]) -> None:
     """Add values that come with a token; those of the prompt are delivered once."""
     for row in details:
-        choice = choices.get(row.seq)
-        if choice is None:
+        target = choices.get(row.seq)
+        if target is None:
             continue
-        entry, delta = choice.stream.entry, choice.stream.delta(choice.index)
+        entry, delta = target.stream.entry, target.stream.delta(target.choice)
         if row.prompt_logprobs and not entry.prompt_logprobs_sent:
             entry.prompt_logprobs_sent = True
             delta.prompt_logprobs += row.prompt_logprobs

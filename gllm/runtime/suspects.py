@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from gllm.messages.requests import PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 
 SUSPECT_DEATHS = 2
@@ -22,10 +23,6 @@ MAX_FINGERPRINTS = 1024
 """Most poison requests that are remembered; the oldest are forgotten first."""
 
 Request = TypeVar("Request")
-
-
-class RefusedRequestError(Exception):
-    """An equal request has killed workers, so this one is not run."""
 
 
 class SuspectTracker(Generic[Request]):
@@ -104,7 +101,7 @@ class PoisonList:
         """Check that no equal request is refused.
 
         Raises:
-            RefusedRequestError: one is.
+            PoisonRequestError: one is.
         """
         while self._expiries and (first := next(iter(self._expiries.items())))[1] <= now:
             del self._expiries[first[0]]
@@ -112,7 +109,7 @@ class PoisonList:
             return
         expiry = self._expiries.get(fingerprint(prompt, sampling))
         if expiry is not None:
-            raise RefusedRequestError(
+            raise PoisonRequestError(
                 "an equal request has ended worker processes again and again; equal requests are "
                 f"refused for another {expiry - now:.0f} seconds"
             )

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from gllm.messages.codec import decode, encode
+from gllm.messages.codec import decode_for_worker, encode
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SampleDetails, TokenLogprobs
 from gllm.runtime.plan_record import PlanRecord, read_uncommitted
@@ -62,7 +62,7 @@ class FakeDriver:
 
     def send(self, message: SubmitRequest | AbortSequences) -> None:
         """Handle a message of the client."""
-        request = decode(encode(message))
+        request = decode_for_worker(encode(message))
         assert request == message
         if isinstance(request, AbortSequences):
             for seq in request.seqs:

@@ -1,6 +1,7 @@
 """Requests under way, as the parent sees them."""
 
 import asyncio
+from typing import Any
 
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
@@ -9,7 +10,7 @@ from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, St
 
 
 def connected():
-    client, sent = EngineClient(), []
+    client, sent = EngineClient(), list[Any]()
     client.attach(sent.append)
     return client, sent
 

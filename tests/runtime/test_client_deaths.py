@@ -2,17 +2,17 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gllm.messages.requests import EngineOutputs
+from gllm.messages.requests import EngineOutputs, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.client import EngineClient
 from gllm.runtime.request_stream import RequestStream
-from gllm.runtime.suspects import RefusedRequestError
 from tests.runtime.fake_driver import FakeDriver, logprob_of, text_of
 
 
@@ -89,7 +89,9 @@ class EngineLife(RuleBasedStateMachine):
     )
     def submit(self, n: int, max_tokens: int, poison_at: int | None, wants: bool) -> None:
         prompt = [5, 6, len(self.readers)]
-        details = {"logprobs": 0, "prompt_logprobs": 0, "embeds": True} if wants else {}
+        details: dict[str, Any] = (
+            {"logprobs": 0, "prompt_logprobs": 0, "embeds": True} if wants else {}
+        )
         sampling = SequenceSamplingParams(seed=3, **details)
         stream = self.client.submit(prompt, sampling, max_tokens, [0], n, request_id=str(n))
         self.readers.append(Reader(stream, prompt, poison_at))
@@ -106,7 +108,7 @@ class EngineLife(RuleBasedStateMachine):
         )
         try:
             self.client.submit(self.poisons[-1].prompt, sampling, 5, [])
-        except RefusedRequestError:
+        except PoisonRequestError:
             return
         raise AssertionError("an equal request was accepted")
 

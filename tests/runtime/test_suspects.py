@@ -2,12 +2,12 @@
 
 import pytest
 
+from gllm.messages.requests import PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.suspects import (
     MAX_FINGERPRINTS,
     REFUSAL_SECONDS,
     PoisonList,
-    RefusedRequestError,
     SuspectTracker,
     fingerprint,
 )
@@ -97,7 +97,7 @@ def test_equal_requests_are_refused_for_ten_minutes() -> None:
     poison.add([1, 2], sampling, 100.0)
     again = SequenceSamplingParams(seed=9, logit_bias={5: 2.0, 4: 1.0})
     for now in (100.0, 100.0 + REFUSAL_SECONDS - 0.1):
-        with pytest.raises(RefusedRequestError, match="refused for another"):
+        with pytest.raises(PoisonRequestError, match="refused for another"):
             poison.check([1, 2], again, now)
         poison.check([1, 2, 3], again, now)
         poison.check([1, 2], SequenceSamplingParams(), now)
@@ -110,7 +110,7 @@ def test_a_repeated_poison_is_refused_for_longer() -> None:
     poison.add([2], sampling, 1.0)
     poison.add([1], sampling, 300.0)
     poison.check([2], sampling, REFUSAL_SECONDS + 1.0)
-    with pytest.raises(RefusedRequestError):
+    with pytest.raises(PoisonRequestError):
         poison.check([1], sampling, REFUSAL_SECONDS + 1.0)
 
 
@@ -119,7 +119,7 @@ def test_the_list_is_bounded() -> None:
     for token in range(MAX_FINGERPRINTS + 5):
         poison.add([token], sampling, 0.0)
     poison.check([4], sampling, 0.0)
-    with pytest.raises(RefusedRequestError):
+    with pytest.raises(PoisonRequestError):
         poison.check([5], sampling, 0.0)
 
 
