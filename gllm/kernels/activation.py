@@ -7,7 +7,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.native.library import ACTIVATIONS as COMPILED
-from gllm.kernels.native.library import DTYPES, GateArguments, data_pointer, library_for
+from gllm.kernels.native.library import (
+    DTYPES,
+    SIGMOID,
+    ActivateArguments,
+    GateArguments,
+    data_pointer,
+    library_for,
+)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -24,8 +31,32 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def apply_activation(kind: str, x: Tensor) -> Tensor:
-    """Return the activation of x, elementwise."""
-    return ACTIVATIONS[kind](x)
+    """Return the activation of x [rows, n], elementwise."""
+    compiled = COMPILED.get(kind)
+    result = None if compiled is None else _activate_native(x, compiled)
+    return ACTIVATIONS[kind](x) if result is None else result
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x)) of x [rows, n], elementwise."""
+    result = _activate_native(x, SIGMOID)
+    return x.sigmoid() if result is None else result
+
+
+def _activate_native(x: Tensor, kind: int) -> Tensor | None:
+    """Return an activation of x [rows, n] by the compiled kernel; None if torch computes it.
+
+    torch computes the last elements of a tensor, those that do not fill a vector, by another
+    function than the others, so that a row's result depends on the rows after it. The kernel
+    computes each row alone.
+    """
+    library = library_for(x, "gate")
+    if library is None or not x.is_contiguous():
+        return None
+    output = library.empty(x.shape, x.dtype)
+    flags = (kind, DTYPES[x.dtype], torch.get_num_threads())
+    library(ActivateArguments(data_pointer(x), data_pointer(output), *x.shape, *flags))
+    return output
 
 
 def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:

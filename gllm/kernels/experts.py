@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gllm.kernels.activation import sigmoid
 from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear
 from gllm.kernels.linear import linear
@@ -52,7 +53,7 @@ def route(
         Expert ids [tokens, top_k] int64, and their weights, float32 of the same shape.
     """
     logits = logits.to(torch.float32)
-    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(dim=-1)
+    scores = sigmoid(logits) if routing.scoring == "sigmoid" else logits.softmax(dim=-1)
     selection = scores if correction_bias is None else scores + correction_bias
     if routing.num_groups > routing.top_k_groups:
         selection = _mask_groups(selection, routing)

@@ -105,6 +105,11 @@ def unpacked(weight: Tensor) -> UnquantizedMatrix:
     return UnquantizedMatrix(weight, len(weight), False)
 
 
+def pack_weight(weight: Tensor) -> UnquantizedMatrix | None:
+    """Return weight [outputs, inputs] in panels; None if no compiled kernel reads them."""
+    return _pack_parts([weight])
+
+
 def _pack_parts(parts: Sequence[Tensor]) -> UnquantizedMatrix | None:
     """Return the parts, stacked, in panels; None if no compiled kernel reads them."""
     if any(len(part) % PANEL_OUTPUTS for part in parts[:-1]):
@@ -133,8 +138,10 @@ def _pack_gated(gate: Tensor, up: Tensor) -> UnquantizedMatrix | None:
 
 def _allocate_panels(like: Tensor, outputs: int) -> Tensor | None:
     """Return unwritten panels for a number of outputs; None if no compiled kernel reads them."""
+    if library_for(like, "linear") is None:
+        return None
     # Two neighbouring bfloat16 are multiplied at once.
-    if library_for(like, "linear") is None or like.shape[1] % 2:
+    if like.dtype == torch.bfloat16 and like.shape[1] % 2:
         return None
     rows = -(-outputs // PANEL_OUTPUTS) * PANEL_OUTPUTS
     return torch.empty(rows, like.shape[1], dtype=like.dtype)

@@ -24,8 +24,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
         return gpu.rms_norm(x, weight, eps)
     library = library_for(x, "norm")
-    if library is not None and x.is_contiguous():
-        return _native(library, x, None, weight, eps)
+    if library is not None:
+        return _native(library, x.contiguous(), None, weight, eps)
     return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 

@@ -14,6 +14,7 @@ from gllm.kernels.attention import paged_attention, store
 from gllm.kernels.attention_backends import HeadShape
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.head_linear import multiply_heads, prepare_heads
 from gllm.kernels.qkv import rotate_and_store
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import RotaryAngles, apply_rotary
@@ -113,8 +114,9 @@ class LatentAttention:
         dims = spec.nope_head_dim, spec.value_dim
         kv_up = torch.cat(read_projections(spec.kv_up_proj, weights, [num_heads * sum(dims)], rank))
         parts = kv_up.view(num_heads, -1, rank).split(dims, dim=1)
-        # [heads, nope_head_dim or value_dim, rank].
-        self.k_up_proj, self.v_up_proj = (part.contiguous() for part in parts)
+        # [heads, rank, nope_head_dim] maps queries, [heads, value_dim, rank] maps outputs.
+        self.k_up_proj = prepare_heads(parts[0].transpose(1, 2))
+        self.v_up_proj = prepare_heads(parts[1])
         self.out_proj = Linear(spec.out_proj, weights, [hidden_size], num_heads * spec.value_dim)
         self.scaling = AttentionScaling(spec.scale)
 
@@ -131,9 +133,8 @@ class LatentAttention:
         # The cache's values are the first elements of its keys.
         store(entry, cache[0], plan.slots)
         attended = paged_attention(self._queries(x, angles), *cache, plan, self.scaling)
-        # [heads, tokens, rank] times [heads, rank, value_dim].
-        values = attended.transpose(0, 1) @ self.v_up_proj.transpose(1, 2)
-        return self.out_proj(values.transpose(0, 1).flatten(1))
+        values = multiply_heads(attended, self.v_up_proj)
+        return self.out_proj(values.flatten(1))
 
     def _queries(self, x: Tensor, angles: RotaryAngles) -> Tensor:
         """Return queries [tokens, heads, rank + rope_dim] for compressed and for rotary keys."""
@@ -144,9 +145,11 @@ class LatentAttention:
             x = self.q_norm(x)
         query = self.q_proj(x).view(len(x), spec.num_heads, -1)
         nope, rotary = query.split((spec.nope_head_dim, spec.rope.dim), dim=-1)
-        absorbed = (nope.transpose(0, 1) @ self.k_up_proj).transpose(0, 1)
-        rotary = apply_rotary(rotary, angles, spec.rope.is_interleaved)
-        return torch.cat((absorbed, rotary), dim=-1)
+        rank = spec.kv_lora_rank
+        result = x.new_empty(*query.shape[:2], rank + spec.rope.dim)
+        multiply_heads(nope, self.k_up_proj, out=result[..., :rank])
+        result[..., rank:] = apply_rotary(rotary, angles, spec.rope.is_interleaved)
+        return result
 
 
 def head_shape(spec: AttentionSpec | LatentAttentionSpec) -> HeadShape:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gllm.kernels.activation import apply_activation
+from gllm.kernels.activation import apply_activation, sigmoid
 from gllm.kernels.experts import (
     Routing,
     StackedExperts,
@@ -142,7 +142,7 @@ class Experts:
             return result
         shared = self.shared_expert(x)
         if self.shared_expert_gate is not None:
-            shared = shared * self.shared_expert_gate(x).sigmoid()
+            shared = shared * sigmoid(self.shared_expert_gate(x))
         return result + shared
 
 

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.activation import act_and_mul
+from gllm.kernels.activation import ACTIVATIONS, act_and_mul, apply_activation, sigmoid
 from gllm.kernels.linear import linear, prepare
 from gllm.kernels.native.builds import find_compiled_builds
 from gllm.kernels.native.library import DTYPES
@@ -72,6 +73,37 @@ def test_gates(way: str, dtype: torch.dtype, kind: str, rows: int, size: int, se
     close(act_and_mul(kind, both), formulas[kind](first) * second)
 
 
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    kind: partial(apply_activation, kind) for kind in ACTIVATIONS
+} | {"sigmoid": sigmoid}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    TYPES,
+    st.sampled_from([*PLAIN]),
+    st.integers(1, 5),
+    st.integers(1, 70),
+    st.integers(0, 99),
+)
+def test_activations(
+    way: str, dtype: torch.dtype, kind: str, rows: int, size: int, seed: int
+) -> None:
+    x = 4 * random(seed, dtype, rows, size)
+    formulas = ACTIVATIONS | {"sigmoid": torch.sigmoid}
+    actual = PLAIN[kind](x)
+    close(actual, formulas[kind](x.to(torch.float64)))
+    if way != "torch":
+        assert torch.equal(torch.cat([PLAIN[kind](row[None]) for row in x]), actual)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_activations_at_the_ends_of_their_range(way: str, kind: str) -> None:
+    x = torch.tensor([[-1e4, -200.0, -88.5, -20.0, -6.0, -0.0, 0.0, 6.0, 20.0, 88.5, 200.0, 1e4]])
+    formulas = ACTIVATIONS | {"sigmoid": torch.sigmoid}
+    torch.testing.assert_close(PLAIN[kind](x), formulas[kind](x.double()).float(), rtol=2e-6, atol=2e-6)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     TYPES,
@@ -124,6 +156,7 @@ def test_from_projections_to_the_cache(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_that_are_none_stay_so(way: str, dtype: torch.dtype) -> None:
     bad = torch.full((1, 32), torch.nan, dtype=dtype)
+    assert all(activate(bad).isnan().all() for activate in PLAIN.values())
     assert rms_norm(bad, torch.ones(32, dtype=dtype), 1e-5).isnan().all()
     assert act_and_mul("silu", bad).isnan().all()
 

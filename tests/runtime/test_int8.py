@@ -86,7 +86,7 @@ def test_what_is_quantized(tmp_path: Path) -> None:
     latent = stages["deepseek-v2"].layers.layers[0].attention
     assert isinstance(latent, LatentAttention)
     assert isinstance(latent.kv_down_proj.matrix, Int8Matrix)
-    assert latent.k_up_proj.dtype == latent.v_up_proj.dtype == torch.float32
+    assert latent.k_up_proj.weight.dtype == latent.v_up_proj.weight.dtype == torch.float32
 
 
 def test_a_weight_that_is_not_finite_ends_requests_not_the_stage(tmp_path: Path) -> None:

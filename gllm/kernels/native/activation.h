@@ -1,14 +1,29 @@
-// Activation functions of gated linear layers.
+// Activation functions, plain and of gated linear layers.
 #pragma once
 
 #include "simd.h"
 
 namespace gllm {
 
-enum Activation { NONE, SILU, GELU_TANH };  // as in library.py
+enum Activation { NONE, SILU, GELU_TANH, GELU, SIGMOID };  // as in library.py
+
+// 1 + erf(x / sqrt(2)), within 1.5e-7. Source: Abramowitz and Stegun, "Handbook of Mathematical
+// Functions" (1964), formula 7.1.26 for 1 - erf.
+inline Vector one_plus_erf(Vector x) {
+    const Vector size = 0.7071067812f * (x < 0.0f ? -x : x);
+    const Vector t = 1.0f / (1.0f + 0.3275911f * size);
+    Vector power = 1.061405429f * t - 1.453152027f;
+    power = power * t + 1.421413741f;
+    power = power * t - 0.284496736f;
+    power = power * t + 0.254829592f;
+    const Vector rest = power * t * exp(-size * size);
+    return x < 0.0f ? rest : 2.0f - rest;
+}
 
 inline Vector activated(Vector x, int32_t kind) {
     if (kind == SILU) return x / (1.0f + exp(-x));
+    if (kind == SIGMOID) return 1.0f / (1.0f + exp(-x));
+    if (kind == GELU) return 0.5f * x * one_plus_erf(x);
     return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 

@@ -1,13 +1,19 @@
 """Attention backend for CPUs: calls the compiled kernel of attention.cpp.
 
-The kernel reads the block tables of a plan itself.
+The kernel reads the block tables of a plan itself, and a cache of the dtype of the queries in
+place.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gllm.kernels.attention_backends import AttentionRequirements
-from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.attention_plan import GATHERED_TOKENS, AttentionPlan, PagedBatch
 from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.native.builds import select_build
 from gllm.kernels.native.library import (
@@ -19,17 +25,14 @@ from gllm.kernels.native.library import (
     load_library,
 )
 
+KEYS_PER_BLOCK = 128
+"""Keys that the kernel computes at once, as in attention.cpp."""
+
 
 def unsupported_reason(requirements: AttentionRequirements) -> str | None:
     """Return why this backend cannot meet the requirements, as attention_backends."""
     if load_library() is None:
         return f"no compiled kernels are available ({select_build().reason}), or choose torch"
-    if requirements.cache_dtype != requirements.dtype:
-        return (
-            f"needs a KV cache of the dtype of the queries, {requirements.dtype}, "
-            f"not {requirements.cache_dtype}; "
-            "choose --kv-cache-dtype auto or the backend torch"
-        )
     return None
 
 
@@ -50,9 +53,11 @@ def paged_attention(
 ) -> Tensor:
     """Compute gllm.kernels.attention.paged_attention with the compiled kernel.
 
+    Blocks of a cache in another dtype are converted first, for some sequences at a time.
+
     Args:
         query: [tokens, heads, head_dim].
-        key_cache: [blocks, block_size, kv_heads, head_dim] of the dtype of query.
+        key_cache: [blocks, block_size, kv_heads, head_dim].
         value_cache: [blocks, block_size, kv_heads, value_dim] of the same dtype.
         plan: `plan.rows` is read.
         scaling: scale, softcap and slopes of the scores.
@@ -61,31 +66,101 @@ def paged_attention(
         [tokens, heads, value_dim].
     """
     # A backend requested by name is used even if it was measured to be slower than torch.
-    kernels, rows = library_override.get() or load_library(), plan.rows
+    kernels = library_override.get() or load_library()
     assert kernels is not None, "no compiled kernels: the plan was made for another backend"
     output = kernels.empty((*query.shape[:2], value_cache.shape[3]), query.dtype)
-    kernels(
-        AttentionArguments(
-            *(data_pointer(tensor) for tensor in (output, query, key_cache, value_cache)),
-            *(
-                table.ctypes.data
-                for table in (rows.block_table, rows.query_start, rows.context_len)
-            ),
-            data_pointer(scaling.alibi_slopes),
-            len(rows.context_len),
-            rows.block_table.shape[1],
-            rows.block_size,
-            query.shape[1],
-            *key_cache.shape[2:],
-            value_cache.shape[3],
-            query.stride(0),
-            key_cache.stride(1),
-            value_cache.stride(1),
-            plan.window or 0,
-            scaling.scale,
-            scaling.softcap or 0,
-            DTYPES[query.dtype],
-            torch.get_num_threads(),
-        )
-    )
+    rows, window = plan.rows, plan.window
+    if key_cache.dtype == query.dtype:
+        kernels(_arguments(output, query, key_cache, value_cache, rows, window, scaling))
+        return output
+    for part in _split_rows(rows, window):
+        table, keys, values = _convert_blocks(part, key_cache, value_cache, query.dtype)
+        converted = replace(part.rows, block_table=table)
+        kernels(_arguments(output, query, keys, values, converted, window, scaling))
     return output
+
+
+def _arguments(
+    output: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    rows: PagedBatch,
+    window: int | None,
+    scaling: AttentionScaling,
+) -> AttentionArguments:
+    """Return the kernel's arguments for the sequences of `rows`."""
+    return AttentionArguments(
+        *(data_pointer(tensor) for tensor in (output, query, key_cache, value_cache)),
+        *(table.ctypes.data for table in (rows.block_table, rows.query_start, rows.context_len)),
+        data_pointer(scaling.alibi_slopes),
+        len(rows.context_len),
+        rows.block_table.shape[1],
+        rows.block_size,
+        query.shape[1],
+        *key_cache.shape[2:],
+        value_cache.shape[3],
+        query.stride(0),
+        key_cache.stride(1),
+        value_cache.stride(1),
+        window or 0,
+        scaling.scale,
+        scaling.softcap or 0,
+        DTYPES[query.dtype],
+        torch.get_num_threads(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some consecutive sequences of a batch, and the blocks that the kernel reads of them."""
+
+    rows: PagedBatch
+    is_read: npt.NDArray[np.bool_]
+    """[rows, blocks]: True for the entries of the block table that are read."""
+
+
+def _split_rows(rows: PagedBatch, window: int | None) -> Iterator[_Part]:
+    """Yield the sequences of a batch in parts of at most GATHERED_TOKENS tokens, or single ones."""
+    first = np.zeros_like(rows.context_len)
+    if window is not None:
+        oldest = rows.context_len - np.diff(rows.query_start) - window + 1
+        # The kernel begins at a multiple of its block of keys.
+        first = np.maximum(oldest, 0) // KEYS_PER_BLOCK * KEYS_PER_BLOCK // rows.block_size
+    columns = np.arange(rows.block_table.shape[1])
+    last = -(-rows.context_len // rows.block_size)
+    is_read = (columns >= first[:, None]) & (columns < last[:, None])
+    tokens = is_read.sum(axis=1) * rows.block_size
+    begin = 0
+    while begin < len(tokens):
+        end = begin + 1
+        while end < len(tokens) and tokens[begin : end + 1].sum() <= GATHERED_TOKENS:
+            end += 1
+        part = slice(begin, end)
+        table, starts = rows.block_table[part], rows.query_start[begin : end + 1]
+        kept = replace(
+            rows, block_table=table, query_start=starts, context_len=rows.context_len[part]
+        )
+        yield _Part(kept, is_read[part])
+        begin = end
+
+
+def _convert_blocks(
+    part: _Part, key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype
+) -> tuple[npt.NDArray[np.int64], Tensor, Tensor]:
+    """Return the part's block table for copies of its blocks in `dtype`, keys and values."""
+    blocks = torch.from_numpy(part.rows.block_table[part.is_read])
+    table = np.zeros_like(part.rows.block_table)
+    table[part.is_read] = np.arange(len(blocks))
+    keys = gather_blocks(key_cache, blocks, dtype)
+    if key_cache.data_ptr() == value_cache.data_ptr():
+        return table, keys, keys[..., : value_cache.shape[3]]
+    return table, keys, gather_blocks(value_cache, blocks, dtype)
+
+
+def gather_blocks(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `blocks` [n] int64 of cache [blocks, block_size, kv_heads, elements] in a dtype."""
+    if cache.dtype == torch.float8_e4m3fn:
+        # As bytes: torch cannot index FP8 tensors.
+        return cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype).to(dtype)
+    return cache.index_select(0, blocks).to(dtype)

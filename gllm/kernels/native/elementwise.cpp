@@ -1,7 +1,7 @@
 // Elementwise operations between the matrix products of a layer, each in one pass over memory.
 //
-// RMSNorm with the preceding residual addition, rotary embedding with the KV-cache write, and the
-// gated activation. Everything is computed in float32; the sources of the formulas are in the
+// RMSNorm with the preceding residual addition, rotary embedding with the KV-cache write, and
+// activations, plain and gated. Everything is computed in float32; the sources of the formulas are in the
 // reference implementations (gllm/kernels).
 
 #include <algorithm>
@@ -40,6 +40,13 @@ struct RotaryArguments {
 struct GateArguments {
     const void* gate_up;  // [rows, 2 size]
     void* output;         // [rows, size]
+    int64_t rows, size;
+    int32_t activation, dtype, threads;
+};
+
+struct ActivateArguments {
+    const void* input;  // [rows, size]
+    void* output;       // [rows, size]
     int64_t rows, size;
     int32_t activation, dtype, threads;
 };
@@ -149,6 +156,19 @@ void gate(const GateArguments& a) {
     }
 }
 
+template <class T>
+void activate(const ActivateArguments& a) {
+#pragma omp parallel for num_threads(a.threads) if (a.rows * a.size >= PARALLEL)
+    for (int64_t row = 0; row < a.rows; ++row) {
+        const T* input = static_cast<const T*>(a.input) + row * a.size;
+        T* output = static_cast<T*>(a.output) + row * a.size;
+        int64_t i = 0;
+        for (; i + LANES <= a.size; i += LANES) store(output + i, activated(load(input + i), a.activation));
+        for (; i < a.size; ++i)
+            assign(output[i], activated(broadcast(to_float(input[i])), a.activation)[0]);
+    }
+}
+
 }  // namespace
 }  // namespace gllm
 
@@ -171,6 +191,10 @@ void gllm_rotate_and_store(const gllm::RotaryArguments* a) {
 
 void gllm_gate(const gllm::GateArguments* a) {
     gllm::with_dtype(a->dtype, [&](auto type) { gllm::gate<decltype(type)>(*a); });
+}
+
+void gllm_activate(const gllm::ActivateArguments* a) {
+    gllm::with_dtype(a->dtype, [&](auto type) { gllm::activate<decltype(type)>(*a); });
 }
 #pragma GCC visibility pop
 }

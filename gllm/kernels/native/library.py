@@ -84,6 +84,14 @@ class GateArguments(ctypes.Structure):
     )
 
 
+class ActivateArguments(ctypes.Structure):
+    """Mirror of `ActivateArguments` in elementwise.cpp, which documents the fields."""
+
+    _fields_ = _fields(
+        ("input output", Pointer), ("rows size", Long), ("activation dtype threads", Int)
+    )
+
+
 class LinearArguments(ctypes.Structure):
     """Mirror of `LinearArguments` in linear.cpp, which documents the fields."""
 
@@ -91,6 +99,17 @@ class LinearArguments(ctypes.Structure):
         ("output input weight bias", Pointer),
         ("rows inputs outputs input_row", Long),
         ("gate float_output dtype threads", Int),
+    )
+
+
+class HeadLinearArguments(ctypes.Structure):
+    """Mirror of `HeadLinearArguments` in linear_output.h, which documents the fields."""
+
+    _fields_ = _fields(
+        ("output input weight", Pointer),
+        ("rows heads inputs outputs", Long),
+        ("input_row input_head output_row output_head weight_head", Long),
+        ("dtype threads", Int),
     )
 
 
@@ -126,15 +145,19 @@ class Int8Arguments(ctypes.Structure):
     )
 
 
-ACTIVATIONS = MappingProxyType({"silu": 1, "gelu_tanh": 2})
+ACTIVATIONS = MappingProxyType({"silu": 1, "gelu_tanh": 2, "gelu": 3})
 """Compiled activations and their numbers in `enum Activation` of activation.h."""
+SIGMOID = 4
+"""Number of the sigmoid there; it gates experts and scores them, but is no feed-forward block's."""
 
 FUNCTIONS = {
     "gllm_attention": AttentionArguments,
     "gllm_add_rms_norm": NormArguments,
     "gllm_rotate_and_store": RotaryArguments,
     "gllm_gate": GateArguments,
+    "gllm_activate": ActivateArguments,
     "gllm_linear": LinearArguments,
+    "gllm_linear_heads": HeadLinearArguments,
     "gllm_pack": PackArguments,
     "gllm_unpack": UnpackArguments,
     "gllm_quantize_rows": QuantizeArguments,

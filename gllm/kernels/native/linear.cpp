@@ -1,4 +1,4 @@
-// Linear layers with packed weights: y = x W^T + b, or act(x G^T + b) (x U^T + c).
+// Linear layers with packed weights: y = x W^T + b, or act(x G^T + b) (x U^T + c), or one W per head.
 //
 // A weight is packed into panels of PANEL outputs; a panel is [units, PANEL]. For few rows the weights
 // are read from memory once, panel by panel; for many rows, blocks of inputs and of panels stay in the
@@ -95,8 +95,8 @@ class Linear {
     static constexpr bool WIDENED = Step<T>::WIDENED;
 
   public:
-    explicit Linear(const LinearArguments& given)
-        : a(given), output(given), weight(static_cast<const Weight*>(given.weight)), units(a.inputs / PER),
+    Linear(const LinearArguments& given, int64_t output_row)
+        : a(given), output(given, output_row), weight(static_cast<const Weight*>(given.weight)), units(a.inputs / PER),
           panels(blocks_of(a.outputs, PANEL) * (a.gate ? 2 : 1)), few(a.rows <= ALONE) {}
 
     void run() const {
@@ -238,12 +238,41 @@ class Linear {
     }
 };
 
+template <class T>
+void run_linear(const LinearArguments& a, int64_t output_row) {
+#ifdef GLLM_AMX
+    if constexpr (std::is_same_v<T, bfloat16>) return AmxLinear(a, output_row).run();
+#endif
+    Linear<T>(a, output_row).run();
+}
+
+template <class T>
+void run_heads(const HeadLinearArguments& a) {
+    // Few heads are computed one after the other, by all threads.
+    const int32_t teams = a.heads < a.threads ? 1 : a.threads, members = a.threads / teams;
+#pragma omp parallel for num_threads(teams) schedule(dynamic, 1) if (teams > 1)
+    for (int64_t head = 0; head < a.heads; ++head) {
+        LinearArguments one{};
+        one.output = static_cast<T*>(a.output) + head * a.output_head;
+        one.input = static_cast<const T*>(a.input) + head * a.input_head;
+        one.weight = static_cast<const T*>(a.weight) + head * a.weight_head;
+        one.rows = a.rows, one.inputs = a.inputs, one.outputs = a.outputs, one.input_row = a.input_row;
+        one.dtype = a.dtype, one.threads = members;
+        run_linear<T>(one, a.output_row);
+    }
+}
+
 }  // namespace
 }  // namespace gllm
 
-extern "C" __attribute__((visibility("default"))) void gllm_linear(const gllm::LinearArguments* a) {
-#ifdef GLLM_AMX
-    if (a->dtype == gllm::BFLOAT16) return gllm::AmxLinear(*a).run();
-#endif
-    gllm::with_dtype(a->dtype, [&](auto type) { gllm::Linear<decltype(type)>(*a).run(); });
+extern "C" {
+#pragma GCC visibility push(default)
+
+void gllm_linear(const gllm::LinearArguments* a) {
+    gllm::with_dtype(a->dtype, [&](auto type) { gllm::run_linear<decltype(type)>(*a, a->outputs); });
+}
+void gllm_linear_heads(const gllm::HeadLinearArguments* a) {
+    gllm::with_dtype(a->dtype, [&](auto type) { gllm::run_heads<decltype(type)>(*a); });
+}
+#pragma GCC visibility pop
 }

@@ -17,8 +17,8 @@ namespace gllm {
 
 class AmxLinear {
   public:
-    explicit AmxLinear(const LinearArguments& given)
-        : a(given), output(given), weight(static_cast<const uint32_t*>(a.weight)),
+    AmxLinear(const LinearArguments& given, int64_t output_row)
+        : a(given), output(given, output_row), weight(static_cast<const uint32_t*>(a.weight)),
           units(a.inputs / 2), tiles(blocks_of(units, TILE)),
           panels(blocks_of(a.outputs, PANEL) * (a.gate ? 2 : 1)) {}
 

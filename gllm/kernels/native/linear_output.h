@@ -18,17 +18,28 @@ struct LinearArguments {
     int32_t float_output, dtype, threads;
 };
 
+// One weight per head: output[:, head] = input[:, head] weight[head]^T.
+struct HeadLinearArguments {
+    void* output;        // [rows, heads, outputs], output_row and output_head elements apart
+    const void* input;   // [rows, heads, inputs], input_row and input_head elements apart
+    const void* weight;  // packed, those of heads weight_head elements apart
+    int64_t rows, heads, inputs, outputs;
+    int64_t input_row, input_head, output_row, output_head, weight_head;
+    int32_t dtype, threads;
+};
+
 template <class T>
 class LinearOutput {
   public:
-    explicit LinearOutput(const LinearArguments& given) : a(given) {}
+    // output_row: elements between rows of the output.
+    LinearOutput(const LinearArguments& given, int64_t output_row) : a(given), output_row(output_row) {}
 
     // sums [rows, count, PANEL].
     void write(int64_t row, int64_t rows, int64_t panel, int64_t count, const float* sums) const {
         const int64_t column = panel * PANEL, width = std::min(count * PANEL, a.outputs - column);
         const T* bias = a.bias ? static_cast<const T*>(a.bias) + column : nullptr;
         for (int64_t r = 0; r < rows; ++r, sums += count * PANEL) {
-            const int64_t to = (row + r) * a.outputs + column;
+            const int64_t to = (row + r) * output_row + column;
             if (a.float_output)
                 write_row(static_cast<float*>(a.output) + to, sums, bias, width);
             else
@@ -48,7 +59,7 @@ class LinearOutput {
                 numbers[PANEL + i] = to_float(bias[a.outputs + i]);
             }
         for (int64_t r = 0; r < rows; ++r, gates += apart, others += apart) {
-            T* to = static_cast<T*>(a.output) + (row + r) * a.outputs + column;
+            T* to = static_cast<T*>(a.output) + (row + r) * output_row + column;
             for (int64_t i = 0; i < width; i += LANES) {
                 const Vector gate = activated(load(gates + i) + load(numbers + i), a.gate);
                 const Vector product = gate * (load(others + i) + load(numbers + PANEL + i));
@@ -62,6 +73,7 @@ class LinearOutput {
 
   private:
     const LinearArguments& a;
+    const int64_t output_row;
 
     template <class To>
     static void write_row(To* to, const float* sums, const T* bias, int64_t count) {

@@ -1,0 +1,73 @@
+"""Linear layers with one weight per head: y[t, h] = x[t, h] W[h]^T, without biases.
+
+Multi-head latent attention applies its absorbed up projections so. Where compiled kernels exist,
+the weights are packed into the panels of `linear_unquantized.py`, and a row's result does not
+depend on the batch. Otherwise torch multiplies.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gllm.kernels.linear_unquantized import UnquantizedMatrix, pack_weight
+from gllm.kernels.native.library import DTYPES, HeadLinearArguments, data_pointer, library_for
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """The weights of all heads, from `prepare_heads`."""
+
+    weight: Tensor
+    """[heads, outputs, inputs], or [heads, padded outputs, inputs] in panels if is_packed."""
+    outputs: int
+    """Number of outputs per head."""
+    is_packed: bool
+
+
+def prepare_heads(weight: Tensor) -> HeadMatrices:
+    """Return a copy of weight [heads, outputs, inputs], laid out for `multiply_heads`."""
+    outputs = weight.shape[1]
+    packed: list[Tensor] = []
+    for head in weight:
+        matrix: UnquantizedMatrix | None = pack_weight(head)
+        if matrix is None:
+            return HeadMatrices(weight.contiguous(), outputs, False)
+        packed.append(matrix.weight)
+    return HeadMatrices(torch.stack(packed), outputs, True)
+
+
+def multiply_heads(x: Tensor, matrices: HeadMatrices, out: Tensor | None = None) -> Tensor:
+    """Return y [tokens, heads, outputs] of x [tokens, heads, inputs].
+
+    Args:
+        x: elements of a head are contiguous.
+        matrices: W of each head.
+        out: receives the result if given: [tokens, heads, outputs] of x's dtype, elements of a head
+            are contiguous.
+    """
+    if not matrices.is_packed:
+        result = (x.transpose(0, 1) @ matrices.weight.transpose(1, 2)).transpose(0, 1)
+        return result if out is None else out.copy_(result)
+    library = library_for(x, "linear")
+    assert library is not None, "packed by compiled kernels"
+    tokens, heads, inputs = x.shape
+    if out is None:
+        out = library.empty((tokens, heads, matrices.outputs), x.dtype)
+    library(
+        HeadLinearArguments(
+            data_pointer(out),
+            data_pointer(x),
+            data_pointer(matrices.weight),
+            tokens,
+            heads,
+            inputs,
+            matrices.outputs,
+            *x.stride()[:2],
+            *out.stride()[:2],
+            matrices.weight.stride(0),
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+    )
+    return out
