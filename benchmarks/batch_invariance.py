@@ -30,8 +30,8 @@ from gllm.kernels.random_numbers import random_uniform
 from gllm.models.config import read_config
 from gllm.models.hub import resolve_model
 from gllm.models.stage import StageInputs
-from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.batch import plan_windows
+from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.sim.report import format_table
 from gllm.text.tokenizer import Tokenizer
 
@@ -70,9 +70,7 @@ CASES = (
         for dtype in ("float32", "bfloat16")
     ),
     *(
-        Case(
-            f"--attention-backend torch, {dtype}", {"dtype": dtype, "attention_backend": "torch"}
-        )
+        Case(f"--attention-backend torch, {dtype}", {"dtype": dtype, "attention_backend": "torch"})
         for dtype in ("float32", "bfloat16")
     ),
     Case(
@@ -126,9 +124,7 @@ class Model:
         decodes = int((counts == 1).cumprod().sum())
         batch = PagedBatch(table, start, begin + counts, decodes, BLOCK_SIZE, self.num_blocks)
         executor = self.executor
-        plans = plan_windows(
-            batch, executor.dtype, executor._windows, backend=executor.backend
-        )
+        plans = plan_windows(batch, executor.dtype, executor._windows, backend=executor.backend)
         positions = [np.arange(b, b + c) for b, c in zip(begin, counts, strict=True)]
         inputs = StageInputs(
             torch.tensor([token for _, tokens in rows for token in tokens]),

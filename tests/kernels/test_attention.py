@@ -13,6 +13,7 @@ from gllm.kernels import attention_plan
 from gllm.kernels.attention import paged_attention, store_kv
 from gllm.kernels.attention_plan import PagedBatch, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.native import attention as native_attention
 from gllm.kernels.native.library import DTYPES
 
 PLAIN = AttentionScaling(0.25)
@@ -81,7 +82,7 @@ def check(
     decodes = next((i for i, (_, new) in enumerate(contexts) if new > 1), len(contexts))
     lengths = np.array(totals)
     rows = PagedBatch(table, starts, lengths, decodes, block_size, num_blocks)
-    plan = plan_attention(rows, dtype, window, backend=None if cached is None else "torch")
+    plan = plan_attention(rows, dtype, window)
     key_cache, value_cache = (cache.to(kept) for cache in caches)
     key, value = torch.cat(keys).to(dtype), torch.cat(values).to(dtype)
     store_kv(key, value, key_cache, value_cache, plan.slots)
@@ -182,8 +183,18 @@ def test_decodes_are_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cached", [torch.float8_e4m3fn, torch.float16, torch.bfloat16])
-def test_caches_of_another_type(cached: torch.dtype, dtype: torch.dtype) -> None:
-    rows = [(30, 1), (2, 1), (0, 1), (9, 7), (0, 5)]
+@pytest.mark.parametrize("at_once", [16, attention_plan.GATHERED_TOKENS])
+def test_caches_of_another_type(
+    way: str,
+    at_once: int,
+    cached: torch.dtype,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if few of the tokens are converted at once, and with windows that skip whole blocks."""
+    for module in (attention_plan, native_attention):
+        monkeypatch.setattr(module, "GATHERED_TOKENS", at_once)
+    rows = [(30, 1), (2, 1), (0, 1), (300, 1), (9, 7), (0, 5), (270, 3)]
     check(rows, 4, (2, 3, 16), 4, dtype=dtype, cached=cached)
     check(rows, 4, (2, 3, 16), 5, AttentionScaling(0.3, 2.0), 9, dtype, cached)
     check(

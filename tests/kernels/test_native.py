@@ -101,7 +101,9 @@ def test_activations(
 def test_activations_at_the_ends_of_their_range(way: str, kind: str) -> None:
     x = torch.tensor([[-1e4, -200.0, -88.5, -20.0, -6.0, -0.0, 0.0, 6.0, 20.0, 88.5, 200.0, 1e4]])
     formulas = ACTIVATIONS | {"sigmoid": torch.sigmoid}
-    torch.testing.assert_close(PLAIN[kind](x), formulas[kind](x.double()).float(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(
+        PLAIN[kind](x), formulas[kind](x.double()).float(), rtol=2e-6, atol=2e-6
+    )
 
 
 @settings(max_examples=80, deadline=None)

@@ -18,7 +18,9 @@ from gllm.kernels.native.builds import select_build
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage, StageInputs
+from gllm.runtime.device import set_num_threads
 from gllm.runtime.kv_cache import KVCache
+from tests.models.test_fp8 import save_both
 from tests.tiny_models import FAMILIES, save
 
 BLOCK, BLOCKS = 4, 48
@@ -59,12 +61,12 @@ def compiled_kernels() -> Iterator[None]:
 class Model:
     """A family's only stage with a cache of its own."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, cached: torch.dtype | None = None) -> None:
         model = read_config(folder).model
         every = range(model.num_layers)
         with Checkpoint(folder, dtype, model, every) as checkpoint:
             self.stage = ModelStage(model, Weights(checkpoint), every, 64)
-        self.cache = KVCache(model.layers, BLOCKS, BLOCK, dtype)
+        self.cache = KVCache(model.layers, BLOCKS, BLOCK, cached or dtype)
         self.windows = {layer.attention.window for layer in model.layers}
         self.dtype = dtype
 
@@ -105,7 +107,33 @@ class Model:
 def test_recomputed_logits_are_those_of_the_decodes(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = Model(save(family, tmp_path), dtype)
+    check(Model(save(family, tmp_path), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama3", "gemma2", "bloom", "deepseek-v2"])
+def test_with_a_kv_cache_in_fp8(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    check(Model(save(family, tmp_path), dtype, torch.float8_e4m3fn))
+
+
+def test_with_weights_in_fp8(tmp_path: Path) -> None:
+    made, _ = save_both("qwen3-moe", "blocks", tmp_path)
+    check(Model(made, torch.bfloat16))
+
+
+def test_with_several_threads(tmp_path: Path) -> None:
+    """Of 3, which do not divide the rows evenly."""
+    model = Model(save("falcon-7b", tmp_path), torch.float32)
+    decoded = model.logits(DECODED)
+    set_num_threads(3)
+    try:
+        assert torch.equal(model.logits(RECOMPUTED["whole"]), decoded)
+    finally:
+        set_num_threads(1)
+
+
+def check(model: Model) -> None:
+    """Compute a sequence as decodes, then in every other way: all logits are the same bits."""
     decoded = model.logits(DECODED)
     assert decoded.isfinite().all()
     differing = {

@@ -56,7 +56,7 @@ class AmxLinear {
 
   private:
     static constexpr int64_t TILE = amx::TILE, FEW = 2 * TILE;
-    static constexpr int64_t ROWS = 256, DEPTH = 512, MOST_PANELS = 32;
+    static constexpr int64_t ROWS = 256, DEPTH = 512, MOST_PANELS = 32, WRITTEN_ROWS = 8;
     static constexpr int64_t AHEAD = 16;  // tiles of a panel fetched before they are needed
     static constexpr int64_t TILE_BYTES = amx::TILE_UNITS * 4;
 
@@ -108,8 +108,11 @@ class AmxLinear {
             for (int64_t p = panel; p < end; p += 2, to += pair_sums)
                 strips(inputs + begin * TILE, rows, weights_of(p, begin, depth), to, begin > 0, p + 2 < end);
         }
-        for (int64_t p = panel; p < end; p += 2)
-            write(row, rows, p, sums.data() + (p - panel) / 2 * pair_sums);
+        // Few rows at a time: the rows of the output are on pages of their own.
+        for (int64_t first = 0; first < rows; first += WRITTEN_ROWS)
+            for (int64_t p = panel; p < end; p += 2)
+                write(row + first, std::min(WRITTEN_ROWS, rows - first), p,
+                      sums.data() + (p - panel) / 2 * pair_sums + first * 2 * PANEL);
     }
 
     // A part of two panels, or twice of the last one.
