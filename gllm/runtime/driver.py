@@ -19,6 +19,7 @@ from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedReques
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.observability.bubbles import BubbleMeter
+from gllm.runtime.plan_record import PlanRecord
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
@@ -55,6 +56,7 @@ class Driver:
         frontend: MessageSender,
         last_stage_needs_prompts: bool = False,
         vocab_size: int | None = None,
+        plan_record: PlanRecord | None = None,
     ) -> None:
         """Create the driver.
 
@@ -66,7 +68,9 @@ class Driver:
             last_stage_needs_prompts: True if the last stage needs all prompts, not only those that
                 it samples by.
             vocab_size: token ids of requests have to be smaller; None for no check.
+            plan_record: where uncommitted plans are recorded for the parent; None for nowhere.
         """
+        self._plan_record = plan_record
         self._vocab_size = vocab_size
         self._last_stage_needs_prompts = last_stage_needs_prompts
         self.scheduler = scheduler
@@ -182,6 +186,8 @@ class Driver:
             ValueError: it is not the next step.
         """
         output = self.scheduler.commit(message.result)
+        if self._plan_record is not None:
+            self._plan_record.on_committed(message.result.step)
         details = message.details
         if details:
             # A row past the end of its sequence has no output.
@@ -203,6 +209,9 @@ class Driver:
         """
         while (plan := self._schedule()) is not None:
             self._has_new_stats = True
+            if self._plan_record is not None:
+                # First: a stage may die as soon as it has the plan.
+                self._plan_record.on_scheduled(plan)
             step = RunStep(plan)
             payload = encode(step) if self._other_stages else b""
             for stage in self._other_stages:
