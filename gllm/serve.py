@@ -18,7 +18,7 @@ from gllm.config.flags import FlagParser, add_flags, config_from_flags
 from gllm.config.server import ServerConfig, check_api_key
 from gllm.engine.preflight import plan_model
 from gllm.observability.logs import LogConfig, configure_logging
-from gllm.runtime.launch import WorkerProcesses
+from gllm.runtime.local_node import LocalNode
 
 log = logging.getLogger("gllm")
 
@@ -53,13 +53,13 @@ def main(argv: list[str] | None = None) -> int:
         server_config = config_from_flags(ServerConfig, values)
         # Before the workers start, which takes seconds and memory.
         plan_model(engine_config)
-        workers = WorkerProcesses(engine_config.pipeline_parallel_size)
+        node = LocalNode(engine_config.pipeline_parallel_size)
     except (ValueError, OSError) as error:
         return _report_error(error, 2, logs)
     try:
-        return _serve(engine_config, server_config, workers, logs)
+        return _serve(engine_config, server_config, node, logs)
     finally:
-        workers.kill()
+        node.close()
 
 
 def pop_environment_keys(environment: MutableMapping[str, str]) -> list[str]:
@@ -78,9 +78,7 @@ def pop_environment_keys(environment: MutableMapping[str, str]) -> list[str]:
     return keys
 
 
-def _serve(
-    engine: EngineConfig, server: ServerConfig, workers: WorkerProcesses, logs: LogConfig
-) -> int:
+def _serve(engine: EngineConfig, server: ServerConfig, node: LocalNode, logs: LogConfig) -> int:
     # Imported after the workers have started, so that they import torch at the same time.
     import uvloop
 
@@ -89,7 +87,7 @@ def _serve(
 
     try:
         shows_progress = logs.format == "text"
-        served = Engine(engine, server.served_model_name, logs, shows_progress, workers)
+        served = Engine(engine, server.served_model_name, logs, shows_progress, node)
         return uvloop.run(Server(served, server).run())
     except (ValueError, OSError) as error:
         return _report_error(error, 2, logs)

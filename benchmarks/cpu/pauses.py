@@ -24,7 +24,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
 from gllm.frontend.server import Server
-from gllm.runtime.launch import WorkerProcesses
+from gllm.runtime.local_node import LocalNode
 from gllm.sim.report import format_table, show_value
 
 PROMPT, OUTPUT = 128, 64
@@ -68,14 +68,12 @@ async def load(port: int, streams: int) -> None:
         raise RuntimeError("the load failed")
 
 
-async def measure(
-    config: EngineConfig, streams: int, workers: WorkerProcesses
-) -> tuple[Pauses, float]:
+async def measure(config: EngineConfig, streams: int, node: LocalNode) -> tuple[Pauses, float]:
     """Serve all streams; return the collections and the elapsed seconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = Server(Engine(config, workers=workers), ServerConfig(port=port))
+    server = Server(Engine(config, node=node), ServerConfig(port=port))
     running = asyncio.ensure_future(server.run())
     await load(port, 1)  # waits for the server, and warms it
     pauses, begin = Pauses(), time.perf_counter()
@@ -96,11 +94,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/pauses.md"))
     options = parser.parse_args()
     config = EngineConfig.from_options(options.model, max_model_len=1024, kv_cache_memory=2**29)
-    workers = WorkerProcesses(1)
+    node = LocalNode(1)
     try:
-        pauses, seconds = uvloop.run(measure(config, options.streams, workers))
+        pauses, seconds = uvloop.run(measure(config, options.streams, node))
     finally:
-        workers.kill()
+        node.close()
     rows = [
         [
             str(generation),

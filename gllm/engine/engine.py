@@ -39,7 +39,8 @@ from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import model_notes
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
-from gllm.runtime.launch import WorkerGroup, WorkerProcesses
+from gllm.runtime.local_node import LocalNode
+from gllm.runtime.node import Node
 from gllm.runtime.pipeline import EngineError as EngineError
 from gllm.runtime.pipeline import WorkerPipeline
 from gllm.runtime.request_stream import RequestStream
@@ -58,7 +59,7 @@ class Engine:
         served_model_name: Public name of the model; by default `config.model`.
         logs: Level and format of the workers' logs.
         progress: Show a progress bar while the weights load.
-        workers: Worker processes that were started before; by default `start` starts them.
+        node: Node with worker processes that were started before; by default `start` creates it.
 
     Raises:
         ModelError: The model cannot be served.
@@ -71,7 +72,7 @@ class Engine:
         served_model_name: str | None = None,
         logs: LogConfig = DEFAULT_LOG_CONFIG,
         progress: bool = False,
-        workers: WorkerGroup | None = None,
+        node: Node | None = None,
     ) -> None:
         plan = plan_model(config)
         self._folder, read = plan.folder, plan.config
@@ -93,7 +94,7 @@ class Engine:
         self._pipeline = WorkerPipeline(self.config, plan.layers, self._show_progress)
         self._client = self._pipeline.client
         self._logs = logs
-        self._workers = workers
+        self._node = node
         self._seeds = secrets.SystemRandom() if config.seed is None else Random(config.seed)
         """Source of seeds for requests without one."""
         self._progress = progress
@@ -137,9 +138,9 @@ class Engine:
         if self.config.step_log is not None:
             # Drivers append: the log of a run has the events of all its drivers.
             open(self.config.step_log, "wb").close()
-        workers = self._workers or WorkerProcesses(len(self._pipeline.layers))
+        node = self._node or LocalNode(len(self._pipeline.layers))
         try:
-            await self._pipeline.start(self._folder, workers, self._logs)
+            await self._pipeline.start(self._folder, node, self._logs)
         finally:
             if self._bar is not None:
                 self._bar.close()

@@ -43,6 +43,8 @@ class StageLoaded(WireMessage, frozen=True):
     """Bytes of one KV block over the stage's layers."""
     available_bytes: int | None = None
     """Bytes for KV blocks in the stage's own memory; None if all stages share the host's memory."""
+    keeps_weights: bool = True
+    """True if the process can close the stage and use its weights in the next generation."""
 
 
 class InitializeCache(WireMessage, frozen=True):

@@ -41,8 +41,13 @@ DEFAULT_LOG_CONFIG = LogConfig()
 
 
 def configure_logging(config: LogConfig, stage: int | None = None) -> None:
-    """Make this process log to stderr; `stage` is the worker's stage, None in the frontend."""
+    """Make this process log to stderr; `stage` is the worker's stage, None in the frontend.
+
+    A worker calls this again when its stage changes.
+    """
     handler = DeduplicatingHandler()
+    if stage is not None:
+        logging.getLogger().handlers.clear()
     if config.format == "json":
         handler.setFormatter(JsonFormatter("frontend" if stage is None else f"stage {stage}"))
         _redirect_other_output()

@@ -5,8 +5,8 @@
 
 from typing import TYPE_CHECKING, Protocol
 
+from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.executor import Executor
-from gllm.runtime.spec import WorkerSpec
 from gllm.scheduler.config import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -57,8 +57,10 @@ class DeviceBackend(Protocol):
         """Kernels compiled since `prepare_steps`."""
 
 
-def resolve_step_limits(spec: WorkerSpec) -> SchedulerConfig:
+def resolve_step_limits(assignment: StageAssignment) -> SchedulerConfig:
     """Return the scheduler's configuration, resolved except for the number of KV blocks."""
-    config, max_model_len = spec.config.scheduler, spec.config.max_model_len
+    config, max_model_len = assignment.config.scheduler, assignment.config.max_model_len
     assert max_model_len is not None
-    return config.resolve(spec.num_stages, -(-max_model_len // config.block_size), max_model_len)
+    return config.resolve(
+        assignment.num_stages, -(-max_model_len // config.block_size), max_model_len
+    )

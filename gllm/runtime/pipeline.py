@@ -5,6 +5,9 @@ States are loading, ready, draining and dead. This module imports no torch: the 
 
 import asyncio
 import logging
+import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import count
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import zmq
 
+from gllm.cluster.placement import Slot, make_placement
 from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head
@@ -27,10 +31,11 @@ from gllm.messages.lifecycle import (
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import EngineOutputs
 from gllm.observability.logs import LogConfig
+from gllm.runtime.assignment import WorkerIdentity
 from gllm.runtime.bus import Hub, Peer
 from gllm.runtime.client import EngineClient
 from gllm.runtime.device import count_kv_blocks
-from gllm.runtime.launch import WorkerGroup
+from gllm.runtime.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +73,9 @@ class WorkerPipeline:
         """Bytes of the KV cache over all stages."""
         self.client = EngineClient()
         self.layers = layers
-        self.workers: WorkerGroup | None = None
+        self.node: Node | None = None
+        self.senders = list(range(1, 1 + len(layers)))
+        """Identity of each stage's worker."""
         self._config = config
         self._on_progress = on_progress
         self._stages: list[Peer] = []
@@ -81,30 +88,35 @@ class WorkerPipeline:
         self._command_reports: dict[int, asyncio.Queue[CommandDone]] = {}
         """Reports on the commands that a caller waits for, by command id."""
 
-    async def start(self, folder: Path, workers: WorkerGroup, logs: LogConfig) -> None:
+    async def start(self, folder: Path, node: Node, logs: LogConfig) -> None:
         """Load a model and run one token through all stages.
 
         Args:
             folder: of the model.
-            workers: one for each stage.
+            node: of the workers.
             logs: configuration of the workers' logs.
 
         Raises:
             EngineError: a stage failed.
         """
-        self.workers = workers
+        self.node = node
+        self._socket_folder = Path(tempfile.mkdtemp(prefix="gllm-head-"))
+        run, address = secrets.randbits(64), f"ipc://{self._socket_folder}/hub"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._hub = Hub(self._context, workers.run, decode_for_head)
+        self._hub = Hub(self._context, run, decode_for_head)
         self._hub.advance(1)
         # Workers connect once, so the hub is bound before they start.
-        self._hub.bind(workers.head_address)
-        for sender in workers.senders:
-            self._hub.expect(sender)
-        self._stages = [Peer(self._hub, sender) for sender in workers.senders]
+        self._hub.bind(address)
+        self._stages = [Peer(self._hub, sender) for sender in self.senders]
         self._hub.start(self._handle, self._on_lost)
-        workers.start(self._config, folder, self.layers, logs)
-        workers.watch(self._on_worker_exit)
+        node.watch(self._on_worker_exit)
         try:
+            for sender in self.senders:
+                self._hub.expect(sender)
+                node.spawn(WorkerIdentity(run, sender, address, logs))
+            bounds = [(each.start, each.stop) for each in self.layers]
+            placement = make_placement(1, bounds, [Slot(sender) for sender in self.senders])
+            node.assign(placement, self._config, folder)
             await self._wait_for(self._loaded)
             self._initialize_caches()
             await self._wait_for(self._ready)
@@ -113,7 +125,7 @@ class WorkerPipeline:
         except BaseException:
             await self.stop()
             raise
-        workers.remove_sockets()
+        self._remove_sockets()
         self.state = "ready"
 
     async def drain(self, seconds: float) -> None:
@@ -126,11 +138,12 @@ class WorkerPipeline:
 
     async def stop(self) -> None:
         """End the workers; running requests end with an error."""
-        assert self.workers is not None, "a pipeline is started before it is stopped"
+        assert self.node is not None, "a pipeline is started before it is stopped"
         self._die("the engine was stopped")
         for stage in self._stages:
             stage.send(Shutdown())
-        await self.workers.stop()
+        await self.node.stop()
+        self._remove_sockets()
         self._hub.close()
         self._context.term()
 
@@ -233,13 +246,19 @@ class WorkerPipeline:
 
     def _on_lost(self, sender: int, cause: str) -> None:
         # Of a worker that exits, the exit itself says more.
-        assert self.workers is not None
-        description = f"the worker of stage {self.workers.senders.index(sender)} was lost: {cause}"
+        description = f"the worker of stage {self.senders.index(sender)} was lost: {cause}"
         asyncio.get_running_loop().call_later(LOST_SECONDS, self._die, description)
 
-    def _on_worker_exit(self, stage: int, description: str) -> None:
+    def _on_worker_exit(self, sender: int, description: str) -> None:
         # The worker's own report of the cause may still be on its way.
-        asyncio.get_running_loop().call_later(0.05, self._die, description)
+        cause = f"the worker of stage {self.senders.index(sender)} ({description})"
+        asyncio.get_running_loop().call_later(0.05, self._die, cause)
+
+    def _remove_sockets(self) -> None:
+        """Remove the sockets' names, so that nothing else can connect."""
+        assert self.node is not None
+        self.node.on_generation_ready()
+        shutil.rmtree(self._socket_folder, ignore_errors=True)
 
     def _die(self, cause: str) -> None:
         """Fail everything with the cause, once."""

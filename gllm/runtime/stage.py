@@ -65,8 +65,8 @@ class StageRunner:
         """Steps computed."""
         self.busy_seconds = 0.0
         self._step_times: deque[StepTime] = deque()
-        self._start_times: deque[float] = deque()
-        """Start of each step being computed; time.monotonic()."""
+        self._begun: deque[tuple[StepPlan, float]] = deque()
+        """Steps being computed and their starts; time.monotonic()."""
         self._num_accepted = 0
         self._num_failed = 0
         self._executor = executor
@@ -137,6 +137,13 @@ class StageRunner:
         """True if some accepted step has not been computed yet."""
         return self.num_steps + self._num_failed < self._num_accepted
 
+    @property
+    def step_under_way(self) -> tuple[StepPlan, float] | None:
+        """Plan of the oldest step being computed and its start, time.monotonic(); or None."""
+        with suppress(IndexError):  # It may end meanwhile.
+            return self._begun[0]
+        return None
+
     def run_plan(self, plan: StepPlan) -> None:
         """Build a step's inputs now and queue it for the compute thread."""
         self._num_accepted += 1
@@ -159,7 +166,7 @@ class StageRunner:
         # In this order, because steps complete meanwhile.
         until = time.monotonic()
         with suppress(IndexError):
-            until = self._start_times[0]
+            until = self._begun[0][1]
         times = [self._step_times.popleft() for _ in range(len(self._step_times))]
         return times, until
 
@@ -198,13 +205,13 @@ class StageRunner:
         if isinstance(batch, str):
             raise StepFailedError(batch)
         begin = time.monotonic()
-        self._start_times.append(begin)
+        self._begun.append((plan, begin))
         try:
             with torch.profiler.record_function(f"step {plan.step}"):
                 output = self._executor.compute(batch, hidden)
         except Exception as error:
             log.exception("step %d failed", plan.step)
-            self._start_times.pop()
+            self._begun.pop()
             raise StepFailedError(format_error(error)) from error
         if self._sender is not None:
             self._sender.send(plan.step, output)
@@ -219,7 +226,7 @@ class StageRunner:
         self.num_steps += 1
         self.busy_seconds += busy_seconds
         self._step_times.append(StepTime(step, begin, end))
-        self._start_times.popleft()
+        self._begun.popleft()
 
     def _fail(self, plan: StepPlan, error: str) -> None:
         """End the sequences of a step; those of other steps continue."""

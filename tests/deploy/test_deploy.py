@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gllm.config.server import ServerConfig
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.routes.registry import ENDPOINTS
-from gllm.runtime.launch import STOP_SECONDS
+from gllm.runtime.local_node import STOP_SECONDS
 from gllm.serve import build_parser
 from gllm.text.tokenizer import Tokenizer
 from scripts import grafana_dashboard

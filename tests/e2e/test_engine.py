@@ -15,7 +15,7 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine, EngineError
 from gllm.engine.interface import EmbeddingError, EngineUnavailableError, OutputDelta
 from gllm.engine.llm import LLM
-from gllm.runtime.launch import WorkerProcesses
+from gllm.runtime.local_node import LocalNode
 
 POISON = 300
 """A token whose embedding is not a number."""
@@ -162,9 +162,9 @@ async def test_the_asynchronous_engine(tiny_model: Path) -> None:
         assert engine.status().is_healthy
         waiting = asyncio.ensure_future(collect(engine, [5] * 300))
         await asyncio.sleep(0)
-        workers = engine._pipeline.workers
-        assert isinstance(workers, WorkerProcesses)
-        os.kill(workers.processes[1].pid, signal.SIGKILL)
+        node = engine._pipeline.node
+        assert isinstance(node, LocalNode)
+        os.kill(node.processes[1].pid, signal.SIGKILL)
         last = (await waiting)[-1]
         assert (last.finish_reason, "SIGKILL" in last.error) == ("error", True)
         assert not engine.status().is_healthy

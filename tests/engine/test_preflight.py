@@ -21,7 +21,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(stages: int) -> None:
         raise Started(f"{stages} workers were started")
 
-    monkeypatch.setattr(serve, "WorkerProcesses", start)
+    monkeypatch.setattr(serve, "LocalNode", start)
     monkeypatch.setattr("gllm.serve.setproctitle.setproctitle", lambda title: None)
 
 

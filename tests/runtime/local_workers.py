@@ -1,25 +1,31 @@
 """Real workers in the process of the test, so that a test can make their steps fail.
 
-The same sockets, edges and messages as `gllm.runtime.launch.WorkerProcesses`, but no
-processes. `local_engine` is the embeddable engine over them.
+The same sockets, edges and messages as `gllm.runtime.local_node.LocalNode`, but no processes.
+`local_engine` is the embeddable engine over them.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gllm.cluster.liveness import ProcessSample
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
-from gllm.observability.logs import LogConfig
 from gllm.runtime import base_executor as executor_module
+from gllm.runtime.assignment import (
+    StageAssignment,
+    WorkerIdentity,
+    decode_parent_message,
+    encode_parent_message,
+)
 from gllm.runtime.batch import Batch, build_inputs
 from gllm.runtime.cpu.executor import CpuExecutor
-from gllm.runtime.launch import WorkerGroup
+from gllm.runtime.node import Node, OnExit
 from gllm.runtime.worker import Worker
 from gllm.scheduler.plan import StepPlan
 
@@ -27,57 +33,96 @@ Fault = Callable[[str, int, int], bool]
 """(prepare, compute or sample; stage of two at most; step) to whether that fails."""
 
 
-class ClosedLoop:
-    """The event loop of a worker that has ended."""
+class LocalWorkers(Node):
+    """Workers of an engine on the running event loop."""
 
-    def call_soon_threadsafe(self, *call: Any) -> None:
-        """Nothing: nobody hears of it."""
+    def __init__(self) -> None:
+        super().__init__("gllm-test")
+        self.workers: dict[int, Worker] = {}
+        """Workers that run, by sender."""
+        self._runs: dict[int, asyncio.Task[None]] = {}
+        self._ends: set[asyncio.Task[None]] = set()
+        """Instances of killed workers that free what a process would not keep."""
+        self._on_exit: OnExit = lambda sender, how: None
 
+    def watch(self, on_exit: OnExit) -> None:
+        """See Node."""
+        self._on_exit = on_exit
 
-class LocalWorkers(WorkerGroup):
-    """Workers of a pipeline on the running event loop."""
+    def spawn(self, identity: WorkerIdentity) -> None:
+        """Start a worker."""
+        sender = identity.sender
+        self.workers[sender] = Worker(identity)
+        self._runs[sender] = asyncio.create_task(self._run(sender))
 
-    def __init__(self, stages: int) -> None:
-        super().__init__(stages, "gllm-test")
-        self.workers: list[Worker] = []
-        self._runs: list[asyncio.Task[None]] = []
+    async def _run(self, sender: int) -> None:
+        worker = self.workers[sender]
+        await worker.run()
+        await self._free(worker)
+        if self.workers.pop(sender, None) is not None:
+            self._on_exit(sender, f"worker {sender} exited with {int(worker.has_failed)}")
 
-    def start(
-        self, config: EngineConfig, folder: Path, layers: list[range], logs: LogConfig
-    ) -> None:
-        """Start each worker with its stage of the model."""
-        for spec in self._create_specs(config, folder, layers, logs):
-            self.workers.append(Worker(spec))
-            self._runs.append(asyncio.create_task(self.workers[-1].run()))
+    @staticmethod
+    async def _free(worker: Worker) -> None:
+        """Free what the end of a process would free."""
+        if worker.instance is not None:
+            await worker.instance.close()
 
-    def watch(self, on_exit: Callable[[int, str], None]) -> None:
+    def kill(self, sender: int) -> None:
+        """End a worker in the middle of whatever it does, without a word to anybody."""
+        worker = self.workers.pop(sender, None)
+        if worker is None:
+            return
+        self._runs.pop(sender).cancel()
+        worker.done.set()
+        worker.disconnect()
+        ending = asyncio.create_task(self._free(worker))
+        self._ends.add(ending)
+        ending.add_done_callback(lambda _: self._on_exit(sender, f"worker {sender} was killed"))
+
+    def sample(self, sender: int) -> ProcessSample | None:
         """Nothing: there are no processes."""
+        return None
+
+    def dump_stacks(self, sender: int) -> None:
+        """Nothing: the test's process writes its own."""
+
+    def read_stacks(self, sender: int) -> str:
+        """Nothing."""
+        return ""
 
     async def stop(self) -> None:
         """Wait until the workers have ended."""
-        await asyncio.gather(*self._runs)
-        for worker in self.workers:
-            # A process would end now; a thread may still be at a step.
-            worker._runner._loop = ClosedLoop()  # type: ignore[assignment]
-        self.remove_sockets()
+        self._on_exit = lambda sender, how: None
+        await asyncio.gather(*self._runs.values(), *self._ends)
+        self.on_generation_ready()
+
+    def _send(self, assignment: StageAssignment) -> None:
+        if assignment.sender in self.workers:
+            payload, descriptors = encode_parent_message(assignment)
+            message = decode_parent_message(payload, [os.dup(each) for each in descriptors])
+            assert isinstance(message, StageAssignment)
+            self.workers[assignment.sender].assign(message)
 
     @property
     def executors(self) -> list[Any]:
         """Of each stage."""
-        return [worker._backend.executor for worker in self.workers]
+        instances = [worker.instance for worker in self.workers.values()]
+        placed = [each for each in instances if each is not None]
+        return [each.executor for each in sorted(placed, key=lambda each: each.assignment.stage)]
 
 
 @asynccontextmanager
 async def local_engine(stages: int = 1, **options: Any) -> AsyncIterator[tuple[Engine, Any]]:
     """The demo model over local workers, and those."""
-    workers = LocalWorkers(stages)
+    workers = LocalWorkers()
     config = EngineConfig.from_options(
         "demo",
         pipeline_parallel_size=stages,
         threads=torch.get_num_threads(),
         **{"dtype": "float32", "max_model_len": 256, "kv_cache_memory": 2**25, **options},
     )
-    async with Engine(config, workers=workers) as engine:
+    async with Engine(config, node=workers) as engine:
         yield engine, workers
 
 

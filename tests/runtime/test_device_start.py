@@ -9,7 +9,8 @@ import pytest
 from benchmarks.gpu.host import HostQueues
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.runtime import worker as worker_module
+from gllm.runtime import stage_instance as instance_module
+from gllm.runtime import stage_loader as loader_module
 from gllm.runtime.cuda import backend as backend_module
 from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.runtime.cuda.graphs import graph_sizes
@@ -44,8 +45,8 @@ async def test_edges_are_open_before_the_memory_left_is_divided(
         return call
 
     monkeypatch.setattr(backend_module, "CudaRuntime", lambda index: HostQueues())
-    monkeypatch.setattr(worker_module, "count_gpus", lambda device: 1)
-    monkeypatch.setattr(worker_module, "open_edges", noted("edges", open_edges))
+    monkeypatch.setattr(loader_module, "count_gpus", lambda device: 1)
+    monkeypatch.setattr(instance_module, "open_edges", noted("edges", open_edges))
     measure = noted("room", CudaExecutor.available_bytes)
     monkeypatch.setattr(CudaExecutor, "available_bytes", measure)
     with as_on_a_device():

@@ -103,7 +103,7 @@ async def test_failed_steps_leave_nothing_behind(stages: int) -> None:
         assert len(failed) > 5
         assert reasons.count("error") > 10
         await collect(engine, [3], SamplingParams(max_tokens=3, ignore_eos=True))
-        scheduler = workers.workers[0]._driver.scheduler
+        scheduler = workers.workers[1].instance._driver.scheduler
         # What ended last is told to the stages with the next step.
         ended_last = set(scheduler._table._released_seqs)
         assert len(ended_last) == 1

@@ -4,9 +4,9 @@ import logging
 
 from gllm.kernels.triton.compilations import CompilationCounter
 from gllm.models.config import ModelConfig
+from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.backend import resolve_step_limits
 from gllm.runtime.cuda.executor import CudaExecutor
-from gllm.runtime.spec import WorkerSpec
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.device_streams import CudaRuntime
 
@@ -19,28 +19,28 @@ MAX_GRAPH_ROWS = 256
 class CudaBackend:
     """GPU and executor of a stage; with fewer GPUs than stages, stages share GPUs."""
 
-    def __init__(self, spec: WorkerSpec, model: ModelConfig, num_gpus: int) -> None:
-        """Create the executor; see `gllm.runtime.worker.create_backend`."""
-        layers = range(*spec.layers)
-        self._spec = spec
-        self._queues = CudaRuntime(spec.stage % num_gpus)
+    def __init__(self, assignment: StageAssignment, model: ModelConfig, num_gpus: int) -> None:
+        """Create the executor; see `gllm.runtime.stage_loader.create_backend`."""
+        layers = range(*assignment.layers)
+        self._assignment = assignment
+        self._queues = CudaRuntime(assignment.stage % num_gpus)
         self.executor = CudaExecutor(
-            model, spec.config, spec.stage, spec.num_stages, layers, self._queues
+            model, assignment.config, assignment.stage, assignment.num_stages, layers, self._queues
         )
         self.streams = self._queues, self.executor.stream
-        self._max_stages_per_gpu = -(-spec.num_stages // num_gpus)
+        self._max_stages_per_gpu = -(-assignment.num_stages // num_gpus)
         self.transport = "nccl" if self._max_stages_per_gpu == 1 else "host-staging"
         self._counter: CompilationCounter | None = None
 
     def reserve(self) -> SchedulerConfig:
         """See DeviceBackend."""
-        config = resolve_step_limits(self._spec)
+        config = resolve_step_limits(self._assignment)
         self.executor.reserve(config)
         return config
 
     def available_bytes(self) -> int | None:
         """See DeviceBackend; stages on one GPU get equal shares."""
-        config = self._spec.config
+        config = self._assignment.config
         num_bytes = self.executor.available_bytes(
             config.gpu_memory_utilization, config.scheduler.block_size, self._graph_rows
         )
@@ -68,4 +68,4 @@ class CudaBackend:
     @property
     def _graph_rows(self) -> int:
         """Rows of the largest graph."""
-        return min(self._spec.config.scheduler.max_num_seqs, MAX_GRAPH_ROWS)
+        return min(self._assignment.config.scheduler.max_num_seqs, MAX_GRAPH_ROWS)
