@@ -8,7 +8,6 @@ import asyncio
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -18,22 +17,15 @@ import zmq
 from gllm.messages import codec
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
-from gllm.messages.control import ResetPrefixCache
 from gllm.messages.lifecycle import Hello, InitializeCache, LoadProgress, StageLoaded, StageReady
 from gllm.messages.reports import StageTimes, StageUtilization
-from gllm.messages.requests import AbortSequences, RejectedRequest, SubmitRequest
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
-from gllm.observability.step_log import (
-    LoggedScheduler,
-    RestartEvent,
-    StepLogWriter,
-    continue_step_log,
-)
-from gllm.observability.step_log import StartEvent as LogStart
+from gllm.observability.step_log import StepLogWriter
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.bus import Hub, Peer, Spoke
 from gllm.runtime.device import trim_memory
 from gllm.runtime.driver import Driver
+from gllm.runtime.driver_setup import create_scheduler, dispatch_to_driver
 from gllm.runtime.executor import Executor
 from gllm.runtime.session import SessionError
 from gllm.runtime.stage import StageRunner
@@ -41,7 +33,6 @@ from gllm.runtime.stage_loader import StageLoader
 from gllm.runtime.threads import run_in_thread
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
-from gllm.scheduler.scheduler import Scheduler
 from gllm.transport.base import EdgeLayout, Receiver, Sender
 from gllm.transport.registry import open_edges
 
@@ -225,10 +216,10 @@ class StageInstance:
         """Allocate the KV cache and start the threads; on the first stage, create the driver."""
         assignment = self.assignment
         assert assignment.config.max_model_len is not None
-        scheduler = assignment.config.scheduler.resolve(
+        config = assignment.config.scheduler.resolve(
             assignment.num_stages, num_blocks, assignment.config.max_model_len
         )
-        await run_in_thread(partial(self._allocate, num_blocks, scheduler.block_size))
+        await run_in_thread(partial(self._allocate, num_blocks, config.block_size))
         if self._is_closed:
             return
         executor = self.executor
@@ -239,8 +230,9 @@ class StageInstance:
             self._send(StageReady(assignment.stage))
             return
         others = assignment.placement.senders[1:]
+        scheduler, self._step_log = create_scheduler(assignment, config)
         self._driver = Driver(
-            self._create_scheduler(scheduler),
+            scheduler,
             self._handle_message,
             [Peer(self._hub, sender) for sender in others],
             self._head,
@@ -261,26 +253,6 @@ class StageInstance:
     def _on_started(self, starting: "asyncio.Task[None]") -> None:
         if not starting.cancelled() and (error := starting.exception()) is not None:
             self._fail(error)
-
-    def _create_scheduler(self, config: SchedulerConfig) -> Scheduler:
-        """Create the pipeline's scheduler; with a step log, one that records its calls."""
-        assignment = self.assignment
-        engine = assignment.config
-        if engine.step_log is None:
-            return Scheduler(config)
-        now, layers = time.monotonic(), assignment.layer_counts
-        start = LogStart(now, engine.model, layers, config, "driver", warm_ups=1)
-        restart = RestartEvent(
-            now,
-            assignment.placement.generation,
-            assignment.restart_cause,
-            assignment.num_resumed_requests,
-            layers,
-            config,
-            warm_ups=1,
-        )
-        self._step_log = continue_step_log(engine.step_log, start, restart)
-        return LoggedScheduler(config, self._step_log.write, time.monotonic)
 
     # Sessions.
 
@@ -347,7 +319,7 @@ class StageInstance:
             case Hello(sender):
                 self._on_stage_connected(sender)
             case _ if self._driver is not None:
-                _handle_driver_message(self._driver, message)
+                dispatch_to_driver(self._driver, message)
             case _:
                 stage, name = self.assignment.stage, type(message).__name__
                 raise ValueError(f"stage {stage} has no use for {name}")
@@ -396,23 +368,3 @@ class StageInstance:
     def _fail(self, error: BaseException) -> None:
         if not self._is_closed:
             self._on_error(error)
-
-
-def _handle_driver_message(driver: Driver, message: AnyMessage) -> None:
-    match message:
-        case SubmitRequest():
-            driver.submit(message)
-        case RejectedRequest():
-            driver.reject(message)
-        case AbortSequences():
-            driver.abort(message)
-        case ResetPrefixCache():
-            driver.reset_prefix_cache(message)
-        case StepDone():
-            driver.commit(message)
-        case GrammarReady():
-            driver.on_grammar_ready(message)
-        case StageTimes():
-            driver.on_stage_times(message)
-        case _:
-            raise ValueError(f"the driver has no use for {type(message).__name__}")

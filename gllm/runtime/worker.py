@@ -62,7 +62,7 @@ class Worker:
         self._identity = identity
         self._on_assigned = on_assigned
         self._stage = 0
-        """Of the last assignment."""
+        """Stage of the last assignment."""
         self._is_assigned = False
         """True if `instance` is not closed."""
         self._closing: asyncio.Task[None] | None = None

@@ -1,0 +1,75 @@
+"""Parts of a stage instance for the driver: its scheduler with the step log, and its messages."""
+
+import time
+
+from gllm.messages.codec import AnyMessage
+from gllm.messages.control import ResetPrefixCache
+from gllm.messages.reports import StageTimes
+from gllm.messages.requests import AbortSequences, RejectedRequest, SubmitRequest
+from gllm.messages.steps import GrammarReady, StepDone
+from gllm.observability.step_log import (
+    LoggedScheduler,
+    RestartEvent,
+    StartEvent,
+    StepLogWriter,
+    continue_step_log,
+)
+from gllm.runtime.assignment import StageAssignment
+from gllm.runtime.driver import Driver
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.scheduler import Scheduler
+
+
+def create_scheduler(
+    assignment: StageAssignment, config: SchedulerConfig
+) -> tuple[Scheduler, StepLogWriter | None]:
+    """Create the scheduler of a generation.
+
+    Args:
+        assignment: of the first stage.
+        config: resolved.
+
+    Returns:
+        The scheduler, and the step log that it writes if the engine has one.
+    """
+    engine = assignment.config
+    if engine.step_log is None:
+        return Scheduler(config), None
+    now, layers = time.monotonic(), assignment.layer_counts
+    start = StartEvent(now, engine.model, layers, config, "driver", warm_ups=1)
+    restart = RestartEvent(
+        now,
+        assignment.placement.generation,
+        assignment.restart_cause,
+        assignment.num_resumed_requests,
+        layers,
+        config,
+        warm_ups=1,
+    )
+    step_log = continue_step_log(engine.step_log, start, restart)
+    return LoggedScheduler(config, step_log.write, time.monotonic), step_log
+
+
+def dispatch_to_driver(driver: Driver, message: AnyMessage) -> None:
+    """Pass a message to the driver.
+
+    Raises:
+        ValueError: the driver handles no such messages.
+    """
+    match message:
+        case SubmitRequest():
+            driver.submit(message)
+        case RejectedRequest():
+            driver.reject(message)
+        case AbortSequences():
+            driver.abort(message)
+        case ResetPrefixCache():
+            driver.reset_prefix_cache(message)
+        case StepDone():
+            driver.commit(message)
+        case GrammarReady():
+            driver.on_grammar_ready(message)
+        case StageTimes():
+            driver.on_stage_times(message)
+        case _:
+            raise ValueError(f"the driver has no use for {type(message).__name__}")
