@@ -26,6 +26,9 @@ from gllm.runtime.session import (
 CLOSED = "the connection was closed"
 """Cause of a session's end if the peer closed it or exited."""
 
+# Integers, because an operation on the enumeration takes half as long as sending a frame.
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _MAX_MESSAGES = 256
 """Messages handled before the event loop runs other callbacks."""
 Decode = Callable[[bytes], AnyMessage]
@@ -69,7 +72,6 @@ class Hub(Endpoint):
         self._run = run
         self._decode = decode
         self._num_stale = 0
-        """Without those that the receivers of open sessions have counted."""
         self._expected: dict[int, list[tuple[bytes, int]]] = {}
         """Payloads and generations to send to expected senders once they connect."""
         self._by_sender: dict[int, _Session] = {}
@@ -145,8 +147,8 @@ class Hub(Endpoint):
             return
         try:
             for frame in session.outgoing.frames(payload, generation):
-                self._socket.send(session.identity, zmq.SNDMORE | zmq.NOBLOCK)
-                self._socket.send(frame, zmq.NOBLOCK)
+                self._socket.send(session.identity, _NOBLOCK_MORE)
+                self._socket.send(frame, _NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
@@ -183,33 +185,40 @@ class Hub(Endpoint):
         Raises:
             zmq.Again: there is none.
         """
-        identity = self._socket.recv(zmq.NOBLOCK)
+        identity = self._socket.recv(_NOBLOCK)
+        frame, is_whole = self._receive_frame()
         session = self._by_identity.get(identity)
         if session is None:
-            self._begin(identity, messages)
-            return
-        frame = self._socket.recv(zmq.NOBLOCK)
-        is_whole = self._drop_further_parts()
-        if session.has_ended or any(session is each for each, _ in ended):
+            self._begin(identity, frame, is_whole, messages)
+        elif session.has_ended or any(session is each for each, _ in ended):
             self._num_stale += 1
-            return
-        try:
-            if not is_whole:
-                raise SessionError("a frame of several parts")
-            message = session.receiver.receive(frame)
-            if type(message) is Hello:
-                raise SessionError("a second Hello")
-        except SessionError as error:
-            self.num_malformed += 1
-            ended.append((session, str(error)))
-            return
-        if message is not None:
-            messages.append((session.sender, message))
+        else:
+            try:
+                message = self._decode_frame(session, frame.bytes, is_whole)
+            except SessionError as error:
+                self.num_malformed += 1
+                ended.append((session, str(error)))
+            else:
+                if message is not None:
+                    messages.append((session.sender, message))
 
-    def _begin(self, identity: bytes, messages: list[tuple[int, AnyMessage]]) -> None:
-        """Receive the first frame of a connection and begin its session, if it is a Hello."""
-        frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-        is_whole = self._drop_further_parts()
+    @staticmethod
+    def _decode_frame(session: _Session, frame: bytes, is_whole: bool) -> AnyMessage | None:
+        if not is_whole:
+            raise SessionError("a frame of several parts")
+        message = session.receiver.receive(frame)
+        if type(message) is Hello:
+            raise SessionError("a second Hello")
+        return message
+
+    def _begin(
+        self,
+        identity: bytes,
+        frame: zmq.Frame,
+        is_whole: bool,
+        messages: list[tuple[int, AnyMessage]],
+    ) -> None:
+        """Begin a connection's session, if its first frame is a Hello."""
         receiver = SessionReceiver(self._run, self._decode, self._generation)
         try:
             hello = receiver.receive(frame.bytes) if is_whole else None
@@ -247,14 +256,6 @@ class Hub(Endpoint):
             session.is_connected = False
             self._disconnected.append(session)
             self._schedule_read()
-
-    def _drop_further_parts(self) -> bool:
-        """Receive the rest of a frame of several parts; return True if it has none."""
-        is_whole = True
-        while self._socket.getsockopt(zmq.RCVMORE):
-            self._socket.recv(zmq.NOBLOCK)
-            is_whole = False
-        return is_whole
 
     def _on_event(self, event: int, descriptor: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
@@ -367,7 +368,7 @@ class Spoke(Endpoint):
             return
         try:
             for frame in self._outgoing.frames(payload, generation):
-                self._socket.send(frame, zmq.NOBLOCK)
+                self._socket.send(frame, _NOBLOCK)
         except zmq.Again:
             # Without limits on its queue, a socket that would block has no connection left.
             self._is_connected = False
@@ -378,9 +379,8 @@ class Spoke(Endpoint):
         cause = ""
         try:
             for _ in range(_MAX_MESSAGES):
-                message = self._receiver.receive(self._socket.recv(zmq.NOBLOCK))
-                if self._socket.getsockopt(zmq.RCVMORE):
-                    raise SessionError("a frame of several parts")
+                frame, _ = self._receive_frame()
+                message = self._receiver.receive(frame.bytes)
                 if message is not None:
                     messages.append(message)
             self._schedule_read()

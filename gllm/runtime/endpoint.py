@@ -8,6 +8,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gllm.runtime.session import ANY_GENERATION, MAX_FRAME_BYTES
 
+_NOBLOCK = int(zmq.NOBLOCK)
+
 
 class Endpoint(ABC):
     """A socket on the event loop and the monitor of its connections.
@@ -57,6 +59,18 @@ class Endpoint(ABC):
         self._is_read_scheduled = False
         if self._loop is not None:
             self._read()
+
+    def _receive_frame(self) -> tuple[zmq.Frame, bool]:
+        """Return a frame, and False if it had further parts, which are dropped.
+
+        Raises:
+            zmq.Again: there is none.
+        """
+        # A frame knows whether more follow; asking the socket takes longer than receiving it.
+        first = last = self._socket.recv(_NOBLOCK, copy=False)
+        while last.more:
+            last = self._socket.recv(_NOBLOCK, copy=False)
+        return first, first is last
 
     def _read_events(self) -> None:
         """Handle what happened to connections."""
