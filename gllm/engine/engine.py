@@ -21,7 +21,6 @@ from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError, to_str, to_token_ids
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import (
-    EmbeddingError,
     EngineStatus,
     EngineUnavailableError,
     ModelInfo,
@@ -30,6 +29,7 @@ from gllm.engine.interface import (
     ProfileError,
     check_options,
     check_request,
+    embedding_error,
     encode_prompt,
     truncate_prompt,
 )
@@ -274,11 +274,11 @@ class Engine:
             while end is None:
                 await stream.wait()
                 piece = stream.pop_deltas()[0]
-                embedding, end = embedding or piece.embedding, piece.end
+                embedding, end, kind = embedding or piece.embedding, piece.end, piece.error_kind
         finally:
             self._client.release(stream)
         if end.error or not embedding:
-            raise EmbeddingError(end.error or "the request was aborted")
+            raise embedding_error(end.error or "the request was aborted", kind)
         return array("f", embedding).tolist()
 
     def abort(self, request_id: str | None) -> int:

@@ -132,6 +132,17 @@ class EmbeddingError(Exception):
     """An embedding could not be computed; the message gives the reason."""
 
 
+def embedding_error(message: str, kind: ErrorKind) -> Exception:
+    """Return the exception of an embedding that ended with an error of this kind."""
+    match kind:
+        case "unavailable":
+            return EngineUnavailableError("recovering", message)
+        case "poison":
+            return PoisonRequestError(message)
+        case _:
+            return EmbeddingError(message)
+
+
 class ProfileError(Exception):
     """A profile could not be started or stopped; the message gives the reason."""
 

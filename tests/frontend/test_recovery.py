@@ -7,7 +7,7 @@ import time
 import openai
 import pytest
 
-from gllm.engine.interface import PoisonRequestError
+from gllm.engine.interface import PoisonRequestError, embedding_error
 from gllm.frontend import sse
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH
 from tests.frontend.test_plain_routes import get, metrics
@@ -109,6 +109,21 @@ async def test_a_request_that_ended_workers_is_refused(server):
     failed = await server.chat()
     assert (failed.status, failed.error["code"]) == (500, "request_poisoned")
     assert failed.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [
+        ("unavailable", 503, "engine_recovering"),
+        ("poison", 500, "request_poisoned"),
+        ("", 500, "embedding_failed"),
+    ],
+)
+async def test_an_embedding_s_error_tells_whether_to_try_again(server, kind, status, code):
+    server.engine.raises = embedding_error("no luck", kind)
+    failed = await server.post("/v1/embeddings", {"input": "Hi"})
+    assert (failed.status, failed.error["code"]) == (status, code)
+    assert ("Retry-After" in failed.headers) == (status == 503)
 
 
 async def test_openai_s_client_does_not_repeat_a_poison_request(server):
