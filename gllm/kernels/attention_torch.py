@@ -36,8 +36,8 @@ def paged_attention(
     tokens, heads, head_dim = query.shape
     output = query.new_empty(tokens, heads, value_cache.shape[3])
     keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
-    grouped = query.view(tokens, keys.shape[1], -1, head_dim)
-    by_head = output.view(*grouped.shape[:3], -1)
+    grouped = query.view(tokens, keys.shape[1], heads // keys.shape[1], head_dim)
+    by_head = output.view(*grouped.shape[:3], value_cache.shape[3])
     for group in plan.gathers.decodes:
         by_head.index_copy_(0, group.rows, _decode(grouped, keys, values, group, scaling))
     for chunk in plan.gathers.chunks:

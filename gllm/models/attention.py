@@ -77,7 +77,8 @@ class Attention:
         Writes the keys and values of the tokens to the cache.
         """
         spec = self.spec
-        qkv = self.qkv_proj(x).view(len(x), -1, spec.head_dim)
+        num_heads = spec.num_heads + 2 * spec.num_kv_heads
+        qkv = self.qkv_proj(x).view(len(x), num_heads, spec.head_dim)
         if self.norms is not None:
             begin = 0
             counts = spec.num_heads, spec.num_kv_heads

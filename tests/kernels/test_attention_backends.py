@@ -16,7 +16,7 @@ from gllm.kernels.attention_backends import (
     backend_module,
     choose_backend,
 )
-from gllm.kernels.native import attention
+from gllm.kernels.native import attention, library
 from gllm.kernels.native.builds import OFF, BuildSelection
 from gllm.kernels.native.library import KernelLibrary
 from tests.kernels import fake_flash_attention
@@ -59,7 +59,7 @@ def test_each_is_a_module_with_the_operation(name: str) -> None:
 
 
 def test_a_cpu_takes_compiled_kernels_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "load_library", lambda: _Everything())
+    monkeypatch.setattr(library, "load_library", lambda: _Everything())
     assert choose_backend("auto", ON_CPU).name == choose_backend("native", ON_CPU).name == "native"
     for cached in (FP8, torch.float16):
         kept = replace(ON_CPU, cache_dtype=cached)
@@ -68,7 +68,7 @@ def test_a_cpu_takes_compiled_kernels_where_they_fit(monkeypatch: pytest.MonkeyP
     half = replace(ON_CPU, dtype=torch.float16, cache_dtype=torch.float16)
     assert choose_backend("auto", half).name == "native"
     none = BuildSelection(OFF, None, "none was compiled; install a compiler", False)
-    monkeypatch.setattr(attention, "load_library", lambda: None)
+    monkeypatch.setattr(library, "load_library", lambda: None)
     monkeypatch.setattr(attention, "select_build", lambda: none)
     assert choose_backend("auto", ON_CPU).name == "torch"
     with pytest.raises(ValueError, match="none was compiled; install"):

@@ -272,7 +272,7 @@ def test_auto_leaves_attention_to_torch_where_that_is_faster(
     assert build.path is not None
     kernels = MeasuredKernelLibrary(build.path, build.name)
     monkeypatch.setattr(kernels, "_ratios", {torch.float32: {"attention": 5.0}})
-    monkeypatch.setattr("gllm.kernels.native.attention.load_library", lambda: kernels)
+    monkeypatch.setattr(library, "load_library", lambda: kernels)
     wanted = AttentionRequirements(
         "cpu", (0, 0), torch.float32, torch.float32, 16, frozenset({HeadShape(64, 64)})
     )
