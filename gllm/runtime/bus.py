@@ -15,7 +15,7 @@ import zmq
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.lifecycle import Hello
-from gllm.runtime.endpoint import Endpoint
+from gllm.runtime.bus_socket import BusSocket
 from gllm.runtime.session import (
     ANY_GENERATION,
     SessionError,
@@ -39,11 +39,11 @@ class _Session:
     """A session of a hub."""
 
     def __init__(
-        self, sender: int, identity: bytes, receiver: SessionReceiver, outgoing: SessionSender
+        self, sender: int, routing_id: bytes, receiver: SessionReceiver, outgoing: SessionSender
     ) -> None:
         self.sender = sender
-        self.identity = identity
-        """Of the connection, given by ZeroMQ."""
+        self.routing_id = routing_id
+        """Name of the connection, given by ZeroMQ."""
         self.receiver = receiver
         self.outgoing = outgoing
         self.is_connected = True
@@ -51,7 +51,7 @@ class _Session:
         """True if nothing is delivered any more, although frames may still arrive."""
 
 
-class Hub(Endpoint):
+class Hub(BusSocket):
     """The end of all sessions of a process with its peers."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run: int, decode: Decode) -> None:
@@ -75,7 +75,7 @@ class Hub(Endpoint):
         self._expected: dict[int, list[tuple[bytes, int]]] = {}
         """Payloads and generations to send to expected senders once they connect."""
         self._by_sender: dict[int, _Session] = {}
-        self._by_identity: dict[bytes, _Session] = {}
+        self._by_routing_id: dict[bytes, _Session] = {}
         """Includes sessions that have ended, until their connections have."""
         self._disconnected: list[_Session] = []
         """Sessions whose connections have ended, which may have messages to be read."""
@@ -147,7 +147,7 @@ class Hub(Endpoint):
             return
         try:
             for frame in session.outgoing.frames(payload, generation):
-                self._socket.send(session.identity, _NOBLOCK_MORE)
+                self._socket.send(session.routing_id, _NOBLOCK_MORE)
                 self._socket.send(frame, _NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
@@ -165,7 +165,7 @@ class Hub(Endpoint):
         except zmq.Again:
             # Only now, because a peer's last messages may be the reason of its exit.
             for session in self._disconnected:
-                del self._by_identity[session.identity]
+                del self._by_routing_id[session.routing_id]
                 ended.append((session, CLOSED))
             self._disconnected.clear()
         try:
@@ -185,11 +185,11 @@ class Hub(Endpoint):
         Raises:
             zmq.Again: there is none.
         """
-        identity = self._socket.recv(_NOBLOCK)
+        routing_id = self._socket.recv(_NOBLOCK)
         frame, is_whole = self._receive_frame()
-        session = self._by_identity.get(identity)
+        session = self._by_routing_id.get(routing_id)
         if session is None:
-            self._begin(identity, frame, is_whole, messages)
+            self._begin(routing_id, frame, is_whole, messages)
         elif session.has_ended or any(session is each for each, _ in ended):
             self._num_stale += 1
         else:
@@ -213,7 +213,7 @@ class Hub(Endpoint):
 
     def _begin(
         self,
-        identity: bytes,
+        routing_id: bytes,
         frame: zmq.Frame,
         is_whole: bool,
         messages: list[tuple[int, AnyMessage]],
@@ -231,8 +231,8 @@ class Hub(Endpoint):
         elif hello.sender not in self._expected:
             self.num_refused += 1
         else:
-            session = _Session(hello.sender, identity, receiver, SessionSender(self._run))
-            self._by_identity[identity] = self._by_sender[hello.sender] = session
+            session = _Session(hello.sender, routing_id, receiver, SessionSender(self._run))
+            self._by_routing_id[routing_id] = self._by_sender[hello.sender] = session
             self._attach(session, int(frame.get(zmq.SRCFD)))
             messages.append((hello.sender, hello))
             for payload, generation in self._expected.pop(hello.sender):
@@ -292,7 +292,7 @@ class Peer(NamedTuple):
         self.hub.send_encoded((self.sender,), payload)
 
 
-class Spoke(Endpoint):
+class Spoke(BusSocket):
     """The end of a process's session with a hub."""
 
     def __init__(

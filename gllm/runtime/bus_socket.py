@@ -11,7 +11,7 @@ from gllm.runtime.session import ANY_GENERATION, MAX_FRAME_BYTES
 _NOBLOCK = int(zmq.NOBLOCK)
 
 
-class Endpoint(ABC):
+class BusSocket(ABC):
     """A socket on the event loop and the monitor of its connections.
 
     Both have descriptors that signal changes only, and a send may use up the signal of a message
