@@ -249,7 +249,8 @@ class EngineLife(RuleBasedStateMachine):
         driver = getattr(self, "driver", None)
         suspects = [r for r in getattr(self, "readers", []) if r.stream.alive and r.num_deaths > 1]
         if driver is not None and suspects:
-            runners = {id(reader) for seq in driver.sequences if (reader := self.reader_of(seq))}
+            rows = {row.seq for plan in driver.plans for row in plan.rows}
+            runners = {self.reader_of(seq) for seq in rows | set(driver.sequences)}
             assert len(runners) <= 1
 
     @invariant()
