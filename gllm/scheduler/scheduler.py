@@ -308,9 +308,8 @@ class Scheduler:
 
     def _fork(self, sequence: Sequence) -> None:
         """Enqueue the choices that wait for a sequence to compute the prompt or to end."""
-        if self._table.pending_forks:
-            for choice in self._table.fork(sequence):
-                self._queues.enqueue(choice)
+        for choice in self._table.fork(sequence):
+            self._queues.enqueue(choice)
 
     def _commit_row(
         self,
@@ -326,7 +325,7 @@ class Scheduler:
             self.kv_cache.publish(sequence)
         if sampled is not None and not sampled.is_finite:
             self.kv_cache.unpublish(sequence)
-        if sequence.num_computed_tokens >= sequence.prompt_len:
+        if self._table.pending_forks and sequence.num_computed_tokens >= sequence.prompt_len:
             self._fork(sequence)
         if sequence.is_finished or not row.should_sample:
             return

@@ -105,15 +105,15 @@ class Sequence:
     queue_seconds: float = 0.0
     """Time from the arrival to the first micro-batch."""
 
-    @property
-    def rank(self) -> tuple[int, float, int]:
-        """Order of service: priority, then arrival."""
-        return (self.request.priority, self.arrival_time, self.seq)
+    rank: tuple[int, float, int] = field(init=False)
+    """Order of service: priority, then arrival."""
+    prompt_len: int = field(init=False)
+    """Number of prompt tokens."""
 
-    @property
-    def prompt_len(self) -> int:
-        """Number of prompt tokens."""
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        """Set what follows from the other fields."""
+        self.rank = (self.request.priority, self.arrival_time, self.seq)
+        self.prompt_len = len(self.request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:

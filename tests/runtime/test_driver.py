@@ -51,6 +51,23 @@ def test_a_prompt_goes_to_those_who_need_it(
     assert told == [*[None] * (stages - 1), sampling]
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_earlier_output_goes_to_the_stage_that_samples(stages: int) -> None:
+    heard = [Heard() for _ in range(stages)]
+    config = SchedulerConfig().resolve(stages, 64, 128)
+    driver = Driver(Scheduler(config), heard[0].send, [*heard[1:]], Heard())
+    request = SubmitRequest(
+        5, [1, 2, 3], SequenceSamplingParams(), 4, [], 2, choices=[1, 2], outputs=[[7], [8, 9]]
+    )
+    driver.submit(request)
+    *others, last = [stage.messages[0] for stage in heard]
+    assert isinstance(last, RegisterSequences)
+    assert (last.n, last.choices, last.outputs) == (2, [1, 2], [[7], [8, 9]])
+    for message in others:
+        assert isinstance(message, RegisterSequences)
+        assert (message.n, message.choices, message.outputs) == (2, [], [])
+
+
 @pytest.mark.parametrize("grammar", ["", "a grammar that is still being compiled"])
 def test_stages_forget_choices_that_were_aborted_before_they_began(grammar: str) -> None:
     """They know all choices of a request from its registration on."""

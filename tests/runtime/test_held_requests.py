@@ -99,3 +99,33 @@ def test_statistics_follow_each_turn_that_changed_them() -> None:
     driver.abort(AbortSequences([0, 1, 2, 3]))
     driver.run_turn()
     assert frontend.stats[-1].waiting == 0
+
+
+def test_a_held_request_keeps_its_place() -> None:
+    """Its time of arrival is that of its submission, however long its grammar takes."""
+    driver, _, _ = made()
+    for seq, grammar in enumerate(["", "grammar", "", "grammar"]):
+        age = 9.0 * (seq == 3)
+        sampling = SequenceSamplingParams(grammar=grammar)
+        driver.submit(SubmitRequest(seq, [1] * 5, sampling, 10, [], age_seconds=age))
+    for seq in (1, 3):
+        driver.on_grammar_ready(GrammarReady(seq))
+    waiting = driver.scheduler._queues.waiting
+    assert [sequence.seq for sequence in waiting] == [3, 0, 1, 2]
+
+
+def test_the_last_stage_registers_outputs_of_held_requests_too() -> None:
+    driver, told, _ = made()
+    sampling = SequenceSamplingParams(grammar="grammar")
+    message = SubmitRequest(
+        4, [1] * 5, sampling, 10, [], 2, choices=[0, 3], outputs=[[7, 8], []], age_seconds=1.0
+    )
+    driver.submit(message)
+    assert told == [RegisterSequences(4, 5, [1] * 5, sampling, 2, [0, 3], [[7, 8], []])]
+    driver.on_grammar_ready(GrammarReady(4, n=2))
+    driver.run_turn()
+    (row,) = told[-1].plan.rows
+    assert (row.num_tokens, row.token_ids, row.should_sample) == (7, [7, 8], True)
+    driver.commit(StepDone(StepResult(0, [SampledToken(4, 0, 9)])))
+    driver.run_turn()
+    assert [row.seq for row in told[-1].plan.rows] == [4, 5]
