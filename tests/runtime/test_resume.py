@@ -4,6 +4,7 @@ Tokens and log-probabilities are compared bit by bit with those of an undisturbe
 """
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from gllm.config.sampling import StructuredOutput
+from gllm.kernels.native import library
+from gllm.kernels.native.builds import select_build
 from gllm.messages.sampling import SequenceSamplingParams
 from tests.grammar.writing import FOLDER, TOKENIZER, compiled_grammar
 from tests.runtime.generations import (
@@ -39,6 +42,18 @@ PERSON = StructuredOutput(
         "additionalProperties": False,
     }
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_kernels() -> Iterator[None]:
+    """The selected build for every operation, whatever is measured to be faster."""
+    build = select_build()
+    if build.path is None:
+        pytest.skip(f"a BLAS decides the order of sums: {build.reason}")
+    chosen = library.KernelLibrary(build.path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "load_library", lambda: chosen)
+        yield
 
 
 @cache
