@@ -32,6 +32,7 @@ from gllm.models.hub import resolve_model
 from gllm.models.stage import StageInputs
 from gllm.runtime.batch import plan_windows
 from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.device import set_num_threads
 from gllm.sim.report import format_table
 from gllm.text.tokenizer import Tokenizer
 
@@ -205,6 +206,8 @@ def measure_round(model: Model, prompts: list[list[int]], chooser: random.Random
 
 def measure(case: Case, num_sequences: int, rounds: int) -> Counts:
     """Return the counts of a case over all rounds, in this process."""
+    # Threads would only wait for each other, and results do not depend on their number.
+    set_num_threads(1)
     folder = resolve_model("demo")
     tokenizer = Tokenizer.load(folder)
     model = Model(folder, case.options, num_sequences)
@@ -254,7 +257,10 @@ def main() -> None:
         (case,) = (case for case in CASES if case.name == options.case)
         print(json.dumps(vars(measure(case, options.sequences, options.rounds))))
         return
-    rows = [format_row(case, measure_apart(case, options)) for case in CASES]
+    rows = []
+    for case in CASES:
+        rows.append(format_row(case, measure_apart(case, options)))
+        print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
     header = ["configuration", "positions that differ", "largest difference", "texts that differ"]
     figures = f"{origin('benchmarks.batch_invariance')}\n\n{format_table(header, rows)}"
     write_figures(options.output, "Batch invariance", figures)
