@@ -85,9 +85,9 @@ class Recovery:
         return self.state is RecoveryState.DEAD
 
     @property
-    def accepts_requests(self) -> bool:
-        """True if new requests may be submitted or parked."""
-        return self.has_been_ready and not self.is_over and not self._has_rejected
+    def is_overdue(self) -> bool:
+        """True if this recovery has taken longer than the timeout: new requests are refused."""
+        return self._has_rejected
 
     @property
     def next_deadline(self) -> float:
@@ -100,6 +100,16 @@ class Recovery:
         """Return the place of a worker that has not exited; None for a standby worker."""
         worker = self._workers.get(sender)
         return None if worker is None else worker.stage
+
+    @property
+    def senders(self) -> list[int]:
+        """Processes that have not exited, standby workers included."""
+        return list(self._workers)
+
+    def is_exiting(self, sender: int) -> bool:
+        """Return True if a process has exited or was killed."""
+        worker = self._workers.get(sender)
+        return worker is None or worker.activity is Activity.EXITING
 
     def start(self, now: float) -> list[Action]:
         """Start the engine."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gllm.config.field_types import convert_fields
-from gllm.config.flags import input_file, output_file, parse_bytes, parse_layers
+from gllm.config.flags import input_file, output_file, output_folder, parse_bytes, parse_layers
 from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
 
@@ -119,6 +119,12 @@ class EngineConfig:
         "processes that are ready to replace a dead worker, which saves the time of its imports",
         ge=0,
         le=1024,
+    )
+    crash_folder: str | None = option(
+        None,
+        "folder that keeps the evidence of the last ten deaths of workers; default: a temporary "
+        "folder, removed at the end",
+        parse=output_folder,
     )
     step_log: str | None = option(
         None,

@@ -108,7 +108,7 @@ def test_random_events_end_in_a_ready_or_a_dead_engine(
     world.settle()
     if not world.given_up:
         assert world.recovery.state is RecoveryState.READY
-        assert world.recovery.accepts_requests
+        assert not world.recovery.is_overdue
         # Every place is filled, and the standby workers are there after their backoff.
         world.wait(MAX_BACKOFF_SECONDS)
         for sender in sorted(world.killed & world.alive):
@@ -264,14 +264,14 @@ def test_standby_workers_that_die_at_once_back_off() -> None:
 def test_the_timeout_rejects_parked_requests_once_and_the_recovery_goes_on() -> None:
     world = ready_world(1, recovery_timeout=20.0)
     world.exit(sender_of(world, 0))
-    accepts = []
+    is_overdue = []
     for seconds in (19.0, 200.0):
         world.wait(seconds)
-        accepts.append(world.recovery.accepts_requests)
-    assert accepts == [True, False]
+        is_overdue.append(world.recovery.is_overdue)
+    assert is_overdue == [False, True]
     assert len(actions_of(world, RejectParked)) == 1
     world.settle()
-    assert world.recovery.accepts_requests
+    assert not world.recovery.is_overdue
 
 
 def test_a_worker_that_does_not_load_is_killed_and_progress_extends_its_time() -> None:
@@ -298,7 +298,7 @@ def test_a_death_during_the_first_start_is_recovered() -> None:
     world = World(2, RecoveryLimits())
     world.start()
     world.exit(sender_of(world, 1))
-    assert not world.recovery.accepts_requests
+    assert world.recovery.recovering_since is None, "it has not been ready before"
     world.settle()
     assert world.generation == 2
 
@@ -321,4 +321,3 @@ def test_after_stop_nothing_follows() -> None:
         assert world.recovery.on_exit(sender, "stopped", world.now) == []
     assert world.recovery.on_timer(world.now + 1e6) == []
     assert world.recovery.next_deadline == float("inf")
-    assert not world.recovery.accepts_requests

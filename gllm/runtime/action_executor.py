@@ -1,0 +1,231 @@
+"""Execution of the actions that `gllm.cluster.recovery` decides on.
+
+Actions are messages to workers, starts and ends of processes, and calls of the client. What they
+lead to is reported to an `ActionListener`.
+"""
+
+import asyncio
+import logging
+import os
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gllm.cluster.actions import (
+    Action,
+    AssignGeneration,
+    AttachClient,
+    CloseInstances,
+    DetachClient,
+    GiveUp,
+    InitializeCaches,
+    KillWorker,
+    RejectParked,
+    SpawnWorker,
+    WarmUp,
+)
+from gllm.cluster.placement import Placement
+from gllm.config.engine import EngineConfig
+from gllm.messages.base import WireMessage
+from gllm.messages.lifecycle import CloseGeneration, InitializeCache, StageLoaded
+from gllm.observability.logs import LogConfig
+from gllm.runtime.assignment import WorkerIdentity
+from gllm.runtime.bus import Hub
+from gllm.runtime.client import EngineClient
+from gllm.runtime.commands import CommandRunner
+from gllm.runtime.deaths import DeathLog
+from gllm.runtime.device import count_kv_blocks
+from gllm.runtime.head_socket import HeadSocket
+from gllm.runtime.node import Node
+from gllm.runtime.plan_record import read_uncommitted
+
+log = logging.getLogger(__name__)
+
+
+class ActionListener(Protocol):
+    """Receiver of the events that actions lead to."""
+
+    def on_exit(self, sender: int, description: str) -> None:
+        """Handle the end of a worker, here of one that could not be started."""
+
+    def on_warm(self, generation: int, error: str) -> None:
+        """Handle the end of a warm-up request; `error` is empty on success."""
+
+    def on_give_up(self, cause: str) -> None:
+        """Handle the end of the engine."""
+
+
+@dataclass
+class Head:
+    """The head process's connections to the workers."""
+
+    run: int
+    """Number of this start of the head process."""
+    hub: Hub
+    socket: HeadSocket
+    node: Node
+    model_folder: Path
+    logs: LogConfig
+
+
+class ActionExecutor:
+    """Executes actions in order, and keeps the state of the present generation."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_stages: int,
+        client: EngineClient,
+        deaths: DeathLog,
+        listener: ActionListener,
+    ) -> None:
+        """Create an executor; `head` has to be set before the first action.
+
+        Args:
+            config: of the engine, with max_model_len resolved.
+            num_stages: pipeline stages.
+            client: of the driver.
+            deaths: log of the deaths.
+            listener: receiver of events.
+        """
+        self.head: Head | None = None
+        self.commands = CommandRunner()
+        self.placement: Placement | None = None
+        """Placement of the present generation."""
+        self.loaded: dict[int, StageLoaded] = {}
+        """Reports of the present generation's workers, by sender."""
+        self.num_blocks = 0
+        """KV blocks of each stage."""
+        self.kv_bytes = 0
+        """Bytes of the KV cache over all stages."""
+        self._config = config
+        self._num_stages = num_stages
+        self._client = client
+        self._deaths = deaths
+        self._listener = listener
+        self._actions: deque[Action] = deque()
+        """Actions that have not been executed."""
+        self._is_executing = False
+        self._plans: int | None = None
+        """Descriptor of the generation's plan record."""
+
+    def read_suspects(self) -> set[int]:
+        """Return the wire ids of the sequences with rows in uncommitted plans."""
+        return set() if self._plans is None else read_uncommitted(self._plans)
+
+    def send_to_driver(self, message: WireMessage) -> None:
+        """Send a message to the driver of the present generation."""
+        assert self.placement is not None
+        self._head.hub.send(self.placement.senders[0], message)
+
+    def close(self) -> None:
+        """Drop the actions that have not been executed, and release the plan record."""
+        self._actions.clear()
+        if self._plans is not None:
+            os.close(self._plans)
+            self._plans = None
+
+    def execute(self, actions: list[Action]) -> None:
+        """Execute actions; those that follow from them are executed after them."""
+        self._actions.extend(actions)
+        if self._is_executing:
+            return
+        self._is_executing = True
+        try:
+            while self._actions:
+                self._execute(self._actions.popleft())
+        finally:
+            self._is_executing = False
+
+    @property
+    def _head(self) -> Head:
+        assert self.head is not None, "the engine has not started"
+        return self.head
+
+    def _execute(self, action: Action) -> None:
+        match action:
+            case SpawnWorker(sender):
+                self._spawn(sender)
+            case KillWorker(sender):
+                self._head.node.kill(sender)
+            case CloseInstances(senders=senders):
+                for sender in senders:
+                    self._head.hub.send(sender, CloseGeneration())
+            case AssignGeneration(placement):
+                self._assign(placement)
+            case InitializeCaches():
+                self._initialize_caches()
+            case WarmUp(generation):
+                self._warm_up(generation)
+            case DetachClient(cause):
+                self._client.detach(cause)
+                self.commands.fail_all(cause)
+            case AttachClient():
+                self._client.attach(self.send_to_driver)
+            case RejectParked(cause):
+                cause = f"{cause} from: {self._deaths.cause}"
+                log.error("%s", cause)
+                self._client.fail_all(cause, "unavailable")
+            case GiveUp(cause):
+                self._listener.on_give_up(cause)
+
+    def _spawn(self, sender: int) -> None:
+        head = self._head
+        address = head.socket.expect(sender)
+        try:
+            head.node.spawn(WorkerIdentity(head.run, sender, address, head.logs))
+        except OSError as error:
+            description = f"a process could not be started: {error}"
+            asyncio.get_running_loop().call_soon(self._listener.on_exit, sender, description)
+
+    def _assign(self, placement: Placement) -> None:
+        """Begin a generation."""
+        head, self.placement = self._head, placement
+        # A warm-up request of the generation before may not have ended.
+        self._client.detach(self._deaths.cause)
+        head.hub.advance(placement.generation)
+        self.loaded.clear()
+        if self._plans is not None:
+            os.close(self._plans)
+        self._plans = os.memfd_create("gllm-plans")
+        head.node.assign(
+            placement,
+            self._config,
+            head.model_folder,
+            self._plans,
+            self._deaths.cause,
+            self._client.num_requests,
+        )
+
+    def _initialize_caches(self) -> None:
+        """Divide the memory for KV blocks: every stage gets the same number."""
+        max_model_len = self._config.max_model_len
+        assert max_model_len is not None
+        loaded = self.loaded.values()
+        scheduler = self._config.scheduler
+        max_blocks = scheduler.max_num_seqs * -(-max_model_len // scheduler.block_size)
+        stages = [(stage.block_bytes, stage.available_bytes) for stage in loaded]
+        has_own_memory = any(available is not None for _, available in stages)
+        if not self.num_blocks or has_own_memory:
+            num_blocks = count_kv_blocks(self._config.kv_cache_memory, stages)
+            # Requests were accepted by the size of the first cache, so a later one is not larger.
+            self.num_blocks = min(num_blocks, self.num_blocks or max_blocks, max_blocks)
+        self.kv_bytes = self.num_blocks * sum(stage.block_bytes for stage in loaded)
+        scheduler.resolve(self._num_stages, self.num_blocks, max_model_len)
+        for sender in self.loaded:
+            self._head.hub.send(sender, InitializeCache(self.num_blocks))
+
+    def _warm_up(self, generation: int) -> None:
+        """Generate one token."""
+        self._head.node.on_generation_ready()
+        loop = asyncio.get_running_loop()
+        stream = self._client.submit_warm_up(self.send_to_driver)
+
+        def read_end() -> None:
+            end = stream.pop_deltas()[0].end
+            if end is not None:
+                # Later, because the client is still delivering the step's output.
+                loop.call_soon(self._listener.on_warm, generation, end.error)
+
+        stream.set_listener(read_end)

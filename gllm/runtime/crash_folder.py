@@ -1,0 +1,95 @@
+"""Evidence of crashes: one text file for each of the last deaths of a worker."""
+
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+MAX_CRASHES = 10
+"""Files that are kept; the oldest ones are removed."""
+KERNEL_LOG = Path("/dev/kmsg")
+"""Log of the kernel; readable by root, or by everyone if kernel.dmesg_restrict is 0."""
+MAX_KERNEL_LINES = 5
+"""Lines of the kernel's log in a file, the last ones."""
+
+_MEMORY_MARKS = ("Out of memory", "oom-kill", "oom_reaper", "Killed process")
+"""Parts of the lines that the kernel logs when it kills a process for its memory."""
+_RECORD_BYTES = 8192
+"""Size limit of one record of the kernel's log."""
+
+
+class CrashFolder:
+    """Folder with the evidence of the last crashes.
+
+    Without a path it is a private folder under the system's temporary folder, which exists from the
+    first crash until `close`.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._is_private = path is None
+        self._path = None if path is None else Path(path)
+        self._num_crashes = 0
+        self._files: list[Path] = []
+
+    def record(self, subject: str, sections: dict[str, str]) -> Path | None:
+        """Write the evidence of a crash.
+
+        Args:
+            subject: part of the file's name, such as `stage-1`.
+            sections: title and text of each section; empty ones are left out.
+
+        Returns:
+            The file; None if it cannot be written, which is no reason to stop.
+        """
+        self._num_crashes += 1
+        name = f"crash-{os.getpid()}-{self._num_crashes:04d}-{subject}.txt"
+        text = time.strftime("%Y-%m-%d %H:%M:%S %z\n")
+        for title, section in sections.items():
+            if section:
+                text += f"\n{title}\n{'-' * len(title)}\n{section.rstrip()}\n"
+        try:
+            if self._path is None:
+                self._path = Path(tempfile.mkdtemp(prefix="gllm-crashes-"))
+            self._path.mkdir(parents=True, exist_ok=True)
+            file = self._path / name
+            file.write_text(text, encoding="utf-8")
+        except OSError:
+            return None
+        self._files.append(file)
+        while len(self._files) > MAX_CRASHES:
+            with suppress(OSError):
+                self._files.pop(0).unlink()
+        return file
+
+    def close(self) -> None:
+        """Remove a private folder; a folder that was configured is kept."""
+        if self._is_private and self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._path = None
+
+
+def read_memory_kills(path: Path = KERNEL_LOG) -> str:
+    """Return the last lines of the kernel's log about processes killed for their memory.
+
+    The text is empty if there are none, or if this process may not read the log.
+    """
+    lines: list[str] = []
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    try:
+        # One read returns one record; it raises BlockingIOError after the last one.
+        with suppress(OSError):
+            while record := os.read(descriptor, _RECORD_BYTES):
+                text = record.decode("utf-8", "replace")
+                lines += [line for line in text.splitlines() if _is_about_memory(line)]
+    finally:
+        os.close(descriptor)
+    return "\n".join(lines[-MAX_KERNEL_LINES:])
+
+
+def _is_about_memory(line: str) -> bool:
+    return any(mark in line for mark in _MEMORY_MARKS)

@@ -1,0 +1,75 @@
+"""Periodic check of the workers' processes for frozen ones."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from gllm.cluster.liveness import CHECK_SECONDS, FrozenDetector
+from gllm.cluster.placement import Placement
+from gllm.cluster.records import RecoveryState
+from gllm.cluster.recovery import Recovery
+from gllm.messages.lifecycle import Heartbeat
+from gllm.runtime.node import Node
+
+log = logging.getLogger(__name__)
+
+DUMP_SECONDS = 0.3
+"""Time in which a frozen worker writes its stacks before it is killed."""
+
+
+class LivenessWatch:
+    """Checks the workers of the present generation, and logs the stacks of frozen ones."""
+
+    def __init__(
+        self, recovery: Recovery, node: Node, on_frozen: Callable[[int, str], None]
+    ) -> None:
+        """Start the checks on the running event loop.
+
+        Args:
+            recovery: knows which workers have been killed.
+            node: runs the workers.
+            on_frozen: called with the sender of a frozen worker and a description.
+        """
+        self._recovery = recovery
+        self._node = node
+        self._on_frozen = on_frozen
+        self._loop = asyncio.get_running_loop()
+        self._detector = FrozenDetector()
+        self._placement: Placement | None = None
+        self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
+
+    def watch(self, placement: Placement) -> None:
+        """Watch the workers of a new generation and no others."""
+        self._placement = placement
+        self._detector.watch(placement.senders)
+
+    def on_heartbeat(self, sender: int, message: Heartbeat) -> None:
+        """Handle a worker's heartbeat."""
+        step = None if message.step < 0 else message.step
+        self._detector.on_heartbeat(sender, step, message.step_seconds, time.monotonic())
+
+    def close(self) -> None:
+        """End the checks."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
+        if self._placement is None:
+            return
+        sampled = {sender: self._node.sample(sender) for sender in self._placement.senders}
+        samples = {sender: each for sender, each in sampled.items() if each is not None}
+        is_serving = self._recovery.state is RecoveryState.READY
+        causes = self._detector.check(samples, time.monotonic(), is_serving)
+        for sender, cause in causes.items():
+            if not self._recovery.is_exiting(sender):
+                self._node.dump_stacks(sender)
+                stage = self._placement.stage_of(sender)
+                cause = f"the worker of stage {stage} is frozen: {cause}"
+                self._loop.call_later(DUMP_SECONDS, self._report, sender, cause)
+
+    def _report(self, sender: int, cause: str) -> None:
+        """Report a frozen worker, once it had the time to write its stacks."""
+        if not self._recovery.is_exiting(sender):
+            log.warning("%s; its stacks: %s", cause, self._node.read_stacks(sender) or "none")
+            self._on_frozen(sender, cause)

@@ -1,0 +1,438 @@
+"""Supervisor: the life of an engine's worker processes, seen from the head process.
+
+It executes the decisions of `gllm.cluster.recovery` with a node, a hub and the client, and reports
+events to them: exits, messages, heartbeats and deadlines. This module imports no torch.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import zmq
+
+from gllm.cluster.actions import Action, AssignGeneration, GiveUp, KillWorker
+from gllm.cluster.records import RecoveryLimits, RecoveryState
+from gllm.cluster.recovery import Recovery
+from gllm.config.engine import EngineConfig
+from gllm.messages.base import WireMessage
+from gllm.messages.codec import AnyMessage, decode_for_head
+from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
+from gllm.messages.lifecycle import (
+    GenerationClosed,
+    Heartbeat,
+    Hello,
+    LoadProgress,
+    Shutdown,
+    StageFailed,
+    StageLoaded,
+    StageReady,
+)
+from gllm.messages.reports import BubbleReport, StageUtilization
+from gllm.messages.requests import EngineOutputs
+from gllm.observability.logs import LogConfig
+from gllm.runtime.action_executor import ActionExecutor, Head
+from gllm.runtime.bus import Hub
+from gllm.runtime.client import EngineClient
+from gllm.runtime.deaths import DeathLog, WorkerDeath
+from gllm.runtime.head_socket import HeadSocket
+from gllm.runtime.liveness_watch import LivenessWatch
+from gllm.runtime.node import Node
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 0.05
+"""Time after an exit in which the last messages of the process may still arrive."""
+LOST_SECONDS = 1.0
+"""Time after the end of a session in which the exit of its process may still be reported."""
+
+
+class EngineError(Exception):
+    """The engine could not start, or has died; the message has the cause."""
+
+
+class Supervisor:
+    """The worker processes of an engine: start, recovery from deaths, commands, shutdown."""
+
+    _head: Head
+    _context: "zmq.Context[zmq.Socket[bytes]]"
+    _loop: asyncio.AbstractEventLoop
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layers: list[range],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Create the supervisor of an engine that has not started.
+
+        Args:
+            config: of the engine, with max_model_len resolved.
+            layers: of each stage.
+            on_progress: called during the first start while weights are loaded, with the bytes
+                loaded and in total.
+        """
+        self.client = EngineClient()
+        self.layers = layers
+        self.cause = ""
+        """Reason for which the engine is dead."""
+        self.died = asyncio.Event()
+        """Set when the engine is dead."""
+        self.deaths = DeathLog(config.crash_folder)
+        self._config = config
+        self._on_progress = on_progress
+        limits = RecoveryLimits(
+            config.max_restarts,
+            config.recovery_timeout,
+            # Without restarts nothing could use a standby worker.
+            config.standby_workers if config.max_restarts else 0,
+        )
+        bounds = [(each.start, each.stop) for each in layers]
+        self._recovery = Recovery(bounds, limits, Random())
+        self._executor = ActionExecutor(config, len(layers), self.client, self.deaths, self)
+        self._timer: asyncio.TimerHandle | None = None
+        self._liveness: LivenessWatch | None = None
+        """None if frozen workers are left alone."""
+        self._progress: dict[int, LoadProgress] = {}
+        self._start_error: Exception | None = None
+        self._has_changed = asyncio.Event()
+        """Set after each event."""
+        self._is_draining = False
+        self._is_stopped = False
+
+    @property
+    def state(self) -> str:
+        """loading, ready, recovering, draining or dead."""
+        if self._recovery.is_over:
+            return "dead"
+        if not self._recovery.has_been_ready:
+            return "loading"
+        if self._is_draining:
+            return "draining"
+        return "ready" if self._recovery.state is RecoveryState.READY else "recovering"
+
+    @property
+    def generation(self) -> int:
+        """Number of the present generation; 0 before the first."""
+        return self._recovery.generation
+
+    @property
+    def recovering_since(self) -> float | None:
+        """Time at which the running recovery began; None if none runs."""
+        return None if self._recovery.is_over else self._recovery.recovering_since
+
+    @property
+    def is_recovery_overdue(self) -> bool:
+        """True if the running recovery has taken longer than `recovery_timeout`."""
+        return self._recovery.is_overdue
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of each stage; 0 before the weights are loaded."""
+        return self._executor.num_blocks
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache over all stages."""
+        return self._executor.kv_bytes
+
+    @property
+    def num_stale_frames(self) -> int:
+        """Messages of earlier generations that arrived late and were dropped."""
+        return self._head.hub.num_stale if self._executor.head is not None else 0
+
+    async def start(self, folder: Path, node: Node, logs: LogConfig) -> None:
+        """Load a model and run one token through all stages.
+
+        Args:
+            folder: of the model.
+            node: of the workers.
+            logs: configuration of the workers' logs.
+
+        Raises:
+            EngineError: a stage failed.
+            ValueError: the memory does not suffice for the configuration.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        run = secrets.randbits(64)
+        hub = Hub(self._context, run, decode_for_head)
+        hub.start(self._on_messages, self._on_session_lost)
+        self._head = Head(run, hub, HeadSocket(hub), node, folder, logs)
+        self._executor.head = self._head
+        node.watch(self.on_exit)
+        if self._config.max_restarts:
+            self._liveness = LivenessWatch(self._recovery, node, self._on_frozen)
+        try:
+            self._execute(self._recovery.start(time.monotonic()))
+            while self.state == "loading":
+                await self._has_changed.wait()
+                self._has_changed.clear()
+            if self._start_error is not None:
+                raise self._start_error
+            if self.state == "dead":
+                raise EngineError(self.cause)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until running requests have ended, for at most this long; recoveries go on."""
+        self._is_draining = self.state in ("ready", "recovering")
+        deadline = time.monotonic() + seconds
+        while self.client.num_requests and self.state == "draining" and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """End the workers; running requests end with an error."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        senders = self._recovery.senders
+        self._die("the engine was stopped")
+        for sender in senders:
+            # A process that has not connected yet has nothing to finish.
+            if sender in self._head.socket.connecting:
+                self._head.node.kill(sender)
+            else:
+                self._head.hub.send(sender, Shutdown())
+        await self._head.node.stop()
+        self._head.hub.close()
+        self._context.term()
+        self._head.socket.close()
+        self._executor.close()
+        self.deaths.close()
+
+    async def reset_prefix_cache(self) -> str:
+        """Empty the prefix cache; return the error, empty on success."""
+        return await self._run_command(ResetPrefixCache, 1)
+
+    async def start_profile(self, folder: str) -> str:
+        """Start a profile on all stages; return the first error, empty on success."""
+        return await self._run_command(
+            lambda number: StartProfile(number, folder), len(self.layers)
+        )
+
+    async def stop_profile(self) -> str:
+        """Stop the profile on all stages; return the first error, empty on success."""
+        return await self._run_command(StopProfile, len(self.layers))
+
+    async def _run_command(self, create: Callable[[int], WireMessage], num_stages: int) -> str:
+        """Send a command to the first stages; return the first error, empty on success."""
+        placement = self._recovery.placement
+        if self._recovery.state is not RecoveryState.READY or placement is None:
+            return self.cause or f"the engine is {self.state}: {self.deaths.cause}"
+        return await self._executor.commands.run(
+            create, self._head.hub, placement.senders[:num_stages]
+        )
+
+    def _execute(self, actions: list[Action]) -> None:
+        """Execute the actions that follow from an event."""
+        for action in actions:
+            if isinstance(action, AssignGeneration):
+                self._progress.clear()
+                if self._liveness is not None:
+                    self._liveness.watch(action.placement)
+        try:
+            self._executor.execute(actions)
+        except Exception as error:
+            if not self._recovery.has_been_ready:
+                self._start_error = error
+            else:
+                log.exception("the workers could not be supervised")
+            self._die(f"the workers could not be supervised: {error}")
+        self._schedule_timer()
+        self._has_changed.set()
+
+    def _die(self, cause: str) -> None:
+        """Fail everything with the cause, once."""
+        self._recovery.stop()
+        if self.died.is_set():
+            return
+        self.cause = cause
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._liveness is not None:
+            self._liveness.close()
+        self.client.fail_all(cause)
+        self._executor.commands.fail_all(cause)
+        self._has_changed.set()
+        self.died.set()
+
+    def _on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
+        try:
+            for sender, message in messages:
+                self._on_message(sender, message)
+        except Exception as error:
+            # The other messages are lost, so their requests would wait forever.
+            log.exception("a message of the workers could not be handled")
+            self._die(f"a message could not be handled: {type(error).__name__}: {error}")
+
+    def _on_message(self, sender: int, message: AnyMessage) -> None:
+        match message:
+            case EngineOutputs():
+                self.client.on_report(message)
+                if message.outcome.num_step_tokens:
+                    self._recovery.on_step_committed()
+            case StageUtilization() | BubbleReport():
+                self.client.on_report(message)
+            case Heartbeat():
+                self.deaths.heartbeats[sender] = message
+                if self._liveness is not None:
+                    self._liveness.on_heartbeat(sender, message)
+            case CommandDone():
+                self._executor.commands.on_done(message)
+            case Hello():
+                self._head.socket.on_connected(sender)
+            case _:
+                self._on_lifecycle(sender, message, time.monotonic())
+
+    def _on_lifecycle(self, sender: int, message: AnyMessage, now: float) -> None:
+        """Handle the report of a worker that changes the engine's state."""
+        match message:
+            case LoadProgress():
+                self._on_load_progress(sender, message, now)
+            case StageLoaded():
+                self._executor.loaded[sender] = message
+                self._execute(self._recovery.on_loaded(sender, now, message.keeps_weights))
+            case StageReady():
+                self._execute(self._recovery.on_ready(sender, now))
+            case GenerationClosed():
+                self._execute(self._recovery.on_closed(sender, now))
+            case StageFailed(stage, cause):
+                self._on_failed(sender, f"stage {stage} failed: {cause}")
+
+    def _on_load_progress(self, sender: int, message: LoadProgress, now: float) -> None:
+        self._recovery.on_progress(sender, now)
+        self._progress[sender] = message
+        if not self._recovery.has_been_ready:
+            parts = self._progress.values()
+            done = sum(part.done_bytes for part in parts)
+            self._on_progress(done, sum(part.total_bytes for part in parts))
+
+    def on_warm(self, generation: int, error: str) -> None:
+        """Handle the end of a warm-up request."""
+        placement = self._recovery.placement
+        if generation != self.generation or self._recovery.state is not RecoveryState.WARMING:
+            return
+        if error:
+            assert placement is not None
+            self._on_failed(placement.senders[0], f"the warm-up step failed: {error}")
+            return
+        since, num_resumed = self.recovering_since, self.client.num_resumed_requests
+        self._execute(self._recovery.on_warm(time.monotonic()))
+        if since is not None:
+            log.info(
+                "the engine is ready again after %.2f seconds, in generation %d; requests "
+                "resumed: %d",
+                self.deaths.end_recovery(since),
+                generation,
+                self.client.num_resumed_requests - num_resumed,
+            )
+
+    def on_give_up(self, cause: str) -> None:
+        """See ActionListener."""
+        self._die(cause)
+
+    def _on_failed(self, sender: int, cause: str) -> None:
+        """Handle a worker's own report that it fails."""
+        self._on_death(sender, "failed", cause, self._recovery.on_failed)
+
+    def _on_frozen(self, sender: int, cause: str) -> None:
+        """Replace a frozen worker."""
+        self._on_death(sender, "frozen", cause, self._recovery.on_lost)
+
+    def _on_session_lost(self, sender: int, cause: str) -> None:
+        """Wait for the exit of a worker whose session has ended; if there is none, replace it."""
+        stage = self._recovery.stage_of(sender)
+        cause = f"the connection to the worker of stage {stage} was lost: {cause}"
+        self._loop.call_later(
+            LOST_SECONDS, self._on_death, sender, "lost", cause, self._recovery.on_lost
+        )
+
+    def on_exit(self, sender: int, description: str) -> None:
+        """Handle the exit of a process, after its last messages."""
+        stacks = self._head.node.read_stacks(sender)
+        delay = 0.0 if self._recovery.is_exiting(sender) else REPORT_SECONDS
+        self._loop.call_later(delay, self._on_reaped, sender, description, stacks, time.monotonic())
+
+    def _on_reaped(self, sender: int, description: str, stacks: str, now: float) -> None:
+        """Handle the exit of a process whose last messages have arrived."""
+        stage = self._recovery.stage_of(sender)
+        self._head.hub.forget(sender)
+        self._head.socket.on_connected(sender)
+        if stage is None or self._recovery.is_exiting(sender):
+            self.deaths.heartbeats.pop(sender, None)
+            self._execute(self._recovery.on_exit(sender, description, now))
+            return
+        cause = f"the worker of stage {stage} has ended: {description}"
+        self._on_death(sender, "killed", cause, self._recovery.on_exit, stacks, now)
+
+    def _on_death(
+        self,
+        sender: int,
+        kind: str,
+        cause: str,
+        report: Callable[[int, str, float, bool], list[Action]],
+        stacks: str = "",
+        now: float | None = None,
+    ) -> None:
+        """Handle the unplanned death of a worker.
+
+        Args:
+            sender: the worker.
+            kind: killed, failed, frozen or lost.
+            cause: description for logs and errors.
+            report: method of the recovery for this event.
+            stacks: stacks that the process has written.
+            now: time at which it was noticed; by default now.
+        """
+        if self._recovery.is_over or self._recovery.is_exiting(sender):
+            return
+        now = time.monotonic() if now is None else now
+        stage = self._recovery.stage_of(sender)
+        if stage is None:
+            log.warning("a standby worker has died: %s", cause)
+            self._execute(report(sender, cause, now, False))
+            return
+        was_ready = self._recovery.state is RecoveryState.READY
+        num_requests, generation = self.client.num_requests, self.generation
+        suspects = self._executor.read_suspects() if was_ready else set()
+        is_poison = was_ready and self.client.on_death(suspects)
+        stacks = stacks or self._head.node.read_stacks(sender)
+        death = WorkerDeath(sender, stage, kind, cause, now, stacks)
+        actions = report(sender, cause, now, is_poison)
+        if was_ready and not any(isinstance(action, GiveUp) for action in actions):
+            self.deaths.begin_recovery(death)
+        evidence = self.deaths.keep_evidence(death, generation, num_requests, suspects)
+        self._execute(actions)
+        if not self._recovery.is_over:
+            log.warning(
+                "%s; requests: %d, sequences being computed: %d%s; evidence: %s",
+                cause,
+                num_requests,
+                len(suspects),
+                ", one of which has caused it and was ended" if is_poison else "",
+                evidence,
+            )
+
+    def _schedule_timer(self) -> None:
+        """Call `on_timer` of the recovery at its next deadline."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._recovery.next_deadline
+        if deadline < float("inf"):
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = self._loop.call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        actions = self._recovery.on_timer(time.monotonic())
+        for action in actions:
+            if isinstance(action, KillWorker):
+                stage = self._recovery.stage_of(action.sender)
+                log.warning("the worker of stage %s is killed: %s", stage, action.cause)
+        self._execute(actions)
