@@ -149,6 +149,7 @@ class ScriptedWorker:
             case AbortSequences(seqs):
                 for seq in seqs:
                     self._running.pop(seq, None)
+                self._report(StepOutput([], [], [], []))
             case ResetPrefixCache(number) | StartProfile(number) | StopProfile(number):
                 if self.node.answers_commands:
                     self.send(CommandDone(number, self.stage or 0))
@@ -182,6 +183,9 @@ class ScriptedWorker:
         outcome = StepOutput(list(self._running), tokens, first, finished, len(tokens))
         for end in finished:
             del self._running[end.seq]
+        self._report(outcome)
+
+    def _report(self, outcome: StepOutput) -> None:
         self.send(EngineOutputs(outcome, SchedulerStats(running=len(self._running))))
 
 
