@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import uvloop
 from aiohttp import web
 
+from gllm.cluster.records import RecoveryState
 from gllm.config.engine import EngineConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
@@ -52,7 +53,8 @@ class EndlessPipeline:
         self._left: dict[int, int] = {}
         self._begun: set[int] = set()
         self._work = asyncio.Event()
-        engine._pipeline.state = "ready"
+        recovery = engine._supervisor._recovery
+        recovery.state, recovery.has_been_ready = RecoveryState.READY, True
         self._client.attach(self.send)
 
     def send(self, message: WireMessage) -> None:

@@ -1,4 +1,4 @@
-"""The embeddable asyncio engine: worker pipeline, tokenizer, grammar compiler and requests.
+"""The embeddable asyncio engine: worker processes, tokenizer, grammar compiler and requests.
 
 Imports no torch: the worker processes compute.
 """
@@ -41,12 +41,15 @@ from gllm.models.config import model_notes
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.runtime.local_node import LocalNode
 from gllm.runtime.node import Node
-from gllm.runtime.pipeline import EngineError as EngineError
-from gllm.runtime.pipeline import WorkerPipeline
 from gllm.runtime.request_stream import RequestStream
+from gllm.runtime.supervisor import EngineError as EngineError
+from gllm.runtime.supervisor import Supervisor
 from gllm.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+RECOVERY_RETRY_SECONDS = 5
+"""Time after which a client may try again while the engine recovers."""
 
 
 class Engine:
@@ -91,8 +94,8 @@ class Engine:
         self._grammars = GrammarCompiler(self._folder, read.model.vocab_size, read.eos_ids)
         self._compiling: dict[asyncio.Future[str], str] = {}
         """Running grammar compilations and the ids of their requests; `abort` removes them."""
-        self._pipeline = WorkerPipeline(self.config, plan.layers, self._show_progress)
-        self._client = self._pipeline.client
+        self._supervisor = Supervisor(self.config, plan.layers, self._show_progress)
+        self._client = self._supervisor.client
         self._logs = logs
         self._node = node
         self._seeds = secrets.SystemRandom() if config.seed is None else Random(config.seed)
@@ -110,25 +113,34 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """Return a snapshot of the engine's state and counters."""
-        pipeline, client = self._pipeline, self._client
-        is_running = pipeline.state in ("ready", "draining")
+        supervisor, client, deaths = self._supervisor, self._client, self._supervisor.deaths
+        is_moving = client.stalled_seconds < self.config.health_timeout
         return EngineStatus(
-            state=pipeline.state,
-            cause_of_death=pipeline.cause,
-            is_healthy=is_running and client.stalled_seconds < self.config.health_timeout,
+            state=supervisor.state,
+            cause_of_death=supervisor.cause,
+            is_healthy=supervisor.state == "recovering"
+            or (supervisor.state in ("ready", "draining") and is_moving),
             num_requests=client.num_requests,
             stats=client.stats,
             step_sizes=dict(client.step_sizes),
             stage_loads=dict(client.stage_loads),
             bubbles=client.bubbles,
-            num_kv_blocks=pipeline.num_blocks,
-            kv_cache_bytes=pipeline.kv_bytes,
+            num_kv_blocks=supervisor.num_blocks,
+            kv_cache_bytes=supervisor.kv_bytes,
             block_size=self.config.scheduler.block_size,
+            generation=supervisor.generation,
+            recovering_since=supervisor.recovering_since,
+            recovery_cause=deaths.cause if supervisor.recovering_since is not None else "",
+            is_recovery_overdue=supervisor.is_recovery_overdue,
+            recoveries=dict(deaths.recoveries),
+            recovery_seconds=tuple(deaths.recovery_seconds),
+            num_resumed_requests=client.num_resumed_requests,
+            num_stale_frames=supervisor.num_stale_frames,
         )
 
     async def wait_until_dead(self) -> None:
         """Wait until the engine is dead, after a failure or `stop`."""
-        await self._pipeline.died.wait()
+        await self._supervisor.died.wait()
 
     async def start(self) -> None:
         """Start the workers and wait until a warm-up step has run on all of them.
@@ -138,20 +150,20 @@ class Engine:
         if self.config.step_log is not None:
             # Drivers append: the log of a run has the events of all its drivers.
             open(self.config.step_log, "wb").close()
-        node = self._node or LocalNode(len(self._pipeline.layers))
+        node = self._node or LocalNode(len(self._supervisor.layers))
         try:
-            await self._pipeline.start(self._folder, node, self._logs)
+            await self._supervisor.start(self._folder, node, self._logs)
         finally:
             if self._bar is not None:
                 self._bar.close()
 
     async def drain(self, seconds: float) -> None:
         """Reject new requests and wait at most `seconds` for the running ones."""
-        await self._pipeline.drain(seconds)
+        await self._supervisor.drain(seconds)
 
     async def stop(self) -> None:
         """Stop the workers; running requests end with an error."""
-        await self._pipeline.stop()
+        await self._supervisor.stop()
         await self._grammars.close()
 
     async def generate(
@@ -214,9 +226,9 @@ class Engine:
         words: BadWords = ()
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
-        self._check_ready()
+        self._check_accepting()
         grammar = await self._grammar(params, request_id)
-        self._check_ready()
+        self._check_accepting()
         send = partial(self._send, params, priority, cache_salt, request_id, words, grammar or "")
         streams: list[RequestStream] = []
         try:
@@ -257,7 +269,7 @@ class Engine:
             prompt = await asyncio.to_thread(self._encode, text, params)
         prompt = to_token_ids("prompt", prompt)
         check_request(prompt, params, self.model)
-        self._check_ready()
+        self._check_accepting()
         # Each request samples a token; it is not used.
         sampling = SequenceSamplingParams(temperature=0, embeds=True)
         stream = self._client.submit(
@@ -286,7 +298,7 @@ class Engine:
 
         Their choices finish with reason `abort`.
         """
-        if self._pipeline.state not in ("ready", "draining"):
+        if self._supervisor.state not in ("ready", "recovering", "draining"):
             return 0
         compiling = [task for task, named in self._compiling.items() if request_id in (None, named)]
         for task in compiling:
@@ -297,8 +309,8 @@ class Engine:
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Raises EngineUnavailableError."""
         self._check_ready()
-        if cause := await self._pipeline.reset_prefix_cache():
-            raise EngineUnavailableError("dead", cause)
+        if cause := await self._supervisor.reset_prefix_cache():
+            raise EngineUnavailableError(self._supervisor.state, cause)
 
     async def start_profile(self, folder: str) -> None:
         """Start to record the operations of every stage; `stop_profile` writes them to `folder`.
@@ -306,7 +318,7 @@ class Engine:
         Raises EngineUnavailableError, and ProfileError if a stage cannot record.
         """
         self._check_ready()
-        if cause := await self._pipeline.start_profile(folder):
+        if cause := await self._supervisor.start_profile(folder):
             raise ProfileError(cause)
 
     async def stop_profile(self) -> None:
@@ -315,21 +327,32 @@ class Engine:
         Raises EngineUnavailableError, and ProfileError if a stage cannot write its file.
         """
         self._check_ready()
-        if cause := await self._pipeline.stop_profile():
+        if cause := await self._supervisor.stop_profile():
             raise ProfileError(cause)
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""
         return {
-            "state": self._pipeline.state,
-            "layers": [len(layers) for layers in self._pipeline.layers],
-            "kv_blocks": self._pipeline.num_blocks,
-            "kv_bytes": self._pipeline.kv_bytes,
+            "state": self._supervisor.state,
+            "layers": [len(layers) for layers in self._supervisor.layers],
+            "kv_blocks": self._supervisor.num_blocks,
+            "kv_bytes": self._supervisor.kv_bytes,
             "config": msgspec.to_builtins(self.config),
         }
 
+    def _check_accepting(self) -> None:
+        """Raise EngineUnavailableError unless requests run, or wait for the end of a recovery."""
+        supervisor = self._supervisor
+        if supervisor.state == "recovering" and not supervisor.is_recovery_overdue:
+            return
+        self._check_ready()
+
     def _check_ready(self) -> None:
-        state, cause = self._pipeline.state, self._pipeline.cause
+        """Raise EngineUnavailableError unless requests run."""
+        state, cause = self._supervisor.state, self._supervisor.cause
+        if state == "recovering":
+            cause = f"the engine is recovering: {self._supervisor.deaths.cause}"
+            raise EngineUnavailableError(state, cause, RECOVERY_RETRY_SECONDS)
         if state != "ready":
             raise EngineUnavailableError(state, cause or f"the engine is {state}")
 

@@ -130,6 +130,17 @@ class Supervisor:
         return self._recovery.is_overdue
 
     @property
+    def node(self) -> Node:
+        """Node of the workers, after `start`."""
+        return self._head.node
+
+    @property
+    def senders(self) -> list[int]:
+        """Workers of the present generation, in the order of their stages."""
+        placement = self._recovery.placement
+        return [] if placement is None else placement.senders
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks of each stage; 0 before the weights are loaded."""
         return self._executor.num_blocks
@@ -222,12 +233,10 @@ class Supervisor:
 
     async def _run_command(self, create: Callable[[int], WireMessage], num_stages: int) -> str:
         """Send a command to the first stages; return the first error, empty on success."""
-        placement = self._recovery.placement
-        if self._recovery.state is not RecoveryState.READY or placement is None:
+        if self._recovery.state is not RecoveryState.READY:
             return self.cause or f"the engine is {self.state}: {self.deaths.cause}"
-        return await self._executor.commands.run(
-            create, self._head.hub, placement.senders[:num_stages]
-        )
+        receivers = self.senders[:num_stages]
+        return await self._executor.commands.run(create, self._head.hub, receivers)
 
     def _execute(self, actions: list[Action]) -> None:
         """Execute the actions that follow from an event."""
@@ -315,12 +324,10 @@ class Supervisor:
 
     def on_warm(self, generation: int, error: str) -> None:
         """Handle the end of a warm-up request."""
-        placement = self._recovery.placement
         if generation != self.generation or self._recovery.state is not RecoveryState.WARMING:
             return
         if error:
-            assert placement is not None
-            self._on_failed(placement.senders[0], f"the warm-up step failed: {error}")
+            self._on_failed(self.senders[0], f"the warm-up step failed: {error}")
             return
         since, num_resumed = self.recovering_since, self.client.num_resumed_requests
         self._execute(self._recovery.on_warm(time.monotonic()))
@@ -368,7 +375,7 @@ class Supervisor:
             self.deaths.heartbeats.pop(sender, None)
             self._execute(self._recovery.on_exit(sender, description, now))
             return
-        cause = f"the worker of stage {stage} has ended: {description}"
+        cause = f"the worker of stage {stage} ({description})"
         self._on_death(sender, "killed", cause, self._recovery.on_exit, stacks, now)
 
     def _on_death(

@@ -22,6 +22,7 @@ from gllm.engine.request import build_sequence_params
 from gllm.messages.codec import decode_for_worker, encode
 from gllm.messages.requests import SubmitRequest
 from gllm.scheduler.config import SchedulerConfig
+from tests.engines import mark_ready
 
 CONVERTED: list[tuple[str, Any, Any]] = [
     ("seed", np.int64(3), 3),
@@ -176,7 +177,7 @@ async def engine() -> Any:
     """An engine without workers, and what it sends."""
 
     made = Engine(EngineConfig("demo"))
-    made._pipeline.state = "ready"
+    mark_ready(made)
     sent: list[Any] = []
     made.sent = sent  # type: ignore[attr-defined]
     made._client.attach(sent.append)

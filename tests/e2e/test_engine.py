@@ -151,7 +151,7 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
 
 async def test_the_asynchronous_engine(tiny_model: Path) -> None:
     config = EngineConfig.from_options(
-        str(tiny_model), pipeline_parallel_size=2, kv_cache_memory=2**24
+        str(tiny_model), pipeline_parallel_size=2, kv_cache_memory=2**24, max_restarts=0
     )
     async with Engine(config) as engine:
         await abandon(engine)
@@ -162,14 +162,60 @@ async def test_the_asynchronous_engine(tiny_model: Path) -> None:
         assert engine.status().is_healthy
         waiting = asyncio.ensure_future(collect(engine, [5] * 300))
         await asyncio.sleep(0)
-        node = engine._pipeline.node
-        assert isinstance(node, LocalNode)
-        os.kill(node.processes[1].pid, signal.SIGKILL)
+        kill_worker(engine, 1)
         last = (await waiting)[-1]
         assert (last.finish_reason, "SIGKILL" in last.error) == ("error", True)
         assert not engine.status().is_healthy
         with pytest.raises(EngineUnavailableError, match="SIGKILL"):
             await collect(engine, [5])
+
+
+def kill_worker(engine: Engine, stage: int) -> None:
+    """Kill the worker process of a stage."""
+    supervisor = engine._supervisor
+    assert isinstance(supervisor.node, LocalNode)
+    worker = supervisor.node.workers[supervisor.senders[stage]]
+    os.kill(worker.process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("standby_workers", [0, 1])
+async def test_requests_survive_the_death_of_each_stage(
+    tiny_model: Path, standby_workers: int
+) -> None:
+    long = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=300, ignore_eos=True)
+
+    async def run(engine: Engine, number: int) -> dict[int, list[int]]:
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        async for delta in engine.generate([5, number], long):
+            assert delta.error == ""
+            tokens[delta.index] += delta.token_ids
+        return tokens
+
+    config = EngineConfig.from_options(
+        str(tiny_model),
+        pipeline_parallel_size=2,
+        kv_cache_memory=2**24,
+        standby_workers=standby_workers,
+    )
+    async with Engine(config) as engine:
+        undisturbed = await asyncio.gather(*(run(engine, i) for i in range(4)))
+        for stage in (0, 1):
+            tasks = [asyncio.create_task(run(engine, i)) for i in range(4)]
+            steps = engine.status().stats.steps
+            while engine.status().stats.steps < steps + 20:
+                await asyncio.sleep(0.01)
+            kill_worker(engine, stage)
+            while engine.status().state == "ready":
+                await asyncio.sleep(0.01)
+            assert engine.status().accepts_requests
+            with pytest.raises(EngineUnavailableError, match="recovering"):
+                await engine.reset_prefix_cache()
+            assert await asyncio.gather(*tasks) == undisturbed
+        status = engine.status()
+        assert (status.state, status.generation) == ("ready", 3)
+        assert status.recoveries == {"killed": 2}
+        assert status.num_resumed_requests == 8
+        assert len(status.recovery_seconds) == 2
 
 
 async def abandon(engine: Engine) -> None:

@@ -57,7 +57,7 @@ def leftovers() -> set[Path]:
 @pytest.mark.parametrize("victim", [0, 1], ids=["driver", "last stage"])
 def test_a_killed_worker_ends_the_server_with_its_cause(tiny_model: Path, victim: int) -> None:
     before = leftovers()
-    with serving(tiny_model, "--pp", "2") as server:
+    with serving(tiny_model, "--pp", "2", "--max-restarts", "0") as server:
         request = Streaming(server)
         workers = server.workers()
         killed = time.monotonic()

@@ -12,6 +12,7 @@ from gllm.engine.engine import Engine
 from gllm.engine.interface import EngineUnavailableError
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
+from tests.engines import mark_ready
 
 PARAMS = SamplingParams(temperature=0)
 CHOICE = SamplingParams(structured=StructuredOutput(choice=("yes", "no")))
@@ -20,7 +21,7 @@ CHOICE = SamplingParams(structured=StructuredOutput(choice=("yes", "no")))
 @pytest.fixture
 async def engine():
     made: Any = Engine(EngineConfig("demo"))
-    made._pipeline.state = "ready"
+    mark_ready(made)
     made.sent = []
     made._client.attach(made.sent.append)
     yield made
@@ -128,7 +129,7 @@ async def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(engine, mon
 
 async def test_an_engine_that_ends_meanwhile_takes_nothing(engine, monkeypatch):
     async def ends(_):
-        engine._pipeline.state = "draining"
+        engine._supervisor._is_draining = True
         return "grammar"
 
     monkeypatch.setattr(engine._grammars, "compile_structured_output", ends)

@@ -11,9 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
-from gllm.runtime.assignment import StageAssignment, WorkerIdentity
-from gllm.runtime.node import Node, OnExit
-from gllm.runtime.plan_record import PlanRecord
 
 from gllm.cluster.liveness import ProcessSample
 from gllm.messages.base import WireMessage
@@ -31,7 +28,10 @@ from gllm.messages.lifecycle import (
     StageReady,
 )
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.runtime.assignment import StageAssignment, WorkerIdentity
 from gllm.runtime.bus import Spoke
+from gllm.runtime.node import Node, OnExit
+from gllm.runtime.plan_record import PlanRecord
 from gllm.scheduler.plan import (
     FinishedSequence,
     FirstToken,

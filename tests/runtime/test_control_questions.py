@@ -22,7 +22,7 @@ async def test_an_abandoned_question_keeps_its_answer_to_itself(stages: int) -> 
         await asyncio.sleep(0)
         abandoned.cancel()
         await asyncio.wait_for(engine.reset_prefix_cache(), 60)
-        assert not engine._pipeline._command_reports
+        assert not engine._supervisor._executor.commands._reports
 
 
 async def test_questions_at_the_same_time_get_their_own_answers() -> None:
@@ -37,7 +37,7 @@ async def test_all_questions_end_with_the_engine() -> None:
         asked = [asyncio.create_task(engine.reset_prefix_cache()) for _ in range(3)]
         asked.append(asyncio.create_task(engine.stop_profile()))
         await asyncio.sleep(0)
-        engine._pipeline._die("the power is out")
+        engine._supervisor._die("the power is out")
         answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
         assert [type(answer) for answer in answers] == [*[EngineUnavailableError] * 3, ProfileError]
         assert all("the power is out" in str(answer) for answer in answers)
