@@ -35,6 +35,7 @@ from gllm.engine.interface import (
 )
 from gllm.engine.preflight import plan_model
 from gllm.engine.request import BadWords, RequestState, build_sequence_params
+from gllm.engine.status import read_status
 from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import model_notes
@@ -113,30 +114,7 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """Return a snapshot of the engine's state and counters."""
-        supervisor, client, deaths = self._supervisor, self._client, self._supervisor.deaths
-        is_moving = client.stalled_seconds < self.config.health_timeout
-        return EngineStatus(
-            state=supervisor.state,
-            cause_of_death=supervisor.cause,
-            is_healthy=supervisor.state == "recovering"
-            or (supervisor.state in ("ready", "draining") and is_moving),
-            num_requests=client.num_requests,
-            stats=client.stats,
-            step_sizes=dict(client.step_sizes),
-            stage_loads=dict(client.stage_loads),
-            bubbles=client.bubbles,
-            num_kv_blocks=supervisor.num_blocks,
-            kv_cache_bytes=supervisor.kv_bytes,
-            block_size=self.config.scheduler.block_size,
-            generation=supervisor.generation,
-            recovering_since=supervisor.recovering_since,
-            recovery_cause=deaths.cause if supervisor.recovering_since is not None else "",
-            is_recovery_overdue=supervisor.is_recovery_overdue,
-            recoveries=dict(deaths.recoveries),
-            recovery_seconds=tuple(deaths.recovery_seconds),
-            num_resumed_requests=client.num_resumed_requests,
-            num_stale_frames=supervisor.num_stale_frames,
-        )
+        return read_status(self._supervisor, self.config)
 
     async def wait_until_dead(self) -> None:
         """Wait until the engine is dead, after a failure or `stop`."""

@@ -117,7 +117,7 @@ class ActionExecutor:
     def send_to_driver(self, message: WireMessage) -> None:
         """Send a message to the driver of the present generation."""
         assert self.placement is not None
-        self._head.hub.send(self.placement.senders[0], message)
+        self.connections.hub.send(self.placement.senders[0], message)
 
     def close(self) -> None:
         """Drop the actions that have not been executed, and release the plan record."""
@@ -139,7 +139,8 @@ class ActionExecutor:
             self._is_executing = False
 
     @property
-    def _head(self) -> Head:
+    def connections(self) -> Head:
+        """Connections to the workers, after the start."""
         assert self.head is not None, "the engine has not started"
         return self.head
 
@@ -148,10 +149,10 @@ class ActionExecutor:
             case SpawnWorker(sender):
                 self._spawn(sender)
             case KillWorker(sender):
-                self._head.node.kill(sender)
+                self.connections.node.kill(sender)
             case CloseInstances(senders=senders):
                 for sender in senders:
-                    self._head.hub.send(sender, CloseGeneration())
+                    self.connections.hub.send(sender, CloseGeneration())
             case AssignGeneration(placement):
                 self._assign(placement)
             case InitializeCaches():
@@ -171,7 +172,7 @@ class ActionExecutor:
                 self._listener.on_give_up(cause)
 
     def _spawn(self, sender: int) -> None:
-        head = self._head
+        head = self.connections
         address = head.socket.expect(sender)
         try:
             head.node.spawn(WorkerIdentity(head.run, sender, address, head.logs))
@@ -181,7 +182,7 @@ class ActionExecutor:
 
     def _assign(self, placement: Placement) -> None:
         """Begin a generation."""
-        head, self.placement = self._head, placement
+        head, self.placement = self.connections, placement
         # A warm-up request of the generation before may not have ended.
         self._client.detach(self._deaths.cause)
         head.hub.advance(placement.generation)
@@ -214,11 +215,11 @@ class ActionExecutor:
         self.kv_bytes = self.num_blocks * sum(stage.block_bytes for stage in loaded)
         scheduler.resolve(self._num_stages, self.num_blocks, max_model_len)
         for sender in self.loaded:
-            self._head.hub.send(sender, InitializeCache(self.num_blocks))
+            self.connections.hub.send(sender, InitializeCache(self.num_blocks))
 
     def _warm_up(self, generation: int) -> None:
         """Generate one token."""
-        self._head.node.on_generation_ready()
+        self.connections.node.on_generation_ready()
         loop = asyncio.get_running_loop()
         stream = self._client.submit_warm_up(self.send_to_driver)
 

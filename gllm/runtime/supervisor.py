@@ -14,7 +14,7 @@ from random import Random
 
 import zmq
 
-from gllm.cluster.actions import Action, AssignGeneration, GiveUp, KillWorker
+from gllm.cluster.actions import Action, AssignGeneration, KillWorker
 from gllm.cluster.records import RecoveryLimits, RecoveryState
 from gllm.cluster.recovery import Recovery
 from gllm.config.engine import EngineConfig
@@ -37,17 +37,13 @@ from gllm.observability.logs import LogConfig
 from gllm.runtime.action_executor import ActionExecutor, Head
 from gllm.runtime.bus import Hub
 from gllm.runtime.client import EngineClient
-from gllm.runtime.deaths import DeathLog, WorkerDeath
+from gllm.runtime.death_handler import DeathHandler
+from gllm.runtime.deaths import DeathLog
 from gllm.runtime.head_socket import HeadSocket
 from gllm.runtime.liveness_watch import LivenessWatch
 from gllm.runtime.node import Node
 
 log = logging.getLogger(__name__)
-
-REPORT_SECONDS = 0.05
-"""Time after an exit in which the last messages of the process may still arrive."""
-LOST_SECONDS = 1.0
-"""Time after the end of a session in which the exit of its process may still be reported."""
 
 
 class EngineError(Exception):
@@ -93,6 +89,9 @@ class Supervisor:
         bounds = [(each.start, each.stop) for each in layers]
         self._recovery = Recovery(bounds, limits, Random())
         self._executor = ActionExecutor(config, len(layers), self.client, self.deaths, self)
+        self._death_handler = DeathHandler(
+            self._recovery, self._executor, self.client, self.deaths, self._execute
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._liveness: LivenessWatch | None = None
         """None if frozen workers are left alone."""
@@ -171,12 +170,12 @@ class Supervisor:
         self._context = zmq.Context()
         run = secrets.randbits(64)
         hub = Hub(self._context, run, decode_for_head)
-        hub.start(self._on_messages, self._on_session_lost)
+        hub.start(self._on_messages, self._death_handler.on_session_lost)
         self._head = Head(run, hub, HeadSocket(hub), node, folder, logs)
         self._executor.head = self._head
-        node.watch(self.on_exit)
+        node.watch(self._death_handler.on_exit)
         if self._config.max_restarts:
-            self._liveness = LivenessWatch(self._recovery, node, self._on_frozen)
+            self._liveness = LivenessWatch(self._recovery, node, self._death_handler.on_frozen)
         try:
             self._execute(self._recovery.start(time.monotonic()))
             while self.state == "loading":
@@ -312,7 +311,7 @@ class Supervisor:
             case GenerationClosed():
                 self._execute(self._recovery.on_closed(sender, now))
             case StageFailed(stage, cause):
-                self._on_failed(sender, f"stage {stage} failed: {cause}")
+                self._death_handler.on_failed(sender, f"stage {stage} failed: {cause}")
 
     def _on_load_progress(self, sender: int, message: LoadProgress, now: float) -> None:
         self._recovery.on_progress(sender, now)
@@ -327,7 +326,7 @@ class Supervisor:
         if generation != self.generation or self._recovery.state is not RecoveryState.WARMING:
             return
         if error:
-            self._on_failed(self.senders[0], f"the warm-up step failed: {error}")
+            self._death_handler.on_failed(self.senders[0], f"the warm-up step failed: {error}")
             return
         since, num_resumed = self.recovering_since, self.client.num_resumed_requests
         self._execute(self._recovery.on_warm(time.monotonic()))
@@ -340,91 +339,13 @@ class Supervisor:
                 self.client.num_resumed_requests - num_resumed,
             )
 
+    def on_exit(self, sender: int, description: str) -> None:
+        """See ActionListener."""
+        self._death_handler.on_exit(sender, description)
+
     def on_give_up(self, cause: str) -> None:
         """See ActionListener."""
         self._die(cause)
-
-    def _on_failed(self, sender: int, cause: str) -> None:
-        """Handle a worker's own report that it fails."""
-        self._on_death(sender, "failed", cause, self._recovery.on_failed)
-
-    def _on_frozen(self, sender: int, cause: str) -> None:
-        """Replace a frozen worker."""
-        self._on_death(sender, "frozen", cause, self._recovery.on_lost)
-
-    def _on_session_lost(self, sender: int, cause: str) -> None:
-        """Wait for the exit of a worker whose session has ended; if there is none, replace it."""
-        stage = self._recovery.stage_of(sender)
-        cause = f"the connection to the worker of stage {stage} was lost: {cause}"
-        self._loop.call_later(
-            LOST_SECONDS, self._on_death, sender, "lost", cause, self._recovery.on_lost
-        )
-
-    def on_exit(self, sender: int, description: str) -> None:
-        """Handle the exit of a process, after its last messages."""
-        stacks = self._head.node.read_stacks(sender)
-        delay = 0.0 if self._recovery.is_exiting(sender) else REPORT_SECONDS
-        self._loop.call_later(delay, self._on_reaped, sender, description, stacks, time.monotonic())
-
-    def _on_reaped(self, sender: int, description: str, stacks: str, now: float) -> None:
-        """Handle the exit of a process whose last messages have arrived."""
-        stage = self._recovery.stage_of(sender)
-        self._head.hub.forget(sender)
-        self._head.socket.on_connected(sender)
-        if stage is None or self._recovery.is_exiting(sender):
-            self.deaths.heartbeats.pop(sender, None)
-            self._execute(self._recovery.on_exit(sender, description, now))
-            return
-        cause = f"the worker of stage {stage} ({description})"
-        self._on_death(sender, "killed", cause, self._recovery.on_exit, stacks, now)
-
-    def _on_death(
-        self,
-        sender: int,
-        kind: str,
-        cause: str,
-        report: Callable[[int, str, float, bool], list[Action]],
-        stacks: str = "",
-        now: float | None = None,
-    ) -> None:
-        """Handle the unplanned death of a worker.
-
-        Args:
-            sender: the worker.
-            kind: killed, failed, frozen or lost.
-            cause: description for logs and errors.
-            report: method of the recovery for this event.
-            stacks: stacks that the process has written.
-            now: time at which it was noticed; by default now.
-        """
-        if self._recovery.is_over or self._recovery.is_exiting(sender):
-            return
-        now = time.monotonic() if now is None else now
-        stage = self._recovery.stage_of(sender)
-        if stage is None:
-            log.warning("a standby worker has died: %s", cause)
-            self._execute(report(sender, cause, now, False))
-            return
-        was_ready = self._recovery.state is RecoveryState.READY
-        num_requests, generation = self.client.num_requests, self.generation
-        suspects = self._executor.read_suspects() if was_ready else set()
-        is_poison = was_ready and self.client.on_death(suspects)
-        stacks = stacks or self._head.node.read_stacks(sender)
-        death = WorkerDeath(sender, stage, kind, cause, now, stacks)
-        actions = report(sender, cause, now, is_poison)
-        if was_ready and not any(isinstance(action, GiveUp) for action in actions):
-            self.deaths.begin_recovery(death)
-        evidence = self.deaths.keep_evidence(death, generation, num_requests, suspects)
-        self._execute(actions)
-        if not self._recovery.is_over:
-            log.warning(
-                "%s; requests: %d, sequences being computed: %d%s; evidence: %s",
-                cause,
-                num_requests,
-                len(suspects),
-                ", one of which has caused it and was ended" if is_poison else "",
-                evidence,
-            )
 
     def _schedule_timer(self) -> None:
         """Call `on_timer` of the recovery at its next deadline."""

@@ -15,8 +15,7 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.lifecycle import StageFailed
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
-from gllm.runtime import liveness_watch
-from gllm.runtime import supervisor as supervisor_module
+from gllm.runtime import death_handler, liveness_watch
 from gllm.runtime.supervisor import EngineError, Supervisor
 from tests.runtime.scripted_node import ScriptedNode, token_of
 
@@ -198,7 +197,7 @@ async def test_a_reported_failure_is_recovered() -> None:
 
 
 async def test_a_broken_session_is_recovered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "LOST_SECONDS", 0.05)
+    monkeypatch.setattr(death_handler, "LOST_SECONDS", 0.05)
     async with running() as (supervisor, node):
         task = asyncio.create_task(generate(supervisor, [1], 100))
         await until(lambda: supervisor.client.stats.running)

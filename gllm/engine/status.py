@@ -1,0 +1,33 @@
+"""Snapshot of an engine for metrics and probes."""
+
+from gllm.config.engine import EngineConfig
+from gllm.engine.interface import EngineStatus
+from gllm.runtime.supervisor import Supervisor
+
+
+def read_status(supervisor: Supervisor, config: EngineConfig) -> EngineStatus:
+    """Return the state and the counters of an engine."""
+    client, deaths = supervisor.client, supervisor.deaths
+    is_moving = client.stalled_seconds < config.health_timeout
+    return EngineStatus(
+        state=supervisor.state,
+        cause_of_death=supervisor.cause,
+        is_healthy=supervisor.state == "recovering"
+        or (supervisor.state in ("ready", "draining") and is_moving),
+        num_requests=client.num_requests,
+        stats=client.stats,
+        step_sizes=dict(client.step_sizes),
+        stage_loads=dict(client.stage_loads),
+        bubbles=client.bubbles,
+        num_kv_blocks=supervisor.num_blocks,
+        kv_cache_bytes=supervisor.kv_bytes,
+        block_size=config.scheduler.block_size,
+        generation=supervisor.generation,
+        recovering_since=supervisor.recovering_since,
+        recovery_cause=deaths.cause if supervisor.recovering_since is not None else "",
+        is_recovery_overdue=supervisor.is_recovery_overdue,
+        recoveries=dict(deaths.recoveries),
+        recovery_seconds=tuple(deaths.recovery_seconds),
+        num_resumed_requests=client.num_resumed_requests,
+        num_stale_frames=supervisor.num_stale_frames,
+    )
