@@ -74,7 +74,7 @@ class EndlessPipeline:
                 self._work.clear()
                 await self._work.wait()
             self._step()
-            while any(stream._deltas for stream in self._client._streams):
+            while any(stream.deltas for stream in self._client._streams):
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
 

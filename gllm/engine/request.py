@@ -113,7 +113,7 @@ def _delta(
     stopped_by_token = end is not None and end.stop_token_id is not None
     hides_last = stopped_by_token and not params.include_stop_str_in_output
     new_text, num_used, stop = detokenizer.push(tokens[:-1] if hides_last else tokens)
-    logprobs, error = piece.logprobs, ""
+    logprobs, error = piece.logprobs or [], ""
     reason: str | None = None
     stop_reason: int | str | None = None
     if stop is not None:
@@ -134,7 +134,7 @@ def _delta(
         cached_tokens=first.num_cached_tokens,
         queue_seconds=first.queue_seconds,
         logprobs=logprobs,
-        prompt_logprobs=piece.prompt_logprobs,
+        prompt_logprobs=piece.prompt_logprobs or [],
     )
 
 

@@ -35,10 +35,16 @@ def deliver(
     if message.details:
         _deliver_details(message.details, choices)
     for seq, token in zip(outcome.seqs, outcome.token_ids, strict=True):
-        if target := choices.get(seq):
+        target = choices.get(seq)
+        if target is not None:
             stream, choice, append = target
             append(token)
-            stream.delta(choice).tokens.append(token)
+            # A fast reader has a new delta for each token.
+            delta = stream.deltas.get(choice)
+            if delta is None:
+                stream.start_delta(choice, [token])
+            else:
+                delta.tokens.append(token)
     for first in outcome.first_tokens:
         if target := choices.get(first.seq):
             started = target.stream.entry.started
@@ -62,9 +68,11 @@ def _deliver_details(details: list[SampleDetails], choices: Mapping[int, Submitt
         entry, delta = target.stream.entry, target.stream.delta(target.choice)
         if row.prompt_logprobs and not entry.prompt_logprobs_sent:
             entry.prompt_logprobs_sent = True
-            delta.prompt_logprobs += row.prompt_logprobs
+            delta.prompt_logprobs = row.prompt_logprobs
         if row.embedding and not entry.embedding_sent:
             entry.embedding_sent = True
             delta.embedding = row.embedding
         if row.sampled is not None:
+            if delta.logprobs is None:
+                delta.logprobs = []
             delta.logprobs.append(row.sampled)

@@ -11,15 +11,19 @@ from gllm.runtime.journal import JournalEntry
 from gllm.scheduler.plan import FinishedSequence, FirstToken
 
 
-class TokenDelta(msgspec.Struct):
-    """New output of one choice since its stream was last read."""
+class TokenDelta(msgspec.Struct, gc=False):
+    """New output of one choice since its stream was last read.
 
-    tokens: list[int] = []
+    One is created per token of a fast reader, so it creates no lists that are seldom used.
+    """
+
+    tokens: list[int]
     """Token ids."""
-    logprobs: list[TokenLogprobs] = []
+    logprobs: list[TokenLogprobs] | None = None
     """Log-probability of each token, if requested."""
-    prompt_logprobs: list[TokenLogprobs] = []
-    """Log-probabilities of the prompt from its second token on; in the first delta."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Log-probabilities of the prompt from its second token on, if requested; in the first
+    delta."""
     embedding: bytes = b""
     """As in SampleDetails, if requested."""
     first: FirstToken | None = None
@@ -37,7 +41,7 @@ def _no_listener() -> None:
 class RequestStream:
     """Output of one request's choices, by index; a slow reader gets larger deltas."""
 
-    __slots__ = ("_deltas", "_listener", "_pending", "entry", "num_resumptions", "request_id")
+    __slots__ = ("_listener", "_pending", "deltas", "entry", "num_resumptions", "request_id")
 
     def __init__(
         self, entry: JournalEntry, request_id: str, pending: "list[RequestStream]"
@@ -56,7 +60,8 @@ class RequestStream:
         """Number of recoveries after which the request was submitted again."""
         self._listener: Callable[[], None] = _no_listener
         self._pending = pending
-        self._deltas: dict[int, TokenDelta] = {}
+        self.deltas: dict[int, TokenDelta] = {}
+        """Output that was not read, by choice."""
 
     @property
     def alive(self) -> set[int]:
@@ -65,16 +70,18 @@ class RequestStream:
 
     def delta(self, choice: int) -> TokenDelta:
         """Return the delta to which new output of a choice is added."""
-        delta = self._deltas.get(choice)
-        if delta is None:
-            if not self._deltas:
-                self._pending.append(self)
-            delta = self._deltas[choice] = TokenDelta()
+        return self.deltas.get(choice) or self.start_delta(choice, [])
+
+    def start_delta(self, choice: int, tokens: list[int]) -> TokenDelta:
+        """Start the delta of a choice that has none."""
+        if not self.deltas:
+            self._pending.append(self)
+        delta = self.deltas[choice] = TokenDelta(tokens)
         return delta
 
     def pop_deltas(self) -> dict[int, TokenDelta]:
         """Return the output since the last call, by choice."""
-        deltas, self._deltas = self._deltas, {}
+        deltas, self.deltas = self.deltas, {}
         return deltas
 
     def set_listener(self, listener: Callable[[], None]) -> None:
@@ -84,7 +91,7 @@ class RequestStream:
         has output. It must not raise.
         """
         self._listener = listener
-        if self._deltas:
+        if self.deltas:
             listener()
 
     def remove_listener(self) -> None:
@@ -93,7 +100,7 @@ class RequestStream:
 
     def notify(self) -> None:
         """Call the listener, unless another listener has read the output already."""
-        if self._deltas:
+        if self.deltas:
             self._listener()
 
     async def wait(self) -> None:

@@ -83,7 +83,7 @@ async def test_who_listens_is_not_told_again_before_taking():
     client, _ = connected()
     stream = client.submit([5], SequenceSamplingParams(), 8, [])
     heard = []
-    stream.set_listener(lambda: heard.append(len(stream._deltas[0].tokens)))
+    stream.set_listener(lambda: heard.append(len(stream.deltas[0].tokens)))
     brings(client, 0, 1, 2, 3)
     assert heard == [1]
     assert stream.pop_deltas()[0].tokens == [1, 2, 3]

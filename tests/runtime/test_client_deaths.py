@@ -42,8 +42,8 @@ class Reader:
         for choice, delta in self.stream.pop_deltas().items():
             assert choice not in self.ends, "nothing follows an end"
             self.tokens[choice] += delta.tokens
-            self.logprobs[choice] += [each.logprob for each in delta.logprobs]
-            self.prompt_logprobs += [each.token for each in delta.prompt_logprobs]
+            self.logprobs[choice] += [each.logprob for each in delta.logprobs or []]
+            self.prompt_logprobs += [each.token for each in delta.prompt_logprobs or []]
             self.embeddings += [delta.embedding] * bool(delta.embedding)
             self.num_first[choice] += delta.first is not None
             if delta.end is not None:
@@ -235,7 +235,7 @@ class EngineLife(RuleBasedStateMachine):
             for choice, text in enumerate(reader.texts):
                 tokens = reader.tokens[choice]
                 assert tokens == text[: len(tokens)]
-                assert reader.stream.entry.outputs[choice].tolist() == tokens
+                assert reader.stream.entry.outputs[choice] == tokens
                 assert reader.num_first[choice] == bool(tokens)
                 if reader.stream.entry.sampling.logprobs is not None:
                     assert reader.logprobs[choice] == [logprob_of(t).logprob for t in tokens]
