@@ -72,7 +72,7 @@ def test_every_cut_of_an_output(factory: GuideFactory, name: str, forces: bool) 
             for index in allowed.keys() & masks.keys():
                 assert allowed[index] == masks[index], (cut, index)
         num_forced += len(whole) - len(masks)
-    assert (num_forced > 0) == (forces and name != "lark")
+    assert (num_forced > 0) == forces
 
 
 def test_an_output_that_does_not_fit_fails_at_the_start(factory: GuideFactory) -> None:
