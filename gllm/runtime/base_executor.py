@@ -178,9 +178,6 @@ class BaseExecutor(ABC):
 
     def close(self) -> None:
         """See Executor."""
-        for state in self._states.values():
-            if state.guide is not None:
-                state.guide.cancel()
         self._states = {}
         self._mirror, self._tables = BlockTableReplica(), BlockTables()
         if self._folder is not None:
@@ -304,6 +301,10 @@ class BaseExecutor(ABC):
 
     def fail_sequences(self, error: str) -> None:
         """See Executor."""
+        for state in self._states.values():
+            if state.guide is not None:
+                # First, because a thread that waits for a mask may hold the guide's lock.
+                state.guide.cancel()
         fail_guides(self._states.values(), error)
 
     def bind_thread(self) -> None:

@@ -27,6 +27,7 @@ from gllm.runtime.device import trim_memory
 from gllm.runtime.driver import Driver
 from gllm.runtime.driver_setup import create_scheduler, dispatch_to_driver
 from gllm.runtime.executor import Executor
+from gllm.runtime.plan_record import PlanRecord
 from gllm.runtime.session import SessionError
 from gllm.runtime.stage import StageRunner
 from gllm.runtime.stage_loader import StageLoader
@@ -87,6 +88,7 @@ class StageInstance:
         """Workers that have reached the driver, its own included."""
         self._is_report_scheduled = False
         self._step_log: StepLogWriter | None = None
+        self._plan_record: PlanRecord | None = None
         if assignment.stage == 0:
             self._hub = self._bind_hub()
 
@@ -129,8 +131,10 @@ class StageInstance:
         """End the sessions and the driver; nothing is handled or reported any more."""
         self._is_closed = True
         self._driver = None
-        if self._step_log is not None:
-            self._step_log.close()
+        for file in (self._step_log, self._plan_record):
+            if file is not None:
+                file.close()
+        self._step_log = self._plan_record = None
         for connection in (self._hub, self._spoke):
             if connection is not None:
                 connection.close()
@@ -231,6 +235,11 @@ class StageInstance:
             return
         others = assignment.placement.senders[1:]
         scheduler, self._step_log = create_scheduler(assignment, config)
+        if assignment.plan_record is not None:
+            assert config.max_in_flight is not None
+            self._plan_record = PlanRecord(
+                assignment.plan_record, config.max_in_flight, config.max_num_seqs
+            )
         self._driver = Driver(
             scheduler,
             self._handle_message,
@@ -238,6 +247,7 @@ class StageInstance:
             self._head,
             last_stage_needs_prompts=executor.is_asynchronous,
             vocab_size=executor.model.vocab_size,
+            plan_record=self._plan_record,
         )
         self._on_stage_connected(assignment.sender)
 
