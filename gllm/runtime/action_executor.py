@@ -167,7 +167,7 @@ class ActionExecutor:
             case RejectParked(cause):
                 cause = f"{cause} from: {self._deaths.cause}"
                 log.error("%s", cause)
-                self._client.fail_all(cause, "unavailable")
+                self._client.reject_parked(cause)
             case GiveUp(cause):
                 self._listener.on_give_up(cause)
 

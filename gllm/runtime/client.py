@@ -229,11 +229,17 @@ class EngineClient:
         else:
             self._totals.on_report(message)
 
-    def fail_all(self, cause: str, error_kind: ErrorKind = "") -> None:
-        """End every request with an error, because the engine has died or does not recover."""
+    def reject_parked(self, cause: str) -> None:
+        """End the parked requests, because no driver was attached in time; a warm-up goes on."""
+        for stream in [each for each in self._streams if each.entry.is_parked]:
+            self._end(stream, stream.alive, "error", cause, "unavailable")
+        self._notify()
+
+    def fail_all(self, cause: str) -> None:
+        """End every request with an error, because the engine has died."""
         self.detach(cause)
         for stream in list(self._streams):
-            self._end(stream, stream.alive, "error", cause, error_kind)
+            self._end(stream, stream.alive, "error", cause)
         self._notify()
 
     def _submit(self, stream: RequestStream, send: SendFunction) -> None:

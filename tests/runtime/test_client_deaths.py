@@ -226,7 +226,7 @@ class EngineLife(RuleBasedStateMachine):
             return
         for reader in self.readers:
             reader.aborted |= reader.stream.alive
-        self.client.fail_all("too long", "unavailable")
+        self.client.reject_parked("too long")
         assert not any(each.stream.alive for each in self.readers)
 
     @invariant()

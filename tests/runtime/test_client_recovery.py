@@ -224,12 +224,17 @@ def test_a_warm_up_runs_before_parked_requests_and_is_not_resumed() -> None:
 def test_requests_of_an_engine_that_does_not_return_end(rig: Rig) -> None:
     stream = rig.submit(1, n=2)
     rig.die(0)
-    rig.client.fail_all("not back in 60 s", "unavailable")
+    warm_up = rig.client.submit_warm_up(rig.sent.append)
+    rig.client.reject_parked("not back in 60 s")
     deltas = stream.pop_deltas().values()
     assert [(d.end.error, d.error_kind) for d in deltas if d.end] == [
         ("not back in 60 s", "unavailable")
     ] * 2
+    (seq,) = warm_up.entry.seqs.values()
+    rig.report((seq, 7), ends=(seq,))
+    assert warm_up.pop_deltas()[0].tokens == [7], "the engine goes on to recover"
     assert rig.attach() == []
+    assert rig.submit(2).entry.seqs
 
 
 # Requests that kill workers.
