@@ -98,7 +98,8 @@ class Driver:
         except Exception as error:
             if not isinstance(error, ValueError):
                 log.exception("request %d could not be submitted", message.seq)
-            self._held.pop(message.seq, None)
+            if self._held.pop(message.seq, None) is not None:
+                self._record_held()
             self._fail(message.seq, message.n, str(error) or type(error).__name__)
 
     def reject(self, message: RejectedRequest) -> None:
@@ -129,6 +130,7 @@ class Driver:
         now = time.monotonic()
         if message.sampling.grammar:
             self._held[message.seq] = HeldRequest(request, now)
+            self._record_held()
         else:
             self.scheduler.add(request, now)
         self._register(message)
@@ -167,12 +169,20 @@ class Driver:
         held = self._held.pop(seq, None)
         if held is None:
             return 0
+        self._record_held()
         now = time.monotonic()
         age = held.request.age_seconds + now - held.submit_time
         request = held.request._replace(age_seconds=age)
         self.scheduler.add(request, now)
         self.scheduler.abort(sorted(self._aborted_choices.pop(seq, ())))
         return request.n
+
+    def _record_held(self) -> None:
+        """Record the held requests: a death may be due to the compilation of a grammar."""
+        if self._plan_record is not None:
+            requests = [held.request for held in self._held.values()]
+            seqs = [seq for each in requests for seq in range(each.seq, each.seq + each.n)]
+            self._plan_record.on_held(seqs)
 
     def reset_prefix_cache(self, message: ResetPrefixCache) -> None:
         """Empty the prefix cache."""

@@ -1,7 +1,8 @@
 """Record of uncommitted plans in shared memory, which outlives the driver that writes it.
 
-After the death of any worker the parent reads from it which sequences were being computed. It is
-consistent at every moment: the number of a slot's plan is written last and removed first.
+After the death of any worker the parent reads from it which sequences were being computed, or had
+their grammar compiled. It is consistent at every moment: the number of a slot's plan is written
+last and removed first.
 """
 
 import mmap
@@ -16,7 +17,10 @@ _HEADER = struct.Struct("=QQ")
 """Number of slots, and most rows of a slot."""
 _HEADER_WORDS = _HEADER.size // 8
 _SLOT_WORDS = 2
-"""Words of a slot before its rows: number of the plan plus one, 0 if there is none; rows."""
+"""Words of a slot before its rows: number of the plan plus one, 0 if there is none; rows.
+
+The last slot has the held requests, as plan 0.
+"""
 _seq_of = itemgetter(ScheduledRow._fields.index("seq"))
 """Faster than the attribute."""
 _MAX_READS = 3
@@ -24,7 +28,7 @@ _MAX_READS = 3
 
 
 class PlanRecord:
-    """Writing side: one slot per plan in flight, with the wire ids of its rows."""
+    """Writing side: a slot per plan in flight with its rows, and one for held requests."""
 
     def __init__(self, descriptor: int, max_in_flight: int, max_rows: int) -> None:
         """Size and map the memory.
@@ -34,31 +38,40 @@ class PlanRecord:
             max_in_flight: most uncommitted plans.
             max_rows: most rows of a plan; rows beyond are left out of the record.
         """
-        self._num_slots = max_in_flight
+        self._max_in_flight = max_in_flight
         self._max_rows = max_rows
         self._stride = _SLOT_WORDS + max_rows
-        size = 8 * (_HEADER_WORDS + self._stride * max_in_flight)
+        num_slots = max_in_flight + 1
+        size = 8 * (_HEADER_WORDS + self._stride * num_slots)
         os.ftruncate(descriptor, size)
         self._memory = mmap.mmap(descriptor, size)
         self._words = memoryview(self._memory).cast("Q")
-        _HEADER.pack_into(self._memory, 0, max_in_flight, max_rows)
+        _HEADER.pack_into(self._memory, 0, num_slots, max_rows)
 
     def on_scheduled(self, plan: StepPlan) -> None:
         """Record a plan; called before any stage gets it."""
-        seqs = array("Q", list(map(_seq_of, plan.rows)))
-        if len(seqs) > self._max_rows:
-            seqs = seqs[: self._max_rows]
-        words = self._words
-        slot = _HEADER_WORDS + plan.step % self._num_slots * self._stride
-        begin = slot + _SLOT_WORDS
-        words[slot] = 0
-        words[slot + 1] = len(seqs)
-        words[begin : begin + len(seqs)] = memoryview(seqs)
-        words[slot] = plan.step + 1
+        index = plan.step % self._max_in_flight
+        self._write(index, plan.step + 1, list(map(_seq_of, plan.rows)))
 
     def on_committed(self, step: int) -> None:
         """Remove a plan."""
-        self._words[_HEADER_WORDS + step % self._num_slots * self._stride] = 0
+        self._words[_HEADER_WORDS + step % self._max_in_flight * self._stride] = 0
+
+    def on_held(self, seqs: list[int]) -> None:
+        """Record the sequences whose grammar is being compiled, in place of those before."""
+        self._write(self._max_in_flight, 1 if seqs else 0, seqs)
+
+    def _write(self, index: int, number: int, seqs: list[int]) -> None:
+        """Write a slot."""
+        if len(seqs) > self._max_rows:
+            seqs = seqs[: self._max_rows]
+        words = self._words
+        slot = _HEADER_WORDS + index * self._stride
+        begin = slot + _SLOT_WORDS
+        words[slot] = 0
+        words[slot + 1] = len(seqs)
+        words[begin : begin + len(seqs)] = memoryview(array("Q", seqs))
+        words[slot] = number
 
     def close(self) -> None:
         """Unmap the memory; the parent can still read it."""
@@ -67,7 +80,7 @@ class PlanRecord:
 
 
 def read_uncommitted(descriptor: int) -> set[int]:
-    """Return the wire ids of all rows in uncommitted plans.
+    """Return the wire ids of all rows in uncommitted plans and of held requests.
 
     Args:
         descriptor: of the memory file; no plan is recorded if no driver has sized it.

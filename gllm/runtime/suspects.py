@@ -1,9 +1,9 @@
 """Find the request that kills workers.
 
-A death is counted for each request with rows in a plan that had not committed. From its second
-death on a request is a suspect and runs alone. If a worker dies while only a suspect runs, that
-request is to blame: it ends, and equal requests are refused for a while. A new token clears a
-request. Pure: time is an argument.
+A death is counted for each request with rows in a plan that had not committed, or whose grammar was
+being compiled. From its second death on a request is a suspect and runs alone. If a worker dies
+while only a suspect runs, that request is to blame: it ends, and equal requests are refused for a
+while. A new token clears a request. Pure: time is an argument.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

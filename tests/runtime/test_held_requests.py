@@ -4,6 +4,7 @@ from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.runtime.driver import Driver
+from gllm.runtime.plan_record import PlanRecord, read_uncommitted
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, SchedulerStats, StepResult
 from gllm.scheduler.scheduler import Scheduler
@@ -129,3 +130,31 @@ def test_the_last_stage_registers_outputs_of_held_requests_too() -> None:
     driver.commit(StepDone(StepResult(0, [SampledToken(4, 0, 9)])))
     driver.run_turn()
     assert [row.seq for row in told[-1].plan.rows] == [4, 5]
+
+
+def test_held_requests_are_recorded_for_the_parent(tmp_path) -> None:
+    """The compilation of a grammar may end the worker."""
+    with open(tmp_path / "plans", "w+b") as file:
+        told: list = []
+        config = SchedulerConfig(async_scheduling=False).resolve(1, 20, 100)
+        record = PlanRecord(file.fileno(), 2, 8)
+        driver = Driver(Scheduler(config), told.append, [], Frontend(), plan_record=record)
+
+        def recorded() -> set[int]:
+            return read_uncommitted(file.fileno())
+
+        submit(driver, 0, "grammar", n=2)
+        submit(driver, 2, "grammar")
+        assert recorded() == {0, 1, 2}
+        driver.on_grammar_ready(GrammarReady(0, "it is odd"))
+        assert recorded() == {2}
+        driver.on_grammar_ready(GrammarReady(2))
+        assert recorded() == set(), "it waits for its turn"
+        driver.run_turn()
+        assert recorded() == {2}
+        submit(driver, 3, "grammar")
+        driver.abort(AbortSequences([3]))
+        assert recorded() == {2}
+        driver.commit(StepDone(StepResult(0, [SampledToken(2, 0, 9)])))
+        assert recorded() == set()
+        record.close()

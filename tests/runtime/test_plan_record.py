@@ -42,6 +42,19 @@ def test_rows_are_recorded_from_the_plan_to_the_commit(descriptor: int) -> None:
     assert read_uncommitted(descriptor) == {4}, "it outlives the writer"
 
 
+def test_held_requests_are_recorded_beside_the_plans(descriptor: int) -> None:
+    record = PlanRecord(descriptor, 2, 3)
+    record.on_held([7, 8])
+    for step in range(5):
+        record.on_scheduled(plan_of(step, [step]))
+        assert read_uncommitted(descriptor) == {7, 8, step}
+        record.on_committed(step)
+    record.on_held([8, 10, 11, 12])
+    assert read_uncommitted(descriptor) == {8, 10, 11}
+    record.on_held([])
+    assert read_uncommitted(descriptor) == set()
+
+
 def test_rows_beyond_the_slot_are_left_out(descriptor: int) -> None:
     record = PlanRecord(descriptor, 2, 3)
     record.on_scheduled(plan_of(0, [1, 2, 3, 4, 5]))
