@@ -128,4 +128,5 @@ class DeathHandler:
                 len(suspects),
                 ", one of which has caused it and was ended" if is_poison else "",
                 evidence,
+                extra={"about": sender},
             )

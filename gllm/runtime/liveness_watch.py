@@ -71,5 +71,6 @@ class LivenessWatch:
     def _report(self, sender: int, cause: str) -> None:
         """Report a frozen worker, once it had the time to write its stacks."""
         if not self._recovery.is_exiting(sender):
-            log.warning("%s; its stacks: %s", cause, self._node.read_stacks(sender) or "none")
+            stacks = self._node.read_stacks(sender) or "none"
+            log.warning("%s; its stacks: %s", cause, stacks, extra={"about": sender})
             self._on_frozen(sender, cause)

@@ -201,14 +201,7 @@ class Supervisor:
         if self._is_stopped:
             return
         self._is_stopped = True
-        senders = self._recovery.senders
         self._die("the engine was stopped")
-        for sender in senders:
-            # A process that has not connected yet has nothing to finish.
-            if sender in self._head.socket.connecting:
-                self._head.node.kill(sender)
-            else:
-                self._head.hub.send(sender, Shutdown())
         await self._head.node.stop()
         self._head.hub.close()
         self._context.term()
@@ -267,8 +260,20 @@ class Supervisor:
             self._liveness.close()
         self.client.fail_all(cause)
         self._executor.commands.fail_all(cause)
+        self._end_workers()
         self._has_changed.set()
         self.died.set()
+
+    def _end_workers(self) -> None:
+        """Let all workers end; `stop` waits for them."""
+        if self._executor.head is None:
+            return
+        for sender in self._recovery.senders:
+            # A process that has not connected yet has nothing to finish.
+            if sender in self._head.socket.connecting:
+                self._head.node.kill(sender)
+            else:
+                self._head.hub.send(sender, Shutdown())
 
     def _on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
         try:
@@ -362,5 +367,10 @@ class Supervisor:
         for action in actions:
             if isinstance(action, KillWorker):
                 stage = self._recovery.stage_of(action.sender)
-                log.warning("the worker of stage %s is killed: %s", stage, action.cause)
+                log.warning(
+                    "the worker of stage %s is killed: %s",
+                    stage,
+                    action.cause,
+                    extra={"about": action.sender},
+                )
         self._execute(actions)

@@ -154,6 +154,7 @@ async def test_without_restarts_the_first_death_ends_the_engine() -> None:
         assert supervisor.cause == error
         assert supervisor.deaths.recoveries == {}
         assert await supervisor.reset_prefix_cache() == error
+        await until(lambda: not node.workers)
 
 
 async def test_a_place_that_keeps_dying_ends_the_engine() -> None:
