@@ -1,0 +1,60 @@
+"""Programs that embed the engine survive the death of a worker."""
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cpu.watch import tree
+from examples import survive
+from gllm.config.sampling import SamplingParams
+from gllm.engine.llm import LLM
+from tests.e2e.server import wait_until
+
+PROMPTS = ["Once upon a time", "There was once a fox", "Not far from here", "The old man said"]
+NUM_TOKENS = 150
+KILL_AFTER = 40
+"""Decoded tokens of all prompts after which the worker dies, of PROMPTS * NUM_TOKENS."""
+
+
+def worker(stage: int) -> int:
+    """Process id of this process's worker of a stage."""
+    title = f"gllm-stage-{stage}".encode()
+    own = [pid for pid in tree(os.getpid()) if pid != os.getpid()]
+    (found,) = (pid for pid in own if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title))
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["driver", "last stage"])
+def test_llm_generate_survives_a_kill(victim: int) -> None:
+    """All prompts end with the tokens and log-probabilities of an undisturbed run."""
+    params = SamplingParams(
+        temperature=1, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1
+    )
+    with LLM("demo", progress=False, pipeline_parallel_size=2) as llm:
+        undisturbed = llm.generate(PROMPTS, params)
+        engine = llm._engine
+        before = engine.status().stats.decode_tokens
+
+        def kill() -> None:
+            wait_until(lambda: engine.status().stats.decode_tokens >= before + KILL_AFTER)
+            os.kill(worker(victim), signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        survived = llm.generate(PROMPTS, params)
+        killer.join()
+        status = engine.status()
+    assert survived == undisturbed
+    assert dict(status.recoveries) == {"killed": 1}
+    assert status.num_resumed_requests == len(PROMPTS)
+
+
+def test_the_example_streams_on(capfd: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(survive.main())
+    printed = capfd.readouterr().out
+    assert f"[{survive.VICTIM} is killed]" in printed
+    assert printed.endswith("same text\n")
