@@ -1,0 +1,135 @@
+"""A fake model: a token is a hash of all tokens before it, computed stage by stage over KV blocks.
+
+A token that is lost, doubled or computed from blocks of another sequence changes all that follow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gllm.messages.steps import RegisterSequences
+from gllm.scheduler.block_table_replica import BlockTableReplica
+from gllm.scheduler.plan import ON_DEVICE, SampledToken, ScheduledRow, StepPlan, StepResult
+
+VOCAB_SIZE = 1000
+_MASK = 2**64 - 1
+
+Values = list[list[int]]
+"""Of each row of a step, the value of each position."""
+
+
+def mix(first: int, second: int) -> int:
+    """Return a hash of two numbers."""
+    value = (first * 0x9E3779B97F4A7C15 + second * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) & _MASK
+    return (value ^ value >> 29) * 0xBF58476D1CE4E5B9 & _MASK
+
+
+def sample(value: int, choice: int, history: Sequence[int]) -> int:
+    """Return the token after a position, which also depends on the choice and its last tokens."""
+    for each in (choice, len(history), *history[-2:]):
+        value = mix(value, each)
+    return value % VOCAB_SIZE
+
+
+def generate(
+    prompt: list[int], choice: int, max_tokens: int, stop_ids: Sequence[int], num_stages: int
+) -> tuple[list[int], str]:
+    """Return what a request generates, and the reason of its end."""
+    values = [0] * num_stages
+    output: list[int] = []
+    for position in range(len(prompt) + max_tokens):
+        if position >= len(prompt):
+            token = sample(values[-1], choice, output)
+            output.append(token)
+            if token in stop_ids:
+                return output, "stop"
+        value = prompt[position] if position < len(prompt) else output[-1]
+        for stage in range(num_stages):
+            value = values[stage] = mix(values[stage], value)
+    return output, "length"
+
+
+@dataclass
+class KnownSequence:
+    """What the last stage knows of a sequence."""
+
+    choice: int
+    prompt_len: int
+    history: list[int]
+
+
+@dataclass
+class Stage:
+    """The arithmetic of one stage."""
+
+    block_size: int
+    is_last: bool
+    replica: BlockTableReplica = field(default_factory=BlockTableReplica)
+    cache: dict[int, int] = field(default_factory=dict)
+    """Value by slot."""
+    sequences: dict[int, KnownSequence] = field(default_factory=dict)
+    sampled: dict[int, int] = field(default_factory=dict)
+    """Last token of each sequence, for rows that are planned before it is known."""
+
+    def register(self, message: RegisterSequences) -> None:
+        for index in range(message.n):
+            seq = message.seq + index
+            self.replica.register(seq, message.prompt_len, message.prompt)
+            if self.is_last:
+                choice = message.choices[index] if message.choices else index
+                history = list(message.outputs[index]) if message.outputs else []
+                self.sequences[seq] = KnownSequence(choice, message.prompt_len, history)
+
+    def prepare(self, plan: StepPlan) -> list[tuple[ScheduledRow, list[int], list[int]]]:
+        """Return each row with its prompt and its block table."""
+        views = self.replica.apply(plan)
+        rows = [
+            (row, view.prompt_token_ids, list(view.block_ids))
+            for row, view in zip(plan.rows, views, strict=True)
+        ]
+        self.replica.release(plan.released_seqs)
+        return rows
+
+    def compute(
+        self, rows: list[tuple[ScheduledRow, list[int], list[int]]], hidden: Values | None
+    ) -> Values:
+        """Compute the values of each row; `hidden`: of the previous stage."""
+        values = []
+        for index, (row, prompt, blocks) in enumerate(rows):
+            inputs = self._tokens(row, prompt) if hidden is None else hidden[index]
+            assert len(inputs) == row.num_tokens, f"{len(inputs)} inputs of {row}"
+            value = self.cache[self._slot(blocks, row.start - 1)] if row.start else 0
+            own = []
+            for position, each in enumerate(inputs, start=row.start):
+                value = self.cache[self._slot(blocks, position)] = mix(value, each)
+                own.append(value)
+            values.append(own)
+        return values
+
+    def sample(self, plan: StepPlan, values: Values) -> StepResult:
+        """Sample the tokens of a step."""
+        tokens = []
+        for row, own in zip(plan.rows, values, strict=True):
+            if not row.should_sample:
+                continue
+            sequence = self.sequences[row.seq]
+            # A token for each position beyond the prompt is known, and no more.
+            end = row.start + row.num_tokens
+            while len(sequence.history) > end - sequence.prompt_len:
+                # It was sampled before, but the sequence had lost its blocks.
+                sequence.history.pop()
+            assert end == sequence.prompt_len + len(sequence.history), f"{row}"
+            token = sample(own[-1], sequence.choice, sequence.history)
+            sequence.history.append(token)
+            self.sampled[row.seq] = token
+            tokens.append(SampledToken(row.seq, row.epoch, token))
+        for seq in plan.released_seqs:
+            self.sequences.pop(seq, None)
+        return StepResult(plan.step, tokens)
+
+    def _tokens(self, row: ScheduledRow, prompt: list[int]) -> list[int]:
+        own = [self.sampled[row.seq] if t == ON_DEVICE else t for t in row.token_ids]
+        num_prompt = max(0, min(row.num_tokens, len(prompt) - row.start))
+        return prompt[row.start : row.start + num_prompt] + own
+
+    def _slot(self, blocks: list[int], position: int) -> int:
+        return blocks[position // self.block_size] * self.block_size + position % self.block_size

@@ -1,0 +1,104 @@
+"""A simulated node: it spawns, kills and reaps simulated workers."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from gllm.cluster.liveness import ProcessSample
+from gllm.cluster.placement import Placement
+from gllm.config.engine import EngineConfig
+from gllm.runtime.assignment import StageAssignment, WorkerIdentity
+from gllm.runtime.node import Node, OnExit
+from tests.simulation.network import Process
+from tests.simulation.workers import Assignment, Worker, World
+
+
+class SimulatedNode(Node):
+    """Workers on the virtual clock."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__("simulated")
+        self.world = world
+        self.workers: dict[int, Worker] = {}
+        """Those that have not been reaped."""
+        self.num_deaths = 0
+        """Ends of processes that nobody asked for, and those of the killed ones."""
+        self._on_exit: OnExit | None = None
+        self._address = ""
+
+    def watch(self, on_exit: OnExit) -> None:
+        self._on_exit = on_exit
+
+    def spawn(self, identity: WorkerIdentity) -> None:
+        process = Process(self.world.loop, f"worker {identity.sender}")
+        process.slowness = self.world.rng.choice([1.0, 1.0, 1.0, 1.0, 10.0])
+        worker = self.workers[identity.sender] = Worker(self.world, process, identity)
+        worker.on_end = lambda description: self._reap(identity.sender, description)
+        if not process.is_alive:
+            self._reap(identity.sender, f"process {identity.sender} was killed by SIGKILL")
+
+    def kill(self, sender: int) -> None:
+        worker = self.workers.get(sender)
+        if worker is not None and worker.process.is_alive:
+            worker.process.end(is_killed=True)
+            self._reap(sender, f"process {sender} was killed by SIGKILL")
+
+    def sample(self, sender: int) -> ProcessSample | None:
+        worker = self.workers.get(sender)
+        if worker is None or not worker.process.is_alive:
+            return None
+        stopped = worker.process.is_stopped
+        return ProcessSample(stopped, 0.0 if stopped else self.world.loop.time())
+
+    def dump_stacks(self, sender: int) -> None:
+        """There are none."""
+
+    def read_stacks(self, sender: int) -> str:
+        return ""
+
+    async def stop(self) -> None:
+        deadline = self.world.loop.time() + 5.0
+        while self.workers and self.world.loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        for sender in list(self.workers):
+            self.kill(sender)
+        self._on_exit = None
+
+    def assign(
+        self,
+        placement: Placement,
+        config: EngineConfig,
+        folder: Path,
+        plan_record: int | None = None,
+        restart_cause: str = "",
+        num_resumed_requests: int = 0,
+    ) -> None:
+        self.on_generation_ready()
+        self._address = f"driver of {placement.generation}"
+        for sender in placement.senders:
+            worker = self.workers.get(sender)
+            if worker is None:
+                continue
+            is_driver = placement.stage_of(sender) == 0 and plan_record is not None
+            record = os.dup(plan_record) if is_driver and plan_record is not None else None
+            assignment = Assignment(placement, sender, config, self._address, record)
+            self.world.loop.call_later(
+                self.world.rng.uniform(0.0, 0.01), worker.process.run, worker.assign, assignment
+            )
+
+    def on_generation_ready(self) -> None:
+        self.world.network.bound.pop(self._address, None)
+
+    def _send(self, assignment: StageAssignment) -> None:
+        raise NotImplementedError
+
+    def _reap(self, sender: int, description: str) -> None:
+        self.num_deaths += 1
+        self.world.loop.call_later(
+            self.world.rng.choice([0.0001, 0.01, 0.3]), self._report, sender, description
+        )
+
+    def _report(self, sender: int, description: str) -> None:
+        self.workers.pop(sender, None)
+        if self._on_exit is not None:
+            self._on_exit(sender, description)

@@ -1,0 +1,383 @@
+"""One life of an engine on the virtual clock: requests, faults, and what must hold."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gllm.config.engine import EngineConfig
+from gllm.messages.requests import PoisonRequestError
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.observability.logs import DEFAULT_LOG_CONFIG
+from gllm.runtime import deaths as deaths_module
+from gllm.runtime import supervisor as supervisor_module
+from gllm.runtime.request_stream import RequestStream
+from gllm.runtime.supervisor import EngineError, Supervisor
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.model import VOCAB_SIZE, generate
+from tests.simulation.network import Context, Hub, Network, Process
+from tests.simulation.node import SimulatedNode
+from tests.simulation.workers import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    NUM_BLOCKS,
+    POISON_TOKEN,
+    World,
+)
+
+MOMENTS = (
+    "spawn",
+    "connected",
+    "loading",
+    "initialize",
+    "ready",
+    "prefill",
+    "decode",
+    "closing",
+    "closed",
+)
+LAST_WAIT_SECONDS = 1200.0
+"""Time after the last fault in which everything has to end."""
+
+
+@dataclass
+class Limits:
+    """Size of a scenario."""
+
+    num_requests: int = 12
+    seconds: float = 60.0
+    """Time in which requests arrive and faults strike."""
+    num_faults: int = 5
+    """Those at random times; at moments of processes up to four times as many strike."""
+    max_restarts: int | None = None
+    """None: drawn."""
+    poison_share: float = 0.2
+    """Share of lives with requests that kill the stage that computes them."""
+
+
+@dataclass
+class Reader:
+    """A request and what its reader has got."""
+
+    stream: RequestStream
+    prompt: list[int]
+    max_tokens: int
+    stop_ids: list[int]
+    n: int
+    tokens: list[list[int]] = field(default_factory=list)
+    ends: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """By choice, the finish reason and the kind of error."""
+    num_firsts: list[int] = field(default_factory=list)
+    is_aborted: bool = False
+
+    @property
+    def is_poison(self) -> bool:
+        return self.prompt[0] == POISON_TOKEN
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.ends) == self.n
+
+    def read(self) -> None:
+        for choice, delta in self.stream.pop_deltas().items():
+            assert choice not in self.ends, "output after the end"
+            self.tokens[choice] += delta.tokens
+            self.num_firsts[choice] += delta.first is not None
+            if delta.end is not None:
+                self.ends[choice] = (delta.end.finish_reason, delta.error_kind)
+
+
+class HeadAddress:
+    """Address of the head's hub."""
+
+    def __init__(self, hub: Any) -> None:
+        self.connecting: set[int] = set()
+        self._hub = hub
+        hub.bind("head")
+
+    def expect(self, sender: int) -> str:
+        self._hub.expect(sender)
+        self.connecting.add(sender)
+        return "head"
+
+    def on_connected(self, sender: int) -> None:
+        self.connecting.discard(sender)
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+class Scenario:
+    """Draws a life from a seed and plays it."""
+
+    def __init__(self, seed: int, limits: Limits) -> None:
+        self.rng = Random(seed)
+        self.limits = limits
+        self.loop = VirtualLoop()
+        self.network = Network(self.loop, self.rng)
+        self.world = World(self.loop, self.rng, self.network, self._on_moment)
+        self.node = SimulatedNode(self.world)
+        self.num_stages = self.rng.randint(1, 4)
+        self.max_restarts = self.rng.choice([0, 3, 3, 50, 50, 50])
+        if limits.max_restarts is not None:
+            self.max_restarts = limits.max_restarts
+        self.recovery_timeout = self.rng.choice([3.0, 60.0, 60.0])
+        self.readers: list[Reader] = []
+        self.faults: Counter[str] = Counter()
+        self.rates = {moment: self.rng.choice([0.0, 0.0, 0.002, 0.05]) for moment in MOMENTS}
+        """Probability of a fault at each moment of a process."""
+        self.has_poison = self.rng.random() < limits.poison_share
+        self.end_time = 0.0
+        self.has_been_overdue = False
+        """True if requests ended because a recovery took too long."""
+        self.supervisor = self._create_supervisor()
+
+    def play(self) -> None:
+        """Play the life and check it.
+
+        Raises:
+            AssertionError: an invariant does not hold.
+        """
+        with self._patched():
+            try:
+                self.loop.run_until_complete(self._run())
+            finally:
+                for task in asyncio.all_tasks(self.loop):
+                    task.cancel()
+                self.loop.close()
+        if self.loop.errors:
+            raise self.loop.errors[0]
+        self._check()
+
+    async def _run(self) -> None:
+        start = self.loop.time()
+        self.end_time = start + self.limits.seconds
+        self._draw_faults(start)
+        try:
+            await asyncio.wait_for(
+                self.supervisor.start(Path("demo"), self.node, DEFAULT_LOG_CONFIG),
+                LAST_WAIT_SECONDS + self.limits.seconds,
+            )
+        except EngineError:
+            assert self.supervisor.state == "dead"
+            return
+        while self.loop.time() < self.end_time and len(self.readers) < self.limits.num_requests:
+            await asyncio.sleep(
+                self.rng.expovariate(self.limits.num_requests / self.limits.seconds)
+            )
+            self._submit()
+        await asyncio.sleep(max(0.0, self.end_time - self.loop.time()))
+        # What is stopped and was not found goes on; no fault strikes any more.
+        self.network.late_share = 0.0
+        for worker in self.node.workers.values():
+            worker.process.resume()
+        deadline = self.loop.time() + LAST_WAIT_SECONDS
+        while not all(reader.is_done for reader in self.readers) or self.supervisor.state in (
+            "loading",
+            "recovering",
+        ):
+            assert self.loop.time() < deadline, self._describe()
+            await asyncio.sleep(0.5)
+        if self.supervisor.state == "ready":
+            await self._submit_last(deadline)
+        await self.supervisor.stop()
+        assert not self.node.workers, "processes are left"
+
+    async def _submit_last(self, deadline: float) -> None:
+        """Check that the engine serves after all faults."""
+        self._submit(is_last=True)
+        while not self.readers[-1].is_done:
+            assert self.loop.time() < deadline, self._describe()
+            await asyncio.sleep(0.1)
+
+    def _submit(self, is_last: bool = False) -> None:
+        rng, supervisor = self.rng, self.supervisor
+        # As in EngineStatus.accepts_requests.
+        if supervisor.state not in ("ready", "recovering") or supervisor.is_recovery_overdue:
+            return
+        # Few prompts, so that prefixes are shared.
+        prompt = [rng.randrange(3) for _ in range(rng.randint(1, 3))]
+        prompt += [rng.randrange(10) for _ in range(rng.choice([0, 3, 20, 40]))]
+        if self.has_poison and rng.random() < 0.15 and not is_last:
+            prompt[0] = POISON_TOKEN
+        max_tokens = rng.randint(1, MAX_MODEL_LEN - len(prompt))
+        stop_ids = rng.sample(range(VOCAB_SIZE), 8) if rng.random() < 0.5 else []
+        n = rng.choice([1, 1, 1, 2, 3])
+        try:
+            stream = supervisor.client.submit(
+                prompt, SequenceSamplingParams(), max_tokens, stop_ids, n, rng.choice([0, 0, 1])
+            )
+        except PoisonRequestError:
+            assert prompt[0] == POISON_TOKEN or self.num_deaths > 2
+            return
+        reader = Reader(stream, prompt, max_tokens, stop_ids, n, [[] for _ in range(n)])
+        reader.num_firsts = [0] * n
+        stream.set_listener(lambda: self._read(reader))
+        self.readers.append(reader)
+        if rng.random() < 0.1 and not is_last:
+            self.loop.call_later(rng.uniform(0.0, 5.0), self._abort, reader)
+
+    def _read(self, reader: Reader) -> None:
+        reader.read()
+        if any(kind == "unavailable" for _, kind in reader.ends.values()):
+            self.has_been_overdue |= self.supervisor.is_recovery_overdue
+
+    def _abort(self, reader: Reader) -> None:
+        reader.is_aborted = True
+        self.supervisor.client.abort_streams([reader.stream])
+
+    # Faults.
+
+    def _draw_faults(self, start: float) -> None:
+        """Draw faults at random times; others strike at moments of processes."""
+        rng = self.rng
+        for _ in range(self.limits.num_faults):
+            when = start + rng.uniform(0.0, self.limits.seconds)
+            fault = rng.choice([self._kill, self._kill, self._stop, self._cut, self._delay_frames])
+            self.loop.call_at(when, fault)
+
+    @property
+    def num_deaths(self) -> int:
+        return self.node.num_deaths
+
+    def _on_moment(self, moment: str, process: Process) -> None:
+        if moment == "poison":
+            self._end(process, "poison")
+            return
+        if self.loop.time() > self.end_time or self.faults.total() >= 4 * self.limits.num_faults:
+            return
+        if self.rng.random() < self.rates[moment]:
+            if self.rng.random() < 0.7:
+                self._end(process, moment)
+            else:
+                self._freeze(process, moment)
+
+    def _victims(self) -> list[Process]:
+        return [each.process for each in self.node.workers.values() if each.process.is_alive]
+
+    def _kill(self) -> None:
+        if victims := self._victims():
+            self._end(self.rng.choice(victims), "time")
+
+    def _stop(self) -> None:
+        if victims := self._victims():
+            self._freeze(self.rng.choice(victims), "time")
+
+    def _cut(self) -> None:
+        """Cut a connection between living processes."""
+        connections = [each for process in self._victims() for each in process.connections]
+        if connections:
+            self.faults["cut"] += 1
+            self.rng.choice(connections).cut()
+
+    def _delay_frames(self) -> None:
+        self.faults["late"] += 1
+        self.network.late_share = self.rng.choice([0.01, 0.2])
+        self.loop.call_later(self.rng.uniform(0.1, 10.0), self._end_delays)
+
+    def _end_delays(self) -> None:
+        self.network.late_share = 0.0
+
+    def _end(self, process: Process, moment: str) -> None:
+        """Kill a process."""
+        self.faults[f"killed at {moment}"] += 1
+        sender = next(
+            (s for s, worker in self.node.workers.items() if worker.process is process), None
+        )
+        if sender is None:
+            process.end(is_killed=True)
+        else:
+            self.node.kill(sender)
+
+    def _freeze(self, process: Process, moment: str) -> None:
+        self.faults[f"stopped at {moment}"] += 1
+        process.stop()
+        self.loop.call_later(self.rng.choice([0.1, 5.0, 30.0]), process.resume)
+
+    # Checks.
+
+    def _check(self) -> None:
+        for reader in self.readers:
+            for choice in range(reader.n):
+                self._check_choice(reader, choice)
+
+    def _check_choice(self, reader: Reader, choice: int) -> None:
+        tokens, reason = generate(
+            reader.prompt, choice, reader.max_tokens, reader.stop_ids, self.num_stages
+        )
+        got = reader.tokens[choice]
+        assert choice in reader.ends, "a choice without an end"
+        end, kind = reader.ends[choice]
+        assert got == tokens[: len(got)], f"choice {choice}: {got} instead of {tokens}"
+        assert reader.num_firsts[choice] == bool(got)
+        if end == "abort":
+            assert reader.is_aborted
+        elif end == "error":
+            self._check_error(reader, kind)
+        else:
+            assert (got, end) == (tokens, reason)
+            assert not reader.is_poison
+
+    def _check_error(self, reader: Reader, kind: str) -> None:
+        """Check that there was a reason for an error."""
+        if kind == "poison":
+            assert self.num_deaths > 2
+        elif kind == "unavailable":
+            assert self.has_been_overdue
+        else:
+            assert self.supervisor.cause, self._describe()
+            assert self.num_deaths > self.max_restarts
+
+    def _describe(self) -> str:
+        recovery = self.supervisor._recovery
+        waiting = [
+            (reader.prompt, reader.ends, reader.stream.entry.seqs)
+            for reader in self.readers
+            if not reader.is_done
+        ]
+        return (
+            f"{self.supervisor.state}, {recovery.state}, generation {recovery.generation}, "
+            f"{recovery._workers}, {recovery._places}, waiting: {waiting}, faults: {self.faults}"
+        )
+
+    # Setup.
+
+    def _create_supervisor(self) -> Supervisor:
+        config = EngineConfig.from_options(
+            "demo",
+            pipeline_parallel_size=self.num_stages,
+            max_model_len=MAX_MODEL_LEN,
+            kv_cache_memory=NUM_BLOCKS * self.num_stages * 1000,
+            block_size=BLOCK_SIZE,
+            max_prefill_tokens=32,
+            min_prefill_tokens=4,
+            max_num_seqs=self.rng.choice([2, 8]),
+            max_restarts=self.max_restarts,
+            recovery_timeout=self.recovery_timeout,
+            standby_workers=self.rng.choice([0, 0, 1, 2]),
+        )
+        layers = [range(stage, stage + 1) for stage in range(self.num_stages)]
+        return Supervisor(config, layers, lambda done, total: None)
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        """Replace sockets, the clock and files."""
+        head = Context(self.network, Process(self.loop, "head"))
+        jitter = Random(self.rng.random())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(supervisor_module, "Hub", Hub)
+            patch.setattr(supervisor_module, "HeadSocket", HeadAddress)
+            patch.setattr(supervisor_module, "zmq", SimpleNamespace(Context=lambda: head))
+            patch.setattr("secrets.randbits", self.rng.getrandbits)
+            patch.setattr(self.supervisor._recovery, "_jitter", jitter)
+            patch.setattr(deaths_module.DeathLog, "keep_evidence", lambda *_: None)
+            patch.setattr(time, "monotonic", self.loop.time)
+            yield
