@@ -68,13 +68,40 @@ def compiled_kernels() -> Iterator[None]:
         yield
 
 
-async def generate(engine: Engine, name: str) -> list[ChoiceResult]:
-    """The results of a request's choices."""
-    params = REQUESTS[name]
-    prompt = [11 + len(name), *range(20, 20 + 3 * len(name)), 5]
-    deltas: list[list[Any]] = [[] for _ in range(params.n)]
-    async for delta in engine.generate(prompt, params):
-        deltas[delta.index].append(delta)
+class Readers:
+    """Readers of requests, and how far each of them has come."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.num_deltas: dict[str, int] = {}
+        """Deltas of each running request."""
+
+    async def generate(self, name: str) -> list[ChoiceResult]:
+        """Return the results of a request's choices."""
+        params = REQUESTS[name]
+        prompt = [11 + len(name), *range(20, 20 + 3 * len(name)), 5]
+        deltas: list[list[Any]] = [[] for _ in range(params.n)]
+        self.num_deltas[name] = 0
+        async for delta in self.engine.generate(prompt, params):
+            deltas[delta.index].append(delta)
+            self.num_deltas[name] += 1
+        del self.num_deltas[name]
+        return results_of(deltas)
+
+    async def run_all(self) -> dict[str, list[ChoiceResult]]:
+        """Run all requests at the same time."""
+        results = await asyncio.gather(*map(self.generate, REQUESTS))
+        return dict(zip(REQUESTS, results, strict=True))
+
+    async def wait_for_progress(self) -> None:
+        """Wait until each request has new output: no death is then any request's fault."""
+        begin = dict(self.num_deltas)
+        while any(self.num_deltas.get(name) == count for name, count in begin.items()):
+            await asyncio.sleep(0.001)
+
+
+def results_of(deltas: list[list[Any]]) -> list[ChoiceResult]:
+    """Join the deltas of each choice."""
     return [
         ChoiceResult(
             "".join(each.text for each in own),
@@ -87,12 +114,15 @@ async def generate(engine: Engine, name: str) -> list[ChoiceResult]:
     ]
 
 
-async def kill_at_random(engine: Engine, workers: LocalWorkers, rng: Random) -> None:
-    """Kill workers until this is cancelled, each a few steps after the last recovery."""
+async def kill_at_random(readers: Readers, workers: LocalWorkers, rng: Random) -> None:
+    """Kill workers until this is cancelled, each a few steps after requests have gone on."""
+    engine = readers.engine
     while True:
-        begin = engine.status().stats.steps
-        num_steps = rng.randint(1, 25)
-        while engine.status().state != "ready" or engine.status().stats.steps < begin + num_steps:
+        while engine.status().state != "ready":
+            await asyncio.sleep(0.001)
+        await readers.wait_for_progress()
+        end = engine.status().stats.steps + rng.randint(1, 10)
+        while engine.status().stats.steps < end:
             await asyncio.sleep(0.001)
         workers.kill(rng.choice(sorted(workers.workers)))
         while engine.status().state == "ready":
@@ -103,16 +133,13 @@ async def kill_at_random(engine: Engine, workers: LocalWorkers, rng: Random) -> 
 async def test_results_do_not_depend_on_deaths(stages: int) -> None:
     options = {"max_prefill_tokens": 24, "min_prefill_tokens": 8, "max_restarts": 100}
     async with local_engine(stages, **options) as (engine, workers):
-        expected = {name: await generate(engine, name) for name in REQUESTS}
-        assert {result.end[0] for results in expected.values() for result in results} == {
-            "stop",
-            "length",
-        }
-        deaths = asyncio.create_task(kill_at_random(engine, workers, Random(stages)))
+        readers = Readers(engine)
+        expected = await readers.run_all()
+        ends = {result.end[0] for results in expected.values() for result in results}
+        assert ends == {"stop", "length"}
+        deaths = asyncio.create_task(kill_at_random(readers, workers, Random(stages)))
         for _ in range(2):
-            running = [generate(engine, name) for name in REQUESTS]
-            results = await asyncio.wait_for(asyncio.gather(*running), PATIENCE)
-            assert dict(zip(REQUESTS, results, strict=True)) == expected
+            assert await asyncio.wait_for(readers.run_all(), PATIENCE) == expected
         assert not deaths.done()
         deaths.cancel()
         status = engine.status()
