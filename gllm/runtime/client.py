@@ -103,7 +103,7 @@ class EngineClient:
         """
         self._send = send
         self._is_reporting = True
-        self._is_isolating = self._suspects.next_suspect(self._streams) is not None
+        self._is_isolating = bool(self._suspects.suspects(self._streams))
         if self._is_isolating:
             self._continue_isolation(is_idle=True)
         else:
@@ -275,8 +275,8 @@ class EngineClient:
         """
         if self._send is None or self._suspects.isolated is not None:
             return
-        suspect = self._suspects.next_suspect(self._streams)
-        if suspect is None:
+        suspects = self._suspects.suspects(self._streams)
+        if not suspects:
             self._is_isolating = False
             self._submit_parked()
             return
@@ -284,6 +284,8 @@ class EngineClient:
             self._park(stream)
         if is_idle:
             self._retired.clear()
+            # Who is to blame has seldom come far, and nobody waits any more once it is found.
+            suspect = min(suspects, key=lambda each: sum(map(len, each.entry.outputs)))
             self._resume(suspect, self._send)
             self._suspects.isolate(suspect, suspect.entry.seqs.values())
 
@@ -339,7 +341,7 @@ class EngineClient:
         if tokens:
             self.step_sizes[1 << (tokens - 1).bit_length()] += 1
         ended = deliver(message, self._choices)
-        if self._suspects.num_deaths:
+        if self._suspects.has_deaths:
             self._clear_suspects(message.outcome.seqs)
         for stream, choice, _ in ended:
             self._remove(stream, [choice])

@@ -2,8 +2,9 @@
 
 A death is counted for each request with rows in a plan that had not committed, or whose grammar was
 being compiled. From its second death on a request is a suspect and runs alone. If a worker dies
-while only a suspect runs, that request is to blame: it ends, and equal requests are refused for a
-while. A new token clears a request. Pure: time is an argument.
+while only a suspect runs, that request is to blame: it ends, equal requests are refused for a
+while, and the deaths in which it was computed no longer count for others. A new token clears a
+request. Pure: time is an argument.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,11 +30,20 @@ class SuspectTracker(Generic[Request]):
     """Deaths of each request since its last new token, and the suspect that runs alone."""
 
     def __init__(self) -> None:
-        self.num_deaths: dict[Request, int] = {}
-        """By running request, if it has any."""
         self.isolated: Request | None = None
         """Suspect that runs alone and has got no token since."""
         self._isolated_seqs: frozenset[int] = frozenset()
+        self._deaths: list[set[Request]] = []
+        """For each death, the requests that it still counts for."""
+
+    @property
+    def has_deaths(self) -> bool:
+        """True if a death counts for some request."""
+        return bool(self._deaths)
+
+    def num_deaths(self, request: Request) -> int:
+        """Return the number of deaths that count for a request."""
+        return sum(request in death for death in self._deaths)
 
     def on_death(self, seqs: Collection[int], owners: Mapping[int, Request]) -> Request | None:
         """Count an unplanned death of a worker.
@@ -48,10 +58,10 @@ class SuspectTracker(Generic[Request]):
         isolated, self.isolated = self.isolated, None
         computed = {owners[seq] for seq in seqs if seq in owners}
         if isolated in computed and self._isolated_seqs.issuperset(seqs):
-            self.clear(isolated)
+            self._deaths = [death for death in self._deaths if isolated not in death]
             return isolated
-        for request in computed:
-            self.num_deaths[request] = self.num_deaths.get(request, 0) + 1
+        if computed:
+            self._deaths.append(computed)
         return None
 
     def stop_isolation(self) -> None:
@@ -60,16 +70,17 @@ class SuspectTracker(Generic[Request]):
 
     def clear(self, request: Request) -> None:
         """Forget the deaths of a request because it has a new token or has ended."""
-        self.num_deaths.pop(request, None)
+        for death in self._deaths:
+            death.discard(request)
+        self._deaths = [death for death in self._deaths if death]
         if self.isolated is request:
             self.isolated = None
 
-    def next_suspect(self, requests: Iterable[Request]) -> Request | None:
-        """Return the first of the requests that has to run alone."""
-        if not self.num_deaths:
-            return None
-        deaths = self.num_deaths
-        return next((each for each in requests if deaths.get(each, 0) >= SUSPECT_DEATHS), None)
+    def suspects(self, requests: Iterable[Request]) -> list[Request]:
+        """Return the requests that have to run alone."""
+        if not self._deaths:
+            return []
+        return [each for each in requests if self.num_deaths(each) >= SUSPECT_DEATHS]
 
     def isolate(self, request: Request, seqs: Iterable[int]) -> None:
         """Record that only this suspect runs.

@@ -32,8 +32,8 @@ class Reader:
         self.kinds: set[str] = set()
         self.num_first: Counter[int] = Counter()
         self.aborted: set[int] = set()
-        self.num_deaths = 0
-        """Deaths with a row in an uncommitted plan since the last new token."""
+        self.deaths: set[int] = set()
+        """Unexplained deaths with a row in an uncommitted plan since the last new token."""
         self.was_alone = False
         """At the last of these deaths, as a suspect."""
         stream.set_listener(self.read)
@@ -66,7 +66,7 @@ class EngineLife(RuleBasedStateMachine):
         self.poisons: list[Reader] = []
         self.late: list[EngineOutputs] = []
         self.driver: FakeDriver | None = None
-        self.num_steps = 0
+        self.num_steps = self.num_deaths = 0
         self.attach()
 
     @precondition(lambda self: self.driver is None)
@@ -140,7 +140,7 @@ class EngineLife(RuleBasedStateMachine):
             return
         for seq in outputs.outcome.seqs:
             if reader := self.reader_of(seq):
-                reader.num_deaths = 0
+                reader.deaths.clear()
         self.client.on_report(outputs)
 
     def reader_of(self, seq: int) -> Reader | None:
@@ -163,8 +163,11 @@ class EngineLife(RuleBasedStateMachine):
         ended = [each for each in self.readers if "poison" in each.kinds and id(each) not in before]
         assert is_poison == bool(ended)
         for reader in ended:
-            assert reader.num_deaths >= 3
+            assert len(reader.deaths) >= 3
             assert reader.was_alone
+            explained = reader.deaths.copy()
+            for other in self.readers:
+                other.deaths -= explained
         self.poisons += ended
         self.client.detach("killed")
         driver.close()
@@ -173,11 +176,12 @@ class EngineLife(RuleBasedStateMachine):
 
     def count_death(self, driver: FakeDriver, seqs: set[int]) -> None:
         """Count the death as C13 has it, by other means than the client."""
+        self.num_deaths += 1
         owners = {seq: self.reader_of(seq) for seq in seqs}
         for reader in self.readers:
             choices = [driver.owners[seq][1] for seq in seqs if owners[seq] is reader]
             if reader.stream.alive.intersection(choices):
-                reader.num_deaths += 1
+                reader.deaths.add(self.num_deaths)
                 reader.was_alone = set(owners.values()) == {reader}
 
     def check_parked(self) -> None:
@@ -247,7 +251,7 @@ class EngineLife(RuleBasedStateMachine):
     @invariant()
     def suspects_run_alone(self) -> None:
         driver = getattr(self, "driver", None)
-        suspects = [r for r in getattr(self, "readers", []) if r.stream.alive and r.num_deaths > 1]
+        suspects = [r for r in getattr(self, "readers", []) if r.stream.alive and len(r.deaths) > 1]
         if driver is not None and suspects:
             rows = {row.seq for plan in driver.plans for row in plan.rows}
             runners = {self.reader_of(seq) for seq in rows | set(driver.sequences)}

@@ -308,6 +308,20 @@ def test_who_kills_alone_ends_and_equal_requests_are_refused(rig: Rig) -> None:
     assert rig.client.num_requests == 3
 
 
+def test_those_who_have_come_far_wait_until_the_culprit_is_found(rig: Rig) -> None:
+    old = [rig.submit(name) for name in (1, 2, 3)]
+    rig.report((0, 7), (1, 8), (2, 9))
+    poison = rig.submit(4)
+    kill_twice(rig, 1, 2, 3, 4)
+    assert rig.submitted() == [4], "it has no token"
+    assert rig.die(*poison.entry.seqs.values())
+    rig.attach()
+    assert rig.submitted() == [1, 2, 3], "the deaths are explained"
+    assert not rig.die(*[seq for each in old for seq in each.entry.seqs.values()])
+    rig.attach()
+    assert rig.submitted() == [1, 2, 3]
+
+
 def test_a_poison_request_is_refused_while_parked_too(rig: Rig) -> None:
     rig.submit(2)
     kill_twice(rig, 2)
