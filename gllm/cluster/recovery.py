@@ -358,7 +358,9 @@ class Recovery:
         if not is_poison:
             self._has_deaths = True
             place.num_deaths += 1
-            if place.num_deaths > self._limits.max_restarts:
+            if num_restarts := self._limits.max_restarts:
+                cause += f"; restarts without a finished step before: {num_restarts}"
+            if place.num_deaths > num_restarts:
                 return self._give_up(cause)
         place.respawn_at = now + self._backoff(place.num_deaths)
         return []

@@ -24,7 +24,7 @@ class CrashFolder:
     """Folder with the evidence of the last crashes.
 
     Without a path it is a private folder under the system's temporary folder, which exists from the
-    first crash until `close`.
+    first crash on.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -63,11 +63,12 @@ class CrashFolder:
                 self._files.pop(0).unlink()
         return file
 
-    def close(self) -> None:
-        """Remove a private folder; a folder that was configured is kept."""
-        if self._is_private and self._path is not None:
+    def close(self, keeps_files: bool) -> Path | None:
+        """Remove a private folder unless `keeps_files`; return the folder if it is kept."""
+        if self._is_private and self._path is not None and not keeps_files:
             shutil.rmtree(self._path, ignore_errors=True)
             self._path = None
+        return self._path if self._files else None
 
 
 def read_memory_kills(path: Path = KERNEL_LOG) -> str:

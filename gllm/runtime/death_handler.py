@@ -76,6 +76,8 @@ class DeathHandler:
         self._executor.connections.hub.forget(sender)
         self._executor.connections.socket.on_connected(sender)
         if stage is None or self._recovery.is_exiting(sender):
+            if not self._recovery.is_exiting(sender) and not self._recovery.is_over:
+                log.warning("a standby worker has ended: %s", description)
             self._deaths.heartbeats.pop(sender, None)
             self._execute(self._recovery.on_exit(sender, description, now))
             return

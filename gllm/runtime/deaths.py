@@ -1,5 +1,6 @@
 """Deaths of workers: their causes in words, their counts, and the evidence that is kept."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from gllm.messages.lifecycle import Heartbeat
 from gllm.runtime.crash_folder import CrashFolder, read_memory_kills
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class DeathLog:
         }
         return self._crashes.record(f"stage-{death.stage}", sections)
 
-    def close(self) -> None:
-        """Remove the evidence, unless a folder was configured for it."""
-        self._crashes.close()
+    def close(self, has_given_up: bool) -> None:
+        """Remove the evidence, unless a folder was configured for it or the engine gave up."""
+        folder = self._crashes.close(has_given_up)
+        if has_given_up and folder is not None:
+            log.error("evidence of the deaths of workers: %s", folder)

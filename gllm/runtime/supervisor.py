@@ -99,6 +99,7 @@ class Supervisor:
         self._start_error: Exception | None = None
         self._has_changed = asyncio.Event()
         """Set after each event."""
+        self._has_given_up = False
         self._is_draining = False
         self._is_stopped = False
 
@@ -207,7 +208,8 @@ class Supervisor:
         self._context.term()
         self._head.socket.close()
         self._executor.close()
-        self.deaths.close()
+        # Without restarts a death is described by its one line in the log.
+        self.deaths.close(self._has_given_up and self._config.max_restarts > 0)
 
     async def reset_prefix_cache(self) -> str:
         """Empty the prefix cache; return the error, empty on success."""
@@ -350,6 +352,7 @@ class Supervisor:
 
     def on_give_up(self, cause: str) -> None:
         """See ActionListener."""
+        self._has_given_up = self._recovery.has_been_ready
         self._die(cause)
 
     def _schedule_timer(self) -> None:

@@ -141,7 +141,7 @@ async def test_many_deaths_at_random_moments() -> None:
     assert results == [(expected([i], 900), [""]) for i in range(1, 9)]
 
 
-async def test_without_restarts_the_first_death_ends_the_engine() -> None:
+async def test_without_restarts_the_first_death_ends_the_engine(temporary: Path) -> None:
     async with running(max_restarts=0) as (supervisor, node):
         task = asyncio.create_task(generate(supervisor, [1], 1000))
         await until(lambda: supervisor.client.stats.running)
@@ -155,9 +155,10 @@ async def test_without_restarts_the_first_death_ends_the_engine() -> None:
         assert supervisor.deaths.recoveries == {}
         assert await supervisor.reset_prefix_cache() == error
         await until(lambda: not node.workers)
+    assert not list(temporary.iterdir())
 
 
-async def test_a_place_that_keeps_dying_ends_the_engine() -> None:
+async def test_a_place_that_keeps_dying_ends_the_engine(temporary: Path) -> None:
     async with running(max_restarts=2) as (supervisor, node):
         task = asyncio.create_task(generate(supervisor, [1], 1000))
         await until(lambda: supervisor.client.stats.running)
@@ -167,6 +168,9 @@ async def test_a_place_that_keeps_dying_ends_the_engine() -> None:
         assert "stage 1" in error
         assert "exited with 1" in error
         assert node.deaths_at_load[1] == 7
+        assert "restarts without a finished step before: 2" in error
+    (folder,) = temporary.iterdir()
+    assert len(list(folder.iterdir())) == 3, "evidence is kept after the engine gave up"
 
 
 async def test_a_failure_of_the_first_start_is_raised(temporary: Path) -> None:
