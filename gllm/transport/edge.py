@@ -1,6 +1,7 @@
-"""Edges between neighbouring stages: created by the parent, inherited by the workers on both sides.
+"""Edges between neighbouring stages, which the parent creates anew for each generation.
 
-This module imports no torch: the parent creates the edges before the workers open them.
+The workers on both sides get their descriptors with their assignments. This module imports no
+torch: the parent creates the edges before the workers open them.
 """
 
 import os
@@ -31,7 +32,7 @@ class Edge(msgspec.Struct, frozen=True):
 def create_edge(name: str, transport: str = AUTO) -> Edge:
     """Create an edge between two processes of this host.
 
-    Its files have no path. They are passed by inheritance and vanish with the last process that
+    Its files have no path. They are sent to the workers and vanish with the last process that
     holds them.
     """
     event = os.eventfd(0, os.EFD_SEMAPHORE)

@@ -88,7 +88,7 @@ def create_nccl_group(store: Store, rank: int) -> ProcessGroup:
 
 
 def join_group(descriptors: list[int], rank: int, create_group: GroupFactory) -> ProcessGroup:
-    """Create the process group of an edge; its ends meet at a file that both inherited."""
+    """Create the process group of an edge; its ends meet at a file that both have."""
     # A duplicate for the store, which opens the file by this path until the process ends.
     path = f"/proc/{os.getpid()}/fd/{os.dup(descriptors[2])}"
     return create_group(FileStore(path, 2), rank)

@@ -1,6 +1,6 @@
 """Activations through memory that two processes of one host share.
 
-Each edge is a ring of slots and an event counter. Their descriptors are inherited, so nothing has a
+Each edge is a ring of slots and an event counter. Their descriptors are sent, so nothing has a
 name in the file system, and nothing remains when both processes are gone.
 
 A step uses slot step % slots, and at most `slots` steps are in flight. The previous step of a slot

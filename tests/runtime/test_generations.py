@@ -9,18 +9,24 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.host import HostQueues
 from gllm.messages.lifecycle import CloseGeneration, GenerationClosed, StageLoaded
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.loader import Checkpoint
 from gllm.runtime import base_executor
+from gllm.runtime import stage_loader as loader_module
 from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.cuda import backend as backend_module
 from gllm.runtime.grammars import GuideFactory
 from gllm.runtime.local_node import LocalNode
 from tests.e2e.server import owned_bytes
+from tests.runtime.device import as_on_a_device
 from tests.runtime.head import Head, head_of, num_mapped, num_open, num_threads
 from tests.runtime.local_workers import LocalWorkers
 
 PROMPT = [5, 9, 3, 7]
+OF_PROCESS = {"grammar-compiler_0"}
+"""Threads that live as long as the weights."""
 DIGITS = SequenceSamplingParams(temperature=0.0, grammar="start: /[0-9]{40,60}/")
 
 
@@ -254,3 +260,25 @@ async def test_a_second_assignment_is_an_error() -> None:
         head.assign()
         await head.until(lambda: 1 in head.exits)
         assert head.exits[1] == "worker 1 exited with 1"
+
+
+async def test_stages_on_a_device_end_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a process is started anew for the next generation, but it can be asked to close."""
+    monkeypatch.setattr(backend_module, "CudaRuntime", lambda index: HostQueues())
+    monkeypatch.setattr(loader_module, "count_gpus", lambda device: 1)
+    small = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    with as_on_a_device():
+        async with head_of(LocalWorkers(), 2, **small) as head:
+            before = {thread.name for thread in threading.enumerate()}
+            expected = await first_generation(head)
+            loaded = [m for _, _, m in head.messages if isinstance(m, StageLoaded)]
+            assert [message.keeps_weights for message in loaded] == [False, False]
+            during = {thread.name for thread in threading.enumerate()}
+            assert during >= before | {"_compute_steps", "_sample_steps", "host-staging"}
+            seq = head.submit(PROMPT, 200)
+            await head.until(lambda: len(head.tokens(seq)) > 3)
+            await head.close_generation()
+            await head.until(
+                lambda: {thread.name for thread in threading.enumerate()} <= before | OF_PROCESS
+            )
+            await serves_again(head, expected)
