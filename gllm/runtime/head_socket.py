@@ -1,5 +1,6 @@
-"""Address of the head's hub: a private folder that exists only while workers connect."""
+"""Address of the head's hub, without a name that others can find or that could be left behind."""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,34 +9,41 @@ from gllm.runtime.bus import Hub
 
 
 class HeadSocket:
-    """Binds a hub anew for workers that are spawned, and removes the address afterwards.
+    """Binds a hub once, and gives each worker that is spawned its address.
 
-    Nothing else can connect then, and a head process that is killed leaves no file.
+    The socket's name is removed at once. Workers connect through this process's open descriptor of
+    it, which only processes of the same user can reach, and which ends with this process.
     """
 
     def __init__(self, hub: Hub) -> None:
         self.connecting: set[int] = set()
         """Workers that have been spawned and have not connected."""
         self._hub = hub
-        self._folder: Path | None = None
+        self._descriptor: int | None = None
 
     def expect(self, sender: int) -> str:
         """Expect a worker; return the address that it connects to."""
         self._hub.expect(sender)
         self.connecting.add(sender)
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="gllm-"))
-            self._hub.bind(f"ipc://{self._folder}/hub")
-        return f"ipc://{self._folder}/hub"
+        if self._descriptor is None:
+            self._descriptor = self._bind()
+        return f"ipc:///proc/{os.getpid()}/fd/{self._descriptor}"
 
     def on_connected(self, sender: int) -> None:
-        """Remove the address if all workers have connected, or are no longer expected."""
+        """Note that a worker has connected, or is no longer expected."""
         self.connecting.discard(sender)
-        if not self.connecting:
-            self.close()
 
     def close(self) -> None:
-        """Remove the address."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        """Close the descriptor of the address."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _bind(self) -> int:
+        """Bind the hub; return a descriptor of the socket's file, whose name is removed."""
+        folder = Path(tempfile.mkdtemp(prefix="gllm-"))
+        try:
+            self._hub.bind(f"ipc://{folder}/hub")
+            return os.open(folder / "hub", os.O_PATH | os.O_CLOEXEC)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

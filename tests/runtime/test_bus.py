@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gllm.messages.lifecycle import Hello, InitializeCache, Shutdown, StageFaile
 from gllm.messages.requests import AbortSequences, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams as Spec
 from gllm.runtime.bus import CLOSED, Hub, Spoke
+from gllm.runtime.head_socket import HeadSocket
 from gllm.runtime.session import HEADER, MAX_FRAME_BYTES, SessionSender
 
 RUN = 2**63 + 5
@@ -100,6 +102,23 @@ async def test_messages_arrive_in_order_both_ways(wires: Wires) -> None:
         assert [message.num_blocks for message in heard.messages] == list(range(1000))
     assert [m for _, m in wires.heard.messages if type(m) is Hello] == [Hello(s) for s in (1, 2, 3)]
     assert wires.heard.lost == []
+
+
+async def test_workers_connect_to_a_head_whose_socket_has_no_name(
+    wires: Wires, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(tmp_path.iterdir())
+    head = HeadSocket(wires.hub)
+    addresses = {head.expect(sender) for sender in (1, 2)}
+    assert set(tmp_path.iterdir()) == before
+    (wires.address,) = addresses
+    for sender in (1, 2):
+        wires.spoke(sender)[0].send(StageReady(sender))
+    await until(lambda: wires.stages(1) == [1] and wires.stages(2) == [2])
+    head.on_connected(1)
+    assert head.connecting == {2}
+    head.close()
 
 
 async def test_messages_survive_the_way(wires: Wires) -> None:
