@@ -260,6 +260,8 @@ def continue_step_log(path: str | Path, start: StartEvent, restart: RestartEvent
     is_empty = not Path(path).is_file() or not _remove_torn_line(path)
     log = StepLogWriter(path, appends=True)
     log.write(start if is_empty else restart)
+    # A driver that is killed at once must not leave the log without its beginning.
+    log.flush()
     return log
 
 
