@@ -26,8 +26,8 @@ from tests.runtime.head import Head, head_of, num_mapped, num_open, num_threads
 from tests.runtime.local_workers import LocalWorkers
 
 PROMPT = [5, 9, 3, 7]
-OF_PROCESS = {"grammar-compiler_0"}
-"""Threads that live as long as the weights."""
+OF_DEVICE = {"_compute_steps", "_sample_steps", "host-staging"}
+"""Threads of two stages on a device."""
 DIGITS = SequenceSamplingParams(temperature=0.0, grammar="start: /[0-9]{40,60}/")
 
 
@@ -282,16 +282,12 @@ async def test_stages_on_a_device_end_their_threads(monkeypatch: pytest.MonkeyPa
     small = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
     with as_on_a_device():
         async with head_of(LocalWorkers(), 2, **small) as head:
-            before = {thread.name for thread in threading.enumerate()}
             expected = await first_generation(head)
             loaded = [m for _, _, m in head.messages if isinstance(m, StageLoaded)]
             assert [message.keeps_weights for message in loaded] == [False, False]
-            during = {thread.name for thread in threading.enumerate()}
-            assert during >= before | {"_compute_steps", "_sample_steps", "host-staging"}
+            assert {thread.name for thread in threading.enumerate()} >= OF_DEVICE
             seq = head.submit(PROMPT, 200)
             await head.until(lambda: len(head.tokens(seq)) > 3)
             await head.close_generation()
-            await head.until(
-                lambda: {thread.name for thread in threading.enumerate()} <= before | OF_PROCESS
-            )
+            assert not OF_DEVICE & {thread.name for thread in threading.enumerate()}
             await serves_again(head, expected)
