@@ -9,7 +9,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.engine import Engine
-from gllm.engine.interface import EngineUnavailableError
+from gllm.engine.interface import EngineUnavailableError, PoisonRequestError
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 from tests.engines import mark_ready
@@ -136,3 +136,79 @@ async def test_an_engine_that_ends_meanwhile_takes_nothing(engine, monkeypatch):
     with pytest.raises(EngineUnavailableError):
         await engine.submit([[5]], CHOICE)
     assert engine.sent == []
+
+
+def restart(engine, *, is_attached=True):
+    """Replace the driver."""
+    engine._client.detach("killed")
+    engine.sent = []
+    if is_attached:
+        engine._client.attach(engine.sent.append)
+
+
+async def test_text_and_stop_strings_go_on_over_a_restart(engine):
+    params = SamplingParams(stop=("dog",), n=2, max_tokens=50)
+    (request,) = await engine.submit([[5]], params)
+    texts = {0: "", 1: ""}
+    reasons = {}
+
+    def read():
+        for delta in request.pop_deltas():
+            texts[delta.index] += delta.text
+            reasons[delta.index] = delta.finish_reason
+
+    request.set_listener(read)
+    first, *rest = ids(engine, "a d")
+    bring(engine, (0, first), (1, first))
+    restart(engine)
+    assert request.num_resumptions == 1
+    (again,) = engine.sent
+    assert again.outputs == [[first], [first]]
+    for token in rest:
+        bring(engine, (2, token))
+    for token in ids(engine, "og"):
+        bring(engine, (2, token))
+    assert (texts[0], reasons[0]) == ("a ", "stop"), "the stop string came over the restart"
+    assert engine.sent[-1] == AbortSequences([2])
+    restart(engine)
+    assert [message.choices for message in engine.sent] == [[1]]
+    request.close()
+    assert engine.status().num_requests == 0
+
+
+async def test_a_request_during_a_recovery_waits_and_may_be_aborted(engine):
+    restart(engine, is_attached=False)
+    (kept,) = await engine.submit([[5]], PARAMS)
+    (aborted,) = await engine.submit([[6]], PARAMS, request_id="mine")
+    embedding = asyncio.ensure_future(engine.embed([7, 8]))
+    await asyncio.sleep(0)
+    assert engine.status().stats.waiting == 3
+    assert engine.abort("mine") == 1
+    (delta,) = aborted.pop_deltas()
+    assert delta.finish_reason == "abort"
+    engine._client.attach(engine.sent.append)
+    assert [message.prompt for message in engine.sent] == [[5], [7, 8]]
+    bring(engine, (0, 9), ends=[FinishedSequence(0, "length")])
+    (delta,) = kept.pop_deltas()
+    assert (delta.token_ids, delta.finish_reason) == ([9], "length")
+    embedding.cancel()
+    await asyncio.gather(embedding, return_exceptions=True)
+    assert engine.sent[-1] == AbortSequences([1])
+    for request in (kept, aborted):
+        request.close()
+    assert engine.status().num_requests == 0
+
+
+async def test_a_prompt_that_kills_workers_refuses_all_prompts_with_it(engine):
+    (request,) = await engine.submit([[6]], PARAMS)
+    for _ in range(3):
+        (message,) = engine.sent
+        engine._client.on_death({message.seq})
+        restart(engine)
+    (delta,) = request.pop_deltas()
+    assert (delta.finish_reason, delta.error_kind) == ("error", "poison")
+    with pytest.raises(PoisonRequestError):
+        await engine.submit([[5], [6]], PARAMS)
+    assert [type(message) for message in engine.sent] == [SubmitRequest, AbortSequences]
+    request.close()
+    assert engine.status().num_requests == 0
