@@ -90,12 +90,16 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stop strings": (
         COMPLETIONS,
-        {"prompt": "The hedgehog", "seed": 15, "stop": [" and the fox", "zzz"], **DRAWN},
+        {"prompt": "The hedgehog", "seed": 15, "stop": ["dark clouds", "zzz"], **DRAWN},
     ),
     "min_tokens": (COMPLETIONS, {"prompt": "The end.", "seed": 16, "min_tokens": 60, **DRAWN}),
     "prompt logprobs": (
         COMPLETIONS,
         {"prompt": "Hares run through snow", "seed": 17, "prompt_logprobs": 2, "ignore_eos": True},
+    ),
+    "echo": (
+        COMPLETIONS,
+        {"prompt": "Frogs sing at night", "seed": 19, "echo": True, "logprobs": 2, **DRAWN},
     ),
     "cached prefix": (
         COMPLETIONS,
@@ -104,8 +108,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Endpoint and fields by kind of request; greedy or with a seed, so that all have one answer."""
 MAX_TOKENS = 90
-WHOLE = "chat logprobs"
-"""The kind whose answer is not streamed."""
+WHOLE = ("chat logprobs", "prompt logprobs")
+"""Kinds whose answers are not streamed."""
 JOINED = ("text", "content", "arguments")
 """Texts that come in pieces."""
 DIFFERENT = ("id", "created")
@@ -187,7 +191,7 @@ class Load:
         path, fields = REQUESTS[answer.kind]
         body = {"max_tokens": MAX_TOKENS, "cache_salt": self._salt, **fields}
         try:
-            for event in self._events(path, body, is_streamed=answer.kind != WHOLE):
+            for event in self._events(path, body, is_streamed=answer.kind not in WHOLE):
                 answer.num_events += 1
                 if "error" in event:
                     answer.errors.append(event["error"])
