@@ -59,6 +59,22 @@ def owned_bytes(pids: list[int]) -> int:
     return sum(sizes)
 
 
+def children(pid: int) -> list[int]:
+    """Ids of the processes that a process has started, those of its threads included."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
+
+
+def stages(pid: int) -> dict[int, int]:
+    """Process ids of the stages that a process has started, by stage."""
+    found = {}
+    for child in children(pid):
+        title = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0].decode()
+        if title.startswith("gllm-stage-"):
+            found[int(title.removeprefix("gllm-stage-"))] = child
+    return found
+
+
 class Server:
     """`python -m gllm.serve MODEL FLAGS` on a free port; `certificate`: the one to trust."""
 
@@ -78,8 +94,7 @@ class Server:
 
     def workers(self) -> list[int]:
         """Process ids of the stages, in their order."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return sorted(map(int, children))
+        return children(self.pid)
 
     def status(self, path: str) -> int:
         """Status code of a GET; 0 where nobody answers."""

@@ -14,7 +14,7 @@ import pytest
 from gllm.commands.top.scrape import MetricsScrape, parse_metrics
 from tests.e2e.poison.sitecustomize import POISON_TOKEN
 from tests.e2e.recovery_load import COMPLETIONS, REQUESTS, Answer, Load
-from tests.e2e.server import Server, alive, serving, wait_until
+from tests.e2e.server import Server, alive, serving, stages, wait_until
 
 STAGES = {"driver": 0, "middle": 1, "last": 2}
 NUM_SEEDS = 20
@@ -34,16 +34,6 @@ def faults() -> list[Any]:
                 name = f"{number.name}-{stage}-{seed}"
                 cases.append(pytest.param(number, stage, seed, marks=marks, id=name))
     return cases
-
-
-def stages(server: Server) -> dict[int, int]:
-    """Process ids by stage."""
-    found = {}
-    for pid in server.workers():
-        title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-        if title.startswith("gllm-stage-"):
-            found[int(title.removeprefix("gllm-stage-"))] = pid
-    return found
 
 
 def num_descriptors(pid: int) -> int:
@@ -120,7 +110,7 @@ def test_a_fault_is_a_pause(
     seed: int,
 ) -> None:
     wait_until_ready(server)
-    before, pids = scrape(server), stages(server)
+    before, pids = scrape(server), stages(server.pid)
     survivors = [server.pid, *(pid for at, pid in pids.items() if at != STAGES[stage])]
     owned = {pid: (num_descriptors(pid), num_shared_mappings(pid)) for pid in survivors}
     total = sum(answer.num_events for answer in undisturbed.values())
@@ -142,7 +132,7 @@ def test_a_fault_is_a_pause(
     assert after.value("resumed_requests_total") > before.value("resumed_requests_total")
     assert after.value("recovery_seconds_count") == before.value("recovery_seconds_count") + 1
     assert not alive(pids[STAGES[stage]])
-    assert sorted(stages(server)) == sorted(pids)
+    assert sorted(stages(server.pid)) == sorted(pids)
     wait_until(lambda: not leaks(owned))
 
 

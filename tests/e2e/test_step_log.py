@@ -1,6 +1,8 @@
 """The step log of a real engine: complete, in order, enough to replay."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,10 @@ from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.messages.reports import BubbleReport
-from gllm.observability.step_log import read_step_log
+from gllm.observability.step_log import RestartEvent, read_step_log
 from gllm.sim.replay import replay_calls
 from gllm.sim.run_record import build_run_record
+from tests.e2e.server import stages
 
 
 async def serve(config: EngineConfig, count: int) -> BubbleReport:
@@ -65,6 +68,43 @@ async def test_everything_is_written(
     uses = build_run_record(events, warm_ups=True).stage_usages()
     close = pytest.approx([use.bubble for use in uses], abs=0.01 * bubbles.work_seconds)
     assert bubbles.seconds == close
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["driver", "last stage"])
+async def test_the_log_goes_on_after_a_recovery(
+    tiny_model: Path, tmp_path: Path, victim: int
+) -> None:
+    log = tmp_path / "steps.jsonl"
+    config = EngineConfig.from_options(
+        str(tiny_model), pipeline_parallel_size=2, step_log=str(log), threads=1
+    )
+    num_tokens = [0] * 4
+
+    async def generate(engine: Engine, index: int) -> None:
+        params = SamplingParams(temperature=1, seed=index, max_tokens=200, ignore_eos=True)
+        async for delta in engine.generate([5 + index] * (20 + index), params):
+            assert not delta.error
+            num_tokens[index] += len(delta.token_ids)
+
+    async def kill() -> None:
+        while min(num_tokens) < 20:
+            await asyncio.sleep(0.005)
+        os.kill(stages(os.getpid())[victim], signal.SIGKILL)
+
+    async with Engine(config) as engine:
+        await asyncio.gather(kill(), *(generate(engine, index) for index in range(4)))
+        status = engine.status()
+    assert num_tokens == [200] * 4
+    assert status.recoveries == {"killed": 1}
+    events = list(read_step_log(log))
+    (restart,) = (event for event in events if isinstance(event, RestartEvent))
+    assert (restart.generation, restart.num_resumed_requests) == (2, 4)
+    assert f"stage {victim}" in restart.cause
+    calls = replay_calls(events)
+    assert calls.num_equal == calls.num_plans > 150
+    run = build_run_record(events)
+    assert [served.line.num_tokens for served in run.requests.values()] == [200] * 4
+    assert [served.num_resumptions for served in run.requests.values()] == [1] * 4
 
 
 async def test_a_file_that_cannot_be_written_is_named(tiny_model: Path) -> None:
