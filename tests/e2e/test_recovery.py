@@ -133,7 +133,7 @@ def test_a_fault_is_a_pause(
     assert after.value("recovery_seconds_count") == before.value("recovery_seconds_count") + 1
     assert not alive(pids[STAGES[stage]])
     assert sorted(stages(server.pid)) == sorted(pids)
-    wait_until(lambda: not leaks(owned))
+    wait_until(lambda: not leaks(owned), seconds=20)
 
 
 def leaks(owned: dict[int, tuple[int, int]]) -> set[int]:

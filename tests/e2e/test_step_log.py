@@ -81,29 +81,30 @@ async def test_the_log_goes_on_after_a_recovery(
     num_tokens = [0] * 4
 
     async def generate(engine: Engine, index: int) -> None:
-        params = SamplingParams(temperature=1, seed=index, max_tokens=200, ignore_eos=True)
+        params = SamplingParams(temperature=1, seed=index, max_tokens=400, ignore_eos=True)
         async for delta in engine.generate([5 + index] * (20 + index), params):
             assert not delta.error
             num_tokens[index] += len(delta.token_ids)
 
     async def kill() -> None:
-        while min(num_tokens) < 20:
+        # The warm-up and the four requests have to be in the file, which is written now and then.
+        while log.read_text().count('"event":"add"') < 5:
             await asyncio.sleep(0.005)
         os.kill(stages(os.getpid())[victim], signal.SIGKILL)
 
     async with Engine(config) as engine:
         await asyncio.gather(kill(), *(generate(engine, index) for index in range(4)))
         status = engine.status()
-    assert num_tokens == [200] * 4
+    assert num_tokens == [400] * 4
     assert status.recoveries == {"killed": 1}
     events = list(read_step_log(log))
     (restart,) = (event for event in events if isinstance(event, RestartEvent))
     assert (restart.generation, restart.num_resumed_requests) == (2, 4)
     assert f"stage {victim}" in restart.cause
     calls = replay_calls(events)
-    assert calls.num_equal == calls.num_plans > 150
+    assert calls.num_equal == calls.num_plans > 300
     run = build_run_record(events)
-    assert [served.line.num_tokens for served in run.requests.values()] == [200] * 4
+    assert [served.line.num_tokens for served in run.requests.values()] == [400] * 4
     assert [served.num_resumptions for served in run.requests.values()] == [1] * 4
 
 
