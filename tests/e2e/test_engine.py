@@ -20,6 +20,7 @@ from gllm.runtime.local_node import LocalNode
 POISON = 300
 """A token whose embedding is not a number."""
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +140,10 @@ def test_a_request_that_cannot_be_computed_ends_alone(llm: LLM) -> None:
     assert llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids == alone
 
 
-async def collect(engine: Engine, prompt: list[int]) -> list[OutputDelta]:
-    return [delta async for delta in engine.generate(prompt, GREEDY)]
+async def collect(
+    engine: Engine, prompt: list[int], params: SamplingParams = GREEDY
+) -> list[OutputDelta]:
+    return [delta async for delta in engine.generate(prompt, params)]
 
 
 def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
@@ -170,12 +173,12 @@ async def test_the_asynchronous_engine(tiny_model: Path) -> None:
             await collect(engine, [5])
 
 
-def kill_worker(engine: Engine, stage: int) -> None:
-    """Kill the worker process of a stage."""
+def kill_worker(engine: Engine, stage: int, how: int = signal.SIGKILL) -> None:
+    """Send a signal to the worker process of a stage."""
     supervisor = engine._supervisor
     assert isinstance(supervisor.node, LocalNode)
     worker = supervisor.node.workers[supervisor.senders[stage]]
-    os.kill(worker.process.pid, signal.SIGKILL)
+    os.kill(worker.process.pid, how)
 
 
 @pytest.mark.parametrize("standby_workers", [0, 1])
@@ -216,6 +219,27 @@ async def test_requests_survive_the_death_of_each_stage(
         assert status.recoveries == {"killed": 2}
         assert status.num_resumed_requests == 8
         assert len(status.recovery_seconds) == 2
+
+
+async def test_requests_survive_a_worker_that_freezes(tiny_model: Path) -> None:
+    config = EngineConfig.from_options(
+        str(tiny_model), pipeline_parallel_size=2, kv_cache_memory=2**24
+    )
+    async with Engine(config) as engine:
+        undisturbed = await collect(engine, [5, 6], LONG)
+        reading = asyncio.create_task(collect(engine, [5, 6], LONG))
+        while not engine.status().stats.running:
+            await asyncio.sleep(0.01)
+        kill_worker(engine, 1, signal.SIGSTOP)
+        deltas = await reading
+        assert ids_of(deltas) == ids_of(undisturbed)
+        status = engine.status()
+        assert status.recoveries == {"frozen": 1}
+        assert status.generation == 2
+
+
+def ids_of(deltas: list[OutputDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
 
 
 async def abandon(engine: Engine) -> None:
