@@ -15,6 +15,7 @@ from torch import Tensor
 from gllm.kernels.attention_backends import AttentionRequirements
 from gllm.kernels.attention_plan import GATHERED_TOKENS, AttentionPlan, PagedBatch
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.fp8_cache import select_converted
 from gllm.kernels.native import library
 from gllm.kernels.native.builds import select_build
 from gllm.kernels.native.library import (
@@ -152,15 +153,7 @@ def _convert_blocks(
     blocks = torch.from_numpy(part.rows.block_table[part.is_read])
     table = np.zeros_like(part.rows.block_table)
     table[part.is_read] = np.arange(len(blocks))
-    keys = gather_blocks(key_cache, blocks, dtype)
+    keys = select_converted(key_cache, blocks, dtype)
     if key_cache.data_ptr() == value_cache.data_ptr():
         return table, keys, keys[..., : value_cache.shape[3]]
-    return table, keys, gather_blocks(value_cache, blocks, dtype)
-
-
-def gather_blocks(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `blocks` [n] int64 of cache [blocks, block_size, kv_heads, elements] in a dtype."""
-    if cache.dtype == torch.float8_e4m3fn:
-        # As bytes: torch cannot index FP8 tensors.
-        return cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype).to(dtype)
-    return cache.index_select(0, blocks).to(dtype)
+    return table, keys, select_converted(value_cache, blocks, dtype)
