@@ -35,11 +35,12 @@ EXAMPLES = {
 """Files that docs/extend.md creates as examples."""
 OTHER_NAMES = {
     "gllm.request_id",
+    "gllm.resumptions",
     "gllm.service",
     "gllm.kernels.linear_bf16",
     "gllm.transport.copied",
 }
-"""An attribute of spans, a unit of systemd, and modules that docs/extend.md creates as examples."""
+"""Attributes of spans, a unit of systemd, and modules that docs/extend.md creates as examples."""
 
 
 def docstrings(source: str) -> Iterator[str]:
