@@ -3,6 +3,12 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from random import Random
+
+FIRST_BACKOFF_SECONDS = 0.5
+"""Delay before the second restart of a place without a committed step between; then it doubles."""
+MAX_BACKOFF_SECONDS = 30.0
+"""Longest delay before a restart, with jitter."""
 
 
 class RecoveryState(StrEnum):
@@ -63,6 +69,8 @@ class WorkerRecord:
     """True if it has answered to the current phase."""
     deadline: float = math.inf
     """Time at which it is killed, unless it closes or finishes the current phase."""
+    has_connected: bool = False
+    """False while the process may still import its modules, so that it cannot answer."""
     keeps_weights: bool = True
     """True if its instance can be closed without its weights."""
 
@@ -86,3 +94,11 @@ class StandbyRecord:
     num_deaths: int = 0
     """Deaths since a standby worker was used."""
     respawn_at: float = 0.0
+
+
+def backoff_seconds(num_deaths: int, jitter: Random) -> float:
+    """Return the delay before a restart, after a number of deaths without a committed step."""
+    if num_deaths <= 1:
+        return 0.0
+    seconds = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(num_deaths - 2, 10), MAX_BACKOFF_SECONDS)
+    return seconds * jitter.uniform(0.75, 1.0)

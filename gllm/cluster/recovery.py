@@ -1,9 +1,8 @@
 """Recovery: the state machine of an engine's life, from the first start to its end.
 
-The supervisor reports events with their time, and executes the actions that each event returns.
-The first start, the restart of a dead worker and the use of a standby worker are one path: give
-each place a worker without an instance, assign the next generation to them, initialize their
-caches, warm up, attach the client.
+The supervisor reports events with their time and executes the actions that each returns. The first
+start, a restart and the use of a standby worker are one path: give each place a worker without an
+instance, assign the next generation, initialize the caches, warm up, attach the client.
 """
 
 import math
@@ -32,12 +31,8 @@ from gllm.cluster.records import (
     RecoveryState,
     StandbyRecord,
     WorkerRecord,
+    backoff_seconds,
 )
-
-FIRST_BACKOFF_SECONDS = 0.5
-"""Delay before the second restart of a place without a committed step between; then it doubles."""
-MAX_BACKOFF_SECONDS = 30.0
-"""Longest delay before a restart, with jitter."""
 
 
 class Recovery:
@@ -136,7 +131,9 @@ class Recovery:
             return []
         if worker.stage is None:
             self._standbys.num_deaths += 1
-            self._standbys.respawn_at = now + self._backoff(self._standbys.num_deaths)
+            self._standbys.respawn_at = now + backoff_seconds(
+                self._standbys.num_deaths, self._jitter
+            )
             return self._advance(now)
         self._places[worker.stage].sender = None
         actions: list[Action] = []
@@ -172,6 +169,15 @@ class Recovery:
             actions += self._count_death(worker.stage, cause, now, is_poison)
             actions += self._leave(cause, now)
         return actions
+
+    def on_connected(self, sender: int, now: float) -> None:
+        """Handle the first message of a process: from now on it has to answer in time."""
+        worker = self._workers.get(sender)
+        if worker is None or worker.has_connected:
+            return
+        worker.has_connected = True
+        if worker.activity is Activity.CLOSING:
+            worker.deadline = now + self._limits.close_seconds
 
     def on_progress(self, sender: int, now: float) -> None:
         """Handle progress of loading, which extends the worker's time."""
@@ -327,11 +333,8 @@ class Recovery:
         return actions
 
     def _idle_standbys(self) -> Iterator[WorkerRecord]:
-        return (
-            worker
-            for worker in self._workers.values()
-            if worker.stage is None and worker.activity is Activity.IDLE
-        )
+        standbys = (worker for worker in self._workers.values() if worker.stage is None)
+        return (worker for worker in standbys if worker.activity is Activity.IDLE)
 
     def _assign(self, now: float) -> Action:
         """Begin the next generation; every place has a worker without an instance."""
@@ -362,7 +365,7 @@ class Recovery:
                 cause += f"; restarts without a finished step before: {num_restarts}"
             if place.num_deaths > num_restarts:
                 return self._give_up(cause)
-        place.respawn_at = now + self._backoff(place.num_deaths)
+        place.respawn_at = now + backoff_seconds(place.num_deaths, self._jitter)
         return []
 
     def _leave(self, cause: str, now: float) -> list[Action]:
@@ -380,7 +383,9 @@ class Recovery:
                 continue
             if worker.keeps_weights:
                 worker.activity = Activity.CLOSING
-                worker.deadline = now + self._limits.close_seconds
+                is_able = worker.has_connected
+                seconds = self._limits.close_seconds if is_able else self._limits.phase_seconds
+                worker.deadline = now + seconds
                 closing.append(worker.sender)
             else:
                 actions += self._kill(worker, "its memory is freed for the next generation")
@@ -391,10 +396,3 @@ class Recovery:
     def _give_up(self, cause: str) -> list[Action]:
         self.state = RecoveryState.DEAD
         return [GiveUp(cause)]
-
-    def _backoff(self, num_deaths: int) -> float:
-        """Return the delay in seconds before the restart after a number of deaths."""
-        if num_deaths <= 1:
-            return 0.0
-        seconds = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(num_deaths - 2, 10), MAX_BACKOFF_SECONDS)
-        return seconds * self._jitter.uniform(0.75, 1.0)

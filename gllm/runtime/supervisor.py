@@ -302,6 +302,8 @@ class Supervisor:
                 self._executor.commands.on_done(message)
             case Hello():
                 self._head.socket.on_connected(sender)
+                self._recovery.on_connected(sender, time.monotonic())
+                self._schedule_timer()
             case _:
                 self._on_lifecycle(sender, message, time.monotonic())
 

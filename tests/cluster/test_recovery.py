@@ -16,8 +16,12 @@ from gllm.cluster.actions import (
     RejectParked,
     SpawnWorker,
 )
-from gllm.cluster.records import RecoveryLimits, RecoveryState
-from gllm.cluster.recovery import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
+from gllm.cluster.records import (
+    FIRST_BACKOFF_SECONDS,
+    MAX_BACKOFF_SECONDS,
+    RecoveryLimits,
+    RecoveryState,
+)
 from tests.cluster.world import World
 from tests.examples import num_examples
 
@@ -31,6 +35,7 @@ EVENTS = (
     "answer",
     "answer",
     "commit",
+    "connect",
     "wait",
     "fair",
     "fair",
@@ -57,6 +62,8 @@ def happen(world: World, event: str, pick: int, seconds: float) -> None:
                     break
         case "commit":
             world.commit()
+        case "connect":
+            world.connect(sender)
         case "wait":
             world.wait(seconds)
         case "fair":
@@ -210,6 +217,20 @@ def test_a_survivor_that_does_not_close_is_killed_and_does_not_count() -> None:
     assert sender_of(world, 0) != stuck
     world.exit(sender_of(world, 0))
     assert not world.given_up
+
+
+def test_a_worker_that_still_starts_has_more_time_to_close() -> None:
+    world = World(2, RecoveryLimits())
+    world.start()
+    starting = sender_of(world, 0)
+    world.exit(sender_of(world, 1))
+    assert [action.senders for action in actions_of(world, CloseInstances)] == [[starting]]
+    world.wait(60.0)
+    assert actions_of(world, KillWorker) == []
+    world.connect(starting)
+    world.wait(world.limits.close_seconds)
+    assert [action.sender for action in actions_of(world, KillWorker)] == [starting]
+    world.settle()
 
 
 def test_survivors_that_cannot_free_their_memory_are_killed() -> None:

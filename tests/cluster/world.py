@@ -40,6 +40,8 @@ class World:
         self.closing: set[int] = set()
         self.pending: dict[str, set[int]] = {"loaded": set(), "ready": set(), "warm": set()}
         """Workers whose answer to the current phase is outstanding."""
+        self.connected: set[int] = set()
+        """Processes that have sent their first message."""
         self.generation = 0
         self.is_attached = False
         self.has_been_ready = False
@@ -179,8 +181,14 @@ class World:
             for waiting in self.pending.values():
                 waiting.clear()
 
+    def connect(self, sender: int) -> None:
+        """Let a process connect."""
+        self.connected.add(sender)
+        self.recovery.on_connected(sender, self.now)
+
     def close(self, sender: int) -> None:
         """Let a survivor report that it has closed its instance."""
+        self.connect(sender)
         self.closing.discard(sender)
         if sender in self.alive - self.killed:
             self.instances.pop(sender, None)
@@ -188,6 +196,7 @@ class World:
 
     def answer(self, phase: str, sender: int, keeps_weights: bool = True) -> None:
         """Let a worker answer to a phase."""
+        self.connect(sender)
         self.pending[phase].discard(sender)
         if phase == "loaded":
             self.run(self.recovery.on_loaded(sender, self.now, keeps_weights))
