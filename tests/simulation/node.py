@@ -31,7 +31,7 @@ class SimulatedNode(Node):
 
     def spawn(self, identity: WorkerIdentity) -> None:
         process = Process(self.world.loop, f"worker {identity.sender}")
-        process.slowness = self.world.rng.choice([1.0, 1.0, 1.0, 1.0, 10.0])
+        process.slowness = self.world.rng.choice(self.world.slowness)
         worker = self.workers[identity.sender] = Worker(self.world, process, identity)
         worker.on_end = lambda description: self._reap(identity.sender, description)
         if not process.is_alive:

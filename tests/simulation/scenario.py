@@ -59,8 +59,13 @@ class Limits:
     """Those at random times; at moments of processes up to four times as many strike."""
     max_restarts: int | None = None
     """None: drawn."""
+    num_stages: int | None = None
+    """None: drawn."""
     poison_share: float = 0.2
     """Share of lives with requests that kill the stage that computes them."""
+    strikes: tuple[tuple[str, int, str], ...] = ()
+    """Faults at given moments: name, number of its occurrence from 1, kill or stop. In place of
+    those that are drawn."""
 
 
 @dataclass
@@ -125,15 +130,22 @@ class Scenario:
         self.network = Network(self.loop, self.rng)
         self.world = World(self.loop, self.rng, self.network, self._on_moment)
         self.node = SimulatedNode(self.world)
-        self.num_stages = self.rng.randint(1, 4)
+        self.num_stages = limits.num_stages or self.rng.randint(1, 4)
         self.max_restarts = self.rng.choice([0, 3, 3, 50, 50, 50])
         if limits.max_restarts is not None:
             self.max_restarts = limits.max_restarts
         self.recovery_timeout = self.rng.choice([3.0, 60.0, 60.0])
+        if limits.strikes:
+            self.recovery_timeout = 600.0
+            # A survivor that still imports its modules cannot close its stage in time.
+            self.world.slowness = (1.0,)
         self.readers: list[Reader] = []
         self.faults: Counter[str] = Counter()
         self.rates = {moment: self.rng.choice([0.0, 0.0, 0.002, 0.05]) for moment in MOMENTS}
         """Probability of a fault at each moment of a process."""
+        self.num_moments: Counter[str] = Counter()
+        self.num_served_deaths = 0
+        """Ends of processes before the engine was stopped."""
         self.has_poison = self.rng.random() < limits.poison_share
         self.end_time = 0.0
         self.has_been_overdue = False
@@ -175,10 +187,11 @@ class Scenario:
             )
             self._submit()
         await asyncio.sleep(max(0.0, self.end_time - self.loop.time()))
-        # What is stopped and was not found goes on; no fault strikes any more.
+        # What is stopped for a short time goes on; no fault strikes any more.
         self.network.late_share = 0.0
-        for worker in self.node.workers.values():
-            worker.process.resume()
+        if not self.limits.strikes:
+            for worker in self.node.workers.values():
+                worker.process.resume()
         deadline = self.loop.time() + LAST_WAIT_SECONDS
         while not all(reader.is_done for reader in self.readers) or self.supervisor.state in (
             "loading",
@@ -188,6 +201,7 @@ class Scenario:
             await asyncio.sleep(0.5)
         if self.supervisor.state == "ready":
             await self._submit_last(deadline)
+        self.num_served_deaths = self.num_deaths
         await self.supervisor.stop()
         assert not self.node.workers, "processes are left"
 
@@ -209,8 +223,8 @@ class Scenario:
         if self.has_poison and rng.random() < 0.15 and not is_last:
             prompt[0] = POISON_TOKEN
         max_tokens = rng.randint(1, MAX_MODEL_LEN - len(prompt))
-        stop_ids = rng.sample(range(VOCAB_SIZE), 8) if rng.random() < 0.5 else []
-        n = rng.choice([1, 1, 1, 2, 3])
+        stop_ids = rng.sample(range(VOCAB_SIZE), 30) if rng.random() < 0.5 else []
+        n = rng.choice([1, 1, 2, 3])
         try:
             stream = supervisor.client.submit(
                 prompt, SequenceSamplingParams(), max_tokens, stop_ids, n, rng.choice([0, 0, 1])
@@ -252,13 +266,22 @@ class Scenario:
         if moment == "poison":
             self._end(process, "poison")
             return
-        if self.loop.time() > self.end_time or self.faults.total() >= 4 * self.limits.num_faults:
+        self.num_moments[moment] += 1
+        for name, number, kind in self.limits.strikes:
+            if (name, number) == (moment, self.num_moments[moment]):
+                self._strike(process, moment, kind)
+        if self.limits.strikes or self.loop.time() > self.end_time:
+            return
+        if self.faults.total() >= 4 * self.limits.num_faults:
             return
         if self.rng.random() < self.rates[moment]:
-            if self.rng.random() < 0.7:
-                self._end(process, moment)
-            else:
-                self._freeze(process, moment)
+            self._strike(process, moment, "kill" if self.rng.random() < 0.7 else "stop")
+
+    def _strike(self, process: Process, moment: str, kind: str) -> None:
+        if kind == "kill":
+            self._end(process, moment)
+        else:
+            self._freeze(process, moment)
 
     def _victims(self) -> list[Process]:
         return [each.process for each in self.node.workers.values() if each.process.is_alive]
@@ -300,7 +323,9 @@ class Scenario:
     def _freeze(self, process: Process, moment: str) -> None:
         self.faults[f"stopped at {moment}"] += 1
         process.stop()
-        self.loop.call_later(self.rng.choice([0.1, 5.0, 30.0]), process.resume)
+        # After this time no detector may have found it.
+        seconds = 1000.0 if self.limits.strikes else self.rng.choice([0.1, 5.0, 30.0])
+        self.loop.call_later(seconds, process.resume)
 
     # Checks.
 
@@ -362,7 +387,7 @@ class Scenario:
             max_num_seqs=self.rng.choice([2, 8]),
             max_restarts=self.max_restarts,
             recovery_timeout=self.recovery_timeout,
-            standby_workers=self.rng.choice([0, 0, 1, 2]),
+            standby_workers=0 if self.limits.strikes else self.rng.choice([0, 0, 1, 2]),
         )
         layers = [range(stage, stage + 1) for stage in range(self.num_stages)]
         return Supervisor(config, layers, lambda done, total: None)

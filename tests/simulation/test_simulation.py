@@ -23,7 +23,7 @@ def quiet() -> None:
     logging.getLogger("gllm").setLevel(logging.CRITICAL)
 
 
-@settings(max_examples=num_examples(12, 2000), deadline=None)
+@settings(max_examples=num_examples(16, 2000), deadline=None)
 @given(SEEDS, st.integers(0, 8))
 def test_requests_outlive_every_process(seed: int, num_faults: int) -> None:
     Scenario(seed, Limits(num_faults=num_faults)).play()
@@ -40,6 +40,50 @@ def test_without_faults_everything_ends_without_an_error() -> None:
     }
 
 
+STRIKES = {
+    "spawn": (("spawn", 2, "kill"),),
+    "connected": (("connected", 1, "kill"),),
+    "loading": (("loading", 3, "kill"),),
+    "initialize": (("initialize", 2, "kill"),),
+    "ready": (("ready", 1, "kill"),),
+    "prefill": (("prefill", 7, "kill"),),
+    "decode": (("decode", 40, "kill"),),
+    "closing": (("decode", 40, "kill"), ("closing", 1, "kill")),
+    "closed": (("decode", 40, "kill"), ("closed", 1, "kill")),
+    "spawn of a recovery": (("prefill", 9, "kill"), ("spawn", 4, "kill")),
+    "loading of a recovery": (("decode", 20, "kill"), ("loading", 8, "kill")),
+    "initialize of a recovery": (("decode", 20, "kill"), ("initialize", 4, "kill")),
+    "ready after a recovery": (("decode", 20, "kill"), ("ready", 2, "kill")),
+    "two in one step": (("decode", 40, "kill"), ("decode", 41, "kill")),
+}
+"""Deaths at each moment of a life; with the same number of strikes as processes that end."""
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+@pytest.mark.parametrize("name", STRIKES)
+def test_a_death_at_each_moment_costs_that_process_and_a_pause(name: str, kind: str) -> None:
+    strikes = tuple((moment, number, kind) for moment, number, _ in STRIKES[name])
+    scenario = Scenario(
+        3,
+        Limits(
+            num_requests=8,
+            seconds=20.0,
+            max_restarts=3,
+            num_stages=3,
+            poison_share=0.0,
+            num_faults=0,
+            strikes=strikes,
+        ),
+    )
+    scenario.play()
+    assert scenario.faults.total() == len(strikes), scenario.faults
+    # Survivors keep their processes.
+    assert scenario.num_served_deaths == len(strikes)
+    ends = {end for reader in scenario.readers for end, _ in reader.ends.values()}
+    assert ends <= {"stop", "length", "abort"}
+    assert len(scenario.readers) > 1
+
+
 def test_the_same_seed_is_the_same_life() -> None:
     first, second = (Scenario(7, Limits(num_faults=6)) for _ in range(2))
     first.play()
@@ -53,7 +97,7 @@ def test_the_same_seed_is_the_same_life() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_long_lives(seed: int) -> None:
     """At least 10^5 events each."""
-    limits = Limits(num_requests=600, seconds=1500.0, num_faults=80, max_restarts=10**6)
+    limits = Limits(num_requests=1500, seconds=2500.0, num_faults=80, max_restarts=10**6)
     scenario = Scenario(seed, limits)
     scenario.play()
     assert scenario.supervisor.cause == "the engine was stopped"

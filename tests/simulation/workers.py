@@ -61,6 +61,8 @@ class World:
     instances: list["Instance"] = field(default_factory=list)
     """Open ones, of living processes and of those that died with them."""
     num_steps: int = 0
+    slowness: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 10.0)
+    """Factors of the times of processes, from which each draws one."""
 
     def begin_instance(self, instance: "Instance") -> None:
         """Check that no instance of another generation is at work."""
