@@ -162,3 +162,24 @@ def test_a_poison_request_ends_alone(server: Server, undisturbed: dict[str, Answ
     wait_until_ready(server)
     assert recoveries(server) == num_before + 3, "the second time the request is refused at once"
     assert server.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 3})[0] == 200
+
+
+def test_a_recovery_that_takes_too_long(tiny_model: Path) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+    # A restart imports torch, which takes longer than this.
+    with serving(tiny_model, "--pp", "2", "--threads", "1", "--recovery-timeout", "0.3") as server:
+        events = server.stream(COMPLETIONS, body)
+        first = next(events)
+        os.kill(stages(server.pid)[1], signal.SIGKILL)
+        last = [first, *events][-1]
+        assert last["error"]["code"] == "engine_recovering"
+        with pytest.raises(urllib.error.HTTPError) as failure:
+            server.open(COMPLETIONS, json.dumps(body).encode())
+        assert failure.value.code == 503
+        assert int(failure.value.headers["Retry-After"]) >= 1
+        assert json.load(failure.value)["error"]["code"] == "engine_recovering"
+        assert server.status("/ready") == 503
+        with server.open("/health", None) as answer:
+            assert json.load(answer) == {"status": "ok", "state": "recovering"}
+        wait_until_ready(server)
+        assert server.post(COMPLETIONS, {**body, "max_tokens": 5})[0] == 200
