@@ -137,8 +137,6 @@ class Scenario:
         self.recovery_timeout = self.rng.choice([3.0, 60.0, 60.0])
         if limits.strikes:
             self.recovery_timeout = 600.0
-            # A survivor that still imports its modules cannot close its stage in time.
-            self.world.slowness = (1.0,)
         self.readers: list[Reader] = []
         self.faults: Counter[str] = Counter()
         self.rates = {moment: self.rng.choice([0.0, 0.0, 0.002, 0.05]) for moment in MOMENTS}
