@@ -5,11 +5,11 @@
 
 from typing import TYPE_CHECKING, Protocol
 
-from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.executor import Executor
 from gllm.scheduler.config import SchedulerConfig
 
 if TYPE_CHECKING:
+    from gllm.runtime.assignment import StageAssignment
     from gllm.transport.device_streams import DeviceRuntime, DeviceStream
 
 
@@ -57,7 +57,7 @@ class DeviceBackend(Protocol):
         """Kernels compiled since `prepare_steps`."""
 
 
-def resolve_step_limits(assignment: StageAssignment) -> SchedulerConfig:
+def resolve_step_limits(assignment: "StageAssignment") -> SchedulerConfig:
     """Return the scheduler's configuration, resolved except for the number of KV blocks."""
     config, max_model_len = assignment.config.scheduler, assignment.config.max_model_len
     assert max_model_len is not None

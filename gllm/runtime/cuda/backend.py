@@ -1,14 +1,17 @@
 """CUDA backend of a stage: choice of the GPU and of the transport, and the order of start-up."""
 
 import logging
+from typing import TYPE_CHECKING
 
 from gllm.kernels.triton.compilations import CompilationCounter
 from gllm.models.config import ModelConfig
-from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.backend import resolve_step_limits
 from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.device_streams import CudaRuntime
+
+if TYPE_CHECKING:
+    from gllm.runtime.assignment import StageAssignment
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +22,7 @@ MAX_GRAPH_ROWS = 256
 class CudaBackend:
     """GPU and executor of a stage; with fewer GPUs than stages, stages share GPUs."""
 
-    def __init__(self, assignment: StageAssignment, model: ModelConfig, num_gpus: int) -> None:
+    def __init__(self, assignment: "StageAssignment", model: ModelConfig, num_gpus: int) -> None:
         """Create the executor; see `gllm.runtime.stage_loader.create_backend`."""
         layers = range(*assignment.layers)
         self._assignment = assignment
