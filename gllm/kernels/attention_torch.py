@@ -11,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gllm.kernels.attention_plan import QUERY_SLICE, AttentionPlan, DecodeGroup, PrefillChunk
 from gllm.kernels.attention_scaling import AttentionScaling
-from gllm.kernels.fp8_cache import select_converted
 
 
 def paged_attention(
@@ -46,6 +45,15 @@ def paged_attention(
     return output
 
 
+def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows `slots` of cache [all slots, kv_heads, elements], converted to dtype."""
+    if cache.dtype == torch.float8_e4m3fn:
+        # As bytes: torch cannot index FP8 tensors.
+        codes = cache.view(torch.uint8).index_select(0, slots)
+        return codes.view(cache.dtype).to(dtype)
+    return cache.index_select(0, slots).to(dtype)
+
+
 def _decode(
     query: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, scaling: AttentionScaling
 ) -> Tensor:
@@ -54,8 +62,8 @@ def _decode(
     The queries that share a KV head form one matrix.
     """
     shape = (len(group.rows), -1)
-    key = select_converted(keys, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
-    value = select_converted(values, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
+    key = _gather(keys, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
+    value = _gather(values, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
     rows = query.index_select(0, group.rows)
     bias = group.bias
     if scaling.alibi_slopes is not None:
@@ -81,7 +89,7 @@ def _prefill(
     heads, queries = query.shape[1:3]
     # [kv_heads, queries, context, elements], expanded without a copy.
     key, value = (
-        select_converted(cache, chunk.slots, query.dtype)
+        _gather(cache, chunk.slots, query.dtype)
         .transpose(0, 1)[:, None]
         .expand(-1, queries, -1, -1)
         for cache in (keys, values)

@@ -1,4 +1,4 @@
-"""Reading a KV cache in FP8 (E4M3) on a CPU."""
+"""Conversion of a KV cache in FP8 (E4M3) on a CPU."""
 
 from functools import cache
 
@@ -18,8 +18,6 @@ def select_converted(cached: Tensor, indices: Tensor, dtype: torch.dtype) -> Ten
         return cached.index_select(0, indices).to(dtype)
     # As bytes: torch cannot index FP8 tensors.
     codes = cached.view(torch.uint8).index_select(0, indices)
-    if not codes.is_cpu:
-        return codes.view(cached.dtype).to(dtype)
     # 5 times as fast as torch's conversion, which is not vectorized.
     return _numbers(dtype).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
