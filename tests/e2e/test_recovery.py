@@ -164,7 +164,11 @@ def test_a_poison_request_ends_alone(server: Server, undisturbed: dict[str, Answ
     assert server.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 3})[0] == 200
 
 
-def test_a_recovery_that_takes_too_long(tiny_model: Path) -> None:
+def test_a_recovery_that_takes_too_long(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # At its end the server is killed, so the evidence of the death stays.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
     # A restart imports torch, which takes longer than this.
     with serving(tiny_model, "--pp", "2", "--threads", "1", "--recovery-timeout", "0.3") as server:
