@@ -118,7 +118,7 @@ DIFFERENT = ("id", "created")
 
 @dataclass
 class Answer:
-    """What a client got: values by their place, pieces of one value joined."""
+    """Answer that a client received: values by their place, pieces of one value joined."""
 
     kind: str
     values: dict[Part, Any] = field(default_factory=dict)

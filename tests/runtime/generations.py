@@ -35,7 +35,7 @@ CHUNKED = {"max_prefill_tokens": 12, "min_prefill_tokens": 4, "max_num_batched_t
 
 @dataclass
 class ChoiceOutput:
-    """What a choice has reported."""
+    """Output that a choice has reported."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -46,7 +46,7 @@ class ChoiceOutput:
     """Finish reason, stop token and error."""
 
     def cut(self, length: int, keeps_prompt_logprobs: bool) -> "ChoiceOutput":
-        """What it had reported when its output had `length` tokens."""
+        """Return the output reported when it had `length` tokens."""
         if not length:
             return ChoiceOutput()
         prompt_logprobs = self.prompt_logprobs if keeps_prompt_logprobs else []

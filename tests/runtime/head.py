@@ -180,5 +180,5 @@ def num_threads(pid: int | str = "self") -> int:
 
 
 def num_mapped(name: str, pid: int | str = "self") -> int:
-    """How often files of a name are mapped."""
+    """Return the number of mappings of files with a name."""
     return Path(f"/proc/{pid}/maps").read_text().count(name)

@@ -25,7 +25,7 @@ RUN = 2**63 + 5
 
 
 class Heard:
-    """What a hub or a spoke delivered."""
+    """Messages and losses that a hub or a spoke has delivered."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []

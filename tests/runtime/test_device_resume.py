@@ -54,7 +54,7 @@ def stages_on(queues: FakeQueues, folder: Path, num_stages: int, **options: Any)
 
 
 def reported(output: ChoiceOutput) -> tuple:
-    """What does not depend on the last bits of logits."""
+    """Return the parts of an output that do not depend on the last bits of logits."""
     return (
         output.tokens,
         [(entry.token, entry.top_ids) for entry in output.logprobs],

@@ -164,7 +164,7 @@ async def first_generation(head: Head) -> list[int]:
 
 @pytest.mark.parametrize("stages", [1, 2])
 async def test_closing_while_a_step_computes(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends first, and nobody hears of its result; a later stage that waits for it is closed."""
+    """The step ends, its result is dropped, and a later stage that waits for it is closed."""
     async with head_of(LocalWorkers(), stages) as head:
         expected = await first_generation(head)
         gate = Gate(monkeypatch, CpuExecutor, "compute")

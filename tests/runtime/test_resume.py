@@ -63,7 +63,7 @@ def stages_of(num_stages: int, prefix_cache: bool = True) -> Stages:
 
 @cache
 def greedy_output() -> tuple[int, ...]:
-    """What the demo answers to PROMPT, undisturbed."""
+    """Return the demo model's undisturbed answer to PROMPT."""
     request = Request(PROMPT, SequenceSamplingParams(temperature=0.0))
     return tuple(run_undisturbed(stages_of(1), request)[-1][0].tokens)
 
