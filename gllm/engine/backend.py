@@ -1,0 +1,53 @@
+"""Interface of what computes the requests of an engine: its own pipeline, or a fleet."""
+
+import asyncio
+from typing import Any, Protocol
+
+from gllm.engine.interface import EngineStatus
+from gllm.runtime.client import EngineClient
+
+
+class Backend(Protocol):
+    """Computes requests of token ids for a `TextEngine`."""
+
+    @property
+    def client(self) -> EngineClient:
+        """Running requests."""
+
+    @property
+    def state(self) -> str:
+        """Present state: loading, ready, recovering, draining or dead."""
+
+    @property
+    def died(self) -> asyncio.Event:
+        """Set when the backend is dead."""
+
+    def status(self) -> EngineStatus:
+        """Return a snapshot of state and counters."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return configuration and state as JSON values."""
+
+    def check_accepting(self) -> None:
+        """Raise EngineUnavailableError unless requests run, or wait until they can."""
+
+    def check_ready(self) -> None:
+        """Raise EngineUnavailableError unless requests run."""
+
+    async def start(self) -> None:
+        """Wait until requests can run. Raises EngineError."""
+
+    async def drain(self, seconds: float) -> None:
+        """Reject new requests and wait at most `seconds` for the running ones."""
+
+    async def stop(self) -> None:
+        """Stop; running requests end with an error."""
+
+    async def reset_prefix_cache(self) -> str:
+        """Empty the prefix cache; return the error, empty on success."""
+
+    async def start_profile(self, folder: str) -> str:
+        """Start a profile on all stages; return the first error, empty on success."""
+
+    async def stop_profile(self) -> str:
+        """Stop the profile on all stages; return the first error, empty on success."""

@@ -1,0 +1,138 @@
+"""Backend of an engine whose requests run on one pipeline of worker processes of its own."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from gllm.config.engine import EngineConfig
+from gllm.engine.interface import EngineStatus, EngineUnavailableError
+from gllm.engine.status import read_status
+from gllm.observability.logs import LogConfig
+from gllm.runtime.client import EngineClient
+from gllm.runtime.local_node import LocalNode
+from gllm.runtime.node import Node
+from gllm.runtime.supervisor import Supervisor
+
+RECOVERY_RETRY_SECONDS = 5
+"""Time after which a client may try again while the engine recovers."""
+
+
+class PipelineBackend:
+    """One pipeline of worker processes, with their supervisor and a progress bar of the weights."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        layers: list[range],
+        logs: LogConfig,
+        shows_progress: bool,
+        node: Node | None,
+    ) -> None:
+        """Create the backend; `start` starts the workers.
+
+        Args:
+            config: of the engine, with max_model_len resolved.
+            folder: of the model.
+            layers: of each stage.
+            logs: level and format of the workers' logs.
+            shows_progress: show a progress bar while the weights load.
+            node: with worker processes that were started before; None to start them.
+        """
+        self.supervisor = Supervisor(config, layers, self._show_progress)
+        self._config = config
+        self._folder = folder
+        self._logs = logs
+        self._node = node
+        self._shows_progress = shows_progress
+        self._bar: tqdm | None = None
+        """Progress bar of the weights; None until the first bytes are loaded."""
+
+    @property
+    def client(self) -> EngineClient:
+        """See Backend."""
+        return self.supervisor.client
+
+    @property
+    def state(self) -> str:
+        """See Backend."""
+        return self.supervisor.state
+
+    @property
+    def died(self) -> asyncio.Event:
+        """See Backend."""
+        return self.supervisor.died
+
+    def status(self) -> EngineStatus:
+        """See Backend."""
+        return read_status(self.supervisor, self._config)
+
+    def describe(self) -> dict[str, Any]:
+        """See Backend."""
+        return {
+            "state": self.supervisor.state,
+            "layers": [len(layers) for layers in self.supervisor.layers],
+            "kv_blocks": self.supervisor.num_blocks,
+            "kv_bytes": self.supervisor.kv_bytes,
+            "config": msgspec.to_builtins(self._config),
+        }
+
+    def check_accepting(self) -> None:
+        """See Backend."""
+        if self.supervisor.state == "recovering" and not self.supervisor.is_recovery_overdue:
+            return
+        self.check_ready()
+
+    def check_ready(self) -> None:
+        """See Backend."""
+        state, cause = self.supervisor.state, self.supervisor.cause
+        if state == "recovering":
+            cause = f"the engine is recovering: {self.supervisor.deaths.cause}"
+            raise EngineUnavailableError(state, cause, RECOVERY_RETRY_SECONDS)
+        if state != "ready":
+            raise EngineUnavailableError(state, cause or f"the engine is {state}")
+
+    async def start(self) -> None:
+        """Start the workers and wait until a warm-up step has run on all of them.
+
+        Raises EngineError if a worker fails.
+        """
+        if self._config.step_log is not None:
+            # Drivers append: the log of a run has the events of all its drivers.
+            open(self._config.step_log, "wb").close()
+        node = self._node or LocalNode(len(self.supervisor.layers))
+        try:
+            await self.supervisor.start(self._folder, node, self._logs)
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+
+    async def drain(self, seconds: float) -> None:
+        """See Backend."""
+        await self.supervisor.drain(seconds)
+
+    async def stop(self) -> None:
+        """See Backend."""
+        await self.supervisor.stop()
+
+    async def reset_prefix_cache(self) -> str:
+        """See Backend."""
+        return await self.supervisor.reset_prefix_cache()
+
+    async def start_profile(self, folder: str) -> str:
+        """See Backend."""
+        return await self.supervisor.start_profile(folder)
+
+    async def stop_profile(self) -> str:
+        """See Backend."""
+        return await self.supervisor.stop_profile()
+
+    def _show_progress(self, done: int, total: int) -> None:
+        if self._bar is None:
+            hidden = not self._shows_progress
+            self._bar = tqdm(unit="B", unit_scale=True, desc="weights", disable=hidden)
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)

@@ -1,0 +1,335 @@
+"""The engine without what computes: tokenizer, grammar compiler, requests, text of their output.
+
+Imports no torch: a backend computes.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, Self
+
+from gllm.config.field_types import FieldError, to_str, to_token_ids
+from gllm.config.sampling import SamplingParams
+from gllm.engine.backend import Backend
+from gllm.engine.interface import (
+    EngineStatus,
+    EngineUnavailableError,
+    ModelInfo,
+    OutputDelta,
+    PoisonRequestError,
+    ProfileError,
+    check_options,
+    check_request,
+    embedding_error,
+    encode_prompt,
+    truncate_prompt,
+)
+from gllm.engine.request import BadWords, RequestState, build_sequence_params
+from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.models.config import ModelConfig, model_notes
+from gllm.runtime.request_stream import RequestStream
+from gllm.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class TextEngine:
+    """Requests of text over a backend that computes token ids. Implements `EngineInterface`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        folder: Path,
+        model: ModelConfig,
+        max_model_len: int,
+        chat_template: str | None,
+        seed: int | None,
+    ) -> None:
+        """Load the tokenizer; `start` starts the backend.
+
+        Args:
+            backend: computes the requests.
+            name: public name of the model.
+            folder: with the model's tokenizer.
+            model: the model's configuration.
+            max_model_len: most tokens of prompt and output together.
+            chat_template: file with the chat template; None for the model's own.
+            seed: of the seeds of requests without one; None for random seeds.
+        """
+        self._backend = backend
+        self.tokenizer = Tokenizer.load(folder, chat_template)
+        for note in model_notes(model.model, max_model_len):
+            log.warning("%s", note)
+        self.model = ModelInfo(
+            name=name,
+            max_model_len=max_model_len,
+            vocab_size=model.model.vocab_size,
+            eos_ids=model.eos_ids,
+            defaults=model.sampling,
+            created=int(time.time()),
+        )
+        self._grammars = GrammarCompiler(folder, model.model.vocab_size, model.eos_ids)
+        self._compiling: dict[asyncio.Future[str], str] = {}
+        """Running grammar compilations and the ids of their requests; `abort` removes them."""
+        self._client = backend.client
+        self._seeds = secrets.SystemRandom() if seed is None else Random(seed)
+        """Source of seeds for requests without one."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def status(self) -> EngineStatus:
+        """Return a snapshot of the engine's state and counters."""
+        return self._backend.status()
+
+    async def wait_until_dead(self) -> None:
+        """Wait until the engine is dead, after a failure or `stop`."""
+        await self._backend.died.wait()
+
+    async def start(self) -> None:
+        """Start the backend and wait until it runs requests. Raises EngineError."""
+        await self._backend.start()
+
+    async def drain(self, seconds: float) -> None:
+        """Reject new requests and wait at most `seconds` for the running ones."""
+        await self._backend.drain(seconds)
+
+    async def stop(self) -> None:
+        """Stop the backend; running requests end with an error."""
+        await self._backend.stop()
+        await self._grammars.close()
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Generate the choices of a prompt; yield their deltas, interleaved.
+
+        Closing the generator aborts the request.
+
+        Args:
+            prompt: Text or token ids.
+            params: Sampling parameters.
+            priority: Requests of lower values run first.
+            cache_salt: Prefix-cache entries are shared only by requests with the same salt.
+            request_id: Id by which `abort` finds the request.
+
+        Raises:
+            FieldError: The engine cannot run such a request.
+            EngineUnavailableError: The engine accepts no requests at present.
+        """
+        if isinstance(prompt, str):
+            text = to_str("prompt", prompt)
+            prompt = await asyncio.to_thread(self._encode, text, params)
+        (request,) = await self.submit(
+            [prompt], params, priority=priority, cache_salt=cache_salt, request_id=request_id
+        )
+        try:
+            while not request.is_finished:
+                await request.wait()
+                for delta in request.pop_deltas():
+                    yield delta
+        finally:
+            request.close()
+
+    async def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+    ) -> list[RequestState]:
+        """Start one request per prompt, all or none; each handle has to be closed.
+
+        In contrast to `generate`, the caller can read the deltas while the engine handles the step
+        that produced them. Arguments and errors are those of `generate`.
+        """
+        priority, cache_salt = check_options(params, priority, cache_salt, request_id)
+        prompts = [to_token_ids("prompt", prompt) for prompt in prompts]
+        prompts = [truncate_prompt(prompt, params, self.model) for prompt in prompts]
+        for prompt in prompts:
+            check_request(prompt, params, self.model)
+        words: BadWords = ()
+        if params.bad_words:
+            words = await asyncio.to_thread(self._token_sequences, params.bad_words)
+        self._backend.check_accepting()
+        grammar = await self._grammar(params, request_id)
+        self._backend.check_accepting()
+        send = partial(self._send, params, priority, cache_salt, request_id, words, grammar or "")
+        streams: list[RequestStream] = []
+        try:
+            for prompt in prompts:
+                streams.append(send(prompt))
+        except (TypeError, ValueError, OverflowError, PoisonRequestError) as error:
+            for stream in streams:
+                self._client.release(stream)
+            if isinstance(error, PoisonRequestError):
+                raise
+            raise FieldError("params", f"the request cannot be sent: {error}") from error
+        if grammar is None:
+            self._client.abort_streams(streams)
+        return [RequestState(self._client, stream, self.tokenizer, params) for stream in streams]
+
+    async def embed(
+        self,
+        prompt: str | list[int],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+    ) -> list[float]:
+        """Return the embedding of a prompt.
+
+        The embedding is the hidden state of the prompt's last token after the final norm,
+        `hidden_size` numbers.
+
+        Raises:
+            FieldError: The engine cannot run such a request.
+            EngineUnavailableError: The engine accepts no requests at present.
+            EmbeddingError: The embedding could not be computed.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0)
+        priority, cache_salt = check_options(params, priority, cache_salt, request_id)
+        if isinstance(prompt, str):
+            text = to_str("prompt", prompt)
+            prompt = await asyncio.to_thread(self._encode, text, params)
+        prompt = to_token_ids("prompt", prompt)
+        check_request(prompt, params, self.model)
+        self._backend.check_accepting()
+        # Each request samples a token; it is not used.
+        sampling = SequenceSamplingParams(temperature=0, embeds=True)
+        stream = self._client.submit(
+            prompt,
+            sampling,
+            1,
+            [],
+            priority=priority,
+            cache_salt=cache_salt,
+            request_id=request_id,
+        )
+        embedding, end = b"", None
+        try:
+            while end is None:
+                await stream.wait()
+                piece = stream.pop_deltas()[0]
+                embedding, end, kind = embedding or piece.embedding, piece.end, piece.error_kind
+        finally:
+            self._client.release(stream)
+        if end.error or not embedding:
+            raise embedding_error(end.error or "the request was aborted", kind)
+        return array("f", embedding).tolist()
+
+    def abort(self, request_id: str | None) -> int:
+        """Abort the requests with this id, or all if it is None; return their number.
+
+        Their choices finish with reason `abort`.
+        """
+        if self._backend.state not in ("ready", "recovering", "draining"):
+            return 0
+        compiling = [task for task, named in self._compiling.items() if request_id in (None, named)]
+        for task in compiling:
+            del self._compiling[task]
+            task.cancel()
+        return self._client.abort_request(request_id) + len(compiling)
+
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache. Raises EngineUnavailableError."""
+        self._backend.check_ready()
+        if cause := await self._backend.reset_prefix_cache():
+            raise EngineUnavailableError(self._backend.state, cause)
+
+    async def start_profile(self, folder: str) -> None:
+        """Start to record the operations of every stage; `stop_profile` writes them to `folder`.
+
+        Raises EngineUnavailableError, and ProfileError if a stage cannot record.
+        """
+        self._backend.check_ready()
+        if cause := await self._backend.start_profile(folder):
+            raise ProfileError(cause)
+
+    async def stop_profile(self) -> None:
+        """Stop recording and write the profile, one file per stage.
+
+        Raises EngineUnavailableError, and ProfileError if a stage cannot write its file.
+        """
+        self._backend.check_ready()
+        if cause := await self._backend.stop_profile():
+            raise ProfileError(cause)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's configuration and state as JSON values."""
+        return self._backend.describe()
+
+    async def _grammar(self, params: SamplingParams, request_id: str) -> str | None:
+        """Return the compiled grammar of the output.
+
+        Returns an empty string if the output is unconstrained, None if the request was aborted
+        while the grammar compiled.
+        """
+        if params.structured is None:
+            return ""
+        task = asyncio.ensure_future(self._grammars.compile_structured_output(params.structured))
+        self._compiling[task] = request_id
+        try:
+            await asyncio.wait([task])
+            return task.result() if task in self._compiling else None
+        except CompilerBusyError as error:
+            raise EngineUnavailableError("full", str(error)) from error
+        finally:
+            self._compiling.pop(task, None)
+            task.cancel()
+
+    def _encode(self, prompt: str, params: SamplingParams) -> list[int]:
+        return encode_prompt(prompt, params, self.model, self.tokenizer)
+
+    def _token_sequences(self, words: tuple[str, ...]) -> BadWords:
+        """Return the token sequences of words, each with and without a leading space."""
+        bare = {word.removeprefix(" ") for word in words}
+        texts = bare | {" " + word for word in bare}
+        sequences = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        vocabulary = self.model.vocab_size
+        return tuple(sorted({ids for ids in sequences if ids and max(ids) < vocabulary}))
+
+    def _send(
+        self,
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str,
+        request_id: str,
+        bad_words: BadWords,
+        grammar: str,
+        prompt: list[int],
+    ) -> RequestStream:
+        num_free = self.model.max_model_len - len(prompt)
+        # At the end of a grammar only EOS is allowed, so EOS has to end the output.
+        ends = not params.ignore_eos or grammar
+        stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
+        return self._client.submit(
+            prompt,
+            build_sequence_params(params, stop_ids, bad_words, grammar, self._seeds),
+            min(params.max_tokens or num_free, num_free),
+            sorted(stop_ids),
+            params.n,
+            priority,
+            cache_salt,
+            request_id,
+        )
