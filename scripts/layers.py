@@ -12,6 +12,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
         for name, allowed in {
             "gllm.config.options": "",
             "gllm.config.field_types": "gllm.config.options",
+            "gllm.config.slo": "",
             "gllm.scheduler": "gllm.config.field_types gllm.config.options",
             "gllm.observability": "",
             "gllm.observability.bubbles": "gllm.scheduler",

@@ -48,6 +48,8 @@ MAX_METADATA_KEY = 64
 """Characters of a metadata key."""
 MAX_METADATA_VALUE = 512
 """Characters of a metadata value."""
+MAX_SESSION_CHARACTERS = 1024
+"""Characters of the name of a session."""
 MAX_TOKENIZE_BYTES = 2**20
 """Bytes of a text to tokenize, in UTF-8."""
 MAX_JSON_DEPTH = 100
@@ -110,6 +112,7 @@ LIMITS = (
     RequestLimit("`metadata` of responses", MAX_METADATA, "entries"),
     RequestLimit("`metadata` of responses", MAX_METADATA_KEY, "characters of each key"),
     RequestLimit("`metadata` of responses", MAX_METADATA_VALUE, "characters of each value"),
+    RequestLimit("`prompt_cache_key`", MAX_SESSION_CHARACTERS, "characters"),
 )
 """All limits, in the order of the table in docs/api.md."""
 

@@ -11,6 +11,7 @@ from gllm.config.output_parsers import (
     TOOL_CALL_PARSERS,
     OutputParserConfig,
 )
+from gllm.config.slo import Slo
 from gllm.observability.logs import LOG_FORMATS
 
 
@@ -28,6 +29,19 @@ class ServerConfig:
     )
     max_num_queued_requests: int = option(
         2048, "maximum requests in the engine; further ones get 503", ge=1, le=INT32_MAX
+    )
+    slo_ttft: float | None = option(
+        None,
+        "default objective of requests for the time to the first token, in seconds; default: none",
+        gt=0,
+        le=MAX_TIMEOUT_SECONDS,
+    )
+    slo_tpot: float | None = option(
+        None,
+        "default objective of requests for the mean time per further token, in seconds; default: "
+        "none",
+        gt=0,
+        le=MAX_TIMEOUT_SECONDS,
     )
     profile_dir: str | None = option(
         None,
@@ -145,6 +159,11 @@ class ServerConfig:
             raise ValueError(f"{present} is given without {missing[0]}: https needs both")
         if missing and self.ssl_ca_certs is not None:
             raise ValueError("ssl_ca_certs is given without ssl_certfile and ssl_keyfile")
+
+    @property
+    def slo(self) -> Slo:
+        """The objective of requests that have none of their own."""
+        return Slo(self.slo_ttft, self.slo_tpot)
 
     @property
     def output_parsers(self) -> OutputParserConfig:

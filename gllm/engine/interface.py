@@ -14,6 +14,7 @@ import msgspec
 from gllm.config.field_types import FieldError, to_int, to_str
 from gllm.config.limits import MAX_PROMPT_LOGPROBS
 from gllm.config.sampling import SamplingParams
+from gllm.config.slo import Slo
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import ErrorKind
 from gllm.messages.requests import PoisonRequestError as PoisonRequestError
@@ -118,13 +119,30 @@ class EngineStatus:
 class EngineUnavailableError(Exception):
     """The engine accepts no request at present.
 
-    `reason` is loading, recovering, draining, dead or full.
+    `reason` is loading, recovering, draining, sleeping, dead, full or no_engines. `dropped_reason`
+    is llm-d's name of the cause, if it differs from the usual one of the reason.
     """
 
-    def __init__(self, reason: str, message: str, retry_after: int = 1) -> None:
+    def __init__(
+        self, reason: str, message: str, retry_after: int = 1, dropped_reason: str = ""
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
+        self.retry_after = retry_after
+        self.dropped_reason = dropped_reason
+
+
+class OverloadedError(Exception):
+    """The request is refused because its objective cannot be met under the present load.
+
+    `reason` is llm-d's name of the cause, such as rejected-saturated.
+    """
+
+    def __init__(self, message: str, reason: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
         self.retry_after = retry_after
 
 
@@ -210,8 +228,19 @@ class EngineInterface(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
+        slo: Slo | None = None,
+        session: str = "",
     ) -> Sequence[RequestHandle]:
         """Start one request per prompt, all or none; each handle has to be closed.
+
+        Args:
+            prompts: Token ids of each prompt.
+            params: Sampling parameters of all prompts.
+            priority: Requests of lower values run first.
+            cache_salt: Prefix-cache entries are shared only by requests with the same salt.
+            request_id: Id by which `abort` finds the requests.
+            slo: Latencies that the client asks for, a hint for routers.
+            session: Name of the session whose requests a router sends to one engine if possible.
 
         Raises:
             FieldError: The engine cannot run such a request.

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from gllm.config.field_types import FieldError, to_str, to_token_ids
 from gllm.config.sampling import SamplingParams
+from gllm.config.slo import Slo
 from gllm.engine.backend import Backend
 from gllm.engine.interface import (
     EngineStatus,
@@ -157,6 +158,8 @@ class TextEngine:
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
+        slo: Slo | None = None,
+        session: str = "",
     ) -> list[RequestState]:
         """Start one request per prompt, all or none; each handle has to be closed.
 

@@ -26,6 +26,7 @@ from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.json_encoding import encode_json_in_pieces
 from gllm.frontend.request_run import PreparedRequest, RequestRun
 from gllm.frontend.request_summary import SUMMARY, RequestSummary
+from gllm.frontend.routing_hints import read_routing_hints
 from gllm.frontend.sse import EventStream, ServerSentEvent
 
 JsonObject = dict[str, Any]
@@ -96,7 +97,10 @@ def _run_request(
         sum(map(len, request.prompts)), request.params.n, request.new_reasoning_counter
     )
     request_id = request.fields.request_id or http_request[REQUEST_ID]
-    run = RequestRun(context.engine, context.metrics, request, request_id, http_request[ARRIVAL])
+    hints = read_routing_hints(http_request.headers, request.fields, context.config.slo)
+    run = RequestRun(
+        context.engine, context.metrics, request, request_id, http_request[ARRIVAL], hints
+    )
     with closing(run):
         summary = http_request[SUMMARY] = RequestSummary(
             request.params, bool(request.fields.stream), usage, run.prompt_metrics

@@ -14,6 +14,7 @@ from gllm.config.field_types import FieldError
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import (
     EngineUnavailableError,
+    OverloadedError,
     PoisonRequestError,
     PromptTooLongError,
 )
@@ -43,6 +44,14 @@ ERROR_TYPES = {
     503: "unavailable_error",
 }
 """Value of `type` by status code."""
+
+DROPPED_REASON_HEADER = "x-llm-d-request-dropped-reason"
+"""Header with llm-d's name of the reason why a request was refused."""
+DROPPED_REASONS = {
+    "full": "rejected-saturated",
+    "no_engines": "rejected-no-endpoints",
+}
+"""Value of that header by the reason of an EngineUnavailableError; others have none."""
 
 
 class ApiError(Exception):
@@ -81,9 +90,11 @@ def to_api_error(error: Exception) -> ApiError:
         case FieldError():
             return ApiError(400, str(error), param=error.param, code="invalid_value")
         case EngineUnavailableError():
-            api_error = ApiError(503, error.message, code=f"engine_{error.reason}")
-            api_error.headers["Retry-After"] = str(error.retry_after)
-            return api_error
+            dropped = error.dropped_reason or DROPPED_REASONS.get(error.reason, "")
+            code = f"engine_{error.reason}"
+            return _dropped(503, error.message, code, error.retry_after, dropped)
+        case OverloadedError():
+            return _dropped(429, error.message, "overloaded", error.retry_after, error.reason)
         case PoisonRequestError():
             api_error = ApiError(500, str(error), code="request_poisoned")
             # Clients repeat a request after a status of 500 unless this header forbids it.
@@ -99,6 +110,17 @@ def to_api_error(error: Exception) -> ApiError:
         case _:
             log.error("request %s failed", current_request_id(), exc_info=error)
             return ApiError(500, "The server failed on this request.", code="internal_error")
+
+
+def _dropped(
+    status: int, message: str, code: str, retry_after: int, dropped_reason: str
+) -> ApiError:
+    """Return the API error of a request that the engine does not accept at present."""
+    api_error = ApiError(status, message, code=code)
+    api_error.headers["Retry-After"] = str(retry_after)
+    if dropped_reason:
+        api_error.headers[DROPPED_REASON_HEADER] = dropped_reason
+    return api_error
 
 
 def install(app: web.Application, config: ServerConfig) -> None:

@@ -10,6 +10,7 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineInterface, OutputDelta, RequestHandle
 from gllm.frontend.fields.generation import BaseCompletionFields
 from gllm.frontend.metrics import Metrics, RequestMetrics
+from gllm.frontend.routing_hints import NO_HINTS, RoutingHints
 from gllm.text.output.parser import PLAIN_TEXT, OutputFormat
 from gllm.text.output.reasoning import ReasoningTokenCounter
 
@@ -49,10 +50,12 @@ class RequestRun:
         request: PreparedRequest,
         request_id: str,
         arrival: float,
+        hints: RoutingHints = NO_HINTS,
     ) -> None:
         self._engine = engine
         self._request = request
         self._request_id = request_id
+        self._hints = hints
         n = request.params.n
         self.prompt_metrics = [
             RequestMetrics(metrics, arrival, len(ids), n) for ids in request.prompts
@@ -84,6 +87,8 @@ class RequestRun:
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt or "",
             request_id=self._request_id,
+            slo=self._hints.slo,
+            session=self._hints.session,
         )
         for handle in self._handles:
             handle.set_listener(self._notify)

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from gllm.config.sampling import SamplingParams
+from gllm.config.slo import Slo
 from gllm.engine.interface import (
     EngineStatus,
     ModelInfo,
@@ -38,6 +39,8 @@ class Call:
     priority: int
     cache_salt: str
     request_id: str = ""
+    slo: Slo | None = None
+    session: str = ""
     aborted: bool = False
     closed: bool = False
     finished: bool = False
@@ -217,13 +220,16 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
+        slo: Slo | None = None,
+        session: str = "",
     ) -> "list[FakeRequest]":
         prompts = [truncate_prompt(prompt, params, self.model) for prompt in prompts]
         for prompt in prompts:
             check_request(prompt, params, self.model)
         if params.structured is not None:
             to_grammar_source(params.structured)
-        calls = [Call(prompt, params, priority, cache_salt, request_id) for prompt in prompts]
+        given = (params, priority, cache_salt, request_id, slo, session)
+        calls = [Call(prompt, *given) for prompt in prompts]
         self.calls += calls
         if self.raises is not None:
             for call in calls:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_LOGPROBS, MAX_LOGPROBS_PER_STEP
+from gllm.config.limits import MAX_LOGPROBS, MAX_LOGPROBS_PER_STEP, MAX_SESSION_CHARACTERS
 from gllm.config.options import INT32_MAX
 from gllm.config.sampling import SamplingParams
 from gllm.frontend.fields.base import (
@@ -25,6 +25,8 @@ from gllm.frontend.fields.structured import (
 )
 
 CacheSalt = Annotated[str, Meta(max_length=128)]
+Session = Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)]
+Seconds = Annotated[float, Meta(gt=0)]
 RequestId = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
 ParseSpecial = Annotated[
     bool | None,
@@ -163,6 +165,24 @@ class SamplingFields(ModelRequestFields):
     cache_salt: Annotated[
         CacheSalt | None,
         doc("requests share prefix cache blocks only with requests of the same salt"),
+    ] = None
+    slo_ttft: Annotated[
+        Seconds | None,
+        doc(
+            "objective of the time to the first token, in seconds: routers prefer engines that are "
+            "predicted to meet it, and may shed requests that none can; default: --slo-ttft"
+        ),
+    ] = None
+    slo_tpot: Annotated[
+        Seconds | None,
+        doc("objective of the mean time per further token, in seconds; default: --slo-tpot"),
+    ] = None
+    prompt_cache_key: Annotated[
+        Session | None,
+        doc(
+            "name of the session: routers prefer the engine of its earlier requests; default: the "
+            "headers `x-session-token`, `x-session-id`, `X-Dynamo-Session-ID`"
+        ),
     ] = None
     request_id: Annotated[
         RequestId | None,

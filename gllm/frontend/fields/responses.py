@@ -110,7 +110,6 @@ class ResponsesFields(SamplingFields):
         "user": "identifies the end user",
         "safety_identifier": "identifies the end user",
         "service_tier": SERVICE_TIER_PURPOSE,
-        "prompt_cache_key": CACHE_KEY_PURPOSE,
         "prompt_cache_retention": CACHE_RETENTION_PURPOSE,
         "stream_options": "enables padding that hides the sizes of events from eavesdroppers",
         "max_tool_calls": "limits calls of tools that the server runs; this server runs none",

@@ -9,10 +9,16 @@ import re
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.errors import Handler
+from gllm.frontend.errors import DROPPED_REASON_HEADER, Handler
 
-EXPOSED_HEADERS = "X-Request-Id, Retry-After, WWW-Authenticate, " + ", ".join(
-    f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")
+EXPOSED_HEADERS = ", ".join(
+    (
+        "X-Request-Id",
+        "Retry-After",
+        "WWW-Authenticate",
+        DROPPED_REASON_HEADER,
+        *(f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")),
+    )
 )
 """Headers that pages of other origins may read."""
 PREFLIGHT_SECONDS = 600

@@ -1,0 +1,73 @@
+"""Routing hints of a request: its service-level objective and its session, from body and headers.
+
+The names of the headers are those of llm-d, AIBrix and Dynamo, whose clients and gateways send them.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from gllm.config.field_types import FieldError
+from gllm.config.limits import MAX_SESSION_CHARACTERS
+from gllm.config.slo import Slo
+from gllm.frontend.fields.generation import SamplingFields
+
+TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+"""Headers with the objective of the time to the first token, in milliseconds; the first one wins."""
+TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+"""The same for the time per output token."""
+SESSION_HEADERS = ("x-session-token", "x-session-id", "X-Dynamo-Session-ID")
+"""Headers that name the session of a request; the first one wins."""
+
+
+class RoutingHints(NamedTuple):
+    """Properties of a request that a router considers when it selects an engine."""
+
+    slo: Slo | None
+    """Objective of the request; None if neither the client nor the server has one."""
+    session: str
+    """Name of the session, whose requests go to the same engine if possible; empty: none."""
+
+
+NO_HINTS = RoutingHints(None, "")
+"""Hints of a request whose client gives none, on a server without an objective."""
+
+
+def read_routing_hints(
+    headers: Mapping[str, str], fields: SamplingFields, default_slo: Slo
+) -> RoutingHints:
+    """Return the routing hints of a request. Fields of the body override headers.
+
+    Args:
+        headers: The request's headers; the mapping ignores case.
+        fields: Fields of the request's body.
+        default_slo: Objective of requests that have none.
+
+    Raises:
+        FieldError: A header is not a positive number of milliseconds; it names the header.
+    """
+    slo = Slo(fields.slo_ttft, fields.slo_tpot)
+    slo = slo.with_defaults(Slo(_seconds(headers, TTFT_HEADERS), _seconds(headers, TPOT_HEADERS)))
+    slo = slo.with_defaults(default_slo)
+    session = fields.prompt_cache_key or _first(headers, SESSION_HEADERS)[1]
+    return RoutingHints(slo if any(slo) else None, session[:MAX_SESSION_CHARACTERS])
+
+
+def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str]:
+    """Return the first header that is present and not empty, and its value; else empty strings."""
+    values = ((name, headers.get(name, "").strip()) for name in names)
+    return next((pair for pair in values if pair[1]), ("", ""))
+
+
+def _seconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
+    """Return the milliseconds of the first of some headers as seconds; None without one."""
+    name, text = _first(headers, names)
+    if not name:
+        return None
+    try:
+        seconds = float(text) / 1000
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise FieldError(name, f"{name} is {text[:200]!r}, but has to be milliseconds above 0")
+    return seconds

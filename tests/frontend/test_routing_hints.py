@@ -1,0 +1,88 @@
+"""Objectives and sessions of requests, from body, headers and flags, on their way to the engine."""
+
+import pytest
+
+from gllm.config.slo import Slo
+from gllm.engine.interface import EngineUnavailableError, OverloadedError
+from tests.frontend.conftest import serving
+from tests.frontend.examples import EXAMPLES
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
+
+
+async def hints(server, path=PATHS[1], headers=None, **fields):
+    """Return the objective and the session with which a request reached the engine."""
+    answer = await server.post(path, {**EXAMPLES[path], **fields}, headers=headers or {})
+    assert answer.status == 200, answer.json
+    call = server.engine.calls[-1]
+    return call.slo, call.session
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_every_api_takes_objectives_and_sessions(server, path):
+    assert await hints(server, path) == (None, "")
+    given = {"slo_ttft": 0.5, "slo_tpot": 0.02, "prompt_cache_key": "mine"}
+    assert await hints(server, path, **given) == (Slo(0.5, 0.02), "mine")
+    headers = {TTFT: "500", TPOT: "20", "x-session-id": "mine"}
+    assert await hints(server, path, headers) == (Slo(0.5, 0.02), "mine")
+
+
+@pytest.mark.parametrize(
+    ("headers", "slo"),
+    [
+        ({"x-slo-ttft-ms": "250"}, Slo(0.25, None)),
+        ({"x-slo-tpot-ms": "12.5"}, Slo(None, 0.0125)),
+        ({TTFT: "100", "x-slo-ttft-ms": "250"}, Slo(0.1, None)),
+        ({TTFT.upper(): " 100 "}, Slo(0.1, None)),
+        ({TTFT: ""}, None),
+    ],
+)
+async def test_headers_of_objectives(server, headers, slo):
+    assert (await hints(server, headers=headers))[0] == slo
+
+
+@pytest.mark.parametrize("header", [TTFT, TPOT, "x-slo-ttft-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", "1e400"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_header_that_is_no_time_is_refused_by_name(server, header, value, stream):
+    body = {"prompt": "Hi", "stream": stream}
+    answer = await server.post(PATHS[1], body, headers={header: value})
+    assert (answer.status, answer.error["param"]) == (400, header)
+    assert server.engine.calls == []
+
+
+async def test_fields_override_headers_and_headers_flags(engine):
+    async with serving(engine, slo_ttft=3, slo_tpot=2.0) as server:
+        assert (await hints(server))[0] == Slo(3.0, 2.0)
+        headers = {TTFT: "1000", "x-session-token": "header"}
+        assert (await hints(server, headers=headers))[0] == Slo(1.0, 2.0)
+        given = {"slo_ttft": 0.5, "prompt_cache_key": "field"}
+        assert await hints(server, headers=headers, **given) == (Slo(0.5, 2.0), "field")
+
+
+@pytest.mark.parametrize("name", ["x-session-token", "x-session-id", "X-Dynamo-Session-ID"])
+async def test_headers_of_sessions(server, name):
+    assert (await hints(server, headers={name: "a b/c"}))[1] == "a b/c"
+    assert len((await hints(server, headers={name: "x" * 5000}))[1]) == 1024
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("error", "status", "dropped"),
+    [
+        (OverloadedError("no engine can meet it", "rejected-saturated", 7), 429,
+         "rejected-saturated"),
+        (EngineUnavailableError("no_engines", "nobody is there", 7), 503, "rejected-no-endpoints"),
+        (EngineUnavailableError("no_engines", "it waited", 7, "rejected-ttl-expired"), 503,
+         "rejected-ttl-expired"),
+        (EngineUnavailableError("full", "it is full", 7), 503, "rejected-saturated"),
+        (EngineUnavailableError("draining", "it drains", 7), 503, None),
+    ],
+)  # fmt: skip
+async def test_refused_requests_say_why_and_when_to_come_back(server, path, error, status, dropped):
+    server.engine.raises = error
+    answer = await server.post(path, EXAMPLES[path])
+    assert (answer.status, answer.headers["Retry-After"]) == (status, "7")
+    assert answer.headers.get("x-llm-d-request-dropped-reason") == dropped
+    assert answer.error["message"] == error.message
