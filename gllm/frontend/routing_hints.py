@@ -1,6 +1,6 @@
 """Routing hints of a request: its service-level objective and its session, from body and headers.
 
-The names of the headers are those of llm-d, AIBrix and Dynamo, whose clients and gateways send them.
+The headers are those of llm-d, AIBrix and Dynamo, whose clients and gateways send them.
 """
 
 import math
@@ -13,7 +13,7 @@ from gllm.config.slo import Slo
 from gllm.frontend.fields.generation import SamplingFields
 
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
-"""Headers with the objective of the time to the first token, in milliseconds; the first one wins."""
+"""Headers with the objective of the time to the first token in milliseconds; the first wins."""
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 """The same for the time per output token."""
 SESSION_HEADERS = ("x-session-token", "x-session-id", "X-Dynamo-Session-ID")
