@@ -9,7 +9,7 @@ from random import Random
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import OutputDelta
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
-from gllm.runtime.client import EngineClient
+from gllm.runtime.request_client import RequestClient
 from gllm.runtime.request_stream import RequestStream, TokenDelta
 from gllm.scheduler.plan import FirstToken
 from gllm.text.detokenizer import IncrementalDetokenizer
@@ -28,7 +28,7 @@ class RequestState:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: RequestClient,
         stream: RequestStream,
         tokenizer: Tokenizer,
         params: SamplingParams,
