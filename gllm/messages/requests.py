@@ -11,8 +11,8 @@ from gllm.scheduler.plan import SchedulerStats, StepOutput
 
 ErrorKind = Literal["", "unavailable", "poison"]
 """Kind of a request's error: `unavailable` if the engine did not recover in time (the request may
-be sent again later), `poison` if workers died while they computed the request (it must not be sent
-again), empty otherwise."""
+be sent again later or to another engine), `poison` if workers died while they computed the request
+(it must not be sent again), empty otherwise."""
 
 
 class PoisonRequestError(Exception):
@@ -47,6 +47,8 @@ class SubmitRequest(WireMessage, frozen=True):
     """Tokens that each sequence reported earlier; empty if none did."""
     age_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """Time since the request was first submitted. It keeps its place in the order of arrival."""
+    request_id: str = ""
+    """Id of the HTTP request, for logs; only from a router."""
 
     def check(self, vocab_size: int | None) -> None:
         """Check what neither decoding nor the scheduler checks.
@@ -92,3 +94,5 @@ class EngineOutputs(WireMessage, frozen=True):
     stats: SchedulerStats
     details: list[SampleDetails] = []
     """Details of sequences in the outcome that requested any."""
+    error_kinds: list[tuple[int, ErrorKind]] = []
+    """Sequences that ended with an error of a kind; only to a router."""

@@ -193,7 +193,7 @@ class EngineClient(RequestClient):
         if is_idle:
             self._retired.clear()
             # Who is to blame has seldom come far, and nobody waits any more once it is found.
-            suspect = min(suspects, key=lambda each: sum(map(len, each.entry.outputs)))
+            suspect = min(suspects, key=lambda each: each.entry.num_output_tokens)
             self._submit_to_driver(suspect, self._send)
             self._suspects.isolate(suspect, suspect.entry.seqs.values())
 

@@ -52,9 +52,11 @@ def deliver(
                 started.add(target.choice)
                 target.stream.delta(target.choice).first = first
     ended = []
+    kinds = dict(message.error_kinds)
     for end in outcome.finished:
         if target := choices.get(end.seq):
-            target.stream.delta(target.choice).end = end
+            delta = target.stream.delta(target.choice)
+            delta.end, delta.error_kind = end, kinds.get(end.seq, "")
             ended.append(target)
     return ended
 

@@ -1,15 +1,18 @@
-"""Journal of a request: everything that a new scheduler needs to continue it.
+"""Journal of a request: everything that another scheduler needs to continue it.
 
-The client keeps an entry per running request. After the death of a worker it submits each entry
-again with the tokens that its reader has already received. Pure: time is an argument.
+The client keeps an entry per running request. After the death of a worker, or of an engine of a
+fleet, it submits each entry again with the tokens that its reader has already received. Pure: time
+is an argument.
 """
 
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from gllm.config.sampling import MAX_N
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 
@@ -31,9 +34,18 @@ class JournalEntry:
     cache_salt: str
     arrival: float
     """Time of the first submission, in seconds of the caller's clock."""
+    session: str = ""
+    """Requests of one session have prefixes in common; for the choice of an engine."""
+    slo: Any = None
+    """Service-level objective, for the choice of an engine."""
+    engine: str = ""
+    """Name of the engine that has the request, or had it last; empty if it is the only one."""
+    numerics: str = ""
+    """Digest of the numerics that the delivered tokens depend on; only engines of the same digest
+    continue them. Empty while no engine has left tokens behind."""
     alive: set[int] = field(init=False)
     """Choices that have not ended."""
-    outputs: list[list[int]] = field(init=False)
+    outputs: dict[int, list[int]] = field(init=False)
     """Token ids delivered, by choice. Appending to a list is faster than to an array."""
     started: set[int] = field(default_factory=set)
     """Choices whose first-token figures were delivered."""
@@ -45,10 +57,53 @@ class JournalEntry:
     """Wire id of each submitted choice; empty while the request is parked."""
     num_attempts: int = 0
     """Number of submissions."""
+    num_refusals: int = 0
+    """Number of engines that gave the request back because they were unavailable."""
 
     def __post_init__(self) -> None:
         self.alive = set(range(self.n))
-        self.outputs = [[] for _ in range(self.n)]
+        self.outputs = {choice: [] for choice in range(self.n)}
+
+    @classmethod
+    def from_submission(cls, message: SubmitRequest, arrival: float) -> "JournalEntry":
+        """Return the entry of a request that another process has submitted.
+
+        Args:
+            message: submission, perhaps with the tokens that other engines have generated. Its
+                choices keep their indices.
+            arrival: time of the first submission, in seconds of the caller's clock.
+
+        Raises:
+            ValueError: choices or outputs do not fit each other, or there are too many choices.
+        """
+        if message.n > MAX_N:
+            raise ValueError(f"n is {message.n}, but at most {MAX_N} choices are possible")
+        message.check(None)
+        choices = message.choices or list(range(message.n))
+        if choices != sorted(choices):
+            raise ValueError("choices has to be in ascending order")
+        if message.outputs and len(message.outputs) != message.n:
+            raise ValueError(f"outputs has to have {message.n} lists, one for each sequence")
+        entry = cls(
+            message.prompt,
+            message.sampling,
+            message.max_tokens,
+            message.stop_ids,
+            message.n,
+            message.priority,
+            message.cache_salt,
+            arrival,
+        )
+        outputs = message.outputs or [[] for _ in choices]
+        entry.n = choices[-1] + 1
+        entry.alive = set(choices)
+        entry.outputs = dict(zip(choices, outputs, strict=True))
+        return entry
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens delivered, of all choices."""
+        return sum(map(len, self.outputs.values()))
 
     @property
     def is_parked(self) -> bool:
@@ -64,12 +119,13 @@ class JournalEntry:
             with suppress(TypeError, OverflowError):
                 self.prompt = array("i", self.prompt)
 
-    def submission(self, first_seq: int, now: float) -> SubmitRequest:
+    def submission(self, first_seq: int, now: float, request_id: str = "") -> SubmitRequest:
         """Return the message that starts the request or continues its living choices.
 
         Args:
             first_seq: wire id of the first living choice; the others follow without gaps.
             now: time in seconds of the clock of `arrival`.
+            request_id: for the logs of the receiver.
         """
         choices = sorted(self.alive)
         outputs = [self.outputs[choice].copy() for choice in choices]
@@ -85,6 +141,7 @@ class JournalEntry:
             choices=choices if len(choices) < self.n else [],
             outputs=outputs if any(outputs) else [],
             age_seconds=now - self.arrival,
+            request_id=request_id,
         )
 
     def on_submitted(self, first_seq: int) -> None:

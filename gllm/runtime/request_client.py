@@ -8,6 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from gllm.messages.codec import encode
 from gllm.messages.requests import AbortSequences, ErrorKind, SubmitRequest
@@ -54,6 +55,8 @@ class RequestClient(ABC):
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
+        session: str = "",
+        slo: Any = None,
     ) -> RequestStream:
         """Send a request to a scheduler, or park it.
 
@@ -66,16 +69,31 @@ class RequestClient(ABC):
             priority: requests with smaller values run earlier.
             cache_salt: cached prefixes are shared within one salt.
             request_id: for `abort_request`.
+            session: requests of one session have prefixes in common.
+            slo: service-level objective.
 
         Raises:
             TypeError, ValueError, OverflowError: an argument cannot be encoded; nothing was sent.
             PoisonRequestError: equal requests have killed workers.
         """
-        now = time.monotonic()
+        arrival = time.monotonic()
         entry = JournalEntry(
-            prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt, arrival=now
+            prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt, arrival, session, slo
         )
-        self._poison.check(prompt, sampling, now)
+        return self.submit_entry(entry, request_id)
+
+    def submit_entry(self, entry: JournalEntry, request_id: str = "") -> RequestStream:
+        """Send a request to a scheduler, or park it.
+
+        Args:
+            entry: of a new request, or of one that another process continues here.
+            request_id: for `abort_request`.
+
+        Raises:
+            TypeError, ValueError, OverflowError: the entry cannot be encoded; nothing was sent.
+            PoisonRequestError: equal requests have killed workers.
+        """
+        self._poison.check(entry.prompt, entry.sampling, time.monotonic())
         stream = RequestStream(entry, request_id, self._pending)
         self._dispatch(stream)
         entry.pack_prompt()
@@ -115,7 +133,7 @@ class RequestClient(ABC):
     def fail_all(self, cause: str) -> None:
         """End every request with an error, because nobody will compute it."""
         for stream in list(self._streams):
-            self._end(stream, stream.alive, "error", cause)
+            self._abort_seqs(stream, self._end(stream, stream.alive, "error", cause))
         self._notify()
 
     @abstractmethod
@@ -149,7 +167,8 @@ class RequestClient(ABC):
             choices: table of the choices that this scheduler has, by wire id.
         """
         entry, seq = stream.entry, self._next_seq
-        send(entry.submission(seq, time.monotonic()))  # First, because encoding may raise.
+        # First, because encoding may raise.
+        send(entry.submission(seq, time.monotonic(), stream.request_id))
         entry.on_submitted(seq)
         self._next_seq += len(entry.seqs)
         for choice, seq in entry.seqs.items():

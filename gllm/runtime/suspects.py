@@ -29,9 +29,15 @@ Request = TypeVar("Request")
 class SuspectTracker(Generic[Request]):
     """Deaths of each request since its last new token, and the suspect that runs alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, suspect_deaths: int = SUSPECT_DEATHS) -> None:
+        """Create a tracker.
+
+        Args:
+            suspect_deaths: deaths after which a request runs alone.
+        """
         self.isolated: Request | None = None
         """Suspect that runs alone and has got no token since."""
+        self._suspect_deaths = suspect_deaths
         self._isolated_seqs: frozenset[int] = frozenset()
         self._deaths: list[set[Request]] = []
         """For each death, the requests that it still counts for."""
@@ -46,7 +52,7 @@ class SuspectTracker(Generic[Request]):
         return sum(request in death for death in self._deaths)
 
     def on_death(self, seqs: Collection[int], owners: Mapping[int, Request]) -> Request | None:
-        """Count an unplanned death of a worker.
+        """Count an unplanned death of a worker, or of an engine of a fleet.
 
         Args:
             seqs: wire ids with rows in uncommitted plans.
@@ -55,11 +61,12 @@ class SuspectTracker(Generic[Request]):
         Returns:
             The request that is to blame, if one is.
         """
-        isolated, self.isolated = self.isolated, None
         computed = {owners[seq] for seq in seqs if seq in owners}
-        if isolated in computed and self._isolated_seqs.issuperset(seqs):
-            self._deaths = [death for death in self._deaths if isolated not in death]
-            return isolated
+        if self.isolated in computed:
+            isolated, self.isolated = self.isolated, None
+            if isolated is not None and self._isolated_seqs.issuperset(seqs):
+                self._deaths = [death for death in self._deaths if isolated not in death]
+                return isolated
         if computed:
             self._deaths.append(computed)
         return None
@@ -80,7 +87,7 @@ class SuspectTracker(Generic[Request]):
         """Return the requests that have to run alone."""
         if not self._deaths:
             return []
-        return [each for each in requests if self.num_deaths(each) >= SUSPECT_DEATHS]
+        return [each for each in requests if self.num_deaths(each) >= self._suspect_deaths]
 
     def isolate(self, request: Request, seqs: Iterable[int]) -> None:
         """Record that only this suspect runs.

@@ -22,14 +22,14 @@ STOP = 0
 MAX_IN_FLIGHT = 3
 
 
-def token_at(prompt: list[int], choice: int, index: int) -> int:
-    """Return the output token of a choice."""
-    return crc32(repr((prompt, choice, index)).encode()) % 40
+def token_at(prompt: list[int], choice: int, index: int, numerics: str = "") -> int:
+    """Return the output token of a choice, which depends on the numerics too."""
+    return crc32((repr((prompt, choice, index)) + numerics).encode()) % 40
 
 
-def text_of(prompt: list[int], choice: int, max_tokens: int) -> list[int]:
+def text_of(prompt: list[int], choice: int, max_tokens: int, numerics: str = "") -> list[int]:
     """Return the whole output of a choice."""
-    tokens = [token_at(prompt, choice, index) for index in range(max_tokens)]
+    tokens = [token_at(prompt, choice, index, numerics) for index in range(max_tokens)]
     return tokens[: tokens.index(STOP) + 1] if STOP in tokens else tokens
 
 
@@ -49,6 +49,7 @@ class FakeSequence:
 class FakeDriver:
     """Runs what a client sends, one token per sequence and step."""
 
+    numerics: str = ""
     sequences: dict[int, FakeSequence] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
     steps: int = 0
@@ -76,7 +77,7 @@ class FakeDriver:
         outputs = request.outputs or [[] for _ in choices]
         assert len(choices) == len(outputs) == request.n
         for i, (choice, output) in enumerate(zip(choices, outputs, strict=True)):
-            text = text_of(request.prompt, choice, request.max_tokens)
+            text = text_of(request.prompt, choice, request.max_tokens, self.numerics)
             assert output == text[: len(output)]
             assert len(output) < len(text), "a choice that has all its tokens has ended"
             self.owners[request.seq + i] = (request.prompt, choice)
@@ -111,7 +112,7 @@ class FakeDriver:
         self, seq: int, sequence: FakeSequence, output: StepOutput, details: list[SampleDetails]
     ) -> None:
         request, index = sequence.request, len(sequence.output)
-        token = token_at(request.prompt, sequence.choice, index)
+        token = token_at(request.prompt, sequence.choice, index, self.numerics)
         sequence.output.append(token)
         output.seqs.append(seq)
         output.token_ids.append(token)

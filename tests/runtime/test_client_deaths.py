@@ -1,7 +1,6 @@
 """Random lives of an engine: every reader gets the exact output of its request once."""
 
 import random
-from collections import Counter
 from typing import Any
 
 import msgspec
@@ -12,47 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gllm.messages.requests import EngineOutputs, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.client import EngineClient
-from gllm.runtime.request_stream import RequestStream
-from tests.runtime.fake_driver import FakeDriver, logprob_of, text_of
-
-
-class Reader:
-    """A request and all that was read of it."""
-
-    def __init__(self, stream: RequestStream, prompt: list[int], poison_at: int | None) -> None:
-        self.stream = stream
-        entry = stream.entry
-        self.texts = [text_of(prompt, choice, entry.max_tokens) for choice in range(entry.n)]
-        self.prompt, self.poison_at = prompt, poison_at
-        self.tokens: list[list[int]] = [[] for _ in self.texts]
-        self.logprobs: list[list[float]] = [[] for _ in self.texts]
-        self.prompt_logprobs: list[int] = []
-        self.embeddings: list[bytes] = []
-        self.ends: dict[int, str] = {}
-        self.kinds: set[str] = set()
-        self.num_first: Counter[int] = Counter()
-        self.aborted: set[int] = set()
-        self.deaths: set[int] = set()
-        """Unexplained deaths with a row in an uncommitted plan since the last new token."""
-        self.was_alone = False
-        """At the last of these deaths, as a suspect."""
-        stream.set_listener(self.read)
-
-    def read(self) -> None:
-        for choice, delta in self.stream.pop_deltas().items():
-            assert choice not in self.ends, "nothing follows an end"
-            self.tokens[choice] += delta.tokens
-            self.logprobs[choice] += [each.logprob for each in delta.logprobs or []]
-            self.prompt_logprobs += [each.token for each in delta.prompt_logprobs or []]
-            self.embeddings += [delta.embedding] * bool(delta.embedding)
-            self.num_first[choice] += delta.first is not None
-            if delta.end is not None:
-                self.ends[choice] = delta.end.finish_reason
-                self.kinds.add(delta.error_kind)
-
-    def kills(self, choice: int, index: int) -> bool:
-        """Return whether computing a token kills the worker."""
-        return self.poison_at is not None and choice == 0 and index >= self.poison_at
+from tests.runtime.fake_driver import FakeDriver
+from tests.runtime.request_reader import RequestReader
 
 
 class EngineLife(RuleBasedStateMachine):
@@ -62,8 +22,8 @@ class EngineLife(RuleBasedStateMachine):
     def start(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.client = EngineClient()
-        self.readers: list[Reader] = []
-        self.poisons: list[Reader] = []
+        self.readers: list[RequestReader] = []
+        self.poisons: list[RequestReader] = []
         self.late: list[EngineOutputs] = []
         self.driver: FakeDriver | None = None
         self.num_steps = self.num_deaths = 0
@@ -94,7 +54,7 @@ class EngineLife(RuleBasedStateMachine):
         )
         sampling = SequenceSamplingParams(seed=3, **details)
         stream = self.client.submit(prompt, sampling, max_tokens, [0], n, request_id=str(n))
-        self.readers.append(Reader(stream, prompt, poison_at))
+        self.readers.append(RequestReader(stream, prompt, poison_at))
 
     @precondition(lambda self: self.poisons)
     @rule()
@@ -143,7 +103,7 @@ class EngineLife(RuleBasedStateMachine):
                 reader.deaths.clear()
         self.client.on_report(outputs)
 
-    def reader_of(self, seq: int) -> Reader | None:
+    def reader_of(self, seq: int) -> RequestReader | None:
         """Return the reader of a sequence; None for a warm-up."""
         assert self.driver is not None
         prompt, _ = self.driver.owners[seq]
@@ -207,7 +167,7 @@ class EngineLife(RuleBasedStateMachine):
     @rule(all_choices=st.booleans())
     def abort(self, all_choices: bool) -> None:
         reader = self.rng.choice(self.readers)
-        num_choices = len(reader.texts)
+        num_choices = reader.stream.entry.n
         choices = range(num_choices) if all_choices else [self.rng.randrange(num_choices)]
         reader.aborted |= set(choices) & reader.stream.alive
         self.client.abort(reader.stream, choices)
@@ -236,17 +196,7 @@ class EngineLife(RuleBasedStateMachine):
     @invariant()
     def everything_is_exact_so_far(self) -> None:
         for reader in getattr(self, "readers", []):
-            for choice, text in enumerate(reader.texts):
-                tokens = reader.tokens[choice]
-                assert tokens == text[: len(tokens)]
-                assert reader.stream.entry.outputs[choice] == tokens
-                assert reader.num_first[choice] == bool(tokens)
-                if reader.stream.entry.sampling.logprobs is not None:
-                    assert reader.logprobs[choice] == [logprob_of(t).logprob for t in tokens]
-                if reader.ends.get(choice) in ("stop", "length"):
-                    assert tokens == text
-            assert len(reader.embeddings) <= 1
-            assert reader.prompt_logprobs in ([], reader.prompt[1:])
+            reader.check()
 
     @invariant()
     def suspects_run_alone(self) -> None:
@@ -289,15 +239,7 @@ class EngineLife(RuleBasedStateMachine):
 
     def check_ends(self) -> None:
         for reader in self.readers:
-            assert not reader.stream.alive
-            for choice, text in enumerate(reader.texts):
-                if choice in reader.aborted or "poison" in reader.kinds:
-                    continue
-                assert reader.tokens[choice] == text
-                assert reader.ends[choice] == ("stop" if text[-1] == 0 else "length")
-            if reader.tokens[0] and reader.stream.entry.sampling.embeds:
-                assert reader.embeddings == [b"vector"]
-                assert reader.prompt_logprobs == reader.prompt[1:]
+            reader.check_ends()
             self.client.release(reader.stream)
         assert self.client.num_requests == 0
         assert self.client.stats.waiting == 0

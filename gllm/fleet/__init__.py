@@ -1,0 +1,1 @@
+"""Links between routers and engines: sessions, discovery, and both of their ends."""

@@ -1,0 +1,410 @@
+"""Client of many engines: each request runs on one of them, and continues on another one when that
+engine dies, leaves or refuses it.
+
+It decides who gets what a request has left to compute, but not which engine is best: that is a
+function of the caller. Output of an engine counts only for requests that this engine has now, so
+nothing is delivered twice.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from gllm.messages.requests import AbortSequences, EngineOutputs
+from gllm.runtime.delivery import SubmittedChoice, deliver
+from gllm.runtime.request_client import RequestClient, SendFunction
+from gllm.runtime.request_stream import RequestStream
+from gllm.runtime.suspects import SuspectTracker
+
+ChooseEngine = Callable[[RequestStream, frozenset[str]], str | None]
+"""Function that chooses one of the named engines for a request; None: none, the request is parked.
+
+The names are never empty. A request in parts of whose output an engine has had a share is offered
+only to engines with equal numerics.
+"""
+
+MIGRATION_LIMIT = 3
+"""Unplanned deaths of engines in a row after which the request that they computed is ended."""
+_POISON_ERROR = (
+    "an engine was lost each time that it computed this request, the last time while it had no "
+    "other request; it is not tried again"
+)
+
+
+@dataclass(slots=True, eq=False)
+class AttachedEngine:
+    """An engine that takes requests, and those that it has."""
+
+    name: str
+    numerics: str
+    """Digest: engines of the same one continue each other's output."""
+    send: SendFunction
+    choices: dict[int, SubmittedChoice] = field(default_factory=dict)
+    """By wire id."""
+    streams: dict[RequestStream, "Submitted"] = field(default_factory=dict)
+    """In order of submission."""
+
+
+class Submitted(NamedTuple):
+    """State of a request when an engine got it."""
+
+    waits_since: float
+    """Time since which it has waited for an engine that computes it."""
+    num_output_tokens: int
+
+
+class Parked(NamedTuple):
+    """State of a request that no engine has."""
+
+    since: float
+    """Time since which it has waited; what it waited for an engine that gave it back counts."""
+    cause: str
+    """Why it was taken from its engine: a key of `num_migrations`; empty if it is new."""
+
+
+class FleetClient(RequestClient):
+    """Running requests of a router, and the engines that compute them."""
+
+    def __init__(self, choose: ChooseEngine, migration_limit: int = MIGRATION_LIMIT) -> None:
+        """Create a client without engines.
+
+        Args:
+            choose: chooses the engine of a request. It must not call the client.
+            migration_limit: unplanned deaths of engines in a row after which a request is ended;
+                at least 2. Before its last trial it has an engine for itself.
+        """
+        if migration_limit < 2:
+            raise ValueError(f"migration_limit is {migration_limit}, but has to be at least 2")
+        super().__init__()
+        self.num_migrations: Counter[str] = Counter()
+        """Requests that were submitted to another engine, by cause: `lost`, `drained`,
+        `recovering`, `unavailable` (the engine's own answer), `isolation` (a suspect needed the
+        engine for itself)."""
+        self.num_dispatched: Counter[str] = Counter()
+        """Submissions by engine."""
+        self.num_stale_tokens = 0
+        """Tokens that arrived from an engine which no longer had their request."""
+        self._choose = choose
+        self._engines: dict[str, AttachedEngine] = {}
+        self._names: dict[str, frozenset[str]] = {}
+        """Names of engines by numerics; all under the empty string."""
+        self._parked: dict[RequestStream, Parked] = {}
+        self._suspects: SuspectTracker[RequestStream] = SuspectTracker(migration_limit - 1)
+        self._reserved = ""
+        """Engine that a suspect has for itself."""
+
+    @property
+    def num_parked(self) -> int:
+        """Number of requests that wait for an engine."""
+        return len(self._parked)
+
+    @property
+    def parked_since(self) -> float | None:
+        """Time since which a request has waited for an engine; None if none does."""
+        return min((parked.since for parked in self._parked.values()), default=None)
+
+    def num_running(self, engine: str) -> int:
+        """Return the number of requests that an engine has."""
+        attached = self._engines.get(engine)
+        return len(attached.streams) if attached is not None else 0
+
+    def attach(self, engine: str, numerics: str, send: SendFunction) -> None:
+        """Use an engine from now on; parked requests are dispatched.
+
+        Args:
+            engine: name; an attached engine of this name is lost.
+            numerics: digest of what its tokens depend on besides the request.
+            send: sends to it, in order; must not raise once a message could be encoded.
+        """
+        self.detach(engine, "another session took its place", is_planned=False)
+        self._engines[engine] = AttachedEngine(engine, numerics, send)
+        self._index_names()
+        self.dispatch_parked()
+
+    def detach(self, engine: str, cause: str, is_planned: bool) -> None:
+        """Use an engine no more, because its session has ended; its requests go on elsewhere.
+
+        Args:
+            engine: name; nothing happens if it is not attached.
+            cause: description of the end, for the error of a request that is to blame.
+            is_planned: it has finished or drained; otherwise the requests that it had may have
+                caused its death.
+        """
+        attached = self._engines.pop(engine, None)
+        if attached is None:
+            return
+        self._index_names()
+        owners = {seq: choice.stream for seq, choice in attached.choices.items()}
+        for stream in list(attached.streams):
+            self._take_back(attached, stream, "drained" if is_planned else "lost")
+        if not is_planned:
+            self._count_death(owners, cause)
+        elif self._reserved == engine:
+            self._suspects.stop_isolation()
+        self.dispatch_parked()
+        self._notify()
+
+    def migrate(self, engine: str, is_planned: bool = True) -> int:
+        """Let requests of a living engine go on elsewhere.
+
+        A request for which no other engine is chosen stays where it is.
+
+        Args:
+            engine: name.
+            is_planned: the engine works, but is to have no requests; otherwise the requests that
+                move may have caused its trouble.
+
+        Returns:
+            Number of requests that were taken back.
+        """
+        attached = self._engines.get(engine)
+        # A suspect that has the engine for itself stays until it has a token.
+        if attached is None or (is_planned and self._reserved == engine):
+            return 0
+        chosen = {each: self._find_engine(each, avoid=engine) for each in attached.streams}
+        moved = [stream for stream, target in chosen.items() if target is not None]
+        seqs = {seq: each for each in moved for seq in each.entry.seqs.values()}
+        for stream in moved:
+            self._take_back(attached, stream, "drained" if is_planned else "recovering")
+        if seqs:
+            attached.send(AbortSequences(list(seqs)))
+        if not is_planned:
+            self._count_death(seqs, "the engine did not recover in time")
+        suspects = self._suspects.suspects(moved)
+        for stream in moved:
+            target = chosen[stream]
+            if target is not None and stream in self._parked and stream not in suspects:
+                self._submit_to(target, stream)
+        if suspects or not is_planned:
+            self.dispatch_parked()
+        self._notify()
+        return len(moved)
+
+    def dispatch_parked(self) -> None:
+        """Look for engines for the parked requests, in order of their arrival.
+
+        The caller's function may choose otherwise than before, so this is called after each change
+        that it considers.
+        """
+        self._dispatch_parked()
+
+    def reject_parked(self, cause: str, parked_for: float = 0.0) -> None:
+        """End requests that have waited for an engine for a time, with kind `unavailable`.
+
+        Args:
+            cause: text of the error.
+            parked_for: least seconds of waiting.
+        """
+        limit = time.monotonic() - parked_for
+        for stream, parked in list(self._parked.items()):
+            if parked.since <= limit:
+                self._end(stream, stream.alive, "error", cause, "unavailable")
+        self._notify()
+
+    def on_outputs(self, engine: str, message: EngineOutputs) -> None:
+        """Deliver output of an engine.
+
+        Requests that it gives back with kind `unavailable` go on elsewhere. Output of requests
+        that it should not have is dropped, and the engine is told to abort them.
+        """
+        attached = self._engines.get(engine)
+        if attached is None:
+            self.num_stale_tokens += len(message.outcome.seqs)
+            return
+        self._drop_stale(attached, message)
+        message, refused = self._split_refused(attached, message)
+        ended = deliver(message, attached.choices)
+        if self._suspects.has_deaths:
+            for seq in message.outcome.seqs:
+                if choice := attached.choices.get(seq):
+                    self._suspects.clear(choice.stream)
+        for stream, choice, _ in ended:
+            self._remove(stream, [choice])
+        self._move_refused(attached, refused)
+        self._end_isolation(avoid=attached.name if refused else "")
+        self._notify()
+
+    # Dispatch.
+
+    def _dispatch(self, stream: RequestStream) -> None:
+        target = self._find_engine(stream)
+        if target is not None:
+            self._submit_to(target, stream)
+        else:
+            self._check_encoding(stream)
+            self._parked[stream] = Parked(time.monotonic(), "")
+
+    def _find_engine(self, stream: RequestStream, avoid: str = "") -> AttachedEngine | None:
+        """Return the engine that the caller's function chooses for a request, if it chooses one.
+
+        Args:
+            stream: of the request.
+            avoid: name of an engine that is not offered.
+        """
+        names = self._names.get(stream.entry.numerics, frozenset())
+        if avoid or self._reserved:
+            names -= {avoid, self._reserved}
+        return self._choose_among(stream, names)
+
+    def _choose_among(self, stream: RequestStream, names: frozenset[str]) -> AttachedEngine | None:
+        name = self._choose(stream, names) if names else None
+        return self._engines[name] if name is not None and name in names else None
+
+    def _dispatch_parked(self, avoid: str = "") -> None:
+        """Look for engines for the parked requests, suspects first."""
+        self._isolate_next(avoid)
+        self._submit_each(sorted(self._parked, key=lambda each: each.entry.arrival), avoid)
+
+    def _submit_each(self, streams: Iterable[RequestStream], avoid: str = "") -> None:
+        """Submit parked requests, except suspects, if engines are chosen for them."""
+        suspects = set(self._suspects.suspects(self._parked))
+        for stream in streams:
+            if stream not in suspects and (target := self._find_engine(stream, avoid)):
+                self._submit_to(target, stream)
+
+    def _submit_to(self, engine: AttachedEngine, stream: RequestStream) -> None:
+        """Submit a new or parked request to an engine."""
+        self._submit(stream, engine.send, engine.choices)
+        stream.entry.engine = engine.name
+        self.num_dispatched[engine.name] += 1
+        parked = self._parked.pop(stream, None) or Parked(time.monotonic(), "")
+        engine.streams[stream] = Submitted(parked.since, stream.entry.num_output_tokens)
+        if parked.cause:
+            self.num_migrations[parked.cause] += 1
+
+    def _take_back(self, engine: AttachedEngine, stream: RequestStream, cause: str) -> None:
+        """Park a running request; the engine is not notified."""
+        entry = stream.entry
+        for seq in entry.seqs.values():
+            del engine.choices[seq]
+        entry.seqs.clear()
+        submitted, num_tokens = engine.streams.pop(stream), entry.num_output_tokens
+        if num_tokens:
+            entry.numerics = engine.numerics
+        has_waited = cause == "unavailable" and num_tokens == submitted.num_output_tokens
+        since = submitted.waits_since if has_waited else time.monotonic()
+        self._parked[stream] = Parked(since, cause)
+
+    def _index_names(self) -> None:
+        """Update the names after an engine has come or gone."""
+        self._names = {"": frozenset(self._engines)}
+        for numerics in {engine.numerics for engine in self._engines.values()}:
+            self._names[numerics] = frozenset(
+                name for name, engine in self._engines.items() if engine.numerics == numerics
+            )
+
+    # Requests that kill engines.
+
+    def _count_death(self, owners: dict[int, RequestStream], cause: str) -> None:
+        """Count the death of an engine for the requests that it had.
+
+        Args:
+            owners: by wire id; they are parked.
+            cause: description of the death.
+        """
+        poison = self._suspects.on_death(owners, owners)
+        if poison is not None:
+            self._poison.add(poison.entry.prompt, poison.entry.sampling, time.monotonic())
+            self._end(poison, poison.alive, "error", f"{_POISON_ERROR}: {cause}", "poison")
+
+    def _isolate_next(self, avoid: str = "") -> None:
+        """Give an engine to the next suspect alone, if none runs alone."""
+        if self._suspects.isolated is not None:
+            return
+        self._reserved = ""
+        suspects = self._suspects.suspects(self._parked)
+        # Who is to blame has seldom come far.
+        for suspect in sorted(suspects, key=lambda each: each.entry.num_output_tokens):
+            if engine := self._find_engine_alone(suspect, avoid):
+                self._isolate(suspect, engine)
+                return
+
+    def _find_engine_alone(self, suspect: RequestStream, avoid: str) -> AttachedEngine | None:
+        """Return an engine for a suspect: one of those with the fewest requests, if possible."""
+        names = self._names.get(suspect.entry.numerics, frozenset()) - {avoid}
+        fewest = min((len(self._engines[name].streams) for name in names), default=0)
+        least = frozenset(name for name in names if len(self._engines[name].streams) == fewest)
+        return self._choose_among(suspect, least) or self._choose_among(suspect, names - least)
+
+    def _isolate(self, suspect: RequestStream, engine: AttachedEngine) -> None:
+        """Run a suspect on an engine whose other requests go elsewhere."""
+        self._reserved = engine.name
+        seqs = list(engine.choices)
+        for stream in list(engine.streams):
+            self._take_back(engine, stream, "isolation")
+        if seqs:
+            engine.send(AbortSequences(seqs))
+        self._submit_to(engine, suspect)
+        self._suspects.isolate(suspect, suspect.entry.seqs.values())
+
+    def _end_isolation(self, avoid: str = "") -> None:
+        """Let other requests use the engine of a suspect that has a token or has ended."""
+        if self._reserved and self._suspects.isolated is None:
+            self._dispatch_parked(avoid)
+
+    # Output.
+
+    def _drop_stale(self, engine: AttachedEngine, message: EngineOutputs) -> None:
+        """Count tokens of requests that the engine should not have, and abort those."""
+        stale = [seq for seq in message.outcome.seqs if seq not in engine.choices]
+        if not stale:
+            return
+        self.num_stale_tokens += len(stale)
+        running = set(stale).difference(end.seq for end in message.outcome.finished)
+        if running:
+            engine.send(AbortSequences(sorted(running)))
+
+    def _split_refused(
+        self, engine: AttachedEngine, message: EngineOutputs
+    ) -> tuple[EngineOutputs, dict[RequestStream, None]]:
+        """Return a message without the ends of requests that go on elsewhere, and these."""
+        refused: dict[RequestStream, None] = {}
+        unavailable = set()
+        for seq, kind in message.error_kinds:
+            choice = engine.choices.get(seq)
+            if choice is None:
+                continue
+            entry = choice.stream.entry
+            if kind == "unavailable":
+                refused[choice.stream] = None
+                unavailable.add(seq)
+            elif kind == "poison":
+                self._poison.add(entry.prompt, entry.sampling, time.monotonic())
+        if unavailable:
+            finished = [end for end in message.outcome.finished if end.seq not in unavailable]
+            outcome = message.outcome._replace(finished=finished)
+            message = msgspec.structs.replace(message, outcome=outcome)
+        return message, refused
+
+    def _move_refused(self, engine: AttachedEngine, streams: Iterable[RequestStream]) -> None:
+        """Let requests go on elsewhere that an engine has given back."""
+        for stream in streams:
+            seqs = list(stream.entry.seqs.values())
+            self._take_back(engine, stream, "unavailable")
+            # Choices that it did not give back; it does not mind the others.
+            engine.send(AbortSequences(seqs))
+            if self._suspects.isolated is stream:
+                self._suspects.stop_isolation()
+            stream.entry.num_refusals += 1
+        self._submit_each(streams, avoid=engine.name)
+
+    # Hooks.
+
+    def _choices_of(self, stream: RequestStream) -> dict[int, SubmittedChoice]:
+        return self._engines[stream.entry.engine].choices
+
+    def _on_removed(self, stream: RequestStream) -> None:
+        self._parked.pop(stream, None)
+        self._suspects.clear(stream)
+        if engine := self._engines.get(stream.entry.engine):
+            engine.streams.pop(stream, None)
+
+    def _abort_seqs(self, stream: RequestStream, seqs: list[int]) -> None:
+        engine = self._engines.get(stream.entry.engine)
+        if seqs and engine is not None:
+            engine.send(AbortSequences(seqs))
+        self._end_isolation()
