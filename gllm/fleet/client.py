@@ -36,8 +36,8 @@ _POISON_ERROR = (
 
 
 @dataclass(slots=True, eq=False)
-class AttachedEngine:
-    """An engine that takes requests, and those that it has."""
+class DispatchTarget:
+    """An attached engine, and the requests that it has."""
 
     name: str
     numerics: str
@@ -89,7 +89,7 @@ class FleetClient(RequestClient):
         self.num_stale_tokens = 0
         """Tokens that arrived from an engine which no longer had their request."""
         self._choose = choose
-        self._engines: dict[str, AttachedEngine] = {}
+        self._engines: dict[str, DispatchTarget] = {}
         self._names: dict[str, frozenset[str]] = {}
         """Names of engines by numerics; all under the empty string."""
         self._parked: dict[RequestStream, Parked] = {}
@@ -121,7 +121,7 @@ class FleetClient(RequestClient):
             send: sends to it, in order; must not raise once a message could be encoded.
         """
         self.detach(engine, "another session took its place", is_planned=False)
-        self._engines[engine] = AttachedEngine(engine, numerics, send)
+        self._engines[engine] = DispatchTarget(engine, numerics, send)
         self._index_names()
         self.dispatch_parked()
 
@@ -238,7 +238,7 @@ class FleetClient(RequestClient):
             self._check_encoding(stream)
             self._parked[stream] = Parked(time.monotonic(), "")
 
-    def _find_engine(self, stream: RequestStream, avoid: str = "") -> AttachedEngine | None:
+    def _find_engine(self, stream: RequestStream, avoid: str = "") -> DispatchTarget | None:
         """Return the engine that the caller's function chooses for a request, if it chooses one.
 
         Args:
@@ -250,7 +250,7 @@ class FleetClient(RequestClient):
             names -= {avoid, self._reserved}
         return self._choose_among(stream, names)
 
-    def _choose_among(self, stream: RequestStream, names: frozenset[str]) -> AttachedEngine | None:
+    def _choose_among(self, stream: RequestStream, names: frozenset[str]) -> DispatchTarget | None:
         name = self._choose(stream, names) if names else None
         return self._engines[name] if name is not None and name in names else None
 
@@ -266,7 +266,7 @@ class FleetClient(RequestClient):
             if stream not in suspects and (target := self._find_engine(stream, avoid)):
                 self._submit_to(target, stream)
 
-    def _submit_to(self, engine: AttachedEngine, stream: RequestStream) -> None:
+    def _submit_to(self, engine: DispatchTarget, stream: RequestStream) -> None:
         """Submit a new or parked request to an engine."""
         self._submit(stream, engine.send, engine.choices)
         stream.entry.engine = engine.name
@@ -276,7 +276,7 @@ class FleetClient(RequestClient):
         if parked.cause:
             self.num_migrations[parked.cause] += 1
 
-    def _take_back(self, engine: AttachedEngine, stream: RequestStream, cause: str) -> None:
+    def _take_back(self, engine: DispatchTarget, stream: RequestStream, cause: str) -> None:
         """Park a running request; the engine is not notified."""
         entry = stream.entry
         for seq in entry.seqs.values():
@@ -323,14 +323,14 @@ class FleetClient(RequestClient):
                 self._isolate(suspect, engine)
                 return
 
-    def _find_engine_alone(self, suspect: RequestStream, avoid: str) -> AttachedEngine | None:
+    def _find_engine_alone(self, suspect: RequestStream, avoid: str) -> DispatchTarget | None:
         """Return an engine for a suspect: one of those with the fewest requests, if possible."""
         names = self._names.get(suspect.entry.numerics, frozenset()) - {avoid}
         fewest = min((len(self._engines[name].streams) for name in names), default=0)
         least = frozenset(name for name in names if len(self._engines[name].streams) == fewest)
         return self._choose_among(suspect, least) or self._choose_among(suspect, names - least)
 
-    def _isolate(self, suspect: RequestStream, engine: AttachedEngine) -> None:
+    def _isolate(self, suspect: RequestStream, engine: DispatchTarget) -> None:
         """Run a suspect on an engine whose other requests go elsewhere."""
         self._reserved = engine.name
         seqs = list(engine.choices)
@@ -348,7 +348,7 @@ class FleetClient(RequestClient):
 
     # Output.
 
-    def _drop_stale(self, engine: AttachedEngine, message: EngineOutputs) -> None:
+    def _drop_stale(self, engine: DispatchTarget, message: EngineOutputs) -> None:
         """Count tokens of requests that the engine should not have, and abort those."""
         stale = [seq for seq in message.outcome.seqs if seq not in engine.choices]
         if not stale:
@@ -359,7 +359,7 @@ class FleetClient(RequestClient):
             engine.send(AbortSequences(sorted(running)))
 
     def _split_refused(
-        self, engine: AttachedEngine, message: EngineOutputs
+        self, engine: DispatchTarget, message: EngineOutputs
     ) -> tuple[EngineOutputs, dict[RequestStream, None]]:
         """Return a message without the ends of requests that go on elsewhere, and these."""
         refused: dict[RequestStream, None] = {}
@@ -380,7 +380,7 @@ class FleetClient(RequestClient):
             message = msgspec.structs.replace(message, outcome=outcome)
         return message, refused
 
-    def _move_refused(self, engine: AttachedEngine, streams: Iterable[RequestStream]) -> None:
+    def _move_refused(self, engine: DispatchTarget, streams: Iterable[RequestStream]) -> None:
         """Let requests go on elsewhere that an engine has given back."""
         for stream in streams:
             seqs = list(stream.entry.seqs.values())
