@@ -2,6 +2,8 @@
 
 import asyncio
 import selectors
+import socket
+from collections.abc import Callable
 from typing import Any
 
 
@@ -48,6 +50,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         self.num_events += 1
         return super().call_soon(callback, *args, context=context)
+
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:  # type: ignore[override]
+        """Return the numeric address itself: nothing else is resolved."""
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port))]
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, function: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """Call a function at once: a thread would run beside the virtual clock."""
+        future = self.create_future()
+        future.set_result(function(*args))
+        return future
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.errors.append(context.get("exception") or RuntimeError(context["message"]))

@@ -1,7 +1,9 @@
 """A simulated network: hubs and spokes with the real sessions over connections with delays.
 
 A connection keeps the order of its frames and loses none while it lives. It ends when a process
-dies or a fault cuts it; frames of a process that was killed may be lost from some frame on.
+dies or a fault cuts it; frames of a process that was killed may be lost from some frame on. Between
+two processes that a partition separates nothing arrives, not even the end of a connection, until
+the partition has ended.
 """
 
 import asyncio
@@ -20,48 +22,7 @@ from gllm.runtime.session import (
     SessionReceiver,
     SessionSender,
 )
-
-
-class Process:
-    """A process: it may be slow, stopped, or dead."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
-        self.loop = loop
-        self.name = name
-        self.is_alive = True
-        self.is_stopped = False
-        self.slowness = 1.0
-        self.connections: list[Connection] = []
-        self._backlog: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-
-    def run(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call a function in this process: now, once it continues, or never."""
-        if not self.is_alive:
-            return
-        if self.is_stopped:
-            self._backlog.append((callback, args))
-        else:
-            callback(*args)
-
-    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> None:
-        self.loop.call_later(delay * self.slowness, self.run, callback, *args)
-
-    def stop(self) -> None:
-        """Stop the process, as SIGSTOP does."""
-        self.is_stopped = True
-
-    def resume(self) -> None:
-        """Continue a stopped process."""
-        self.is_stopped = False
-        while self._backlog and self.is_alive and not self.is_stopped:
-            callback, args = self._backlog.popleft()
-            callback(*args)
-
-    def end(self, is_killed: bool) -> None:
-        """End the process and its connections."""
-        self.is_alive = False
-        for connection in list(self.connections):
-            connection.cut(self if is_killed else None)
+from tests.simulation.process import Process
 
 
 class End(Protocol):
@@ -86,6 +47,35 @@ class Network:
         self.num_frames = 0
         self.late_share = 0.0
         """Share of frames that take up to several seconds."""
+        self._partitions: set[frozenset[Process]] = set()
+        """Pairs of processes that do not reach each other."""
+        self._held: list[Connection] = []
+        """Connections with frames, or an end, that a partition holds up."""
+
+    def separate(self, first: Process, second: Process) -> None:
+        """Let nothing arrive between two processes."""
+        self._partitions.add(frozenset((first, second)))
+
+    def unite(self, first: Process, second: Process) -> None:
+        """End the partition of two processes; what it held up arrives."""
+        self._partitions.discard(frozenset((first, second)))
+        held, self._held = self._held, []
+        for connection in held:
+            connection.release()
+
+    def hold(self, connection: "Connection") -> bool:
+        """Return True if a partition separates the ends of a connection, and note the connection."""
+        hub, spoke = connection.ends
+        if frozenset((hub.process, spoke.process)) not in self._partitions:
+            return False
+        if connection not in self._held:
+            self._held.append(connection)
+        return True
+
+    def unbind(self, process: Process) -> None:
+        """Free the addresses of a process that has died."""
+        for address in [a for a, hub in self.bound.items() if hub.process is process]:
+            del self.bound[address]
 
     def delay(self) -> float:
         if self.rng.random() < self.late_share:
@@ -103,6 +93,10 @@ class Connection:
         self._flying: tuple[deque[bytes], deque[bytes]] = (deque(), deque())
         """Frames to the hub and to the spoke."""
         self._arrivals = [0.0, 0.0]
+        self._num_held = [0, 0]
+        """Frames that a partition holds up."""
+        self._held_ends: list[int] = []
+        """Targets that have not heard of the connection's end because of a partition."""
         for end in self.ends:
             end.process.connections.append(self)
 
@@ -131,10 +125,29 @@ class Connection:
             delay = self.network.delay()
             when = max(self._arrivals[target], self.network.loop.time() + delay)
             # After all frames, even those at the same time.
-            self.network.loop.call_at(when + 1e-6, end.process.run, end.on_cut, self)
+            self.network.loop.call_at(when + 1e-6, self._report_end, target)
+
+    def release(self) -> None:
+        """Let arrive what a partition has held up."""
+        for target in (0, 1):
+            count, self._num_held[target] = self._num_held[target], 0
+            for _ in range(count):
+                self._arrive(target)
+        ends, self._held_ends = self._held_ends, []
+        for target in ends:
+            self._report_end(target)
+
+    def _report_end(self, target: int) -> None:
+        if self.network.hold(self):
+            self._held_ends.append(target)
+            return
+        end = self.ends[target]
+        end.process.run(end.on_cut, self)
 
     def _arrive(self, target: int) -> None:
-        if self._flying[target]:
+        if self.network.hold(self):
+            self._num_held[target] += 1
+        elif self._flying[target]:
             end = self.ends[target]
             end.process.run(end.on_frame, self, self._flying[target].popleft())
 
@@ -153,8 +166,17 @@ class Context:
 class Hub:
     """A hub with the interface of gllm.runtime.bus.Hub."""
 
-    def __init__(self, context: Context, run: int, decode: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        run: int,
+        decode: Callable[[bytes], Any],
+        authenticator: None = None,
+        max_guests: int = 0,
+    ) -> None:
         self.network, self.process = context.network, context.process
+        self._max_guests = max_guests
+        self._guests: set[int] = set()
         self.num_malformed = self.num_refused = 0
         self._num_stale = 0
         self._run, self._decode = run, decode
@@ -179,7 +201,13 @@ class Hub:
 
     def forget(self, sender: int) -> None:
         self._expected.pop(sender, None)
+        if sender in self._guests and sender in self._sessions:
+            connection = self._sessions[sender][0]
+            self.network.loop.call_later(0.5, connection.cut)
         self._end(sender)
+
+    def address_of(self, sender: int) -> str:
+        return f"address of {sender}"
 
     def start(self, on_messages: Callable[..., object], on_lost: Callable[..., object]) -> None:
         self._on_messages, self._on_lost = on_messages, on_lost
@@ -238,12 +266,14 @@ class Hub:
         if not isinstance(hello, Hello):
             # The rest of a session that was refused.
             self.num_malformed += 1
-        elif hello.sender not in self._expected:
+        elif hello.sender not in self._expected and len(self._guests) >= self._max_guests:
             self.num_refused += 1
         else:
+            if hello.sender not in self._expected:
+                self._guests.add(hello.sender)
             self._senders[connection] = hello.sender
             self._sessions[hello.sender] = connection, receiver, SessionSender(self._run)
-            for payload, generation in self._expected.pop(hello.sender):
+            for payload, generation in self._expected.pop(hello.sender, ()):
                 self._send(hello.sender, payload, generation)
             self._deliver(hello.sender, hello)
 
@@ -264,6 +294,7 @@ class Hub:
             self._on_lost(sender, cause)
 
     def _end(self, sender: int) -> None:
+        self._guests.discard(sender)
         if session := self._sessions.pop(sender, None):
             self._num_stale += session[1].num_dropped
 
@@ -278,6 +309,7 @@ class Spoke:
         sender: int,
         address: str,
         decode: Callable[[bytes], Any],
+        keys: None = None,
     ) -> None:
         self.network, self.process = context.network, context.process
         self._receiver = SessionReceiver(run, decode)

@@ -9,7 +9,7 @@ from gllm.cluster.placement import Placement
 from gllm.config.engine import EngineConfig
 from gllm.runtime.assignment import StageAssignment, WorkerIdentity
 from gllm.runtime.node import Node, OnExit
-from tests.simulation.network import Process
+from tests.simulation.process import Process
 from tests.simulation.workers import Assignment, Worker, World
 
 

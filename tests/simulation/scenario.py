@@ -1,37 +1,24 @@
 """One life of an engine on the virtual clock: requests, faults, and what must hold."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
-
-from gllm.config.engine import EngineConfig
 from gllm.messages.requests import PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
-from gllm.runtime import deaths as deaths_module
-from gllm.runtime import supervisor as supervisor_module
-from gllm.runtime.request_stream import RequestStream
 from gllm.runtime.supervisor import EngineError, Supervisor
 from tests.simulation.clock import VirtualLoop
-from tests.simulation.model import VOCAB_SIZE, generate
-from tests.simulation.network import Context, Hub, Network, Process
+from tests.simulation.head import HEAD, create_supervisor, patched_runtime
+from tests.simulation.network import Context, Network
 from tests.simulation.node import SimulatedNode
-from tests.simulation.workers import (
-    BLOCK_SIZE,
-    MAX_MODEL_LEN,
-    NUM_BLOCKS,
-    POISON_TOKEN,
-    World,
-)
+from tests.simulation.process import Process
+from tests.simulation.requests import Reader, draw_request
+from tests.simulation.workers import POISON_TOKEN, World
 
 MOMENTS = (
     "spawn",
@@ -66,58 +53,6 @@ class Limits:
     strikes: tuple[tuple[str, int, str], ...] = ()
     """Faults at given moments: name, number of its occurrence from 1, kill or stop. In place of
     those that are drawn."""
-
-
-@dataclass
-class Reader:
-    """A request and what its reader has got."""
-
-    stream: RequestStream
-    prompt: list[int]
-    max_tokens: int
-    stop_ids: list[int]
-    n: int
-    tokens: list[list[int]] = field(default_factory=list)
-    ends: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """By choice, the finish reason and the kind of error."""
-    num_firsts: list[int] = field(default_factory=list)
-    is_aborted: bool = False
-
-    @property
-    def is_poison(self) -> bool:
-        return self.prompt[0] == POISON_TOKEN
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.ends) == self.n
-
-    def read(self) -> None:
-        for choice, delta in self.stream.pop_deltas().items():
-            assert choice not in self.ends, "output after the end"
-            self.tokens[choice] += delta.tokens
-            self.num_firsts[choice] += delta.first is not None
-            if delta.end is not None:
-                self.ends[choice] = (delta.end.finish_reason, delta.error_kind)
-
-
-class HeadAddress:
-    """Address of the head's hub."""
-
-    def __init__(self, hub: Any) -> None:
-        self.connecting: set[int] = set()
-        self._hub = hub
-        hub.bind("head")
-
-    def expect(self, sender: int) -> str:
-        self._hub.expect(sender)
-        self.connecting.add(sender)
-        return "head"
-
-    def on_connected(self, sender: int) -> None:
-        self.connecting.discard(sender)
-
-    def close(self) -> None:
-        """Nothing is left."""
 
 
 class Scenario:
@@ -215,23 +150,21 @@ class Scenario:
         # As in EngineStatus.accepts_requests.
         if supervisor.state not in ("ready", "recovering") or supervisor.is_recovery_overdue:
             return
-        # Few prompts, so that prefixes are shared.
-        prompt = [rng.randrange(3) for _ in range(rng.randint(1, 3))]
-        prompt += [rng.randrange(10) for _ in range(rng.choice([0, 3, 20, 40]))]
-        if self.has_poison and rng.random() < 0.15 and not is_last:
-            prompt[0] = POISON_TOKEN
-        max_tokens = rng.randint(1, MAX_MODEL_LEN - len(prompt))
-        stop_ids = rng.sample(range(VOCAB_SIZE), 30) if rng.random() < 0.5 else []
-        n = rng.choice([1, 1, 2, 3])
+        is_poison = self.has_poison and rng.random() < 0.15 and not is_last
+        request = draw_request(rng, POISON_TOKEN if is_poison else None)
         try:
             stream = supervisor.client.submit(
-                prompt, SequenceSamplingParams(), max_tokens, stop_ids, n, rng.choice([0, 0, 1])
+                request.prompt,
+                SequenceSamplingParams(),
+                request.max_tokens,
+                request.stop_ids,
+                request.n,
+                request.priority,
             )
         except PoisonRequestError:
-            assert prompt[0] == POISON_TOKEN or self.num_deaths > 2
+            assert is_poison or self.num_deaths > 2
             return
-        reader = Reader(stream, prompt, max_tokens, stop_ids, n, [[] for _ in range(n)])
-        reader.num_firsts = [0] * n
+        reader = Reader(stream, request)
         stream.set_listener(lambda: self._read(reader))
         self.readers.append(reader)
         if rng.random() < 0.1 and not is_last:
@@ -239,7 +172,7 @@ class Scenario:
 
     def _read(self, reader: Reader) -> None:
         reader.read()
-        if any(kind == "unavailable" for _, kind in reader.ends.values()):
+        if "unavailable" in reader.errors:
             self.has_been_overdue |= self.supervisor.is_recovery_overdue
 
     def _abort(self, reader: Reader) -> None:
@@ -329,27 +262,11 @@ class Scenario:
 
     def _check(self) -> None:
         for reader in self.readers:
-            for choice in range(reader.n):
-                self._check_choice(reader, choice)
+            reader.check((self.num_stages,))
+            for kind in reader.errors:
+                self._check_error(kind)
 
-    def _check_choice(self, reader: Reader, choice: int) -> None:
-        tokens, reason = generate(
-            reader.prompt, choice, reader.max_tokens, reader.stop_ids, self.num_stages
-        )
-        got = reader.tokens[choice]
-        assert choice in reader.ends, "a choice without an end"
-        end, kind = reader.ends[choice]
-        assert got == tokens[: len(got)], f"choice {choice}: {got} instead of {tokens}"
-        assert reader.num_firsts[choice] == bool(got)
-        if end == "abort":
-            assert reader.is_aborted
-        elif end == "error":
-            self._check_error(reader, kind)
-        else:
-            assert (got, end) == (tokens, reason)
-            assert not reader.is_poison
-
-    def _check_error(self, reader: Reader, kind: str) -> None:
+    def _check_error(self, kind: str) -> None:
         """Check that there was a reason for an error."""
         if kind == "poison":
             assert self.num_deaths > 2
@@ -362,7 +279,7 @@ class Scenario:
     def _describe(self) -> str:
         recovery = self.supervisor._recovery
         waiting = [
-            (reader.prompt, reader.ends, reader.stream.entry.seqs)
+            (reader.request.prompt, reader.ends, reader.stream.entry.seqs)
             for reader in self.readers
             if not reader.is_done
         ]
@@ -374,33 +291,18 @@ class Scenario:
     # Setup.
 
     def _create_supervisor(self) -> Supervisor:
-        config = EngineConfig.from_options(
-            "demo",
-            pipeline_parallel_size=self.num_stages,
-            max_model_len=MAX_MODEL_LEN,
-            kv_cache_memory=NUM_BLOCKS * self.num_stages * 1000,
-            block_size=BLOCK_SIZE,
-            max_prefill_tokens=32,
-            min_prefill_tokens=4,
+        return create_supervisor(
+            self.rng,
+            self.num_stages,
             max_num_seqs=self.rng.choice([2, 8]),
             max_restarts=self.max_restarts,
             recovery_timeout=self.recovery_timeout,
             standby_workers=0 if self.limits.strikes else self.rng.choice([0, 0, 1, 2]),
         )
-        layers = [range(stage, stage + 1) for stage in range(self.num_stages)]
-        return Supervisor(config, layers, lambda done, total: None)
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
         """Replace sockets, the clock and files."""
-        head = Context(self.network, Process(self.loop, "head"))
-        jitter = Random(self.rng.random())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(supervisor_module, "Hub", Hub)
-            patch.setattr(supervisor_module, "HeadSocket", HeadAddress)
-            patch.setattr(supervisor_module, "zmq", SimpleNamespace(Context=lambda: head))
-            patch.setattr("secrets.randbits", self.rng.getrandbits)
-            patch.setattr(self.supervisor._recovery, "_jitter", jitter)
-            patch.setattr(deaths_module.DeathLog, "keep_evidence", lambda *_: None)
-            patch.setattr(time, "monotonic", self.loop.time)
+        with patched_runtime(self.loop, self.rng):
+            HEAD.set(Context(self.network, Process(self.loop, "head")))
             yield

@@ -38,7 +38,8 @@ from gllm.runtime.plan_record import PlanRecord
 from gllm.scheduler.plan import StepPlan, StepTime
 from gllm.scheduler.scheduler import Scheduler
 from tests.simulation.model import VOCAB_SIZE, Stage, Values
-from tests.simulation.network import Context, Hub, Network, Process, Spoke
+from tests.simulation.network import Context, Hub, Network, Spoke
+from tests.simulation.process import Process
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 48
@@ -47,6 +48,8 @@ REPORT_SECONDS = 0.5
 LOST_SECONDS = 5.0
 POISON_TOKEN = VOCAB_SIZE - 1
 """A prompt that begins with it kills the stage that computes it."""
+BOMB_TOKEN = VOCAB_SIZE - 2
+"""A prompt that begins with it kills the machine of the stage that computes it."""
 
 
 @dataclass
@@ -351,8 +354,9 @@ class Instance:
         self.step, self.begin = plan.step, self.world.loop.time()
         kind = "decode" if all(row.num_tokens == 1 for row in plan.rows) else "prefill"
         self.world.on_moment(kind, self.process)
-        if any(prompt[:1] == [POISON_TOKEN] for _, prompt, _ in rows):
-            self.world.on_moment("poison", self.process)
+        for token, moment in ((POISON_TOKEN, "poison"), (BOMB_TOKEN, "bomb")):
+            if any(prompt[:1] == [token] for _, prompt, _ in rows):
+                self.world.on_moment(moment, self.process)
         num_tokens = sum(row.num_tokens for row in plan.rows)
         seconds = self.world.rng.uniform(0.5, 1.5) * (0.002 + 0.0005 * num_tokens)
         self.process.call_later(seconds, self._finish, plan, rows)

@@ -1,0 +1,79 @@
+"""The head process of a simulated engine: the real supervisor, without sockets, files and time."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gllm.config.engine import EngineConfig
+from gllm.runtime import deaths as deaths_module
+from gllm.runtime import supervisor as supervisor_module
+from gllm.runtime.supervisor import Supervisor
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.network import Context, Hub
+from tests.simulation.workers import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS
+
+HEAD: ContextVar[Context] = ContextVar("HEAD")
+"""Place of the ZeroMQ context with which a supervisor that starts reaches its workers."""
+
+
+class HeadAddress:
+    """Address of the head's hub."""
+
+    def __init__(self, hub: Any) -> None:
+        self.connecting: set[int] = set()
+        self._hub = hub
+        hub.bind("head")
+
+    def expect(self, sender: int) -> str:
+        self._hub.expect(sender)
+        self.connecting.add(sender)
+        return "head"
+
+    def on_connected(self, sender: int) -> None:
+        self.connecting.discard(sender)
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+def create_supervisor(rng: Random, num_stages: int, **options: Any) -> Supervisor:
+    """Return a supervisor that has not started.
+
+    Args:
+        rng: source of its jitter.
+        num_stages: of the engine.
+        options: of the engine's configuration.
+    """
+    config = EngineConfig.from_options(
+        "demo",
+        pipeline_parallel_size=num_stages,
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory=NUM_BLOCKS * num_stages * 1000,
+        block_size=BLOCK_SIZE,
+        max_prefill_tokens=32,
+        min_prefill_tokens=4,
+        **options,
+    )
+    layers = [range(stage, stage + 1) for stage in range(num_stages)]
+    supervisor = Supervisor(config, layers, lambda done, total: None)
+    supervisor._recovery._jitter = Random(rng.random())
+    return supervisor
+
+
+@contextmanager
+def patched_runtime(loop: VirtualLoop, rng: Random) -> Iterator[pytest.MonkeyPatch]:
+    """Replace the supervisor's sockets, the clock, random bits and files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor_module, "Hub", Hub)
+        patch.setattr(supervisor_module, "HeadSocket", HeadAddress)
+        patch.setattr(supervisor_module, "zmq", SimpleNamespace(Context=HEAD.get))
+        patch.setattr("secrets.randbits", rng.getrandbits)
+        patch.setattr(deaths_module.DeathLog, "keep_evidence", lambda *_: None)
+        patch.setattr(time, "monotonic", loop.time)
+        yield patch
