@@ -285,8 +285,11 @@ class FleetClient(RequestClient):
         submitted, num_tokens = engine.streams.pop(stream), entry.num_output_tokens
         if num_tokens:
             entry.numerics = engine.numerics
-        has_waited = cause == "unavailable" and num_tokens == submitted.num_output_tokens
-        since = submitted.waits_since if has_waited else time.monotonic()
+        since = time.monotonic()
+        if num_tokens > submitted.num_output_tokens:
+            entry.num_refusals = 0
+        elif cause == "unavailable":
+            since = submitted.waits_since
         self._parked[stream] = Parked(since, cause)
 
     def _index_names(self) -> None:
@@ -390,7 +393,9 @@ class FleetClient(RequestClient):
             if self._suspects.isolated is stream:
                 self._suspects.stop_isolation()
             stream.entry.num_refusals += 1
-        self._submit_each(streams, avoid=engine.name)
+        # Others wait for the next `dispatch_parked`, so that engines do not pass them around.
+        first = [stream for stream in streams if stream.entry.num_refusals == 1]
+        self._submit_each(first, avoid=engine.name)
 
     # Hooks.
 

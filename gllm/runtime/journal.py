@@ -58,7 +58,7 @@ class JournalEntry:
     num_attempts: int = 0
     """Number of submissions."""
     num_refusals: int = 0
-    """Number of engines that gave the request back because they were unavailable."""
+    """Times that engines gave the request back without a token, since it had its last one."""
 
     def __post_init__(self) -> None:
         self.alive = set(range(self.n))

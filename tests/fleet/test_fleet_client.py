@@ -207,7 +207,7 @@ def test_the_wait_of_a_request_goes_on_while_engines_give_it_back(
     now += 10.0
     rig.report("a", ends=(3,), kind="unavailable")
     assert rig.client.parked_since == now
-    assert stream.entry.num_refusals == 4
+    assert stream.entry.num_refusals == 1
 
 
 def test_a_bad_request_is_refused_whether_an_engine_is_there_or_not() -> None:
@@ -244,6 +244,17 @@ def test_choices_that_nobody_reads_are_aborted_at_their_engine() -> None:
     rig.client.release(stream)
     assert rig.sent["a"][1:] == [AbortSequences([3])]
     assert (rig.client.num_requests, rig.client.num_running("a")) == (0, 0)
+
+
+def test_engines_do_not_pass_a_request_around() -> None:
+    rig = Rig("a", "b")
+    rig.submit(1)
+    rig.report("a", ends=(0,), kind="unavailable")
+    assert rig.submitted("b") == [1]
+    rig.report("b", ends=(1,), kind="unavailable")
+    assert (rig.client.num_parked, rig.submitted("a")) == (1, [1])
+    rig.client.dispatch_parked()
+    assert rig.submitted("a") == [1, 1]
 
 
 # Requests that kill engines.
