@@ -31,6 +31,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.scheduler gllm.transport llguidance msgspec numpy setproctitle torch uvloop "
                 "zmq"
             ),
+            "gllm.fleet": "gllm.messages gllm.runtime msgspec",
             "gllm.text": "gllm.config gllm.grammar.sources jinja2 msgspec tokenizers",
             "gllm.engine.interface": "gllm.config gllm.messages gllm.scheduler gllm.text msgspec",
             "gllm.engine.chat": "gllm.config gllm.engine.interface gllm.text",

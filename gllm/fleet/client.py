@@ -1,7 +1,6 @@
-"""Client of many engines: each request runs on one of them, and continues on another one when that
-engine dies, leaves or refuses it.
+"""Client of many engines: a request continues on another one when its engine is lost.
 
-It decides who gets what a request has left to compute, but not which engine is best: that is a
+It decides when a request has to move and who may get it, but not which engine is best: that is a
 function of the caller. Output of an engine counts only for requests that this engine has now, so
 nothing is delivered twice.
 """
@@ -167,7 +166,7 @@ class FleetClient(RequestClient):
             return 0
         chosen = {each: self._find_engine(each, avoid=engine) for each in attached.streams}
         moved = [stream for stream, target in chosen.items() if target is not None]
-        seqs = {seq: each for each in moved for seq in each.entry.seqs.values()}
+        seqs = {seq: stream for stream in moved for seq in stream.entry.seqs.values()}
         for stream in moved:
             self._take_back(attached, stream, "drained" if is_planned else "recovering")
         if seqs:
@@ -184,13 +183,17 @@ class FleetClient(RequestClient):
         self._notify()
         return len(moved)
 
-    def dispatch_parked(self) -> None:
-        """Look for engines for the parked requests, in order of their arrival.
+    def dispatch_parked(self, avoid: str = "") -> None:
+        """Look for engines for the parked requests, suspects first, in order of their arrival.
 
         The caller's function may choose otherwise than before, so this is called after each change
         that it considers.
+
+        Args:
+            avoid: name of an engine that is not offered.
         """
-        self._dispatch_parked()
+        self._isolate_next(avoid)
+        self._submit_each(sorted(self._parked, key=lambda each: each.entry.arrival), avoid)
 
     def reject_parked(self, cause: str, parked_for: float = 0.0) -> None:
         """End requests that have waited for an engine for a time, with kind `unavailable`.
@@ -220,8 +223,8 @@ class FleetClient(RequestClient):
         ended = deliver(message, attached.choices)
         if self._suspects.has_deaths:
             for seq in message.outcome.seqs:
-                if choice := attached.choices.get(seq):
-                    self._suspects.clear(choice.stream)
+                if target := attached.choices.get(seq):
+                    self._suspects.clear(target.stream)
         for stream, choice, _ in ended:
             self._remove(stream, [choice])
         self._move_refused(attached, refused)
@@ -239,12 +242,7 @@ class FleetClient(RequestClient):
             self._parked[stream] = Parked(time.monotonic(), "")
 
     def _find_engine(self, stream: RequestStream, avoid: str = "") -> DispatchTarget | None:
-        """Return the engine that the caller's function chooses for a request, if it chooses one.
-
-        Args:
-            stream: of the request.
-            avoid: name of an engine that is not offered.
-        """
+        """Return the engine that is chosen for a request, other than `avoid`, if one is."""
         names = self._names.get(stream.entry.numerics, frozenset())
         if avoid or self._reserved:
             names -= {avoid, self._reserved}
@@ -253,11 +251,6 @@ class FleetClient(RequestClient):
     def _choose_among(self, stream: RequestStream, names: frozenset[str]) -> DispatchTarget | None:
         name = self._choose(stream, names) if names else None
         return self._engines[name] if name is not None and name in names else None
-
-    def _dispatch_parked(self, avoid: str = "") -> None:
-        """Look for engines for the parked requests, suspects first."""
-        self._isolate_next(avoid)
-        self._submit_each(sorted(self._parked, key=lambda each: each.entry.arrival), avoid)
 
     def _submit_each(self, streams: Iterable[RequestStream], avoid: str = "") -> None:
         """Submit parked requests, except suspects, if engines are chosen for them."""
@@ -347,7 +340,7 @@ class FleetClient(RequestClient):
     def _end_isolation(self, avoid: str = "") -> None:
         """Let other requests use the engine of a suspect that has a token or has ended."""
         if self._reserved and self._suspects.isolated is None:
-            self._dispatch_parked(avoid)
+            self.dispatch_parked(avoid)
 
     # Output.
 

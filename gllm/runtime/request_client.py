@@ -1,7 +1,7 @@
 """Running requests of a process: submission, output to their readers, aborts and ends.
 
-A client keeps a journal of each request. A request that no scheduler has is parked: its stream stays
-open, and it is submitted again with the tokens that were delivered.
+A client keeps a journal of each request. A request that no scheduler has is parked: its stream
+stays open, and it is submitted again with the tokens that were delivered.
 """
 
 import logging

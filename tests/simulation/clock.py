@@ -51,7 +51,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.num_events += 1
         return super().call_soon(callback, *args, context=context)
 
-    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:  # type: ignore[override]
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
         """Return the numeric address itself: nothing else is resolved."""
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port))]
 

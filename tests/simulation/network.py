@@ -64,7 +64,7 @@ class Network:
             connection.release()
 
     def hold(self, connection: "Connection") -> bool:
-        """Return True if a partition separates the ends of a connection, and note the connection."""
+        """Return True, and note the connection, if a partition separates its ends."""
         hub, spoke = connection.ends
         if frozenset((hub.process, spoke.process)) not in self._partitions:
             return False
