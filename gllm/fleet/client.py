@@ -8,11 +8,10 @@ nothing is delivered twice.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
+from gllm.fleet.dispatch_target import DispatchTarget, Parked, Submitted
 from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.runtime.delivery import SubmittedChoice, deliver
 from gllm.runtime.request_client import RequestClient, SendFunction
@@ -32,37 +31,6 @@ _POISON_ERROR = (
     "an engine was lost each time that it computed this request, the last time while it had no "
     "other request; it is not tried again"
 )
-
-
-@dataclass(slots=True, eq=False)
-class DispatchTarget:
-    """An attached engine, and the requests that it has."""
-
-    name: str
-    numerics: str
-    """Digest: engines of the same one continue each other's output."""
-    send: SendFunction
-    choices: dict[int, SubmittedChoice] = field(default_factory=dict)
-    """By wire id."""
-    streams: dict[RequestStream, "Submitted"] = field(default_factory=dict)
-    """In order of submission."""
-
-
-class Submitted(NamedTuple):
-    """State of a request when an engine got it."""
-
-    waits_since: float
-    """Time since which it has waited for an engine that computes it."""
-    num_output_tokens: int
-
-
-class Parked(NamedTuple):
-    """State of a request that no engine has."""
-
-    since: float
-    """Time since which it has waited; what it waited for an engine that gave it back counts."""
-    cause: str
-    """Why it was taken from its engine: a key of `num_migrations`; empty if it is new."""
 
 
 class FleetClient(RequestClient):

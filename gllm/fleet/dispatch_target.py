@@ -1,0 +1,39 @@
+"""Where a request of a router is: at an engine, or parked."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gllm.runtime.delivery import SubmittedChoice
+from gllm.runtime.request_client import SendFunction
+from gllm.runtime.request_stream import RequestStream
+
+
+@dataclass(slots=True, eq=False)
+class DispatchTarget:
+    """An attached engine, and the requests that it has."""
+
+    name: str
+    numerics: str
+    """Digest: engines of the same one continue each other's output."""
+    send: SendFunction
+    choices: dict[int, SubmittedChoice] = field(default_factory=dict)
+    """By wire id."""
+    streams: dict[RequestStream, "Submitted"] = field(default_factory=dict)
+    """In order of submission."""
+
+
+class Submitted(NamedTuple):
+    """State of a request when an engine got it."""
+
+    waits_since: float
+    """Time since which it has waited for an engine that computes it."""
+    num_output_tokens: int
+
+
+class Parked(NamedTuple):
+    """State of a request that no engine has."""
+
+    since: float
+    """Time since which it has waited; what it waited for an engine that gave it back counts."""
+    cause: str
+    """Why it was taken from its engine: a key of `num_migrations`; empty if it is new."""
