@@ -33,14 +33,20 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.fleet": "gllm.messages gllm.runtime msgspec",
             "gllm.text": "gllm.config gllm.grammar.sources jinja2 msgspec tokenizers",
-            "gllm.engine.interface": "gllm.config gllm.messages gllm.scheduler gllm.text msgspec",
+            "gllm.engine.fleet_control": "gllm.scheduler msgspec",
+            "gllm.engine.interface": (
+                "gllm.config gllm.engine.fleet_control gllm.messages gllm.scheduler gllm.text "
+                "msgspec"
+            ),
             "gllm.engine.chat": "gllm.config gllm.engine.interface gllm.text",
             "gllm.engine": (
-                "gllm.config gllm.engine.chat gllm.engine.interface gllm.grammar gllm.messages "
-                "gllm.models gllm.observability gllm.runtime gllm.scheduler gllm.text msgspec tqdm"
+                "gllm.config gllm.engine.chat gllm.engine.fleet_control gllm.engine.interface "
+                "gllm.grammar gllm.messages gllm.models gllm.observability gllm.runtime "
+                "gllm.scheduler gllm.text msgspec tqdm"
             ),
             "gllm.frontend": (
-                "aiohttp gllm gllm.config gllm.engine.chat gllm.engine.interface gllm.messages "
+                "aiohttp gllm gllm.config gllm.engine.chat gllm.engine.fleet_control "
+                "gllm.engine.interface gllm.messages "
                 "gllm.observability gllm.text msgspec "
                 "opentelemetry prometheus_client"
             ),

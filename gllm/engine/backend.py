@@ -16,7 +16,7 @@ class Backend(Protocol):
 
     @property
     def state(self) -> str:
-        """Present state: loading, ready, recovering, draining or dead."""
+        """Present state: loading, ready, recovering, sleeping, draining or dead."""
 
     @property
     def died(self) -> asyncio.Event:
@@ -42,6 +42,9 @@ class Backend(Protocol):
 
     async def stop(self) -> None:
         """Stop; running requests end with an error."""
+
+    def set_sleeping(self, is_on: bool) -> None:
+        """Refuse new requests, or accept them again; running ones go on."""
 
     async def reset_prefix_cache(self) -> str:
         """Empty the prefix cache; return the error, empty on success."""

@@ -15,6 +15,7 @@ from gllm.config.field_types import FieldError, to_int, to_str
 from gllm.config.limits import MAX_PROMPT_LOGPROBS
 from gllm.config.sampling import SamplingParams
 from gllm.config.slo import Slo
+from gllm.engine.fleet_control import FleetControl
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import ErrorKind
 from gllm.messages.requests import PoisonRequestError as PoisonRequestError
@@ -196,6 +197,10 @@ class RequestHandle(Protocol):
 
 class EngineInterface(Protocol):
     """An engine: starts, serves requests, reports its status, stops."""
+
+    @property
+    def fleet(self) -> FleetControl | None:
+        """Control of a router's engines; None for an engine."""
 
     @property
     def model(self) -> ModelInfo:

@@ -118,6 +118,10 @@ class PipelineBackend:
         """See Backend."""
         await self.supervisor.stop()
 
+    def set_sleeping(self, is_on: bool) -> None:
+        """See Backend."""
+        self.supervisor.set_sleeping(is_on)
+
     async def reset_prefix_cache(self) -> str:
         """See Backend."""
         return await self.supervisor.reset_prefix_cache()

@@ -13,7 +13,7 @@ def read_status(supervisor: Supervisor, config: EngineConfig) -> EngineStatus:
         state=supervisor.state,
         cause_of_death=supervisor.cause,
         is_healthy=supervisor.state == "recovering"
-        or (supervisor.state in ("ready", "draining") and is_moving),
+        or (supervisor.state in ("ready", "sleeping", "draining") and is_moving),
         num_requests=client.num_requests,
         stats=client.stats,
         step_sizes=dict(client.step_sizes),

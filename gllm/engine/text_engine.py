@@ -18,6 +18,7 @@ from gllm.config.field_types import FieldError, to_str, to_token_ids
 from gllm.config.sampling import SamplingParams
 from gllm.config.slo import Slo
 from gllm.engine.backend import Backend
+from gllm.engine.fleet_control import FleetControl
 from gllm.engine.interface import (
     EngineStatus,
     EngineUnavailableError,
@@ -83,6 +84,11 @@ class TextEngine:
         self._client = backend.client
         self._seeds = secrets.SystemRandom() if seed is None else Random(seed)
         """Source of seeds for requests without one."""
+
+    @property
+    def fleet(self) -> FleetControl | None:
+        """Control of a router's engines; None for an engine."""
+        return None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -246,13 +252,32 @@ class TextEngine:
 
         Their choices finish with reason `abort`.
         """
-        if self._backend.state not in ("ready", "recovering", "draining"):
+        if self._backend.state not in ("ready", "recovering", "draining", "sleeping"):
             return 0
         compiling = [task for task, named in self._compiling.items() if request_id in (None, named)]
         for task in compiling:
             del self._compiling[task]
             task.cancel()
         return self._client.abort_request(request_id) + len(compiling)
+
+    async def sleep(self, keeps_prefix_cache: bool = False) -> None:
+        """Refuse new requests until `wake_up`, wait for the running ones, empty the prefix cache.
+
+        Weights and KV cache stay in memory. Raises EngineUnavailableError.
+        """
+        if self._backend.state != "sleeping":
+            self._backend.check_ready()
+        self._backend.set_sleeping(True)
+        while self._client.num_requests and self._backend.state == "sleeping":
+            await asyncio.sleep(0.02)
+        if keeps_prefix_cache or self._backend.state != "sleeping":
+            return
+        if cause := await self._backend.reset_prefix_cache():
+            raise EngineUnavailableError(self._backend.state, cause)
+
+    def wake_up(self) -> None:
+        """Accept requests again after `sleep`; without effect if the engine is awake."""
+        self._backend.set_sleeping(False)
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Raises EngineUnavailableError."""

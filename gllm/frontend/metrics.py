@@ -15,6 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from gllm.engine.interface import EngineInterface, EngineStatus, OutputDelta
+from gllm.frontend.router_metrics import RouterCollector
 from gllm.observability.latency import RequestTimeline
 
 PREFIX = "gllm:"
@@ -220,6 +221,8 @@ class Metrics:
     def __init__(self, engine: EngineInterface) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
+        if engine.fleet is not None:
+            self.registry.register(RouterCollector(engine.fleet, engine.model.name))
         model = engine.model.name
 
         def counter(name: str, text: str) -> Counter:

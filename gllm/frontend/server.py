@@ -114,10 +114,11 @@ class Server:
         status, length = engine.status(), engine.model.max_model_len
         blocks = status.num_kv_blocks
         tokens = blocks * status.block_size
-        log.info(
-            "KV cache: %.1f MiB, %d blocks, %.1f requests of full length (%d tokens)",
-            status.kv_cache_bytes / 2**20, blocks, tokens / length, length,
-        )  # fmt: skip
+        if engine.fleet is None:
+            log.info(
+                "KV cache: %.1f MiB, %d blocks, %.1f requests of full length (%d tokens)",
+                status.kv_cache_bytes / 2**20, blocks, tokens / length, length,
+            )  # fmt: skip
         body = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
         url = f"http{'s' if self._config.ssl_certfile else ''}://{host}:{port}"
         key = ""

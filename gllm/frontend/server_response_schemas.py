@@ -84,6 +84,53 @@ class LoadResponse(ResponseSchema):
     kv_usage: float
 
 
+class EngineRowResponse(ResponseSchema):
+    """One engine of a router."""
+
+    name: str
+    role: str
+    state: str
+    cause: str
+    address: str
+    version: str
+    attached_seconds: float
+    silent_seconds: float
+    stats: dict[str, float]
+    num_kv_blocks: int
+    block_size: int
+    num_stages: int
+    num_requests: int
+    num_dispatched: int
+    weight: float
+
+
+class RouterTotalsResponse(ResponseSchema):
+    """Counters of a router."""
+
+    policy: str
+    num_parked: int
+    migrations: dict[str, int]
+    lost_engines: dict[str, int]
+    refused_engines: int
+    shed_requests: dict[str, int]
+    stale_outputs: int
+
+
+class EngineListResponse(ResponseSchema):
+    """Answer of /engines: the engines of a router, and the router's counters."""
+
+    engines: list[EngineRowResponse]
+    router: RouterTotalsResponse
+
+
+class DrainResponse(ResponseSchema):
+    """Answer of /engines/{name}/drain: the number of requests that the engine still runs."""
+
+    name: str
+    state: str
+    num_requests: int
+
+
 class AbortResponse(ResponseSchema):
     """Answer of /abort: number of aborted requests."""
 

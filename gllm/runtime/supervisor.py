@@ -101,18 +101,21 @@ class Supervisor:
         """Set after each event."""
         self._has_given_up = False
         self._is_draining = False
+        self._is_sleeping = False
         self._is_stopped = False
 
     @property
     def state(self) -> str:
-        """loading, ready, recovering, draining or dead."""
+        """loading, ready, recovering, sleeping, draining or dead."""
         if self._recovery.is_over:
             return "dead"
         if not self._recovery.has_been_ready:
             return "loading"
         if self._is_draining:
             return "draining"
-        return "ready" if self._recovery.state is RecoveryState.READY else "recovering"
+        if self._recovery.state is not RecoveryState.READY:
+            return "recovering"
+        return "sleeping" if self._is_sleeping else "ready"
 
     @property
     def generation(self) -> int:
@@ -210,6 +213,11 @@ class Supervisor:
         self._executor.close()
         # Without restarts a death is described by its one line in the log.
         self.deaths.close(self._has_given_up and self._config.max_restarts > 0)
+
+    def set_sleeping(self, is_on: bool) -> None:
+        """Change the state between ready and sleeping; users of the engine then refuse requests."""
+        self._is_sleeping = is_on
+        self._has_changed.set()
 
     async def reset_prefix_cache(self) -> str:
         """Empty the prefix cache; return the error, empty on success."""

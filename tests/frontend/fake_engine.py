@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from gllm.config.sampling import SamplingParams
 from gllm.config.slo import Slo
+from gllm.engine.fleet_control import FleetControl
 from gllm.engine.interface import (
     EngineStatus,
     ModelInfo,
@@ -166,6 +167,7 @@ class FakeEngine:
     """What it was asked besides generating."""
     profile_error: str = ""
     max_model_len: int = 256
+    fleet: FleetControl | None = None
 
     @property
     def model(self) -> ModelInfo:

@@ -19,6 +19,7 @@ from gllm.frontend.routes import (
     completions,
     control,
     embeddings,
+    engines,
     health,
     messages,
     metrics,
@@ -196,6 +197,29 @@ SERVER_ENDPOINTS = (
     ),
 )
 
+ENGINE_NAME = PathParameter("name", "name of an engine, as in /engines")
+FLEET_ENDPOINTS = (
+    Endpoint(
+        "GET", "/engines", engines.list_engines, response_schema=server_schemas.EngineListResponse
+    ),
+    Endpoint(
+        "POST",
+        "/engines/{name}/drain",
+        engines.drain_engine,
+        response_schema=server_schemas.DrainResponse,
+        path_parameters=(ENGINE_NAME,),
+        is_control=True,
+    ),
+    Endpoint(
+        "POST",
+        "/engines/{name}/undrain",
+        engines.undrain_engine,
+        response_schema=server_schemas.StatusResponse,
+        path_parameters=(ENGINE_NAME,),
+        is_control=True,
+    ),
+)
+
 CHAT_PAGE_ENDPOINTS = (
     Endpoint("GET", "/", page.get_chat_page, content_type="text/html", is_public=True),
     Endpoint(
@@ -212,6 +236,7 @@ ENDPOINTS = (
     *GENERATION_ENDPOINTS,
     *MODEL_ENDPOINTS,
     *SERVER_ENDPOINTS,
+    *FLEET_ENDPOINTS,
     *CHAT_PAGE_ENDPOINTS,
     *unsupported.UNSUPPORTED_ENDPOINTS,
 )

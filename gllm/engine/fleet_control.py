@@ -1,0 +1,84 @@
+"""Interface of a router's engines: their rows in reports, and the commands of an operator."""
+
+from typing import Protocol
+
+import msgspec
+
+from gllm.scheduler.plan import SchedulerStats
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """One of a router's engines, as the router sees it."""
+
+    name: str
+    role: str
+    """mixed, prefill or decode."""
+    state: str
+    """loading, ready, recovering, draining, ejected or dead."""
+    cause: str
+    """Reason of the state; empty if the engine is ready."""
+    address: str
+    """Address of the connection's other end."""
+    version: str
+    """Version of gllm."""
+    attached_seconds: float
+    """Time since the engine attached."""
+    silent_seconds: float
+    """Time since its last message."""
+    stats: SchedulerStats
+    """Its scheduler's counters, over the requests of all its routers."""
+    num_kv_blocks: int
+    block_size: int
+    num_stages: int
+    num_requests: int
+    """Requests of this router that it runs."""
+    num_dispatched: int
+    """Requests that this router has sent to it, those sent again included."""
+    weight: float
+    """Share of its usual load that it gets: below 1 after an ejection, 0 while it is ejected."""
+
+
+class RouterTotals(msgspec.Struct, frozen=True):
+    """Counters of a router since its start."""
+
+    policy: str
+    num_parked: int
+    """Requests that wait for an engine."""
+    migrations: dict[str, int]
+    """Requests that were taken to another engine after they had been dispatched, by cause."""
+    lost_engines: dict[str, int]
+    """Ends of engines' connections, by kind: drained or lost."""
+    refused_engines: int
+    """Engines that were refused, such as those of another model."""
+    shed_requests: dict[str, int]
+    """Requests refused because no engine was likely to meet their SLO, by reason."""
+    stale_outputs: int
+    """Tokens that arrived from an engine after their request had been taken elsewhere."""
+
+
+class UnknownEngineError(Exception):
+    """No engine with this name is attached to the router."""
+
+
+class FleetControl(Protocol):
+    """A router's view of its engines, and their control."""
+
+    def engines(self) -> list[EngineRow]:
+        """Return the attached engines, by name."""
+
+    def totals(self) -> RouterTotals:
+        """Return the router's counters."""
+
+    def drain_engine(self, name: str, migrates: bool) -> int:
+        """Send an engine no more requests; return the number of its running ones.
+
+        Args:
+            name: of the engine.
+            migrates: take its running requests elsewhere at once; otherwise they finish there.
+
+        Raises:
+            UnknownEngineError: No engine has this name.
+        """
+
+    def undrain_engine(self, name: str) -> None:
+        """Send requests to a drained engine again. Raises UnknownEngineError."""

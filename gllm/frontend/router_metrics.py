@@ -1,0 +1,103 @@
+"""Prometheus metrics of a router: its own counters, and the load of each engine."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gllm.engine.fleet_control import EngineRow, FleetControl
+
+PREFIX = "gllm:router_"
+"""Prefix of the names of these metrics."""
+LABELS = ("model_name",)
+"""Labels of all of these metrics."""
+ENGINE_STATES = ("loading", "ready", "recovering", "draining", "ejected", "dead")
+"""Values of the label `state`."""
+MIGRATION_CAUSES = ("lost", "drained", "recovering", "unavailable")
+"""Values of the label `cause` of migrations."""
+LOSS_KINDS = ("drained", "lost")
+"""Values of the label `kind` of lost engines."""
+
+
+class RouterCollector(Collector):
+    """Collector of a router's metrics, read at each scrape."""
+
+    def __init__(self, fleet: FleetControl, model: str) -> None:
+        self._fleet = fleet
+        self._model = [model]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the router's metrics."""
+        rows = self._fleet.engines()
+        yield self._states(rows)
+        yield from self._engine_gauges(rows)
+        yield self._dispatched(rows)
+        yield from self._totals()
+
+    def _states(self, rows: list[EngineRow]) -> Metric:
+        gauge = GaugeMetricFamily(
+            PREFIX + "engines", "Attached engines by state", labels=(*LABELS, "state")
+        )
+        for state in ENGINE_STATES:
+            count = sum(row.state == state for row in rows)
+            gauge.add_metric([*self._model, state], count)
+        return gauge
+
+    def _engine_gauges(self, rows: list[EngineRow]) -> Iterator[Metric]:
+        for name, text, values in (
+            ("engine_up", "1 if an engine takes requests, 0 if it is attached but does not",
+             [float(row.state == "ready") for row in rows]),
+            ("engine_requests", "Requests of this router that an engine runs",
+             [row.num_requests for row in rows]),
+            ("engine_running", "Sequences of an engine that hold KV blocks, of all its routers",
+             [row.stats.running for row in rows]),
+            ("engine_waiting", "Sequences of an engine that wait for KV blocks",
+             [row.stats.waiting for row in rows]),
+            ("engine_kv_cache_usage_perc", "Share of an engine's KV blocks in use, 0 to 1",
+             [row.stats.kv_usage for row in rows]),
+            ("engine_weight", "Share of its usual load that an engine gets; 0 while it is ejected",
+             [row.weight for row in rows]),
+        ):  # fmt: skip
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=(*LABELS, "engine"))
+            for row, value in zip(rows, values, strict=True):
+                gauge.add_metric([*self._model, row.name], value)
+            yield gauge
+
+    def _dispatched(self, rows: list[EngineRow]) -> Metric:
+        counter = CounterMetricFamily(
+            PREFIX + "dispatched_requests",
+            "Requests sent to an engine, those sent again included",
+            labels=(*LABELS, "engine"),
+        )
+        for row in rows:
+            counter.add_metric([*self._model, row.name], row.num_dispatched)
+        return counter
+
+    def _totals(self) -> Iterator[Metric]:
+        totals = self._fleet.totals()
+        parked = GaugeMetricFamily(
+            PREFIX + "parked_requests", "Requests that wait for an engine", labels=LABELS
+        )
+        parked.add_metric(self._model, totals.num_parked)
+        yield parked
+        for name, text, label, counts, known in (
+            ("migrations", "Requests taken to another engine after they were sent to one",
+             "cause", totals.migrations, MIGRATION_CAUSES),
+            ("lost_engines", "Ends of engines' connections",
+             "kind", totals.lost_engines, LOSS_KINDS),
+            ("shed_requests", "Requests refused because no engine was likely to meet their SLO",
+             "reason", totals.shed_requests, ()),
+        ):  # fmt: skip
+            counter = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, label))
+            for value in sorted({*known, *counts}):
+                counter.add_metric([*self._model, value], counts.get(value, 0))
+            yield counter
+        for name, text, count in (
+            ("refused_engines", "Engines refused, such as those of another model",
+             totals.refused_engines),
+            ("stale_outputs", "Tokens that arrived after their request had been taken elsewhere",
+             totals.stale_outputs),
+        ):  # fmt: skip
+            counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
+            counter.add_metric(self._model, count)
+            yield counter

@@ -1,0 +1,62 @@
+"""GET /engines, and POST /engines/{name}/drain and /undrain, of a router."""
+
+import msgspec
+from aiohttp import web
+
+from gllm.engine.fleet_control import FleetControl, UnknownEngineError
+from gllm.frontend.context import CONTEXT
+from gllm.frontend.errors import ApiError
+
+TRUE_VALUES = ("1", "true", "yes")
+FALSE_VALUES = ("", "0", "false", "no")
+
+
+async def list_engines(request: web.Request) -> web.Response:
+    """Return the engines of a router with their load, and the router's counters."""
+    fleet = _fleet(request)
+    rows = [
+        {**msgspec.structs.asdict(row), "stats": row.stats._asdict()} for row in fleet.engines()
+    ]
+    body = {"engines": rows, "router": fleet.totals()}
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+async def drain_engine(request: web.Request) -> web.Response:
+    """Send an engine no new requests; it can be stopped once it runs none.
+
+    With `migrate=true` its running requests go to other engines at once.
+    """
+    fleet, name = _fleet(request), request.match_info["name"]
+    text = request.query.get("migrate", "").lower()
+    if text not in (*TRUE_VALUES, *FALSE_VALUES):
+        raise ApiError(
+            400, f"migrate is {text!r}, but has to be true or false", param="migrate",
+            code="invalid_value",
+        )  # fmt: skip
+    try:
+        num_running = fleet.drain_engine(name, text in TRUE_VALUES)
+    except UnknownEngineError as error:
+        raise _not_found(error) from error
+    return web.json_response({"name": name, "state": "draining", "num_requests": num_running})
+
+
+async def undrain_engine(request: web.Request) -> web.Response:
+    """Send requests to a drained engine again."""
+    fleet, name = _fleet(request), request.match_info["name"]
+    try:
+        fleet.undrain_engine(name)
+    except UnknownEngineError as error:
+        raise _not_found(error) from error
+    return web.json_response({"status": "ok"})
+
+
+def _fleet(request: web.Request) -> FleetControl:
+    """Return the router's control of its engines. Raises ApiError on an engine."""
+    fleet = request.app[CONTEXT].engine.fleet
+    if fleet is None:
+        raise ApiError(404, "This server is an engine, not a router.", code="not_a_router")
+    return fleet
+
+
+def _not_found(error: UnknownEngineError) -> ApiError:
+    return ApiError(404, str(error), param="name", code="engine_not_found")

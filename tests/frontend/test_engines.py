@@ -1,0 +1,101 @@
+"""Endpoints and metrics of a router's engines."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from gllm.engine.fleet_control import EngineRow, RouterTotals, UnknownEngineError
+from gllm.scheduler.plan import SchedulerStats
+from tests.frontend.conftest import serving
+
+
+def row(name: str, state: str = "ready") -> EngineRow:
+    """An engine's row."""
+    stats = SchedulerStats(running=3, waiting=1, kv_usage=0.5)
+    return EngineRow(
+        name=name, role="mixed", state=state, cause="", address="127.0.0.1:1", version="1",
+        attached_seconds=5.0, silent_seconds=0.1, stats=stats, num_kv_blocks=64, block_size=16,
+        num_stages=2, num_requests=2, num_dispatched=7, weight=1.0,
+    )  # fmt: skip
+
+
+@dataclass
+class ScriptedFleet:
+    """Two engines, and what was done to them."""
+
+    done: list[object] = field(default_factory=list)
+
+    def engines(self) -> list[EngineRow]:
+        return [row("a"), row("b", "draining")]
+
+    def totals(self) -> RouterTotals:
+        return RouterTotals("predict", 4, {"lost": 2}, {"drained": 1}, 0, {"rejected": 3}, 9)
+
+    def drain_engine(self, name: str, migrates: bool) -> int:
+        if name not in ("a", "b"):
+            raise UnknownEngineError(f"no engine is named {name!r}")
+        self.done.append((name, migrates))
+        return 2
+
+    def undrain_engine(self, name: str) -> None:
+        self.drain_engine(name, False)
+
+
+@pytest.fixture
+def fleet(engine) -> ScriptedFleet:
+    engine.fleet = ScriptedFleet()
+    return engine.fleet
+
+
+async def get(server, path):
+    async with server.client.get(path) as response:
+        return response.status, await response.json()
+
+
+async def test_engines_are_listed(engine, fleet):
+    async with serving(engine) as server:
+        status, body = await get(server, "/engines")
+    assert status == 200
+    assert [(each["name"], each["state"]) for each in body["engines"]] == [
+        ("a", "ready"),
+        ("b", "draining"),
+    ]
+    assert body["engines"][0]["stats"]["running"] == 3
+    assert (body["router"]["num_parked"], body["router"]["migrations"]) == (4, {"lost": 2})
+
+
+async def test_drain_and_undrain(engine, fleet):
+    async with serving(engine) as server:
+        answer = await server.post("/engines/a/drain", {})
+        assert (answer.status, answer.json["num_requests"]) == (200, 2)
+        assert (await server.post("/engines/b/drain?migrate=true", {})).status == 200
+        assert (await server.post("/engines/b/undrain", {})).status == 200
+        answer = await server.post("/engines/a/drain?migrate=maybe", {})
+        assert (answer.status, answer.error["param"]) == (400, "migrate")
+        for action in ("drain", "undrain"):
+            answer = await server.post(f"/engines/c/{action}", {})
+            assert (answer.status, answer.error["code"]) == (404, "engine_not_found")
+    assert fleet.done == [("a", False), ("b", True), ("b", False)]
+
+
+async def test_an_engine_is_no_router(server):
+    for path in ("/engines/a/drain", "/engines/a/undrain"):
+        assert (await server.post(path, {})).error["code"] == "not_a_router"
+    assert (await get(server, "/engines"))[1]["error"]["code"] == "not_a_router"
+
+
+async def test_metrics_of_a_router(engine, fleet):
+    async with serving(engine) as server, server.client.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    model = f'model_name="{engine.model.name}"'
+    for line in (
+        f'gllm:router_engines{{{model},state="ready"}} 1.0',
+        f'gllm:router_engines{{{model},state="ejected"}} 0.0',
+        f'gllm:router_engine_up{{engine="b",{model}}} 0.0',
+        f'gllm:router_engine_running{{engine="a",{model}}} 3.0',
+        f'gllm:router_migrations_total{{cause="lost",{model}}} 2.0',
+        f'gllm:router_migrations_total{{cause="drained",{model}}} 0.0',
+        f"gllm:router_parked_requests{{{model}}} 4.0",
+        f"gllm:router_stale_outputs_total{{{model}}} 9.0",
+    ):
+        assert line in lines
