@@ -14,10 +14,13 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.config.field_types": "gllm.config.options",
             "gllm.config.slo": "",
             "gllm.scheduler": "gllm.config.field_types gllm.config.options",
+            "gllm.routing": (
+                "gllm.config.field_types gllm.config.options gllm.config.slo gllm.scheduler"
+            ),
             "gllm.observability": "",
             "gllm.observability.bubbles": "gllm.scheduler",
             "gllm.observability.step_log": "gllm.scheduler msgspec",
-            "gllm.config": "gllm.observability gllm.scheduler yaml",
+            "gllm.config": "gllm.observability gllm.routing gllm.scheduler yaml",
             "gllm.messages": "gllm.scheduler msgspec",
             "gllm.cluster": "msgspec",
             "gllm.kernels": "flash_attn numpy torch triton",
@@ -56,7 +59,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.sim": (
                 "gllm.config gllm.observability.bubbles gllm.observability "
-                "gllm.observability.step_log gllm.scheduler matplotlib msgspec numpy sklearn tqdm"
+                "gllm.observability.step_log gllm.routing gllm.scheduler matplotlib msgspec numpy "
+                "sklearn tqdm"
             ),
             "gllm.experiments": (
                 "gllm.config gllm.engine gllm.models gllm.observability.step_log gllm.scheduler "

@@ -104,6 +104,10 @@ class SchedulerStats(NamedTuple):
     """Prompt tokens found in the prefix cache."""
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    waiting_tokens: int = 0
+    """Prompt tokens neither cached nor scheduled, of running sequences too; no counter."""
+    decode_context_tokens: int = 0
+    """Tokens in the cache of the sequences in decode; no counter."""
 
     @property
     def unfinished(self) -> int:

@@ -1,0 +1,43 @@
+"""Registry of routing policies by name."""
+
+from collections.abc import Callable
+from random import Random
+
+from gllm.routing.policy import RoutingPolicy
+from gllm.routing.predict import PredictPolicy
+from gllm.routing.prefix_aware import PrefixAwarePolicy
+from gllm.routing.session_affinity import SessionAffinityPolicy
+from gllm.routing.simple_policies import (
+    LeastRequestsPolicy,
+    LeastTokensPolicy,
+    PowerOfTwoPolicy,
+    RandomPolicy,
+    RoundRobinPolicy,
+)
+
+POLICIES: dict[str, Callable[[Random], RoutingPolicy]] = {
+    "predict": PredictPolicy,
+    "prefix-aware": PrefixAwarePolicy,
+    "session": SessionAffinityPolicy,
+    "least-requests": LeastRequestsPolicy,
+    "least-tokens": LeastTokensPolicy,
+    "power-of-two": PowerOfTwoPolicy,
+    "round-robin": RoundRobinPolicy,
+    "random": RandomPolicy,
+}
+"""Policies by the name that users choose; the first one is the default."""
+
+
+def make_policy(name: str, rng: Random) -> RoutingPolicy:
+    """Return a new policy.
+
+    Args:
+        name: of POLICIES.
+        rng: source of its random choices.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"routing policy {name!r} is none of {', '.join(POLICIES)}")
+    return POLICIES[name](rng)

@@ -1,0 +1,205 @@
+"""Routing policy `predict`: the engine with the earliest predicted first token.
+
+The prediction is made from the step cost model that each engine fits to its own steps, so engines
+may differ in their devices, stages and load.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from random import Random
+from typing import NamedTuple
+
+from gllm.routing.prefix_aware import count_cached_tokens
+from gllm.routing.prefix_index import PrefixIndex
+from gllm.routing.state import EngineSnapshot, RoutingRequest, median_coefficients
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.policy import SchedulerLoad, ThrottlePolicy
+from gllm.scheduler.step_cost import StepCostCoefficients
+
+DEFAULT_COEFFICIENTS = StepCostCoefficients(step=0.005, token=1e-4)
+"""Step costs of engines while no engine of the fleet has fitted any; only their relation to each
+other matters then."""
+TIE_RATIO = 1.05
+"""Predictions up to this factor apart count as equal."""
+
+
+class Prediction(NamedTuple):
+    """Predicted latencies of a request on one engine."""
+
+    ttft_seconds: float
+    tpot_seconds: float
+
+
+class _Load(NamedTuple):
+    """What the micro-batches of an engine have in common while a request is prefilled."""
+
+    base_seconds: float
+    """Time of a micro-batch without its prefill, on the slowest stage."""
+    chunk_tokens: int
+    """Prefill tokens per micro-batch."""
+
+
+def predict_latency(
+    request: RoutingRequest, engine: EngineSnapshot, num_cached_tokens: int
+) -> Prediction:
+    """Predict the latencies of a request on an engine.
+
+    The first token comes after the prefill that is ahead of the request and its own, in micro-
+    batches that also run the engine's decodes, or after enough requests have finished to give the
+    request a seat and KV blocks, whichever is later. Other requests are assumed to be as long as
+    this one.
+
+    Args:
+        request: the request.
+        engine: the engine, with its coefficients.
+        num_cached_tokens: prompt tokens that the engine has cached.
+    """
+    costs = engine.coefficients or DEFAULT_COEFFICIENTS
+    num_tokens = request.num_prompt_tokens - num_cached_tokens
+    load = _load(engine, costs, engine.num_waiting_tokens + num_tokens)
+    tpot = _predict_tpot(request, engine, costs)
+    ahead = engine.num_waiting_tokens
+    mean_pairs = (min(ahead, request.num_prompt_tokens) + 1) / 2
+    queue = ahead * (load.base_seconds / load.chunk_tokens + costs.token + costs.pair * mean_pairs)
+    wait = max(queue, _seat_seconds(request, engine, num_tokens, tpot))
+    own = math.ceil(num_tokens / load.chunk_tokens) * load.base_seconds
+    own += costs.predict_chunk_seconds(num_cached_tokens, num_tokens)
+    # The last chunk passes the other stages too; in a full pipeline it first waits for a slot.
+    last_chunk = load.base_seconds + costs.token * min(num_tokens, load.chunk_tokens)
+    is_full = engine.stats.in_flight >= engine.num_stages
+    return Prediction(wait + own + (engine.num_stages - 1 + is_full) * last_chunk, tpot)
+
+
+def predict_all(
+    request: RoutingRequest, engines: Sequence[EngineSnapshot], prefixes: PrefixIndex
+) -> Mapping[str, Prediction]:
+    """Predict the latencies of a request on each engine, by name.
+
+    An engine without a cost model of its own is predicted by the median of the others'.
+    """
+    known = [each.coefficients for each in engines if each.coefficients is not None]
+    typical = median_coefficients(known) or DEFAULT_COEFFICIENTS
+    cached = count_cached_tokens(request, engines, prefixes)
+    return {
+        each.name: predict_latency(
+            request,
+            each if each.coefficients is not None else each._replace(coefficients=typical),
+            cached[each.name],
+        )
+        for each in engines
+    }
+
+
+class PredictPolicy:
+    """The engine with the earliest predicted first token, of those that meet the TPOT objective.
+
+    Source: shortest expected delay, as in Winston, "Optimality of the Shortest Line Discipline"
+    (1977), with delays from the engines' own step cost models.
+    """
+
+    uses_prefixes = True
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(
+        self,
+        request: RoutingRequest,
+        engines: Sequence[EngineSnapshot],
+        prefixes: PrefixIndex,
+        now: float,
+    ) -> str | None:
+        """Return the engine with the least predicted TTFT; of about equal ones the emptiest."""
+        if not engines:
+            return None
+        predictions = predict_all(request, engines, prefixes)
+        objective = request.slo.tpot_seconds if request.slo is not None else None
+        if objective is not None:
+            # The fastest engines, if none meets the objective.
+            fastest = min(each.tpot_seconds for each in predictions.values())
+            limit = max(objective, TIE_RATIO * fastest)
+            engines = [each for each in engines if predictions[each.name].tpot_seconds <= limit]
+        delays = {each.name: predictions[each.name].ttft_seconds / each.weight for each in engines}
+        longest = min(delays.values()) * TIE_RATIO
+        equal = [each for each in engines if delays[each.name] <= longest]
+        self._rng.shuffle(equal)
+        return min(equal, key=lambda each: (each.num_requests, each.stats.kv_usage)).name
+
+
+def _load(engine: EngineSnapshot, costs: StepCostCoefficients, num_tokens: int) -> _Load:
+    """Return the micro-batches in which an engine prefills that many tokens."""
+    stats = engine.stats
+    # Every stage runs a share of the decodes in each micro-batch.
+    num_decodes = stats.running / engine.num_stages
+    base = costs.step + (costs.token + costs.decode) * num_decodes
+    base += costs.context_token * stats.decode_context_tokens / engine.num_stages
+    chunk = engine.max_num_batched_tokens - math.ceil(num_decodes)
+    if engine.num_stages > 1:
+        chunk = min(chunk, _throttled_chunk(engine.num_stages, num_tokens, stats.running))
+    return _Load(base, max(1, min(chunk, num_tokens)))
+
+
+def _throttled_chunk(num_stages: int, num_tokens: int, num_decoding: int) -> int:
+    """Return the prefill tokens per micro-batch that the scheduler's policy permits."""
+    num_decodes = -(-num_decoding // num_stages)
+    load = SchedulerLoad(
+        num_waiting_tokens=num_tokens,
+        num_waiting_pairs=0.0,
+        num_started_tokens=0,
+        num_started_pairs=0.0,
+        num_decoding=num_decoding,
+        num_decode_context_tokens=0,
+        num_ready_decodes=num_decodes,
+        num_scheduled_decodes=num_decodes,
+        scheduled_decode_cost=num_decodes,
+        kv_free=1.0,
+        num_decode_plans=0,
+    )
+    return math.ceil(_throttle_policy(num_stages).prefill_budget(load))
+
+
+@cache
+def _throttle_policy(num_stages: int) -> ThrottlePolicy:
+    return ThrottlePolicy(SchedulerConfig(stages=num_stages))
+
+
+def _predict_tpot(
+    request: RoutingRequest, engine: EngineSnapshot, costs: StepCostCoefficients
+) -> float:
+    """Return the predicted time per output token once the request decodes.
+
+    A sequence gets a token each time that its micro-batch has passed all stages. Prefill takes
+    part in these micro-batches as often as it has so far.
+    """
+    stats = engine.stats
+    num_sequences = min(engine.num_requests + 1, engine.max_num_seqs)
+    num_decodes = max(1.0, num_sequences / engine.num_stages)
+    context = stats.decode_context_tokens + request.num_prompt_tokens
+    prefill = stats.prefill_tokens / stats.decode_tokens if stats.decode_tokens else 0.0
+    seconds = costs.step + (costs.token * (1 + prefill) + costs.decode) * num_decodes
+    seconds += costs.context_token * context / engine.num_stages
+    return engine.num_stages * seconds
+
+
+def _seat_seconds(
+    request: RoutingRequest, engine: EngineSnapshot, num_tokens: int, tpot: float
+) -> float:
+    """Return the time until enough sequences have finished to make place for a request.
+
+    Running sequences are at random points of their output, so each of them ends at a rate of one
+    per time of a whole output and then frees its share of the KV cache.
+    """
+    stats = engine.stats
+    if not stats.running:
+        return 0.0
+    seconds_per_output = request.num_output_tokens * tpot
+    num_seats = engine.max_num_seqs - stats.running
+    missing_seats = stats.waiting + engine.num_sent + 1 - num_seats
+    wait = max(0, missing_seats) / stats.running * seconds_per_output
+    capacity = engine.num_blocks * engine.block_size
+    missing_tokens = engine.num_waiting_tokens + num_tokens - capacity * (1 - stats.kv_usage)
+    held_tokens = capacity * stats.kv_usage
+    if capacity and missing_tokens > 0 and held_tokens > 0:
+        wait = max(wait, missing_tokens / held_tokens * seconds_per_output)
+    return wait

@@ -1,0 +1,61 @@
+"""Routing policy `prefix-aware`: the engine with the fewest tokens to compute for a request.
+
+These are the tokens that wait on the engine and those of the prompt that its prefix cache does not
+have, so that a cached prefix outweighs as many waiting tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from gllm.routing.prefix_index import PrefixIndex
+from gllm.routing.simple_policies import choose_least
+from gllm.routing.state import EngineSnapshot, RoutingRequest
+
+TOKENS_PER_REQUEST = 16
+"""Waiting tokens that count as much as one running request, which delays the prefill of others by
+its decodes."""
+
+
+def count_cached_tokens(
+    request: RoutingRequest, engines: Sequence[EngineSnapshot], prefixes: PrefixIndex
+) -> Mapping[str, int]:
+    """Return the number of a request's tokens that each engine need not compute, by name.
+
+    An engine computes at least the last token, because it samples from it.
+    """
+    cached = prefixes.cached_blocks(request.block_hashes)
+    return {
+        each.name: min(cached.get(each.name, 0), (request.num_prompt_tokens - 1) // each.block_size)
+        * each.block_size
+        for each in engines
+    }
+
+
+class PrefixAwarePolicy:
+    """The engine with the fewest tokens to compute until the request has its first token.
+
+    Source: the cost of NVIDIA Dynamo's KV router, with running requests instead of their blocks:
+    a decode delays a prefill by its token, not by its context.
+    """
+
+    uses_prefixes = True
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(
+        self,
+        request: RoutingRequest,
+        engines: Sequence[EngineSnapshot],
+        prefixes: PrefixIndex,
+        now: float,
+    ) -> str | None:
+        """Return the engine with the fewest tokens to compute."""
+        cached = count_cached_tokens(request, engines, prefixes)
+
+        def num_tokens(engine: EngineSnapshot) -> float:
+            own = request.num_prompt_tokens - cached[engine.name]
+            running = TOKENS_PER_REQUEST * engine.num_requests
+            return (engine.num_waiting_tokens + running + own) / engine.weight
+
+        return choose_least(engines, num_tokens, self._rng)

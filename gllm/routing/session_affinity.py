@@ -1,0 +1,56 @@
+"""Routing policy `session`: the requests of a session go to one engine.
+
+Source of the hash: Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates"
+(1998), with weights as in Schindelhauer and Schomaker, "Weighted Distributed Hash Tables" (2005).
+Source of the limit: Mirrokni et al., "Consistent Hashing with Bounded Loads" (arXiv 1608.01350).
+"""
+
+import math
+from collections.abc import Sequence
+from hashlib import blake2b
+from random import Random
+
+from gllm.routing.prefix_index import PrefixIndex
+from gllm.routing.simple_policies import choose_least, weighted_requests
+from gllm.routing.state import EngineSnapshot, RoutingRequest
+
+MAX_RELATIVE_LOAD = 1.5
+"""Requests of an engine in relation to the mean from which sessions go elsewhere."""
+MAX_EXTRA_REQUESTS = 4
+"""Requests above that limit, so that few running requests do not move sessions."""
+
+
+class SessionAffinityPolicy:
+    """The engine to which a session hashes, or the next one if that engine is overloaded.
+
+    An engine that comes or goes moves only the sessions that are its own. Requests without a
+    session go to the engine with the fewest requests.
+    """
+
+    uses_prefixes = False
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(
+        self,
+        request: RoutingRequest,
+        engines: Sequence[EngineSnapshot],
+        prefixes: PrefixIndex,
+        now: float,
+    ) -> str | None:
+        """Return the session's engine."""
+        if not request.session or not engines:
+            return choose_least(engines, weighted_requests, self._rng)
+        mean = (sum(each.num_requests for each in engines) + 1) / len(engines)
+        limit = MAX_RELATIVE_LOAD * mean + MAX_EXTRA_REQUESTS
+        # The engine with the fewest requests never exceeds the limit.
+        candidates = [each for each in engines if each.num_requests + 1 <= limit]
+        return max(candidates, key=lambda each: _rendezvous_score(request.session, each)).name
+
+
+def _rendezvous_score(session: str, engine: EngineSnapshot) -> float:
+    """Return the weighted score of an engine for a session; the highest one has the session."""
+    text = f"{session}\0{engine.name}".encode()
+    number = int.from_bytes(blake2b(text, digest_size=8).digest())
+    return -engine.weight / math.log((number + 1) / (2**64 + 2))

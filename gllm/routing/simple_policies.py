@@ -1,0 +1,149 @@
+"""Routing policies that look at nothing but the load of the engines.
+
+A weight below 1 scales the load that an engine gets: an engine of weight 1/2 with one request
+counts like an engine of weight 1 with two.
+"""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from gllm.routing.prefix_index import PrefixIndex
+from gllm.routing.state import EngineSnapshot, RoutingRequest
+
+
+def weighted_requests(engine: EngineSnapshot) -> float:
+    """Return an engine's requests with one more, in relation to its weight."""
+    return (engine.num_requests + 1) / engine.weight
+
+
+def choose_least(
+    engines: Sequence[EngineSnapshot], load: Callable[[EngineSnapshot], float], rng: Random
+) -> str | None:
+    """Return the engine with the least load, a random one of several; None without engines.
+
+    Routers that share engines and broke ties by name would all choose the same engine.
+    """
+    if not engines:
+        return None
+    loads = [load(engine) for engine in engines]
+    least = min(loads)
+    return rng.choice([each.name for each, x in zip(engines, loads, strict=True) if x == least])
+
+
+class RoundRobinPolicy:
+    """Every engine in turn, as often as its weight says.
+
+    Source: smooth weighted round-robin of nginx (src/http/ngx_http_upstream_round_robin.c).
+    """
+
+    uses_prefixes = False
+
+    def __init__(self, rng: Random) -> None:
+        self._credits: dict[str, float] = {}
+
+    def choose(
+        self,
+        request: RoutingRequest,
+        engines: Sequence[EngineSnapshot],
+        prefixes: PrefixIndex,
+        now: float,
+    ) -> str | None:
+        """Return the engine with the most credit; every choice gives each engine its weight."""
+        if not engines:
+            return None
+        credits = {each.name: self._credits.get(each.name, 0.0) + each.weight for each in engines}
+        chosen = max(credits, key=credits.__getitem__)
+        credits[chosen] -= sum(each.weight for each in engines)
+        self._credits = credits
+        return chosen
+
+
+class RandomPolicy:
+    """A random engine."""
+
+    uses_prefixes = False
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(
+        self,
+        request: RoutingRequest,
+        engines: Sequence[EngineSnapshot],
+        prefixes: PrefixIndex,
+        now: float,
+    ) -> str | None:
+        """Return an engine with a probability in proportion to its weight."""
+        if not engines:
+            return None
+        weights = [engine.weight for engine in engines]
+        return self._rng.choices(engines, weights)[0].name
+
+
+class LeastRequestsPolicy:
+    """The engine with the fewest unfinished requests."""
+
+    uses_prefixes = False
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(
+        self,
+        request: RoutingRequest,
+        engines: Sequence[EngineSnapshot],
+        prefixes: PrefixIndex,
+        now: float,
+    ) -> str | None:
+        """Return the engine with the fewest requests."""
+        return choose_least(engines, weighted_requests, self._rng)
+
+
+class LeastTokensPolicy:
+    """Join the shortest queue, by tokens: those to prefill and those that decodes attend to.
+
+    Source: JSQ of "Splitwise" (ISCA'24, arXiv 2311.18677).
+    """
+
+    uses_prefixes = False
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(
+        self,
+        request: RoutingRequest,
+        engines: Sequence[EngineSnapshot],
+        prefixes: PrefixIndex,
+        now: float,
+    ) -> str | None:
+        """Return the engine with the fewest tokens."""
+
+        def weighted_tokens(engine: EngineSnapshot) -> float:
+            num_tokens = engine.num_waiting_tokens + engine.stats.decode_context_tokens
+            return (num_tokens + request.num_prompt_tokens) / engine.weight
+
+        return choose_least(engines, weighted_tokens, self._rng)
+
+
+class PowerOfTwoPolicy:
+    """The better of two random engines, which several routers with old statistics share well.
+
+    Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001).
+    """
+
+    uses_prefixes = False
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(
+        self,
+        request: RoutingRequest,
+        engines: Sequence[EngineSnapshot],
+        prefixes: PrefixIndex,
+        now: float,
+    ) -> str | None:
+        """Return the one with fewer requests of two random engines."""
+        pair = self._rng.sample(engines, min(2, len(engines)))
+        return choose_least(pair, weighted_requests, self._rng)

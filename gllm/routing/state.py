@@ -1,0 +1,71 @@
+"""Inputs of a routing decision: the state of each engine, and the request."""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from gllm.config.slo import Slo
+from gllm.scheduler.plan import SchedulerStats
+from gllm.scheduler.step_cost import StepCostCoefficients
+
+
+class RoutingRequest(NamedTuple):
+    """A request, as far as routing depends on it."""
+
+    num_prompt_tokens: int
+    """Tokens to prefill: the prompt, and the tokens that an earlier engine has generated."""
+    block_hashes: Sequence[bytes] = ()
+    """Chain hashes of the full blocks of these tokens, as gllm.scheduler.block_pool makes them."""
+    num_output_tokens: int = 256
+    """Expected number of tokens to generate."""
+    max_tokens: int = 256
+    """Maximum number of tokens to generate."""
+    priority: int = 0
+    """Requests with smaller values run earlier."""
+    session: str = ""
+    """Requests of one session should share an engine; empty for none."""
+    slo: Slo | None = None
+
+
+class EngineSnapshot(NamedTuple):
+    """State of one engine, as this router knows it."""
+
+    name: str
+    role: str = "mixed"
+    state: str = "ready"
+    stats: SchedulerStats = SchedulerStats()
+    """Latest statistics that the engine has reported."""
+    coefficients: StepCostCoefficients | None = None
+    """Step cost model that the engine has fitted to its steps; None until it has one."""
+    num_blocks: int = 0
+    """KV blocks of the engine."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_stages: int = 1
+    num_sent: int = 0
+    """Requests sent by this router that `stats` do not include yet."""
+    num_sent_tokens: int = 0
+    """Prompt tokens of these requests that the engine has not cached."""
+    weight: float = 1.0
+    """Share of its normal load that the engine should get, in (0, 1]; below 1 in slow start."""
+    max_num_seqs: int = 256
+    """Maximum number of sequences that hold KV blocks."""
+    max_num_batched_tokens: int = 2048
+    """Maximum number of tokens per micro-batch."""
+
+    @property
+    def num_requests(self) -> int:
+        """Number of unfinished sequences, those on their way to the engine included."""
+        return self.stats.unfinished + self.num_sent
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Number of tokens to prefill, those on their way to the engine included."""
+        return self.stats.waiting_tokens + self.num_sent_tokens
+
+
+def median_coefficients(models: Sequence[StepCostCoefficients]) -> StepCostCoefficients | None:
+    """Return the median of each coefficient; None without models."""
+    if not models:
+        return None
+    return StepCostCoefficients(*(median(values) for values in zip(*models, strict=True)))
