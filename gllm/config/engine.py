@@ -131,6 +131,13 @@ class EngineConfig:
         "file to which every plan, step time and result is written as JSON lines; default: none",
         parse=output_file,
     )
+    debug_step_seconds: float = option(
+        0.0,
+        "a stage's step takes at least this many seconds, by sleeping: a slow device for tests and "
+        "experiments",
+        ge=0,
+        le=MAX_TIMEOUT_SECONDS,
+    )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:

@@ -51,6 +51,7 @@ class StageRunner:
         sender: Sender | None,
         on_result: Callable[[StepDone | GrammarReady], None],
         on_error: Callable[[BaseException], None],
+        min_step_seconds: float = 0.0,
     ) -> None:
         """Start the threads.
 
@@ -60,6 +61,7 @@ class StageRunner:
             sender: of the edge to the next stage; None on the last stage.
             on_result: called on the event loop with the messages for the driver.
             on_error: called on the event loop with the error that ends the stage.
+            min_step_seconds: sleep until a step has taken this long.
         """
         self.num_steps = 0
         """Steps computed."""
@@ -75,6 +77,7 @@ class StageRunner:
         self._on_result = on_result
         self._on_error = on_error
         self._loop = asyncio.get_running_loop()
+        self._min_step_seconds = min_step_seconds
         self._is_closed = False
         self._prepared: queue.SimpleQueue[tuple[StepPlan, Batch | str] | None]
         self._prepared = queue.SimpleQueue()
@@ -213,6 +216,8 @@ class StageRunner:
             log.exception("step %d failed", plan.step)
             self._begun.pop()
             raise StepFailedError(format_error(error)) from error
+        if not self._executor.is_asynchronous:
+            self._sleep_until(begin + self._min_step_seconds)
         if self._sender is not None:
             self._sender.send(plan.step, output)
         if not self._executor.is_asynchronous:
@@ -220,6 +225,11 @@ class StageRunner:
             self._record_time(plan.step, begin, end, end - begin)
         if self._sender is None or self._executor.is_asynchronous:
             self._pass_on(ComputedStep(plan, batch, output))
+
+    def _sleep_until(self, end: float) -> None:
+        """Sleep until a step has taken its minimum time."""
+        if self._min_step_seconds:
+            time.sleep(max(0.0, end - time.monotonic()))
 
     def _record_time(self, step: int, begin: float, end: float, busy_seconds: float) -> None:
         """Count the oldest running step as computed."""
@@ -274,8 +284,9 @@ class StageRunner:
         device_time = self._executor.wait(item.batch)
         if self._receiver is not None:
             self._receiver.check()
-        end = time.monotonic()
-        self._record_time(item.plan.step, end - device_time.elapsed, end, device_time.busy)
+        begin = time.monotonic() - device_time.elapsed
+        self._sleep_until(begin + self._min_step_seconds)
+        self._record_time(item.plan.step, begin, time.monotonic(), device_time.busy)
 
 
 def format_error(error: BaseException) -> str:

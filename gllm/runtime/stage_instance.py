@@ -228,7 +228,13 @@ class StageInstance:
             return
         executor = self.executor
         executor.bind_thread()
-        self._runner = StageRunner(executor, *self._edges, self._on_result, self._fail)
+        self._runner = StageRunner(
+            executor,
+            *self._edges,
+            self._on_result,
+            self._fail,
+            assignment.config.debug_step_seconds,
+        )
         if self._hub is None:
             self._spoke = self._connect(assignment.driver_address)
             self._send(StageReady(assignment.stage))

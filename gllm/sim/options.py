@@ -45,7 +45,8 @@ class SimulationConfig:
         "azure-conv",
         "azure-conv, azure-code, sharegpt-like, arxiv-4k, mixed; or numbers for the prompt's "
         "length, then the output's: fixed:512,128, uniform:LOW,HIGH,LOW,HIGH, "
-        "lognormal:MEDIAN,P90,MOST,MEDIAN,P90,MOST, zipf:EXPONENT,MOST,EXPONENT,MOST",
+        "lognormal:MEDIAN,P90,MOST,MEDIAN,P90,MOST, zipf:EXPONENT,MOST,EXPONENT,MOST; or "
+        "conversations, sessions:SESSIONS,TURNS,PROMPTS,SYSTEM,USER,OUTPUT",
     )
     requests: int = option(1000, "how many", ge=1, le=INT32_MAX)
     rate: float = option(4.0, "requests a second", gt=0, le=1e9)

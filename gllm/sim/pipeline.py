@@ -65,7 +65,7 @@ class SimulatedPipeline:
     def arrivals(self, requests: Iterable[tuple[float, SchedulerRequest]]) -> list[SimulationEvent]:
         """Events that bring the requests at their times, in seconds."""
         return [
-            SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, partial(self._arrive, request))
+            SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, partial(self.submit, request))
             for time, request in requests
         ]
 
@@ -80,7 +80,8 @@ class SimulatedPipeline:
 
     # Handlers: each takes the time and returns what follows.
 
-    def _arrive(self, request: SchedulerRequest, now: float) -> list[SimulationEvent]:
+    def submit(self, request: SchedulerRequest, now: float) -> list[SimulationEvent]:
+        """Add a request now; return the events that follow."""
         self._now = now
         self.scheduler.add(request, now)
         return self._news(now)

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.sessions import SESSIONS, PromptPart, is_sessions, sample_turns
 
 SHAREGPT_RATIOS = (5.21, 1.66)
 """Prompt and output lengths of the Azure trace over ShareGPT's, as reported in arXiv 2504.14775."""
@@ -30,6 +31,10 @@ class WorkloadRequest(NamedTuple):
     """Seconds from the beginning."""
     num_prompt_tokens: int
     num_output_tokens: int
+    parts: tuple[PromptPart, ...] = ()
+    """Parts of the prompt; empty for a prompt that shares nothing with others."""
+    session: str = ""
+    """Conversation of the request; empty for none."""
 
 
 class WorkloadTrace(NamedTuple):
@@ -157,7 +162,8 @@ def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
         return NAMED_WORKLOADS[workload](rng, count)
     kind, _, text = workload.partition(":")
     if kind not in LENGTH_DISTRIBUTIONS:
-        names = ", ".join([*NAMED_WORKLOADS, *(f"{name}:..." for name in LENGTH_DISTRIBUTIONS)])
+        kinds = [*NAMED_WORKLOADS, SESSIONS, *(f"{name}:..." for name in LENGTH_DISTRIBUTIONS)]
+        names = ", ".join(kinds)
         raise ValueError(f"workload {workload!r} is none of {names}")
     names_of_values, sound, draw = LENGTH_DISTRIBUTIONS[kind]
     width = len(names_of_values)
@@ -241,8 +247,20 @@ def make_workload(
             raise ValueError(f"workload {workload!r} has no arrivals to replay: azure-conv has")
         rows = zip(trace.arrivals[:count], trace.lengths[:count], strict=True)
         return [WorkloadRequest(arrival * time_scale, *lengths) for arrival, lengths in rows]
-    lengths = sample_lengths(workload, count, seed)
     times = sample_arrival_times(arrivals, count, rate, seed)
+    if is_sessions(workload):
+        turns = sample_turns(workload, count, seed)
+        return [
+            WorkloadRequest(
+                time,
+                sum(part.num_tokens for part in turn.parts),
+                turn.num_output_tokens,
+                turn.parts,
+                str(turn.session),
+            )
+            for time, turn in zip(times, turns, strict=True)
+        ]
+    lengths = sample_lengths(workload, count, seed)
     return [WorkloadRequest(time, *pair) for time, pair in zip(times, lengths, strict=True)]
 
 
@@ -254,7 +272,12 @@ def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) 
         factor: Multiplies both lengths.
         most: Maximum of prompt plus output, at least 2: the output is limited to half of it, then
             the prompt to the remainder. None: no limit.
+
+    Raises:
+        ValueError: A prompt of parts is longer than `most`.
     """
+    if job.parts:
+        return _scale_parts(job, factor, most)
     prompt, output = (
         max(1, round(job.num_prompt_tokens * factor)),
         max(1, round(job.num_output_tokens * factor)),
@@ -265,11 +288,31 @@ def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) 
     return WorkloadRequest(job.arrival_seconds, prompt, output)
 
 
+def _scale_parts(job: WorkloadRequest, factor: float, most: int | None) -> WorkloadRequest:
+    """Return a request with scaled parts of its prompt."""
+    parts = tuple(
+        PromptPart(part.key, max(1, round(part.num_tokens * factor))) for part in job.parts
+    )
+    prompt = sum(part.num_tokens for part in parts)
+    output = max(1, round(job.num_output_tokens * factor))
+    if most is not None and prompt + output > most:
+        raise ValueError(
+            f"the workload has a conversation of {prompt + output} tokens, but at most {most} are "
+            "permitted: choose fewer turns or shorter messages"
+        )
+    return job._replace(num_prompt_tokens=prompt, num_output_tokens=output, parts=parts)
+
+
 def to_scheduler_requests(jobs: list[WorkloadRequest]) -> list[tuple[float, SchedulerRequest]]:
-    """Return scheduler requests whose prompts share no KV block."""
+    """Return scheduler requests whose prompts share no KV block, except for common parts."""
     requests, base = [], 0
+    first_ids: dict[int, int] = {}
     for seq, job in enumerate(jobs):
-        prompt = list(range(base, base + job.num_prompt_tokens))
-        base += job.num_prompt_tokens
+        prompt: list[int] = []
+        # A prompt without parts is one that nobody shares.
+        for key, num_tokens in job.parts or [(-1 - seq, job.num_prompt_tokens)]:
+            first = first_ids.setdefault(key, base)
+            base = max(base, first + num_tokens)
+            prompt += range(first, first + num_tokens)
         requests.append((job.arrival_seconds, SchedulerRequest(seq, prompt, job.num_output_tokens)))
     return requests

@@ -69,12 +69,25 @@ def request_body(config: ServeConfig, model: str, index: int, planned: PlannedRe
 
 
 async def send(
-    session: aiohttp.ClientSession, url: str, body: bytes, prompt_tokens: int
+    session: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    prompt_tokens: int,
+    conversation: str = "",
 ) -> RequestResult:
-    """Send a request and read its stream to the end; failures are recorded in the result."""
+    """Send a request and read its stream to the end; failures are recorded in the result.
+
+    Args:
+        session: connections to the server.
+        url: of the endpoint.
+        body: JSON of the request.
+        prompt_tokens: planned length of the prompt.
+        conversation: sent as x-session-id, by which routers keep conversations together.
+    """
+    headers = {"x-session-id": conversation} if conversation else None
     result = RequestResult(RequestTimeline(time.monotonic()), prompt_tokens)
     try:
-        async with session.post(url, data=body) as response:
+        async with session.post(url, data=body, headers=headers) as response:
             if response.status != 200:
                 result.fail(f"HTTP {response.status}", _error_detail(await response.read()))
             elif response.content_type != "text/event-stream":

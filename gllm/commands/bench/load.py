@@ -1,6 +1,7 @@
 """Plan the load: arrival times, lengths and prompts of all requests.
 
-The same seed gives the same load. Synthetic prompts are random, so a prefix cache does not help.
+The same seed gives the same load. Synthetic prompts are random, so a prefix cache helps only with
+conversations.
 """
 
 import math
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.commands.bench.trace_file import SUFFIXES, TraceRow, read_rows
+from gllm.sim.sessions import PromptPart, is_sessions, sample_turns
 from gllm.sim.workload import (
     WorkloadRequest,
     make_workload,
@@ -36,6 +38,8 @@ class PlannedRequest(NamedTuple):
     prompt_tokens: int
     """Number of token ids, or of words: the model's tokenizer is not available here."""
     output_tokens: int
+    session: str = ""
+    """Conversation of the request; empty for none."""
 
 
 def plan_load(config: ServeConfig, vocab_size: int) -> list[PlannedRequest]:
@@ -53,11 +57,17 @@ def plan_load(config: ServeConfig, vocab_size: int) -> list[PlannedRequest]:
     for row, time in zip(rows, times, strict=True):
         if time is None:
             raise ValueError(f"{config.load.workload} has no arrival_s to replay in some rows")
-        prompt = _prompt_of(row.prompt, rng, None if config.text_prompts else vocab_size)
+        prompt_vocab_size = None if config.text_prompts else vocab_size
+        if isinstance(row.prompt, tuple):
+            prompt = _join_parts(row.prompt, config.load.seed, prompt_vocab_size)
+        else:
+            prompt = _prompt_of(row.prompt, rng, prompt_vocab_size)
         if config.chat and not isinstance(prompt, str):
             raise ValueError(f"{config.load.workload}: chat takes text, but a prompt is token ids")
         length = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
-        requests.append(PlannedRequest(time * config.scale_time, prompt, length, row.output))
+        requests.append(
+            PlannedRequest(time * config.scale_time, prompt, length, row.output, row.session)
+        )
     begin = min(request.arrival for request in requests)
     requests = [request._replace(arrival=request.arrival - begin) for request in requests]
     return sorted(requests, key=lambda request: request.arrival)
@@ -70,7 +80,9 @@ def warmup_requests(
     rng = random.Random(config.load.seed + 3)
     prompt_vocab_size = None if config.text_prompts else vocab_size
     return [
-        planned._replace(prompt=_prompt_of(planned.prompt_tokens, rng, prompt_vocab_size))
+        planned._replace(
+            prompt=_prompt_of(planned.prompt_tokens, rng, prompt_vocab_size), session=""
+        )
         for planned in load[: config.num_warmups]
     ]
 
@@ -100,6 +112,12 @@ def _rows(config: LoadConfig, replay: bool) -> list[TraceRow]:
             TraceRow(job.num_prompt_tokens, job.num_output_tokens, job.arrival_seconds)
             for job in jobs
         ]
+    elif is_sessions(config.workload):
+        turns = sample_turns(config.workload, config.num_prompts, config.seed)
+        rows = [
+            TraceRow(turn.parts, turn.num_output_tokens, session=str(turn.session))
+            for turn in turns
+        ]
     else:
         lengths = sample_lengths(config.workload, config.num_prompts, config.seed)
         rows = [TraceRow(*pair) for pair in lengths]
@@ -107,12 +125,14 @@ def _rows(config: LoadConfig, replay: bool) -> list[TraceRow]:
 
 
 def _scaled(row: TraceRow, config: LoadConfig) -> TraceRow:
-    if not isinstance(row.prompt, int):
+    if isinstance(row.prompt, str | list):
         return row
+    parts = row.prompt if isinstance(row.prompt, tuple) else ()
+    length = row.prompt if isinstance(row.prompt, int) else 0
     job = scale_request(
-        WorkloadRequest(0.0, row.prompt, row.output), config.scale_length, config.max_length
+        WorkloadRequest(0.0, length, row.output, parts), config.scale_length, config.max_length
     )
-    return TraceRow(job.num_prompt_tokens, job.num_output_tokens, row.arrival)
+    return row._replace(prompt=job.parts or job.num_prompt_tokens, output=job.num_output_tokens)
 
 
 def _arrivals(config: ServeConfig, count: int) -> list[float]:
@@ -134,3 +154,16 @@ def _prompt_of(
     if vocab_size is None:
         return " ".join(rng.choices(WORDS, k=prompt))
     return rng.choices(range(vocab_size), k=prompt)
+
+
+def _join_parts(
+    parts: tuple[PromptPart, ...], seed: int, vocab_size: int | None
+) -> str | list[int]:
+    """Return a prompt of random ids or words in which equal parts are equal."""
+    drawn = [
+        _prompt_of(part.num_tokens, random.Random(f"{seed} {part.key}"), vocab_size)
+        for part in parts
+    ]
+    if vocab_size is None:
+        return " ".join(map(str, drawn))
+    return [token_id for part in drawn for token_id in part if isinstance(token_id, int)]

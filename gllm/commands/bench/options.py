@@ -68,7 +68,8 @@ class LoadConfig:
         "uniform:16,512,16,128",
         "azure-conv, azure-code, sharegpt-like, arxiv-4k, mixed; or numbers for the prompt's "
         "length, then the output's: fixed:512,128, uniform:LOW,HIGH,LOW,HIGH, "
-        "lognormal:MEDIAN,P90,MOST,MEDIAN,P90,MOST, zipf:EXPONENT,MOST,EXPONENT,MOST; or a file, "
+        "lognormal:MEDIAN,P90,MOST,MEDIAN,P90,MOST, zipf:EXPONENT,MOST,EXPONENT,MOST; or "
+        "conversations, sessions:SESSIONS,TURNS,PROMPTS,SYSTEM,USER,OUTPUT; or a file, "
         ".jsonl or .csv, with a request in each row (default uniform:16,512,16,128)",
     )
     num_prompts: int = option(

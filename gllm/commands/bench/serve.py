@@ -85,7 +85,8 @@ async def _benchmark(config: ServeConfig, slo: dict[str, float]) -> int:
                 raise TargetServerError(f"a warm-up request failed: {warm.failure}: {warm.detail}")
 
         async def send_one(index: int) -> RequestResult:
-            return await send(session, url, bodies[index], load[index].prompt_tokens)
+            planned = load[index]
+            return await send(session, url, bodies[index], planned.prompt_tokens, planned.session)
 
         arrivals = [planned.arrival for planned in load]
         measured = await run_load(arrivals, send_one, config.max_concurrency, config.progress)

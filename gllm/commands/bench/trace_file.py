@@ -6,25 +6,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gllm.sim.sessions import PromptPart
+
 SUFFIXES = (".jsonl", ".csv")
 
 
 class TraceRow(NamedTuple):
     """Request of a trace file."""
 
-    prompt: int | str | list[int]
-    """Number of tokens, text or token ids."""
+    prompt: int | str | list[int] | tuple[PromptPart, ...]
+    """Number of tokens, text, token ids, or parts that other prompts share."""
     output: int
     """Number of output tokens."""
     arrival: float | None = None
     """Seconds since the start of the trace."""
+    session: str = ""
+    """Conversation of the request; empty for none."""
 
 
 def read_rows(path: str) -> list[TraceRow]:
     """Read the rows of a file.
 
     Columns: `prompt` (text, or in JSON a list of ids) or `prompt_tokens`; `output_tokens`;
-    `arrival_s` in seconds, optional.
+    `arrival_s` in seconds and `session`, optional.
 
     Raises:
         ValueError: A row is invalid; the message names its number and the problem.
@@ -60,4 +64,5 @@ def _row(row: Any) -> TraceRow:
     arrival = row.get("arrival_s")
     if output < 1 or (isinstance(prompt, int) and prompt < 1):
         raise ValueError("a length below 1")
-    return TraceRow(prompt, output, None if arrival in (None, "") else float(arrival))
+    session = str(row.get("session") or "")
+    return TraceRow(prompt, output, None if arrival in (None, "") else float(arrival), session)

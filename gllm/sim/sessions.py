@@ -1,0 +1,114 @@
+"""Workload of conversations: shared system prompts, and histories that grow from turn to turn.
+
+The texts of all turns are fixed in advance, those of the assistant too. An engine's own answer
+differs from the one in the next turn's history, so a prefix cache has the earlier prompt but not
+the answer.
+"""
+
+import math
+import random
+from typing import NamedTuple
+
+SESSIONS = "sessions"
+"""Name of the workload."""
+PARAMETERS = ("SESSIONS", "TURNS", "PROMPTS", "SYSTEM", "USER", "OUTPUT")
+"""Sessions that take turns at one time; turns of each; different system prompts; tokens of a
+system prompt, and mean tokens of a user's message and of an answer."""
+DEFAULTS = (32, 6, 4, 256, 40, 40)
+"""Values of the workload `sessions` without parameters."""
+
+
+class PromptPart(NamedTuple):
+    """Part of a prompt, which other prompts may share."""
+
+    key: int
+    """Parts with the same key have the same tokens."""
+    num_tokens: int
+
+
+class SessionTurn(NamedTuple):
+    """One request of a session."""
+
+    session: int
+    parts: tuple[PromptPart, ...]
+    """The system prompt, the earlier messages and answers, the new message."""
+    num_output_tokens: int
+
+
+class _Session:
+    """A conversation that has not ended."""
+
+    def __init__(self, number: int, system_prompt: PromptPart) -> None:
+        self.number = number
+        self.num_turns = 0
+        self.parts = [system_prompt]
+
+
+def is_sessions(workload: str) -> bool:
+    """Return True if a workload has this module's form."""
+    return workload.partition(":")[0] == SESSIONS
+
+
+def parse_sessions(workload: str) -> tuple[int, ...]:
+    """Return the values of PARAMETERS.
+
+    Args:
+        workload: `sessions`, or with parameters such as `sessions:32,6,4,256,40,40`.
+
+    Raises:
+        ValueError: The parameters are not whole numbers of at least 1.
+    """
+    _, colon, text = workload.partition(":")
+    if not colon:
+        return DEFAULTS
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if len(values) != len(PARAMETERS) or min(values) < 1:
+        raise ValueError(
+            f"workload {workload!r}: sessions takes {','.join(PARAMETERS)}, whole numbers of at "
+            f"least 1, as in sessions:{','.join(map(str, DEFAULTS))}"
+        )
+    return values
+
+
+def sample_turns(workload: str, count: int, seed: int) -> list[SessionTurn]:
+    """Sample the turns of sessions in the order in which they arrive.
+
+    Each turn is that of a random one of the open sessions. A session that has had all its turns is
+    replaced by a new one. Lengths of messages and answers are uniform between half and one and a
+    half times their mean.
+
+    Args:
+        workload: as for `parse_sessions`.
+        count: Number of turns.
+        seed: Seed of the random numbers.
+
+    Raises:
+        ValueError: The parameters are invalid.
+    """
+    num_open, num_turns, num_prompts, system, user, output = parse_sessions(workload)
+    rng = random.Random(seed)
+    keys = iter(range(num_prompts, num_prompts + 2 * count))
+    prompts = [PromptPart(key, system) for key in range(num_prompts)]
+    sessions: list[_Session] = []
+    turns = []
+    num_sessions = 0
+    for _ in range(count):
+        if len(sessions) < num_open:
+            sessions.append(_Session(num_sessions, rng.choice(prompts)))
+            num_sessions += 1
+        session = rng.choice(sessions)
+        session.parts.append(PromptPart(next(keys), _around(rng, user)))
+        num_output_tokens = _around(rng, output)
+        turns.append(SessionTurn(session.number, tuple(session.parts), num_output_tokens))
+        session.parts.append(PromptPart(next(keys), num_output_tokens))
+        session.num_turns += 1
+        if session.num_turns == num_turns:
+            sessions.remove(session)
+    return turns
+
+
+def _around(rng: random.Random, mean: int) -> int:
+    return rng.randint(max(1, math.ceil(mean / 2)), mean + mean // 2)
