@@ -77,10 +77,12 @@ class Results:
         return [(await asyncio.wait_for(self.queue.get(), 60)).result for _ in range(count)]
 
 
-def make_stage(executor: FakeExecutor, **ends: Any) -> tuple[StageRunner, Results]:
+def make_stage(
+    executor: FakeExecutor, min_step_seconds: float = 0.0, **ends: Any
+) -> tuple[StageRunner, Results]:
     results = Results()
     receiver, sender = ends.get("receiver"), ends.get("sender")
-    handlers = results.queue.put_nowait, results.faults.append
+    handlers = results.queue.put_nowait, results.faults.append, min_step_seconds
     stage = StageRunner(executor, receiver, sender, *handlers)  # type: ignore[arg-type]
     return stage, results
 
@@ -118,6 +120,18 @@ async def test_a_plan_that_cannot_be_prepared_is_given_up_before_the_steps_ahead
     assert executor.plans_given_up == [(1, "KeyError: 'prepare'")]
     executor.sampling.set()
     assert [result.step for result in await results.take(2)] == [4, 1]
+
+
+@pytest.mark.parametrize("wait", [None, lambda batch: DeviceTime(0.001, 0.001)])
+async def test_a_step_takes_its_minimum_time(wait: Callable[[Any], DeviceTime] | None) -> None:
+    stage, results = make_stage(FakeExecutor(wait), min_step_seconds=0.02)
+    for step in range(4, 8):
+        stage.run_plan(plan(step))
+    await results.take(4)
+    times, _ = stage.pop_step_times()
+    assert [time.step for time in times] == [4, 5, 6, 7]
+    assert min(time.end - time.start for time in times) >= 0.02
+    assert times[-1].end - times[0].start >= 0.06
 
 
 class FakeReceiver:

@@ -40,7 +40,8 @@ def test_sessions_have_their_turns_and_are_replaced() -> None:
     # All but those that are open at the end have had all their turns.
     assert sum(len(turns) < 5 for turns in sessions.values()) <= 8
     order = [turn.session for turn in sample_turns(WORKLOAD, 400, 0)]
-    first, last = {}, {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
     for index, session in enumerate(order):
         first.setdefault(session, index)
         last[session] = index
