@@ -10,16 +10,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 CHECK_SECONDS = 1.0
-"""Interval between two checks, and between two heartbeats of a worker."""
-SILENT_SECONDS = 10.0
-"""Time for which a frozen worker has been stopped, or idle without a heartbeat."""
+"""Interval between two heartbeats of a worker, and longest one between two checks."""
+FREEZE_SECONDS = 10.0
+"""Default time for which a frozen worker has been stopped, or idle without a heartbeat."""
+MIN_SILENT_SECONDS = 5.0
+"""Shortest time without a heartbeat after which an idle worker is frozen, however short the time
+for a stopped one is: a busy machine can delay a few heartbeats."""
 BUSY_SILENT_SECONDS = 60.0
-"""Time without a heartbeat after which a worker is frozen even if it uses its cores or loads its
-weights: imports, copies and page faults can block heartbeats."""
+"""Shortest time without a heartbeat after which a worker is frozen even if it uses its cores or
+loads its weights: imports, copies and page faults can block heartbeats."""
 STEP_FACTOR = 10.0
 """The step of a frozen worker takes longer than the longest earlier one by this factor ..."""
-STEP_SECONDS = 30.0
-"""... and by these seconds, without progress of its CPU time."""
+STEP_FREEZE_TIMES = 3.0
+"""... and by this multiple of the time for a stopped worker, without progress of its CPU time."""
 IDLE_SHARE = 0.02
 """Share of a core below which a process makes no progress; heartbeats alone need less."""
 MAX_CHECK_SECONDS = 5.0
@@ -58,7 +61,17 @@ class _Watched:
 class FrozenDetector:
     """Finds frozen workers from heartbeats and samples of their processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, freeze_seconds: float = FREEZE_SECONDS) -> None:
+        """Create a detector that watches nobody.
+
+        freeze_seconds: time for which a frozen worker has been stopped; others follow from it.
+        """
+        self.check_seconds = min(CHECK_SECONDS, freeze_seconds / 4)
+        """Interval at which `check` has to be called."""
+        self._freeze_seconds = freeze_seconds
+        self._silent_seconds = max(freeze_seconds, MIN_SILENT_SECONDS)
+        self._busy_silent_seconds = max(freeze_seconds, BUSY_SILENT_SECONDS)
+        self._step_seconds = STEP_FREEZE_TIMES * freeze_seconds
         self._watched: dict[int, _Watched] = {}
         """By sender, in the order of their stages."""
         self._last_check = -math.inf
@@ -90,7 +103,7 @@ class FrozenDetector:
     def check(
         self, samples: Mapping[int, ProcessSample], now: float, is_serving: bool
     ) -> dict[int, str]:
-        """Return the cause for each frozen worker; call it every CHECK_SECONDS.
+        """Return the cause for each frozen worker; call it every `check_seconds`.
 
         Args:
             samples: state of each worker's process, by sender, where it is known.
@@ -137,24 +150,23 @@ class FrozenDetector:
             worker.busy_at = now
         worker.sample, worker.sample_time = sample, now
 
-    @staticmethod
-    def _silence(worker: _Watched, now: float, is_serving: bool) -> str:
+    def _silence(self, worker: _Watched, now: float, is_serving: bool) -> str:
         """Return the cause if a worker is stopped or silent for too long, else nothing."""
         silent_seconds = now - worker.last_heartbeat
-        is_idle = now - worker.busy_at >= SILENT_SECONDS and is_serving
-        is_silent = silent_seconds >= (SILENT_SECONDS if is_idle else BUSY_SILENT_SECONDS)
+        is_idle = now - worker.busy_at >= self._silent_seconds and is_serving
+        limit = self._silent_seconds if is_idle else self._busy_silent_seconds
+        is_silent = silent_seconds >= limit
         stopped_seconds = now - worker.stopped_since
-        if stopped_seconds >= SILENT_SECONDS or (is_silent and stopped_seconds >= 0):
+        if stopped_seconds >= self._freeze_seconds or (is_silent and stopped_seconds >= 0):
             return f"it has been stopped for {stopped_seconds:.0f} seconds (state T)"
         if is_silent:
             return f"it has sent no heartbeat for {silent_seconds:.0f} seconds"
         return ""
 
-    @staticmethod
-    def _stuck_step(worker: _Watched, now: float) -> str:
+    def _stuck_step(self, worker: _Watched, now: float) -> str:
         """Return the cause if a worker's step does not end, else nothing."""
         seconds = now - worker.step_started
-        limit = STEP_FACTOR * worker.longest_step_seconds + STEP_SECONDS
-        if seconds < limit or now - worker.busy_at < STEP_SECONDS:
+        limit = STEP_FACTOR * worker.longest_step_seconds + self._step_seconds
+        if seconds < limit or now - worker.busy_at < self._step_seconds:
             return ""
         return f"its step {worker.step} has taken {seconds:.0f} seconds without progress"

@@ -114,6 +114,13 @@ class EngineConfig:
         gt=0,
         le=MAX_TIMEOUT_SECONDS,
     )
+    freeze_timeout: float = option(
+        10.0,
+        "seconds for which a worker may be stopped, or idle without a heartbeat (at least 5), "
+        "until it is replaced; a step without progress may take three times as long",
+        gt=0,
+        le=MAX_TIMEOUT_SECONDS,
+    )
     standby_workers: int = option(
         0,
         "processes that are ready to replace a dead worker, which saves the time of its imports",

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from gllm.cluster.liveness import CHECK_SECONDS, FrozenDetector
+from gllm.cluster.liveness import FrozenDetector
 from gllm.cluster.placement import Placement
 from gllm.cluster.records import RecoveryState
 from gllm.cluster.recovery import Recovery
@@ -22,22 +22,27 @@ class LivenessWatch:
     """Checks the workers of the present generation, and logs the stacks of frozen ones."""
 
     def __init__(
-        self, recovery: Recovery, node: Node, on_frozen: Callable[[int, str], None]
+        self,
+        recovery: Recovery,
+        node: Node,
+        freeze_seconds: float,
+        on_frozen: Callable[[int, str], None],
     ) -> None:
         """Start the checks on the running event loop.
 
         Args:
             recovery: knows which workers have been killed.
             node: runs the workers.
+            freeze_seconds: time for which a frozen worker has been stopped.
             on_frozen: called with the sender of a frozen worker and a description.
         """
         self._recovery = recovery
         self._node = node
         self._on_frozen = on_frozen
         self._loop = asyncio.get_running_loop()
-        self._detector = FrozenDetector()
+        self._detector = FrozenDetector(freeze_seconds)
         self._placement: Placement | None = None
-        self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
+        self._timer = self._loop.call_later(self._detector.check_seconds, self._check)
 
     def watch(self, placement: Placement) -> None:
         """Watch the workers of a new generation and no others."""
@@ -54,7 +59,7 @@ class LivenessWatch:
         self._timer.cancel()
 
     def _check(self) -> None:
-        self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
+        self._timer = self._loop.call_later(self._detector.check_seconds, self._check)
         if self._placement is None:
             return
         sampled = {sender: self._node.sample(sender) for sender in self._placement.senders}

@@ -179,7 +179,9 @@ class Supervisor:
         self._executor.head = self._head
         node.watch(self._death_handler.on_exit)
         if self._config.max_restarts:
-            self._liveness = LivenessWatch(self._recovery, node, self._death_handler.on_frozen)
+            self._liveness = LivenessWatch(
+                self._recovery, node, self._config.freeze_timeout, self._death_handler.on_frozen
+            )
         try:
             self._execute(self._recovery.start(time.monotonic()))
             while self.state == "loading":

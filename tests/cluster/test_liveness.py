@@ -2,25 +2,31 @@
 
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.cluster.liveness import (
     BUSY_SILENT_SECONDS,
-    SILENT_SECONDS,
+    FREEZE_SECONDS,
+    MIN_SILENT_SECONDS,
     STEP_FACTOR,
-    STEP_SECONDS,
+    STEP_FREEZE_TIMES,
     FrozenDetector,
     ProcessSample,
 )
 from tests.examples import num_examples
 
 
+STEP_SECONDS = STEP_FREEZE_TIMES * FREEZE_SECONDS
+"""Time after which a step without progress is a fault."""
+
+
 class Clock:
     """Two workers in seconds, until one of them is found frozen."""
 
-    def __init__(self) -> None:
-        self.detector = FrozenDetector()
+    def __init__(self, freeze_seconds: float = FREEZE_SECONDS) -> None:
+        self.detector = FrozenDetector(freeze_seconds)
         self.detector.watch([1, 2])
         self.now = 1000.0
 
@@ -61,17 +67,17 @@ def test_a_stopped_worker_is_frozen_and_one_that_goes_on_is_not() -> None:
     clock.run(5, beating, idle)
     stopped = lambda sender: ProcessSample(sender == 2, 5.0)  # noqa: E731
     only_first = lambda sender: (None, 0.0) if sender == 1 else None  # noqa: E731
-    assert clock.run(SILENT_SECONDS - 2, only_first, stopped) == {}
+    assert clock.run(FREEZE_SECONDS - 2, only_first, stopped) == {}
     assert clock.run(100, beating, idle) == {}
     begin = clock.now
     causes = clock.run(100, only_first, stopped)
     assert list(causes) == [2]
     assert "stopped" in causes[2]
-    assert SILENT_SECONDS - 1 <= clock.now - begin <= SILENT_SECONDS + 2
+    assert FREEZE_SECONDS - 1 <= clock.now - begin <= FREEZE_SECONDS + 2
 
 
 def test_a_silent_worker_is_frozen_and_a_busy_one_has_more_time() -> None:
-    for is_busy, seconds in ((False, SILENT_SECONDS), (True, BUSY_SILENT_SECONDS)):
+    for is_busy, seconds in ((False, FREEZE_SECONDS), (True, BUSY_SILENT_SECONDS)):
         clock = Clock()
         clock.run(5, beating, idle)
         begin = clock.now
@@ -83,6 +89,41 @@ def test_a_silent_worker_is_frozen_and_a_busy_one_has_more_time() -> None:
         assert list(causes) == [1]
         assert "no heartbeat" in causes[1]
         assert seconds - 1 <= clock.now - begin <= seconds + 2
+
+
+@pytest.mark.parametrize("freeze_seconds", [2.0, 7.0, 100.0])
+def test_all_times_follow_from_that_of_a_stopped_worker(freeze_seconds: float) -> None:
+    def seconds_until_found(
+        beats: Callable[[int], tuple[int | None, float] | None],
+        sample: Callable[[int, float], ProcessSample],
+    ) -> float:
+        clock = Clock(freeze_seconds)
+        clock.run(5, beating, idle)
+        begin = clock.now
+        assert clock.run(1000, beats, lambda sender: sample(sender, clock.now))
+        return clock.now - begin
+
+    def silent(sender: int) -> None:
+        return None
+
+    def is_near(seconds: float, expected: float) -> bool:
+        return expected - 1 <= seconds <= expected + 2
+
+    seconds = seconds_until_found(silent, lambda sender, now: ProcessSample(True, 5.0))
+    assert is_near(seconds, freeze_seconds)
+    seconds = seconds_until_found(silent, lambda sender, now: ProcessSample(False, 5.0))
+    assert is_near(seconds, max(freeze_seconds, MIN_SILENT_SECONDS))
+    seconds = seconds_until_found(silent, lambda sender, now: ProcessSample(False, now))
+    assert is_near(seconds, max(freeze_seconds, BUSY_SILENT_SECONDS))
+    clock = Clock(freeze_seconds)
+    begin = clock.now
+    assert clock.run(1000, lambda sender: (7, clock.now - begin), idle)
+    assert is_near(clock.now - begin, STEP_FREEZE_TIMES * freeze_seconds)
+
+
+@pytest.mark.parametrize(("freeze_seconds", "check_seconds"), [(10.0, 1.0), (1.0, 0.25)])
+def test_short_times_are_checked_more_often(freeze_seconds: float, check_seconds: float) -> None:
+    assert FrozenDetector(freeze_seconds).check_seconds == check_seconds
 
 
 def test_before_the_first_heartbeat_and_while_loading_silence_is_no_fault() -> None:

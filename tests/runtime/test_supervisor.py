@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from gllm.cluster import liveness
 from gllm.config.engine import EngineConfig
 from gllm.messages.lifecycle import StageFailed
 from gllm.messages.sampling import SequenceSamplingParams
@@ -214,10 +213,8 @@ async def test_a_broken_session_is_recovered(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_frozen_worker_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(liveness, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(liveness_watch, "CHECK_SECONDS", 0.02)
     monkeypatch.setattr(liveness_watch, "DUMP_SECONDS", 0.02)
-    async with running() as (supervisor, node):
+    async with running(freeze_timeout=0.1) as (supervisor, node):
         task = asyncio.create_task(generate(supervisor, [1], 100))
         await until(lambda: supervisor.client.stats.running)
         frozen = node.worker_of(0)
