@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
@@ -39,6 +40,8 @@ class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     """`driver` or `simulator`."""
     warm_ups: int = 0
     """Number of warm-up requests at the beginning."""
+    output_lengths: dict[int, list[int]] = {}
+    """Output lengths that the scheduler begins with; empty in a file's first line."""
 
 
 class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"):
@@ -58,6 +61,8 @@ class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"
     """Configuration after `resolve`."""
     warm_ups: int = 0
     """Number of warm-up requests at the beginning of the generation."""
+    output_lengths: dict[int, list[int]] = {}
+    """Output lengths of earlier generations that the scheduler begins with, by class."""
 
 
 class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
@@ -133,6 +138,7 @@ class LoggedScheduler(Scheduler):
         config: The resolved configuration.
         write: Receives each event, in the order of the calls.
         clock: Returns the time in seconds.
+        output_lengths: Output lengths of an earlier scheduler.
     """
 
     def __init__(
@@ -140,8 +146,9 @@ class LoggedScheduler(Scheduler):
         config: SchedulerConfig,
         write: Callable[[StepLogEvent], None],
         clock: Callable[[], float],
+        output_lengths: OutputLengths | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, output_lengths=output_lengths)
         self._write = write
         self._clock = clock
 
@@ -326,6 +333,7 @@ def split_generations(events: Iterable[StepLogEvent]) -> list[list[StepLogEvent]
                 layers=event.layers,
                 scheduler=event.scheduler,
                 warm_ups=event.warm_ups,
+                output_lengths=event.output_lengths,
             )
         if event is start:
             generations.append([])

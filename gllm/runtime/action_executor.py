@@ -197,6 +197,7 @@ class ActionExecutor:
             self._plans,
             self._deaths.cause,
             self._client.num_requests,
+            self._client.output_lengths,
         )
 
     def _initialize_caches(self) -> None:

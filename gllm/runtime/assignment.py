@@ -48,6 +48,8 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     """Reason for which the previous generation ended; empty in the first one."""
     num_resumed_requests: int = 0
     """Requests that will be submitted again."""
+    output_lengths: dict[int, list[int]] = {}
+    """Output lengths of earlier generations, by class, for the scheduler; empty elsewhere."""
 
     @property
     def place(self) -> WorkerPlacement:

@@ -76,6 +76,11 @@ class EngineClient(RequestClient):
         """Idle time over all generations."""
         return self._totals.bubbles
 
+    @property
+    def output_lengths(self) -> dict[int, list[int]]:
+        """Lengths of the last outputs by class, with which the next scheduler begins."""
+        return self._totals.output_lengths
+
     def attach(self, send: SendFunction) -> None:
         """Submit the parked requests to a driver, in order of arrival, and from now on new ones.
 
@@ -222,6 +227,7 @@ class EngineClient(RequestClient):
         if tokens:
             self.step_sizes[1 << (tokens - 1).bit_length()] += 1
         ended = deliver(message, self._choices)
+        self._record_lengths(message.outcome.finished)
         if self._suspects.has_deaths:
             self._clear_suspects(message.outcome.seqs)
         for stream, choice, _ in ended:
@@ -229,6 +235,14 @@ class EngineClient(RequestClient):
         if self._is_isolating:
             self._continue_isolation(is_idle=not (stats.unfinished or stats.in_flight))
         self._notify()
+
+    def _record_lengths(self, finished: list[FinishedSequence]) -> None:
+        """Record the lengths of outputs that have ended by themselves, as the scheduler does."""
+        for end in finished:
+            target = self._choices.get(end.seq)
+            if target is not None and end.finish_reason in ("stop", "length"):
+                entry = target.stream.entry
+                self._totals.record_output(entry.max_tokens, len(entry.outputs[target.choice]))
 
     def _clear_suspects(self, seqs: list[int]) -> None:
         """Forget the deaths of requests that have a new token."""

@@ -34,7 +34,7 @@ def create_scheduler(
     """
     engine = assignment.config
     if engine.step_log is None:
-        return Scheduler(config), None
+        return Scheduler(config, output_lengths=assignment.output_lengths), None
     now, layers = time.monotonic(), assignment.layer_counts
     start = StartEvent(now, engine.model, layers, config, "driver", warm_ups=1)
     restart = RestartEvent(
@@ -45,9 +45,13 @@ def create_scheduler(
         layers,
         config,
         warm_ups=1,
+        output_lengths=assignment.output_lengths,
     )
     step_log = continue_step_log(engine.step_log, start, restart)
-    return LoggedScheduler(config, step_log.write, time.monotonic), step_log
+    scheduler = LoggedScheduler(
+        config, step_log.write, time.monotonic, assignment.output_lengths
+    )
+    return scheduler, step_log
 
 
 def dispatch_to_driver(driver: Driver, message: AnyMessage) -> None:

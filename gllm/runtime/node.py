@@ -76,6 +76,7 @@ class Node(ABC):
         plan_record: int | None = None,
         restart_cause: str = "",
         num_resumed_requests: int = 0,
+        output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
         """Send each worker of a placement its stage, with new edges and a new driver's address.
 
@@ -86,6 +87,7 @@ class Node(ABC):
             plan_record: descriptor of the file for the driver's plans in flight; stays open here.
             restart_cause: reason for which the previous generation ended.
             num_resumed_requests: requests that will be submitted again.
+            output_lengths: output lengths of earlier generations, for the scheduler.
         """
         self.on_generation_ready()
         self._driver_folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-driver-"))
@@ -110,6 +112,7 @@ class Node(ABC):
                         plan_record if stage == 0 else None,
                         restart_cause,
                         num_resumed_requests,
+                        output_lengths or {} if stage == 0 else {},
                     )
                 )
         finally:

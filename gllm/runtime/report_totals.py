@@ -9,6 +9,7 @@ from itertools import zip_longest
 import msgspec
 
 from gllm.messages.reports import BubbleReport, StageUtilization
+from gllm.scheduler.output_lengths import OutputLengthPredictor
 from gllm.scheduler.plan import SchedulerStats
 
 
@@ -22,6 +23,7 @@ class ReportTotals:
         self._past_stages: dict[int, StageUtilization] = {}
         self._bubbles = BubbleReport()
         self._past_bubbles = BubbleReport()
+        self._output_lengths = OutputLengthPredictor(prior=0)
 
     @property
     def stats(self) -> SchedulerStats:
@@ -40,6 +42,15 @@ class ReportTotals:
     def bubbles(self) -> BubbleReport:
         """Idle time of the stages while work was available; recoveries are left out."""
         return _add_bubbles(self._past_bubbles, self._bubbles)
+
+    @property
+    def output_lengths(self) -> dict[int, list[int]]:
+        """Lengths of the last outputs by class, with which the next scheduler begins."""
+        return self._output_lengths.recent_lengths
+
+    def record_output(self, max_tokens: int, length: int) -> None:
+        """Note the length of an output that has ended by itself."""
+        self._output_lengths.record(max_tokens, length)
 
     def on_stats(self, stats: SchedulerStats) -> None:
         """Store the scheduler's latest statistics."""

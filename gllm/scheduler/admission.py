@@ -13,7 +13,7 @@ from collections.abc import Container
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
-from gllm.scheduler.output_lengths import OutputLengthPredictor
+from gllm.scheduler.output_lengths import OutputLengthPredictor, OutputLengths
 from gllm.scheduler.sequence import Sequence
 
 HORIZON_TOKENS = 32
@@ -29,8 +29,13 @@ UNBOUNDED_HORIZON = 2**62
 class AdmissionController:
     """Admission rule, with the statistics that it needs: output lengths and recomputed tokens."""
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
-        self.output_lengths = OutputLengthPredictor(config.expected_output_tokens)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        output_lengths: OutputLengths | None = None,
+    ) -> None:
+        self.output_lengths = OutputLengthPredictor(config.expected_output_tokens, output_lengths)
         self._expects = config.expected_output_tokens > 0
         self._block_size = config.block_size
         self._kv_cache = kv_cache

@@ -6,7 +6,12 @@ Each such class therefore has its own history.
 
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
+
+OutputLengths = Mapping[int, Iterable[int]]
+"""Lengths of the last outputs in tokens, the oldest first, by class: the number of bits of
+`max_tokens`."""
 
 HISTORY_LENGTH = 64
 """Number of finished sequences in the history of a class."""
@@ -16,16 +21,16 @@ class _History:
     """Output lengths of the last WINDOW finished sequences of one class, in tokens."""
 
     def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=HISTORY_LENGTH)
+        self.recent: deque[int] = deque(maxlen=HISTORY_LENGTH)
         self._sorted: list[int] = []
         self._sums: list[int] = []
         """Sums of the 0, 1, 2, ... longest lengths; empty if they have to be recomputed."""
 
     def record(self, length: int) -> None:
         """Add the output length of a finished sequence; drop the oldest if the window is full."""
-        if len(self._recent) == HISTORY_LENGTH:
-            del self._sorted[bisect_right(self._sorted, self._recent[0]) - 1]
-        self._recent.append(length)
+        if len(self.recent) == HISTORY_LENGTH:
+            del self._sorted[bisect_right(self._sorted, self.recent[0]) - 1]
+        self.recent.append(length)
         insort(self._sorted, length)
         self._sums = []
 
@@ -42,11 +47,21 @@ class OutputLengthPredictor:
 
     Args:
         prior: expected output tokens of a request whose class has no history.
+        recent: lengths to begin with, `recent_lengths` of an earlier predictor.
     """
 
-    def __init__(self, prior: int) -> None:
+    def __init__(self, prior: int, recent: OutputLengths | None = None) -> None:
         self._prior = prior
         self._histories: dict[int, _History] = {}
+        for key, lengths in (recent or {}).items():
+            history = self._histories[key] = _History()
+            for length in lengths:
+                history.record(length)
+
+    @property
+    def recent_lengths(self) -> dict[int, list[int]]:
+        """Lengths of the last outputs by class: all that the predictions depend on."""
+        return {key: list(history.recent) for key, history in self._histories.items()}
 
     def record(self, max_tokens: int, length: int) -> None:
         """Add a sequence that finished after `length` output tokens, neither aborted nor failed."""

@@ -8,6 +8,7 @@ I/O, no tensors. The driver of a pipeline and the simulator call the same method
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
+from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import (
     FinishedSequence,
     FirstToken,
@@ -35,9 +36,15 @@ class Scheduler:
     Args:
         config: resolved configuration (SchedulerConfig.resolve).
         policy: scheduling policy; by default the one that `config` names.
+        output_lengths: output lengths of an earlier scheduler, which predictions begin with.
     """
 
-    def __init__(self, config: SchedulerConfig, policy: SchedulingPolicy | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: SchedulingPolicy | None = None,
+        output_lengths: OutputLengths | None = None,
+    ) -> None:
         assert config.max_in_flight is not None
         assert config.max_num_batched_tokens is not None
         self.config = config
@@ -53,7 +60,7 @@ class Scheduler:
         self._is_decode_stalled = False
         """True if a decode of the last plan did not get a block."""
         self._counters = SchedulerCounters()
-        self._admission = AdmissionController(config, self.kv_cache)
+        self._admission = AdmissionController(config, self.kv_cache, output_lengths)
         self._queues = SequenceQueues(self.kv_cache, config.async_scheduling)
         self._preemption = PreemptionManager(
             config, self.kv_cache, self._admission, self._queues, self._counters

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
@@ -27,6 +28,8 @@ class Deployment:
     """Number of layers of each stage."""
     cost: CostModel
     scheduler: SchedulerConfig
+    output_lengths: OutputLengths | None = None
+    """Output lengths that the scheduler begins with."""
 
 
 def simulate(
@@ -59,7 +62,9 @@ def serve_requests(
     events: list[StepLogEvent] = [
         StartEvent(begin, deployment.model, deployment.layers, config, source="simulator")
     ]
-    pipeline = SimulatedPipeline(config, deployment.cost, events.append, tells=told is None)
+    pipeline = SimulatedPipeline(
+        config, deployment.cost, events.append, told is None, deployment.output_lengths
+    )
     others = [pipeline.abortion(time, seqs) for time, seqs in aborts]
     others += [
         pipeline.telling(each.received_time, each.stage, each.steps)

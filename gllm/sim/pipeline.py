@@ -12,6 +12,7 @@ from functools import partial
 from gllm.observability.step_log import LoggedScheduler
 from gllm.observability.step_log import StepLogEvent as Logged
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
@@ -42,7 +43,8 @@ class SimulatedPipeline:
     """Simulated pipeline with the production scheduler.
 
     `config` is resolved; `write` receives each logged event. `tells`: stages report their times at
-    the end of each step; if False, only `telling` does.
+    the end of each step; if False, only `telling` does. `output_lengths`: what the scheduler begins
+    with.
     """
 
     def __init__(
@@ -51,10 +53,11 @@ class SimulatedPipeline:
         cost: CostModel,
         write: Callable[[Logged], None],
         tells: bool = True,
+        output_lengths: OutputLengths | None = None,
     ) -> None:
         self._tells = tells
         self._now = 0.0
-        self.scheduler = LoggedScheduler(config, write, lambda: self._now)
+        self.scheduler = LoggedScheduler(config, write, lambda: self._now, output_lengths)
         self._cost = cost
         self._stages = [_Lane() for _ in range(config.stages)]
         self._links = [_Lane() for _ in range(config.stages - 1)]

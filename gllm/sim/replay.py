@@ -50,7 +50,7 @@ def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
 def _replay_generation_calls(events: list[StepLogEvent]) -> ReplayAgreement:
     start = events[0]
     assert isinstance(start, StartEvent), "split_generations puts it there"
-    scheduler = Scheduler(start.scheduler)
+    scheduler = Scheduler(start.scheduler, output_lengths=start.output_lengths)
     equal = plans = 0
     for event in events[1:]:
         plan = replay_event(scheduler, event)
@@ -83,7 +83,9 @@ def _replay_generation_times(events: list[StepLogEvent], ended: bool) -> ReplayA
         if isinstance(event, AddEvent) and run.requests[event.seq].received_time
     ]
     start = run.start
-    deployment = Deployment(start.model, start.layers, RecordedCostModel(run), start.scheduler)
+    deployment = Deployment(
+        start.model, start.layers, RecordedCostModel(run), start.scheduler, start.output_lengths
+    )
     _, simulated = serve_requests(deployment, requests, read_aborts(events), run.stage_reports)
     real, again = ([_content(plan) for plan in _plans(log)] for log in (events, simulated))
     if ended:

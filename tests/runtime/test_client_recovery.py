@@ -83,6 +83,22 @@ def test_a_request_goes_on_with_the_tokens_that_its_reader_has(rig: Rig) -> None
     assert stream.num_resumptions == rig.client.num_resumed_requests == 1
 
 
+def test_lengths_of_outputs_that_ended_outlive_the_driver(rig: Rig) -> None:
+    whole, aborted, failed = rig.submit(1, n=2), rig.submit(2), rig.submit(3)
+    rig.report((0, 10), (1, 20), (2, 30), (3, 40))
+    rig.report((0, 11), (1, 21), ends=(1,))
+    rig.client.release(aborted)
+    error = FinishedSequence(3, "error", error="not finite")
+    rig.client.on_report(EngineOutputs(StepOutput([], [], [], [error]), BUSY))
+    assert failed.pop_deltas()[0].end == error
+    assert rig.client.output_lengths == {4: [2]}
+    rig.die()
+    rig.attach()
+    rig.report((4, 12), ends=(4,))
+    assert not whole.alive
+    assert rig.client.output_lengths == {4: [2, 3]}, "the whole output counts, not its last part"
+
+
 def test_a_request_without_output_goes_as_it_was(rig: Rig) -> None:
     stream = rig.submit(1, 2, n=2, prompt_logprobs=0)
     (first,) = rig.sent

@@ -97,3 +97,16 @@ def test_old_lengths_are_forgotten() -> None:
         lengths.record(1000, 10)
     assert lengths.predict(1000, 0) == 10
     assert lengths.predict(1000, 10) == 20
+
+
+def test_a_predictor_goes_on_where_an_earlier_one_ended() -> None:
+    earlier = OutputLengthPredictor(256)
+    for number in range(100):
+        earlier.record(1000, number)
+        earlier.record(50, 7)
+    later = OutputLengthPredictor(256, earlier.recent_lengths)
+    for lengths in (earlier, later):
+        lengths.record(1000, 5000)
+    cases = [(max_tokens, n) for max_tokens in (10, 50, 1000) for n in (0, 5, 60, 99, 6000)]
+    assert [later.predict(*case) for case in cases] == [earlier.predict(*case) for case in cases]
+    assert later.recent_lengths == earlier.recent_lengths
