@@ -32,7 +32,10 @@ class CloseInstances:
 
 @dataclass(frozen=True, slots=True)
 class AssignGeneration:
-    """Assign a placement to its workers; `on_loaded` follows for each."""
+    """Assign a placement to its workers; `on_loaded` follows for each.
+
+    An attempt that fails before a worker is told is reported by `on_assignment_failed`.
+    """
 
     placement: Placement
 

@@ -74,6 +74,21 @@ class WorkerRecord:
     keeps_weights: bool = True
     """True if its instance can be closed without its weights."""
 
+    def begin_phase(self, now: float, limits: RecoveryLimits) -> None:
+        """Note that it has to answer to a phase."""
+        self.activity, self.has_finished_phase = Activity.ASSIGNED, False
+        self.deadline = now + limits.phase_seconds
+
+    def begin_closing(self, now: float, limits: RecoveryLimits) -> None:
+        """Note that it has to close its instance, once it has imported its modules."""
+        self.activity = Activity.CLOSING
+        seconds = limits.close_seconds if self.has_connected else limits.phase_seconds
+        self.deadline = now + seconds
+
+    def rest(self) -> None:
+        """Note that it has no instance."""
+        self.activity, self.deadline = Activity.IDLE, math.inf
+
 
 @dataclass(slots=True)
 class PlaceRecord:
@@ -88,12 +103,18 @@ class PlaceRecord:
 
 
 @dataclass(slots=True)
-class StandbyRecord:
-    """History of the standby workers."""
+class RetryRecord:
+    """History of something that is tried again: standby workers, or the assignment of stages."""
 
-    num_deaths: int = 0
-    """Deaths since a standby worker was used."""
-    respawn_at: float = 0.0
+    num_failures: int = 0
+    """Failures since the last success."""
+    retry_at: float = 0.0
+    """Earliest time of the next attempt."""
+
+    def on_failure(self, now: float, jitter: Random, num_earlier: int = 0) -> None:
+        """Count a failure; the delay is that after `num_earlier` failures more."""
+        self.num_failures += 1
+        self.retry_at = now + backoff_seconds(self.num_failures + num_earlier, jitter)
 
 
 def backoff_seconds(num_deaths: int, jitter: Random) -> float:

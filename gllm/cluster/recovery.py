@@ -29,7 +29,7 @@ from gllm.cluster.records import (
     PlaceRecord,
     RecoveryLimits,
     RecoveryState,
-    StandbyRecord,
+    RetryRecord,
     WorkerRecord,
     backoff_seconds,
 )
@@ -55,34 +55,28 @@ class Recovery:
         """Time of the death that the engine recovers from; None if it has not been ready before,
         or is ready."""
         self.has_been_ready = False
-        self._has_rejected = False
-        """True if the parked requests of this recovery have been rejected."""
+        self.is_overdue = False
+        """True if this recovery has taken longer than the timeout: requests are rejected."""
+        self.generation = 0
+        """Number of the current generation; 0 before the first."""
         self._layers = list(layers)
         self._limits = limits
         self._jitter = jitter
-        self._generation = 0
         self._senders = count(1)
         self._places = [PlaceRecord() for _ in self._layers]
         self._workers: dict[int, WorkerRecord] = {}
         """Processes that have not exited, by sender."""
-        self._standbys = StandbyRecord()
+        self._standbys = RetryRecord()
+        """Deaths of standby workers since one was used."""
+        self._assignments = RetryRecord()
+        """Generations that could not be assigned since the engine was ready."""
         self._has_deaths = False
         """True if a place has died since the last committed step."""
-
-    @property
-    def generation(self) -> int:
-        """Number of the current generation; 0 before the first."""
-        return self._generation
 
     @property
     def is_over(self) -> bool:
         """True if the engine has given up or was stopped."""
         return self.state is RecoveryState.DEAD
-
-    @property
-    def is_overdue(self) -> bool:
-        """True if this recovery has taken longer than the timeout: new requests are refused."""
-        return self._has_rejected
 
     @property
     def next_deadline(self) -> float:
@@ -130,10 +124,7 @@ class Recovery:
         if worker is None or self.is_over:
             return []
         if worker.stage is None:
-            self._standbys.num_deaths += 1
-            self._standbys.respawn_at = now + backoff_seconds(
-                self._standbys.num_deaths, self._jitter
-            )
+            self._standbys.on_failure(now, self._jitter)
             return self._advance(now)
         self._places[worker.stage].sender = None
         actions: list[Action] = []
@@ -160,15 +151,26 @@ class Recovery:
     def on_lost(self, sender: int, cause: str, now: float, is_poison: bool = False) -> list[Action]:
         """Handle a worker that is frozen or cannot be reached: it is killed and replaced."""
         worker = self._workers.get(sender)
-        if worker is None or self.is_over:
-            return []
-        if worker.activity is Activity.EXITING:
+        if worker is None or self.is_over or worker.activity is Activity.EXITING:
             return []
         actions = self._kill(worker, cause)
         if worker.stage is not None:
             actions += self._count_death(worker.stage, cause, now, is_poison)
             actions += self._leave(cause, now)
         return actions
+
+    def on_assignment_failed(self, generation: int, cause: str, now: float) -> list[Action]:
+        """Handle a generation that no worker was told of: it is assigned again after a delay."""
+        if generation != self.generation or self.state is not RecoveryState.LOADING:
+            return []
+        self.state = RecoveryState.FORMING
+        for worker in self._placed_workers:
+            worker.rest()
+        # Not tried again at once, because the obstacle is still there.
+        self._assignments.on_failure(now, self._jitter, num_earlier=1)
+        if self._assignments.num_failures > self._limits.max_restarts:
+            return self._give_up(f"the stages could not be assigned: {cause}")
+        return []
 
     def on_connected(self, sender: int, now: float) -> None:
         """Handle the first message of a process: from now on it has to answer in time."""
@@ -177,7 +179,7 @@ class Recovery:
             return
         worker.has_connected = True
         if worker.activity is Activity.CLOSING:
-            worker.deadline = now + self._limits.close_seconds
+            worker.begin_closing(now, self._limits)
 
     def on_progress(self, sender: int, now: float) -> None:
         """Handle progress of loading, which extends the worker's time."""
@@ -204,7 +206,7 @@ class Recovery:
         worker = self._workers.get(sender)
         if worker is None or worker.activity is not Activity.CLOSING:
             return []
-        worker.activity, worker.deadline = Activity.IDLE, math.inf
+        worker.rest()
         return self._advance(now)
 
     def on_warm(self, now: float) -> list[Action]:
@@ -213,10 +215,11 @@ class Recovery:
             return []
         self.state = RecoveryState.READY
         self.has_been_ready = True
-        self.recovering_since, self._has_rejected = None, False
+        self.recovering_since, self.is_overdue = None, False
+        self._assignments = RetryRecord()
         for worker in self._placed_workers:
             worker.deadline = math.inf
-        return [AttachClient(self._generation), *self._advance(now)]
+        return [AttachClient(self.generation), *self._advance(now)]
 
     def on_step_committed(self) -> None:
         """Handle a committed step of requests: earlier deaths no longer count."""
@@ -237,7 +240,7 @@ class Recovery:
             if actions and isinstance(actions[-1], GiveUp):
                 return actions
         if self._rejection_time <= now:
-            self._has_rejected = True
+            self.is_overdue = True
             seconds = self._limits.recovery_timeout
             actions.append(RejectParked(f"the engine did not recover within {seconds:g} seconds"))
         return [*actions, *self._advance(now)]
@@ -245,7 +248,7 @@ class Recovery:
     @property
     def _rejection_time(self) -> float:
         """Time at which the parked requests are rejected."""
-        if self.recovering_since is None or self._has_rejected:
+        if self.recovering_since is None or self.is_overdue:
             return math.inf
         return self.recovering_since + self._limits.recovery_timeout
 
@@ -254,8 +257,10 @@ class Recovery:
         yield from (worker.deadline for worker in self._workers.values())
         if self.state is RecoveryState.FORMING:
             yield from (place.respawn_at for place in self._places if place.sender is None)
+            if self._is_formed:
+                yield self._assignments.retry_at
         if self.state is RecoveryState.READY and self._num_missing_standbys:
-            yield self._standbys.respawn_at
+            yield self._standbys.retry_at
 
     def _on_late(self, worker: WorkerRecord, now: float) -> list[Action]:
         """Kill a worker that has missed its deadline."""
@@ -263,10 +268,8 @@ class Recovery:
             # Another place has died and was counted, so this is no death of its own.
             seconds = self._limits.close_seconds
             return self._kill(worker, f"it did not close its stage within {seconds:g} seconds")
-        seconds = self._limits.phase_seconds
-        return self.on_lost(
-            worker.sender, f"{self.state} took longer than {seconds:g} seconds", now
-        )
+        cause = f"{self.state} took longer than {self._limits.phase_seconds:g} seconds"
+        return self.on_lost(worker.sender, cause, now)
 
     def _finish_phase(self, sender: int, state: RecoveryState) -> WorkerRecord | None:
         """Note a worker's answer to the current phase; return None if it was not expected."""
@@ -281,17 +284,15 @@ class Recovery:
         actions: list[Action] = []
         if self.state is RecoveryState.FORMING:
             actions += self._fill_places(now)
-            if all(worker.activity is Activity.IDLE for worker in self._placed_workers) and all(
-                place.sender is not None for place in self._places
-            ):
+            if self._is_formed and self._assignments.retry_at <= now:
                 actions.append(self._assign(now))
         elif self.state is RecoveryState.LOADING and self._is_phase_finished:
-            actions.append(InitializeCaches(self._generation))
+            actions.append(InitializeCaches(self.generation))
             self._begin_phase(RecoveryState.INITIALIZING, now)
         elif self.state is RecoveryState.INITIALIZING and self._is_phase_finished:
-            actions.append(WarmUp(self._generation))
+            actions.append(WarmUp(self.generation))
             self._begin_phase(RecoveryState.WARMING, now)
-        elif self.state is RecoveryState.READY and self._standbys.respawn_at <= now:
+        elif self.state is RecoveryState.READY and self._standbys.retry_at <= now:
             # Only now, because the imports of a standby worker would slow down a recovery.
             actions += [self._spawn(None) for _ in range(self._num_missing_standbys)]
         return actions
@@ -301,6 +302,12 @@ class Recovery:
         """Workers that hold a place, in the order of their stages."""
         senders = (place.sender for place in self._places)
         return [self._workers[sender] for sender in senders if sender is not None]
+
+    @property
+    def _is_formed(self) -> bool:
+        """True if every place has a worker without an instance."""
+        num_idle = sum(worker.activity is Activity.IDLE for worker in self._placed_workers)
+        return num_idle == len(self._places)
 
     @property
     def _is_phase_finished(self) -> bool:
@@ -314,9 +321,7 @@ class Recovery:
     def _begin_phase(self, state: RecoveryState, now: float) -> None:
         self.state = state
         for worker in self._placed_workers:
-            worker.activity = Activity.ASSIGNED
-            worker.has_finished_phase = False
-            worker.deadline = now + self._limits.phase_seconds
+            worker.begin_phase(now, self._limits)
 
     def _fill_places(self, now: float) -> list[Action]:
         """Give each empty place a standby worker or a new one, once its backoff is over."""
@@ -329,7 +334,7 @@ class Recovery:
                 actions.append(self._spawn(stage))
                 continue
             standby.stage, place.sender = stage, standby.sender
-            self._standbys.num_deaths, self._standbys.respawn_at = 0, now
+            self._standbys = RetryRecord()
         return actions
 
     def _idle_standbys(self) -> Iterator[WorkerRecord]:
@@ -338,9 +343,9 @@ class Recovery:
 
     def _assign(self, now: float) -> Action:
         """Begin the next generation; every place has a worker without an instance."""
-        self._generation += 1
+        self.generation += 1
         slots = [Slot(worker.sender) for worker in self._placed_workers]
-        self.placement = make_placement(self._generation, self._layers, slots)
+        self.placement = make_placement(self.generation, self._layers, slots)
         self._begin_phase(RecoveryState.LOADING, now)
         return AssignGeneration(self.placement)
 
@@ -382,15 +387,12 @@ class Recovery:
             if worker.activity is not Activity.ASSIGNED:
                 continue
             if worker.keeps_weights:
-                worker.activity = Activity.CLOSING
-                is_able = worker.has_connected
-                seconds = self._limits.close_seconds if is_able else self._limits.phase_seconds
-                worker.deadline = now + seconds
+                worker.begin_closing(now, self._limits)
                 closing.append(worker.sender)
             else:
                 actions += self._kill(worker, "its memory is freed for the next generation")
         if closing:
-            actions.append(CloseInstances(self._generation, closing))
+            actions.append(CloseInstances(self.generation, closing))
         return actions
 
     def _give_up(self, cause: str) -> list[Action]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import zmq
+
 from gllm.cluster.actions import (
     Action,
     AssignGeneration,
@@ -26,6 +28,7 @@ from gllm.cluster.actions import (
     WarmUp,
 )
 from gllm.cluster.placement import Placement
+from gllm.cluster.recovery import Recovery
 from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.lifecycle import CloseGeneration, InitializeCache, StageLoaded
@@ -48,6 +51,9 @@ class ActionListener(Protocol):
 
     def on_exit(self, sender: int, description: str) -> None:
         """Handle the end of a worker, here of one that could not be started."""
+
+    def on_assignment_failed(self, generation: int, cause: str) -> None:
+        """Handle a generation that could not be assigned to the workers."""
 
     def on_warm(self, generation: int, error: str) -> None:
         """Handle the end of a warm-up request; `error` is empty on success."""
@@ -75,7 +81,7 @@ class ActionExecutor:
     def __init__(
         self,
         config: EngineConfig,
-        num_stages: int,
+        recovery: Recovery,
         client: EngineClient,
         deaths: DeathLog,
         listener: ActionListener,
@@ -84,15 +90,13 @@ class ActionExecutor:
 
         Args:
             config: of the engine, with max_model_len resolved.
-            num_stages: pipeline stages.
+            recovery: knows the placement of the present generation.
             client: of the driver.
             deaths: log of the deaths.
             listener: receiver of events.
         """
         self.head: Head | None = None
         self.commands = CommandRunner()
-        self.placement: Placement | None = None
-        """Placement of the present generation."""
         self.loaded: dict[int, StageLoaded] = {}
         """Reports of the present generation's workers, by sender."""
         self.num_blocks = 0
@@ -100,7 +104,7 @@ class ActionExecutor:
         self.kv_bytes = 0
         """Bytes of the KV cache over all stages."""
         self._config = config
-        self._num_stages = num_stages
+        self._recovery = recovery
         self._client = client
         self._deaths = deaths
         self._listener = listener
@@ -116,12 +120,15 @@ class ActionExecutor:
 
     def send_to_driver(self, message: WireMessage) -> None:
         """Send a message to the driver of the present generation."""
-        assert self.placement is not None
-        self.connections.hub.send(self.placement.senders[0], message)
+        assert self._recovery.placement is not None
+        self.connections.hub.send(self._recovery.placement.senders[0], message)
 
     def close(self) -> None:
         """Drop the actions that have not been executed, and release the plan record."""
         self._actions.clear()
+        self._close_plan_record()
+
+    def _close_plan_record(self) -> None:
         if self._plans is not None:
             os.close(self._plans)
             self._plans = None
@@ -173,32 +180,36 @@ class ActionExecutor:
 
     def _spawn(self, sender: int) -> None:
         head = self.connections
-        address = head.socket.expect(sender)
         try:
+            address = head.socket.expect(sender)
             head.node.spawn(WorkerIdentity(head.run, sender, address, head.logs))
-        except OSError as error:
+        except (OSError, zmq.ZMQError) as error:
             description = f"a process could not be started: {error}"
             asyncio.get_running_loop().call_soon(self._listener.on_exit, sender, description)
 
     def _assign(self, placement: Placement) -> None:
-        """Begin a generation."""
-        head, self.placement = self.connections, placement
+        """Begin a generation, unless the files for it cannot be created."""
+        head = self.connections
         # A warm-up request of the generation before may not have ended.
         self._client.detach(self._deaths.cause)
-        head.hub.advance(placement.generation)
         self.loaded.clear()
-        if self._plans is not None:
-            os.close(self._plans)
-        self._plans = os.memfd_create("gllm-plans")
-        head.node.assign(
-            placement,
-            self._config,
-            head.model_folder,
-            self._plans,
-            self._deaths.cause,
-            self._client.num_requests,
-            self._client.output_lengths,
-        )
+        self._close_plan_record()
+        try:
+            self._plans = os.memfd_create("gllm-plans")
+            head.node.assign(
+                placement,
+                self._config,
+                head.model_folder,
+                self._plans,
+                self._deaths.cause,
+                self._client.num_requests,
+                self._client.output_lengths,
+            )
+        except OSError as error:
+            log.warning("the stages could not be assigned: %s", error)
+            self._listener.on_assignment_failed(placement.generation, str(error))
+            return
+        head.hub.advance(placement.generation)
 
     def _initialize_caches(self) -> None:
         """Divide the memory for KV blocks: every stage gets the same number."""
@@ -214,7 +225,7 @@ class ActionExecutor:
             # Requests were accepted by the size of the first cache, so a later one is not larger.
             self.num_blocks = min(num_blocks, self.num_blocks or max_blocks, max_blocks)
         self.kv_bytes = self.num_blocks * sum(stage.block_bytes for stage in loaded)
-        scheduler.resolve(self._num_stages, self.num_blocks, max_model_len)
+        scheduler.resolve(len(loaded), self.num_blocks, max_model_len)
         for sender in self.loaded:
             self.connections.hub.send(sender, InitializeCache(self.num_blocks))
 

@@ -1,7 +1,9 @@
 """Evidence of crashes: one text file for each of the last deaths of a worker."""
 
+import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -14,6 +16,11 @@ KERNEL_LOG = Path("/dev/kmsg")
 MAX_KERNEL_LINES = 5
 """Lines of the kernel's log in a file, the last ones."""
 
+_PREFIX = "gllm-crashes-"
+"""Beginning of the names of private folders."""
+_LOCK = ".lock"
+"""File in a private folder that its process has locked as long as it lives; none in a folder that
+is kept."""
 _MEMORY_MARKS = ("Out of memory", "oom-kill", "oom_reaper", "Killed process")
 """Parts of the lines that the kernel logs when it kills a process for its memory."""
 _RECORD_BYTES = 8192
@@ -24,12 +31,16 @@ class CrashFolder:
     """Folder with the evidence of the last crashes.
 
     Without a path it is a private folder under the system's temporary folder, which exists from the
-    first crash on.
+    first crash on. Private folders of processes that were killed are removed.
     """
 
     def __init__(self, path: str | None) -> None:
+        if path is None:
+            remove_abandoned_folders()
         self._is_private = path is None
         self._path = None if path is None else Path(path)
+        self._lock: int | None = None
+        """Descriptor of the lock of the private folder."""
         self._num_crashes = 0
         self._files: list[Path] = []
 
@@ -51,7 +62,8 @@ class CrashFolder:
                 text += f"\n{title}\n{'-' * len(title)}\n{section.rstrip()}\n"
         try:
             if self._path is None:
-                self._path = Path(tempfile.mkdtemp(prefix="gllm-crashes-"))
+                self._path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+                self._lock = _lock_folder(self._path)
             self._path.mkdir(parents=True, exist_ok=True)
             file = self._path / name
             file.write_text(text, encoding="utf-8")
@@ -65,10 +77,59 @@ class CrashFolder:
 
     def close(self, keeps_files: bool) -> Path | None:
         """Remove a private folder unless `keeps_files`; return the folder if it is kept."""
-        if self._is_private and self._path is not None and not keeps_files:
-            shutil.rmtree(self._path, ignore_errors=True)
-            self._path = None
+        if self._is_private and self._path is not None:
+            if keeps_files:
+                (self._path / _LOCK).unlink(missing_ok=True)
+            else:
+                shutil.rmtree(self._path, ignore_errors=True)
+                self._path = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         return self._path if self._files else None
+
+
+def remove_abandoned_folders() -> None:
+    """Remove the private folders of this user whose processes were killed."""
+    with suppress(OSError):
+        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            with suppress(OSError):
+                _remove_if_abandoned(folder)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    """Remove a private folder if nobody holds its lock.
+
+    Raises:
+        OSError: it is in use, or kept, or cannot be read.
+    """
+    info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+        return
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Create and lock the lock file of a new folder; return its descriptor.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    unlocked = folder / f"{_LOCK}.new"
+    lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # It gets its name when it is locked, so that nobody can lock it first.
+        unlocked.rename(folder / _LOCK)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
 
 
 def read_memory_kills(path: Path = KERNEL_LOG) -> str:

@@ -14,7 +14,7 @@ from gllm.cluster.liveness import ProcessSample
 from gllm.cluster.placement import Placement
 from gllm.config.engine import EngineConfig
 from gllm.runtime.assignment import StageAssignment, WorkerIdentity
-from gllm.transport.edge import create_edge
+from gllm.transport.edge import Edge, create_edge
 
 OnExit = Callable[[int, str], None]
 """Called with the sender of a worker that has exited and been reaped, and a description."""
@@ -88,16 +88,18 @@ class Node(ABC):
             restart_cause: reason for which the previous generation ended.
             num_resumed_requests: requests that will be submitted again.
             output_lengths: output lengths of earlier generations, for the scheduler.
+
+        Raises:
+            OSError: a file cannot be created; no worker was sent anything.
         """
         self.on_generation_ready()
         self._driver_folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-driver-"))
-        edges = {
-            spec.number: create_edge(f"{self._name}-edge-{spec.number}", spec.transport)
-            for spec in placement.edges
-        }
-        incoming = {spec.target: edges[spec.number] for spec in placement.edges}
-        outgoing = {spec.source: edges[spec.number] for spec in placement.edges}
+        incoming: dict[int, Edge] = {}
+        outgoing: dict[int, Edge] = {}
         try:
+            for spec in placement.edges:
+                edge = create_edge(f"{self._name}-edge-{spec.number}", spec.transport)
+                incoming[spec.target] = outgoing[spec.source] = edge
             for worker in placement.workers:
                 stage = worker.stage
                 self._send(
@@ -116,7 +118,7 @@ class Node(ABC):
                     )
                 )
         finally:
-            for edge in edges.values():
+            for edge in incoming.values():
                 edge.close()
 
     def on_generation_ready(self) -> None:

@@ -88,7 +88,7 @@ class Supervisor:
         )
         bounds = [(each.start, each.stop) for each in layers]
         self._recovery = Recovery(bounds, limits, Random())
-        self._executor = ActionExecutor(config, len(layers), self.client, self.deaths, self)
+        self._executor = ActionExecutor(config, self._recovery, self.client, self.deaths, self)
         self._death_handler = DeathHandler(
             self._recovery, self._executor, self.client, self.deaths, self._execute
         )
@@ -339,6 +339,11 @@ class Supervisor:
             parts = self._progress.values()
             done = sum(part.done_bytes for part in parts)
             self._on_progress(done, sum(part.total_bytes for part in parts))
+
+    def on_assignment_failed(self, generation: int, cause: str) -> None:
+        """See ActionListener."""
+        now = time.monotonic()
+        self._execute(self._recovery.on_assignment_failed(generation, cause, now))
 
     def on_warm(self, generation: int, error: str) -> None:
         """Handle the end of a warm-up request."""

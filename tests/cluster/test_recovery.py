@@ -41,6 +41,7 @@ EVENTS = (
     "fair",
     "settle",
     "stale",
+    "impossible",
 )
 
 
@@ -70,6 +71,8 @@ def happen(world: World, event: str, pick: int, seconds: float) -> None:
             world._act_fairly()
         case "settle":
             world.settle()
+        case "impossible":
+            world.num_impossible = 1 + pick % 3
         case "stale":
             report_stale_events(world, 10_000 + pick)
 
@@ -83,6 +86,8 @@ def report_stale_events(world: World, sender: int) -> None:
     for end in (recovery.on_exit, recovery.on_failed, recovery.on_lost):
         world.run(end(sender, "unknown", now))
     recovery.on_progress(sender, now)
+    for generation in (recovery.generation - 1, recovery.generation + 1):
+        assert recovery.on_assignment_failed(generation, "stale", now) == []
     assert recovery.start(now) == []
     if not world.pending["warm"]:
         world.run(recovery.on_warm(now))
@@ -204,6 +209,44 @@ def test_backoff_grows_and_is_bounded() -> None:
     ]
     assert all(0.75 * each <= delay <= each for each, delay in zip(nominal, delays, strict=True))
     assert len(set(delays[-8:])) > 1, "jitter"
+
+
+def test_assignments_that_fail_are_tried_again_until_the_limit() -> None:
+    world = ready_world(2, max_restarts=2)
+    world.num_impossible = 2
+    survivor = sender_of(world, 1)
+    world.exit(sender_of(world, 0))
+    begin = world.now
+    world.settle()
+    assert world.is_attached
+    assert sender_of(world, 1) == survivor, "nobody dies for it"
+    assert len(actions_of(world, AssignGeneration)) == 3
+    assert world.now - begin >= 0.75 * (FIRST_BACKOFF_SECONDS + 2 * FIRST_BACKOFF_SECONDS)
+    world.commit()
+    world.num_impossible = 3
+    world.exit(sender_of(world, 0))
+    world.settle()
+    assert "could not be assigned: no space" in world.given_up
+
+
+def test_assignments_of_the_first_start_are_tried_again() -> None:
+    world = World(2, RecoveryLimits())
+    world.num_impossible = 2
+    world.start()
+    world.settle()
+    assert world.is_attached
+
+
+def test_a_death_while_an_assignment_is_delayed_is_recovered() -> None:
+    world = ready_world(2)
+    world.num_impossible = 1
+    world.exit(sender_of(world, 0))
+    while world.num_impossible:
+        assert world._act_fairly()
+    world.exit(sender_of(world, 1))
+    world.settle()
+    assert world.is_attached
+    assert len(actions_of(world, AssignGeneration)) == 2
 
 
 def test_a_survivor_that_does_not_close_is_killed_and_does_not_count() -> None:

@@ -48,6 +48,12 @@ class World:
         self.has_rejected = False
         self.given_up = ""
         self.num_deaths = [0] * num_stages
+        self.num_impossible = 0
+        """Assignments that are still to fail."""
+        self.num_failed_assignments = 0
+        """Since the engine was ready."""
+        self.has_failed_assignment = False
+        """True if the last one failed, and the recovery does not know yet."""
         self.log: list[tuple[float, Action]] = []
         self.spawn_times: list[tuple[float, int | None]] = []
 
@@ -60,6 +66,10 @@ class World:
             assert not self.given_up, "nothing follows the end"
             self.log.append((self.now, action))
             self._execute(action)
+        if self.has_failed_assignment:
+            self.has_failed_assignment = False
+            self.run(self.recovery.on_assignment_failed(self.generation, "no space", self.now))
+            self._check_count()
         if self.recovery.state is not RecoveryState.DEAD:
             placed = [stage for sender, stage in self.stage.items() if sender in self.alive]
             assert len(placed) - placed.count(None) <= len(self.layers)
@@ -105,6 +115,7 @@ class World:
                 assert not any(self.pending.values())
                 self.is_attached = self.has_been_ready = True
                 self.has_rejected = False
+                self.num_failed_assignments = 0
             case DetachClient():
                 assert self.is_attached
                 self.is_attached = False
@@ -125,6 +136,11 @@ class World:
         open_instances = self.instances.keys() & self.alive
         assert not open_instances, "two placements are at work"
         self.generation = placement.generation
+        if self.num_impossible:
+            self.num_impossible -= 1
+            self.num_failed_assignments += 1
+            self.has_failed_assignment = True
+            return
         for worker in placement.workers:
             assert self.stage[worker.sender] in (None, worker.stage)
             self.stage[worker.sender] = worker.stage
@@ -170,7 +186,7 @@ class World:
         self.num_deaths[stage] += not is_poison
 
     def _check_count(self) -> None:
-        is_over = max(self.num_deaths) > self.limits.max_restarts
+        is_over = max(*self.num_deaths, self.num_failed_assignments) > self.limits.max_restarts
         assert is_over == bool(self.given_up)
 
     def _forget(self, sender: int) -> None:

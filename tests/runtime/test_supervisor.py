@@ -1,7 +1,10 @@
 """The supervisor over scripted workers: recoveries, limits, poison, commands, drain and stop."""
 
 import asyncio
+import errno
 import os
+import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gllm.cluster import records
 from gllm.config.engine import EngineConfig
 from gllm.messages.lifecycle import StageFailed
 from gllm.messages.sampling import SequenceSamplingParams
@@ -187,6 +191,56 @@ async def test_deaths_and_failed_spawns_of_the_first_start_are_recovered() -> No
     await supervisor.start(Path("demo"), node, DEFAULT_LOG_CONFIG)
     assert supervisor.state == "ready"
     assert supervisor.deaths.recoveries == {}, "it was not ready before"
+    await supervisor.stop()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many folders, by the beginning of their names, are still to find no space."""
+    failures: Counter[str] = Counter()
+    make = tempfile.mkdtemp
+
+    def make_folder(prefix: str = "") -> str:
+        if failures[prefix] > 0:
+            failures[prefix] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return make(prefix=prefix)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_folder)
+    monkeypatch.setattr(records, "FIRST_BACKOFF_SECONDS", 0.02)
+    return failures
+
+
+async def test_a_full_temporary_folder_delays_a_generation(full_disk: Counter[str]) -> None:
+    async with running(max_restarts=2) as (supervisor, node):
+        task = asyncio.create_task(generate(supervisor, [1], 100))
+        await until(lambda: supervisor.client.stats.running)
+        full_disk["gllm-test-driver-"] = 2
+        node.crash(0)
+        assert await task == (expected([1], 100), [""])
+        assert full_disk["gllm-test-driver-"] == 0
+        assert (supervisor.generation, node.num_spawned) == (4, 3)
+        assert supervisor.deaths.recoveries == {"killed": 1}
+
+
+async def test_a_temporary_folder_that_stays_full_ends_the_engine(full_disk: Counter[str]) -> None:
+    async with running(max_restarts=2) as (supervisor, node):
+        task = asyncio.create_task(generate(supervisor, [1], 100))
+        await until(lambda: supervisor.client.stats.running)
+        full_disk["gllm-test-driver-"] = 9
+        node.crash(0)
+        _, (error,) = await task
+        assert "could not be assigned" in error
+        assert "No space left" in error
+        assert full_disk["gllm-test-driver-"] == 6
+
+
+async def test_the_first_start_waits_for_space(full_disk: Counter[str]) -> None:
+    supervisor, node = create(), ScriptedNode()
+    full_disk["gllm-"] = full_disk["gllm-test-driver-"] = 1
+    await supervisor.start(Path("demo"), node, DEFAULT_LOG_CONFIG)
+    assert supervisor.state == "ready"
+    assert full_disk.total() == 0
     await supervisor.stop()
 
 
