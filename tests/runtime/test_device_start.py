@@ -9,7 +9,7 @@ import pytest
 from benchmarks.gpu.host import HostQueues
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.runtime import stage_instance as instance_module
+from gllm.runtime import stage_resources as resources_module
 from gllm.runtime import stage_loader as loader_module
 from gllm.runtime.cuda import backend as backend_module
 from gllm.runtime.cuda.executor import CudaExecutor
@@ -46,7 +46,7 @@ async def test_edges_are_open_before_the_memory_left_is_divided(
 
     monkeypatch.setattr(backend_module, "CudaRuntime", lambda index: HostQueues())
     monkeypatch.setattr(loader_module, "count_gpus", lambda device: 1)
-    monkeypatch.setattr(instance_module, "open_edges", noted("edges", open_edges))
+    monkeypatch.setattr(resources_module, "open_edges", noted("edges", open_edges))
     measure = noted("room", CudaExecutor.available_bytes)
     monkeypatch.setattr(CudaExecutor, "available_bytes", measure)
     with as_on_a_device():

@@ -1,8 +1,10 @@
 """Logs with restarts: replayed, and read as one run."""
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
+import msgspec
 import pytest
 
 from gllm.observability.step_log import (
@@ -31,6 +33,10 @@ from gllm.sim.run_record import RunRecord, build_run_record
 from gllm.sim.workload import make_workload, to_scheduler_requests
 
 
+LEARNED = {bits: [1] * 8 for bits in range(1, 20)}
+"""Output lengths with which a scheduler expects every output to be over soon."""
+
+
 def interrupted_run(num_deaths: int, seed: int) -> list[StepLogEvent]:
     """A simulated run whose driver died: each generation takes up what the one before left."""
     random = Random(seed)
@@ -39,13 +45,21 @@ def interrupted_run(num_deaths: int, seed: int) -> list[StepLogEvent]:
     requests = to_scheduler_requests(make_workload("sharegpt-like", 40, 4.0, "gamma:2", seed))
     events: list[StepLogEvent] = []
     for generation in range(1, num_deaths + 2):
-        _, logged = serve_requests(deployment, requests)
+        _, logged = serve_requests(
+            replace(deployment, output_lengths=LEARNED if generation > 1 else None), requests
+        )
         start = logged[0]
         assert isinstance(start, StartEvent)
         if generation > 1:
             cause, layers = "stage 0 was killed", start.layers
             logged[0] = RestartEvent(
-                start.time, generation, cause, len(requests), layers, start.scheduler
+                start.time,
+                generation,
+                cause,
+                len(requests),
+                layers,
+                start.scheduler,
+                output_lengths=LEARNED,
             )
         if generation > num_deaths:
             return [*events, *logged]
@@ -98,6 +112,16 @@ def test_replay_follows_restarts(num_deaths: int, seed: int) -> None:
     assert calls.num_plans == len(plans) == times.num_plans
     assert calls.num_equal == calls.num_plans
     assert times.share == 1.0
+
+
+def test_replay_follows_the_lengths_that_a_restart_begins_with() -> None:
+    events = [
+        msgspec.structs.replace(event, output_lengths={})
+        if isinstance(event, RestartEvent)
+        else event
+        for event in interrupted_run(1, seed=0)
+    ]
+    assert replay_calls(events).share < 1.0
 
 
 def test_a_changed_plan_after_a_restart_is_noticed() -> None:

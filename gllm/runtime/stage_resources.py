@@ -1,0 +1,169 @@
+"""Resources of a stage instance: weights, edges, KV cache and threads.
+
+They are loaded, opened and allocated on threads, while the event loop goes on. `free` may be called
+at any moment of that.
+"""
+
+import gc
+import threading
+from collections.abc import Callable
+
+from gllm.messages.lifecycle import StageLoaded
+from gllm.messages.steps import GrammarReady, StepDone
+from gllm.runtime.assignment import StageAssignment
+from gllm.runtime.backend import DeviceBackend
+from gllm.runtime.device import trim_memory
+from gllm.runtime.executor import Executor
+from gllm.runtime.stage import StageRunner
+from gllm.runtime.stage_loader import StageLoader
+from gllm.scheduler.config import SchedulerConfig
+from gllm.transport.base import EdgeLayout, Receiver, Sender
+from gllm.transport.registry import open_edges
+
+
+class StageResources:
+    """What a stage instance holds until it is closed, and the weights, which outlive it."""
+
+    def __init__(
+        self,
+        assignment: StageAssignment,
+        on_progress: Callable[[int, int], None],
+        on_error: Callable[[BaseException], None],
+        previous: "StageResources | None" = None,
+    ) -> None:
+        """Create the resources of an instance that has not been loaded.
+
+        Args:
+            assignment: its descriptors belong to the resources from now on.
+            on_progress: called on the loading thread with the bytes loaded and in total.
+            on_error: called on any thread with the error that ends the stage.
+            previous: of a closed instance, whose weights are taken over.
+        """
+        self.runner: StageRunner | None = None
+        """Threads that compute and sample, once they are started."""
+        self._assignment = assignment
+        self._on_error = on_error
+        self._loader: StageLoader = StageLoader(
+            assignment, on_progress, None if previous is None else previous._loader
+        )
+        self._lock = threading.Lock()
+        """Held while edges, caches and threads begin or end."""
+        self._is_cancelled = self._is_freed = False
+        self._edges: tuple[Receiver | None, Sender | None] = (None, None)
+
+    @property
+    def backend(self) -> DeviceBackend:
+        """Device of the stage, once the weights are loaded."""
+        return self._loader.backend
+
+    @property
+    def executor(self) -> Executor:
+        """Executor of the stage, once the weights are loaded."""
+        return self._loader.executor
+
+    def load(self, on_loaded: Callable[[StageLoaded], None]) -> None:
+        """Load the weights and open the edges on a thread.
+
+        on_loaded: called on that thread, unless the resources are cancelled before.
+        """
+        self._loader.start(lambda: self._on_weights(on_loaded), self._on_error)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Allocate the KV cache and compile kernels; called on a thread, as it can take minutes."""
+        with self._lock:
+            if self._is_cancelled:
+                return
+            self.executor.bind_thread()
+            self.executor.allocate(num_blocks, block_size)
+            self.backend.prepare_steps()
+
+    def start_threads(
+        self,
+        on_result: Callable[[StepDone | GrammarReady], None],
+        on_error: Callable[[BaseException], None],
+    ) -> StageRunner:
+        """Start the threads that compute and sample; called on the event loop, as both callbacks.
+
+        Args:
+            on_result: called with the messages for the driver.
+            on_error: called with the error that ends the stage.
+        """
+        self.executor.bind_thread()
+        min_step_seconds = self._assignment.config.debug_step_seconds
+        self.runner = StageRunner(
+            self.executor, *self._edges, on_result, on_error, min_step_seconds
+        )
+        return self.runner
+
+    def cancel(self) -> None:
+        """Open, allocate and report nothing from now on; `free` follows."""
+        self._is_cancelled = True
+
+    def free(self) -> None:
+        """Free everything but the weights; blocks until a step that is being computed has ended.
+
+        Weights that are being loaded go on loading, for the next instance.
+        """
+        with self._lock:
+            if self._is_freed:
+                return
+            self._is_freed = True
+            if self.runner is not None:
+                self.runner.close()
+                self.runner = None
+            for end in self._edges:
+                if end is not None:
+                    end.close()
+            self._edges = (None, None)
+            self._assignment.close_descriptors()
+            self._loader.close_executor()
+        trim_memory()
+
+    def _on_weights(self, on_loaded: Callable[[StageLoaded], None]) -> None:
+        """Open the edges; called on the loading thread."""
+        backend, executor = self.backend, self.executor
+        # One that was closed meanwhile leaves the weights to its successor.
+        with self._lock:
+            if self._is_cancelled:
+                return
+            # Before the rest of the memory is divided: edges take some, NCCL for example.
+            self._edges = self._open_edges(backend.reserve())
+        available_bytes = backend.available_bytes()
+        trim_memory()
+        # Loaded objects live as long as the process: the collector never has to visit them.
+        if not gc.isenabled():
+            gc.freeze()
+            gc.enable()
+        on_loaded(
+            StageLoaded(
+                self._assignment.stage,
+                executor.weight_bytes,
+                executor.block_bytes,
+                available_bytes,
+                executor.keeps_weights,
+            )
+        )
+
+    def _open_edges(self, scheduler: SchedulerConfig) -> tuple[Receiver | None, Sender | None]:
+        """Open the edges to the neighbours; on a GPU this waits for them.
+
+        scheduler: resolved except for the number of KV blocks.
+        """
+        assert scheduler.max_in_flight is not None
+        assert scheduler.max_num_batched_tokens is not None
+        backend, executor = self.backend, self.executor
+        shape = EdgeLayout(
+            scheduler.max_in_flight,
+            scheduler.max_num_batched_tokens,
+            executor.model.hidden_size,
+            executor.dtype.itemsize,
+        )
+        return open_edges(
+            self._assignment.incoming,
+            self._assignment.outgoing,
+            backend.transport,
+            shape,
+            executor.dtype,
+            backend.streams,
+            self._on_error,
+        )

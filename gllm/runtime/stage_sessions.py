@@ -1,0 +1,112 @@
+"""Sessions of one generation between its driver and the other stages."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from gllm.messages import codec
+from gllm.messages.codec import AnyMessage
+from gllm.messages.reports import StageTimes
+from gllm.messages.steps import GrammarReady, StepDone
+from gllm.runtime.assignment import StageAssignment
+from gllm.runtime.bus import Hub, Peer, Spoke
+from gllm.runtime.session import SessionError
+
+LOST_SECONDS = 5.0
+"""Time in which the parent closes an instance after another stage has ended."""
+
+
+class StageSessions:
+    """One stage's end: the driver's hub on the first stage, a spoke on the others."""
+
+    def __init__(
+        self,
+        assignment: StageAssignment,
+        context: zmq.Context[zmq.Socket[bytes]],
+        run: int,
+        on_messages: Callable[[Iterable[AnyMessage]], None],
+        on_lost: Callable[[BaseException], None],
+    ) -> None:
+        """Bind the hub on the first stage; the other stages connect after all have loaded.
+
+        Args:
+            assignment: of the stage.
+            context: of this process.
+            run: number of this start of the parent.
+            on_messages: called with the messages for this stage, and on the first one with those
+                for the driver.
+            on_lost: called some time after a session has ended, unless these are closed before.
+        """
+        self._assignment = assignment
+        self._context, self._run = context, run
+        self._on_messages, self._on_lost = on_messages, on_lost
+        self._is_closed = False
+        self._connected_senders: set[int] = set()
+        """Workers that have reached the driver, its own included."""
+        self._spoke: Spoke | None = None
+        self._hub = self._bind() if assignment.stage == 0 else None
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The driver's channels to the other stages, in order."""
+        assert self._hub is not None, "the driver is on the first stage"
+        return [Peer(self._hub, sender) for sender in self._assignment.placement.senders[1:]]
+
+    def connect(self) -> None:
+        """Connect to the driver's hub."""
+        assignment = self._assignment
+        self._spoke = Spoke(
+            self._context,
+            self._run,
+            assignment.sender,
+            assignment.driver_address,
+            codec.decode_for_stage,
+        )
+        self._spoke.advance(assignment.placement.generation)
+        self._spoke.start(self._on_messages, self._on_session_lost)
+
+    def on_connected(self, sender: int) -> bool:
+        """Note that a worker has reached the driver; return True once all have.
+
+        The parent removes the socket's name when all stages are ready, so nothing can connect
+        afterwards.
+        """
+        self._connected_senders.add(sender)
+        return len(self._connected_senders) == self._assignment.num_stages
+
+    def send_to_driver(self, message: StepDone | GrammarReady | StageTimes) -> None:
+        """Send a message to the driver, which on the first stage handles it at once."""
+        if self._spoke is not None:
+            self._spoke.send(message)
+        else:
+            self._on_messages([message])
+
+    def close(self) -> None:
+        """End the sessions."""
+        self._is_closed = True
+        for connection in (self._hub, self._spoke):
+            if connection is not None:
+                connection.close()
+
+    def _bind(self) -> Hub:
+        assignment = self._assignment
+        hub = Hub(self._context, self._run, codec.decode_for_driver)
+        hub.advance(assignment.placement.generation)
+        hub.bind(assignment.driver_address)
+        for sender in assignment.placement.senders[1:]:
+            hub.expect(sender)
+        hub.start(
+            lambda messages: self._on_messages(message for _, message in messages),
+            lambda _, cause: self._on_session_lost(cause),
+        )
+        return hub
+
+    def _on_session_lost(self, cause: str) -> None:
+        """Report a loss, unless the parent closes the instance first as the other has ended."""
+        error = SessionError(f"a session with another stage ended: {cause}")
+        asyncio.get_running_loop().call_later(LOST_SECONDS, self._report_loss, error)
+
+    def _report_loss(self, error: SessionError) -> None:
+        if not self._is_closed:
+            self._on_lost(error)
