@@ -20,7 +20,6 @@ from gllm.runtime.local_node import LocalNode
 POISON = 300
 """A token whose embedding is not a number."""
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -181,10 +180,8 @@ def kill_worker(engine: Engine, stage: int, how: int = signal.SIGKILL) -> None:
     os.kill(worker.process.pid, how)
 
 
-@pytest.mark.parametrize("standby_workers", [0, 1])
-async def test_requests_survive_the_death_of_each_stage(
-    tiny_model: Path, standby_workers: int
-) -> None:
+async def test_requests_survive_deaths_and_a_worker_that_freezes(tiny_model: Path) -> None:
+    """A standby worker takes the first place; the next one may still import its modules."""
     long = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=300, ignore_eos=True)
 
     async def run(engine: Engine, number: int) -> dict[int, list[int]]:
@@ -198,16 +195,18 @@ async def test_requests_survive_the_death_of_each_stage(
         str(tiny_model),
         pipeline_parallel_size=2,
         kv_cache_memory=2**24,
-        standby_workers=standby_workers,
+        standby_workers=1,
+        freeze_timeout=1.0,
     )
+    faults = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
     async with Engine(config) as engine:
         undisturbed = await asyncio.gather(*(run(engine, i) for i in range(4)))
-        for stage in (0, 1):
+        for stage, how in faults:
             tasks = [asyncio.create_task(run(engine, i)) for i in range(4)]
             steps = engine.status().stats.steps
             while engine.status().stats.steps < steps + 20:
                 await asyncio.sleep(0.01)
-            kill_worker(engine, stage)
+            kill_worker(engine, stage, how)
             while engine.status().state == "ready":
                 await asyncio.sleep(0.01)
             assert engine.status().accepts_requests
@@ -215,31 +214,10 @@ async def test_requests_survive_the_death_of_each_stage(
                 await engine.reset_prefix_cache()
             assert await asyncio.gather(*tasks) == undisturbed
         status = engine.status()
-        assert (status.state, status.generation) == ("ready", 3)
-        assert status.recoveries == {"killed": 2}
-        assert status.num_resumed_requests == 8
-        assert len(status.recovery_seconds) == 2
-
-
-async def test_requests_survive_a_worker_that_freezes(tiny_model: Path) -> None:
-    config = EngineConfig.from_options(
-        str(tiny_model), pipeline_parallel_size=2, kv_cache_memory=2**24
-    )
-    async with Engine(config) as engine:
-        undisturbed = await collect(engine, [5, 6], LONG)
-        reading = asyncio.create_task(collect(engine, [5, 6], LONG))
-        while not engine.status().stats.running:
-            await asyncio.sleep(0.01)
-        kill_worker(engine, 1, signal.SIGSTOP)
-        deltas = await reading
-        assert ids_of(deltas) == ids_of(undisturbed)
-        status = engine.status()
-        assert status.recoveries == {"frozen": 1}
-        assert status.generation == 2
-
-
-def ids_of(deltas: list[OutputDelta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
+        assert (status.state, status.generation) == ("ready", 4)
+        assert status.recoveries == {"killed": 2, "frozen": 1}
+        assert status.num_resumed_requests == 12
+        assert len(status.recovery_seconds) == 3
 
 
 async def abandon(engine: Engine) -> None:

@@ -22,6 +22,8 @@ NUM_SEEDS = 20
 """Seeds of each fault; `make test` has the first one."""
 EXACT = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "64MiB"]
 """Flags with which a decoded token has the logits of the same token computed in a prefill."""
+FREEZE_TIMEOUT = "2"
+"""Seconds for which a stopped worker is left alone."""
 
 
 def faults() -> list[Any]:
@@ -76,7 +78,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         path = [str(Path(__file__).parent / "poison"), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         before = leftovers()
-        with serving("demo", "--pp", "3", *EXACT) as started:
+        with serving("demo", "--pp", "3", "--freeze-timeout", FREEZE_TIMEOUT, *EXACT) as started:
             yield started
             workers = started.workers()
             started.process.terminate()

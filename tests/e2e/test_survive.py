@@ -16,6 +16,8 @@ from gllm.kernels.native.builds import select_build
 from tests.e2e.server import wait_until
 
 PROMPTS = ["Once upon a time", "There was once a fox", "Not far from here", "The old man said"]
+STAGES = (0, 1)
+"""The driver and the last stage, which die one after the other."""
 NUM_TOKENS = 150
 HAS_EXACT_TEXTS = select_build().path is not None
 """False if a BLAS decides the order of sums, so that recomputed texts may differ."""
@@ -31,8 +33,7 @@ def worker(stage: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["driver", "last stage"])
-def test_llm_generate_survives_a_kill(victim: int) -> None:
+def test_llm_generate_survives_kills() -> None:
     """All prompts end with the tokens and log-probabilities of an undisturbed run."""
     params = SamplingParams(
         temperature=1, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1
@@ -40,22 +41,24 @@ def test_llm_generate_survives_a_kill(victim: int) -> None:
     with LLM("demo", progress=False, pipeline_parallel_size=2) as llm:
         undisturbed = llm.generate(PROMPTS, params)
         engine = llm._engine
-        before = engine.status().stats.decode_tokens
 
-        def kill() -> None:
-            wait_until(lambda: engine.status().stats.decode_tokens >= before + KILL_AFTER)
-            os.kill(worker(victim), signal.SIGKILL)
+        def kill(stage: int, after: int) -> None:
+            wait_until(lambda: engine.status().stats.decode_tokens >= after)
+            os.kill(worker(stage), signal.SIGKILL)
 
-        killer = threading.Thread(target=kill)
-        killer.start()
-        survived = llm.generate(PROMPTS, params)
-        killer.join()
-        status = engine.status()
-    if HAS_EXACT_TEXTS:
-        assert survived == undisturbed
-    assert [len(each.outputs[0].token_ids) for each in survived] == [NUM_TOKENS] * len(PROMPTS)
-    assert dict(status.recoveries) == {"killed": 1}
-    assert status.num_resumed_requests == len(PROMPTS)
+        for number, victim in enumerate(STAGES, start=1):
+            after = engine.status().stats.decode_tokens + KILL_AFTER
+            killer = threading.Thread(target=kill, args=(victim, after))
+            killer.start()
+            survived = llm.generate(PROMPTS, params)
+            killer.join()
+            status = engine.status()
+            if HAS_EXACT_TEXTS:
+                assert survived == undisturbed, victim
+            lengths = [len(each.outputs[0].token_ids) for each in survived]
+            assert lengths == [NUM_TOKENS] * len(PROMPTS)
+            assert dict(status.recoveries) == {"killed": number}
+            assert status.num_resumed_requests == number * len(PROMPTS)
 
 
 def test_the_example_streams_on(capfd: pytest.CaptureFixture[str]) -> None:
