@@ -48,9 +48,7 @@ def create_scheduler(
         output_lengths=assignment.output_lengths,
     )
     step_log = continue_step_log(engine.step_log, start, restart)
-    scheduler = LoggedScheduler(
-        config, step_log.write, time.monotonic, assignment.output_lengths
-    )
+    scheduler = LoggedScheduler(config, step_log.write, time.monotonic, assignment.output_lengths)
     return scheduler, step_log
 
 

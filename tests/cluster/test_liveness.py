@@ -17,7 +17,6 @@ from gllm.cluster.liveness import (
 )
 from tests.examples import num_examples
 
-
 STEP_SECONDS = STEP_FREEZE_TIMES * FREEZE_SECONDS
 """Time after which a step without progress is a fault."""
 

@@ -1,4 +1,4 @@
-"""Private folders with evidence: removed at the end, or by the next process if theirs was killed."""
+"""Private folders with evidence: removed at the end, or by the next process after a kill."""
 
 import os
 from pathlib import Path

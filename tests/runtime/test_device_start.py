@@ -9,8 +9,8 @@ import pytest
 from benchmarks.gpu.host import HostQueues
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.runtime import stage_resources as resources_module
 from gllm.runtime import stage_loader as loader_module
+from gllm.runtime import stage_resources as resources_module
 from gllm.runtime.cuda import backend as backend_module
 from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.runtime.cuda.graphs import graph_sizes

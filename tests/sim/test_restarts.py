@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-import msgspec
 import pytest
 
 from gllm.observability.step_log import (
@@ -25,13 +24,13 @@ from gllm.scheduler.plan import (
     StepTime,
 )
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.deployment import roofline_deployment, serve_requests
+from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests
 from gllm.sim.pipeline import OUTPUT_TOKEN_ID
 from gllm.sim.replay import replay_calls, replay_step_times
 from gllm.sim.report import format_metrics_table, summarize_run
 from gllm.sim.run_record import RunRecord, build_run_record
 from gllm.sim.workload import make_workload, to_scheduler_requests
-
 
 LEARNED = {bits: [1] * 8 for bits in range(1, 20)}
 """Output lengths with which a scheduler expects every output to be over soon."""
@@ -115,13 +114,17 @@ def test_replay_follows_restarts(num_deaths: int, seed: int) -> None:
 
 
 def test_replay_follows_the_lengths_that_a_restart_begins_with() -> None:
-    events = [
-        msgspec.structs.replace(event, output_lengths={})
-        if isinstance(event, RestartEvent)
-        else event
-        for event in interrupted_run(1, seed=0)
-    ]
-    assert replay_calls(events).share < 1.0
+    config = SchedulerConfig(prefix_cache=False).resolve(1, 40, 512)
+    deployment = Deployment("m", [1], ConstantCostModel(0.01), config, LEARNED)
+    jobs = make_workload("uniform:20,100,50,90", 20, 1e3, "poisson", 0)
+    _, logged = serve_requests(deployment, to_scheduler_requests(jobs))
+    start = logged[0]
+    assert isinstance(start, StartEvent)
+    for lengths, is_same in ((LEARNED, True), ({}, False)):
+        restart = RestartEvent(1.0, 2, "killed", 0, [1], config, output_lengths=lengths)
+        events = [start, restart, *logged[1:]]
+        assert (replay_calls(events).share == 1.0) == is_same
+        assert (replay_step_times(events).share == 1.0) == is_same
 
 
 def test_a_changed_plan_after_a_restart_is_noticed() -> None:
