@@ -72,6 +72,7 @@ class SimulatedNode(Node):
         plan_record: int | None = None,
         restart_cause: str = "",
         num_resumed_requests: int = 0,
+        output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
         self.on_generation_ready()
         self._address = f"driver of {placement.generation}"
