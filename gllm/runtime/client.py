@@ -17,7 +17,7 @@ from gllm.runtime.report_totals import ReportTotals
 from gllm.runtime.request_client import RequestClient, SendFunction
 from gllm.runtime.request_stream import RequestStream
 from gllm.runtime.suspects import SuspectTracker
-from gllm.scheduler.plan import SchedulerStats
+from gllm.scheduler.plan import FinishedSequence, SchedulerStats
 
 _POISON_ERROR = (
     "a worker died each time that it computed this request, the last time while no other request "
