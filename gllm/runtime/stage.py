@@ -216,7 +216,7 @@ class StageRunner:
             log.exception("step %d failed", plan.step)
             self._begun.pop()
             raise StepFailedError(format_error(error)) from error
-        if not self._executor.is_asynchronous:
+        if self._min_step_seconds and not self._executor.is_asynchronous:
             self._sleep_until(begin + self._min_step_seconds)
         if self._sender is not None:
             self._sender.send(plan.step, output)
@@ -228,8 +228,7 @@ class StageRunner:
 
     def _sleep_until(self, end: float) -> None:
         """Sleep until a step has taken its minimum time."""
-        if self._min_step_seconds:
-            time.sleep(max(0.0, end - time.monotonic()))
+        time.sleep(max(0.0, end - time.monotonic()))
 
     def _record_time(self, step: int, begin: float, end: float, busy_seconds: float) -> None:
         """Count the oldest running step as computed."""
@@ -284,9 +283,12 @@ class StageRunner:
         device_time = self._executor.wait(item.batch)
         if self._receiver is not None:
             self._receiver.check()
-        begin = time.monotonic() - device_time.elapsed
-        self._sleep_until(begin + self._min_step_seconds)
-        self._record_time(item.plan.step, begin, time.monotonic(), device_time.busy)
+        end = time.monotonic()
+        begin = end - device_time.elapsed
+        if self._min_step_seconds:
+            self._sleep_until(begin + self._min_step_seconds)
+            end = time.monotonic()
+        self._record_time(item.plan.step, begin, end, device_time.busy)
 
 
 def format_error(error: BaseException) -> str:
