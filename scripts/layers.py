@@ -35,6 +35,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "zmq"
             ),
             "gllm.fleet": "gllm.messages gllm.runtime msgspec",
+            "gllm.runtime.security": "gllm.config zmq",
             "gllm.text": "gllm.config gllm.grammar.sources jinja2 msgspec tokenizers",
             "gllm.engine.fleet_control": "gllm.scheduler msgspec",
             "gllm.engine.interface": (
@@ -68,8 +69,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.commands": (
                 "aiohttp gllm.config gllm.engine gllm.experiments gllm.observability "
-                "gllm.observability.step_log gllm.scheduler gllm.sim matplotlib msgspec "
-                "prometheus_client tqdm uvloop"
+                "gllm.observability.step_log gllm.runtime.security gllm.scheduler gllm.sim "
+                "matplotlib msgspec prometheus_client tqdm uvloop"
             ),
             "gllm.__main__": "gllm",
         }.items()

@@ -2,11 +2,23 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from gllm.messages.codec import AnyMessage
+from gllm.runtime.connections import HANDSHAKE_FAILURES
 from gllm.runtime.session import ANY_GENERATION, MAX_FRAME_BYTES
+
+CLOSED = "the connection was closed"
+"""Cause of a session's end if the peer closed it or exited."""
+MAX_QUEUED_FRAMES = 2**16
+"""Frames in one direction between processes of a fleet that may wait until the peer is lost."""
+HANDSHAKE_SECONDS = 5.0
+"""Time limit of connecting over TCP, and of the handshake."""
+Decode = Callable[[bytes], AnyMessage]
+"""Decoder of the messages that the peers' role may send."""
 
 _NOBLOCK = int(zmq.NOBLOCK)
 
@@ -18,14 +30,17 @@ class BusSocket(ABC):
     that arrived. So a read goes on until nothing is left, and every send schedules one.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, max_queued_frames: int = 0
+    ) -> None:
+        """Create the socket; `max_queued_frames` for each peer and direction, 0: no limit."""
         self._socket = context.socket(kind)
-        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.sndhwm = self._socket.rcvhwm = max_queued_frames
         self._socket.linger = 0
         self._socket.maxmsgsize = MAX_FRAME_BYTES
-        self._socket.handshake_ivl = 5000
+        self._socket.handshake_ivl = int(HANDSHAKE_SECONDS * 1000)
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILURES
         )
         self._generation = ANY_GENERATION
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,8 +101,17 @@ class BusSocket(ABC):
         """Deliver waiting messages, or the first ones of them and schedule another read."""
 
     @abstractmethod
-    def _on_event(self, event: int, descriptor: int) -> None:
-        """Handle the beginning or end of a connection, whose descriptor in this process is given.
+    def _on_event(self, event: int, value: int) -> None:
+        """Handle the beginning or end of a connection, or the failure of a handshake before it.
 
-        The messages that arrived before its end may still wait to be read.
+        The messages that arrived before the end may still wait to be read.
+
+        Args:
+            event: of ZeroMQ's monitor.
+            value: descriptor of the connection in this process, or the cause of the failure.
         """
+
+
+def is_ipv6(address: str) -> bool:
+    """Return True if an address of ZeroMQ has an IPv6 address, such as tcp://[::]:29700."""
+    return address.startswith("tcp://[")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gllm.messages.control import CommandDone, StartProfile, StopProfile
-from gllm.runtime.bus import Spoke
+from gllm.runtime.spoke import Spoke
 
 if TYPE_CHECKING:
     from torch.profiler import profile

@@ -18,11 +18,11 @@ from gllm.messages.reports import StageTimes
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.observability.step_log import StepLogWriter
 from gllm.runtime.assignment import StageAssignment
-from gllm.runtime.bus import Spoke
 from gllm.runtime.driver import Driver
 from gllm.runtime.driver_setup import create_scheduler, dispatch_to_driver
 from gllm.runtime.executor import Executor
 from gllm.runtime.plan_record import PlanRecord
+from gllm.runtime.spoke import Spoke
 from gllm.runtime.stage import StageRunner
 from gllm.runtime.stage_reports import StageReporter
 from gllm.runtime.stage_resources import StageResources

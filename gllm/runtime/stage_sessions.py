@@ -10,8 +10,9 @@ from gllm.messages.codec import AnyMessage
 from gllm.messages.reports import StageTimes
 from gllm.messages.steps import GrammarReady, StepDone
 from gllm.runtime.assignment import StageAssignment
-from gllm.runtime.bus import Hub, Peer, Spoke
+from gllm.runtime.bus import Hub, Peer
 from gllm.runtime.session import SessionError
+from gllm.runtime.spoke import Spoke
 
 LOST_SECONDS = 5.0
 """Time in which the parent closes an instance after another stage has ended."""

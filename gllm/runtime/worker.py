@@ -32,10 +32,10 @@ from gllm.runtime.assignment import (
     WorkerIdentity,
     decode_parent_message,
 )
-from gllm.runtime.bus import Spoke
 from gllm.runtime.descriptors import DescriptorChannel, DescriptorError
 from gllm.runtime.profiler import TorchProfiler
 from gllm.runtime.session import SessionError
+from gllm.runtime.spoke import Spoke
 from gllm.runtime.stage import format_error
 from gllm.runtime.stage_instance import StageInstance
 

@@ -29,9 +29,9 @@ from gllm.messages.lifecycle import (
 )
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.runtime.assignment import StageAssignment, WorkerIdentity
-from gllm.runtime.bus import Spoke
 from gllm.runtime.node import Node, OnExit
 from gllm.runtime.plan_record import PlanRecord
+from gllm.runtime.spoke import Spoke
 from gllm.scheduler.plan import (
     FinishedSequence,
     FirstToken,

@@ -17,9 +17,11 @@ from gllm.messages.codec import AnyMessage, decode_for_head, decode_for_worker, 
 from gllm.messages.lifecycle import Hello, InitializeCache, Shutdown, StageFailed, StageReady
 from gllm.messages.requests import AbortSequences, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams as Spec
-from gllm.runtime.bus import CLOSED, Hub, Spoke
+from gllm.runtime.bus import Hub
+from gllm.runtime.bus_socket import CLOSED
 from gllm.runtime.head_socket import HeadSocket
 from gllm.runtime.session import HEADER, MAX_FRAME_BYTES, SessionSender
+from gllm.runtime.spoke import Spoke
 
 RUN = 2**63 + 5
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import encode
 from gllm.messages.lifecycle import Hello
-from gllm.runtime.bus import CLOSED
+from gllm.runtime.bus_socket import CLOSED
 from gllm.runtime.session import (
     ANY_GENERATION,
     SessionError,

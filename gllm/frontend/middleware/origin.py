@@ -4,12 +4,12 @@
 Source: WHATWG Fetch, "Origin header"; W3C Fetch Metadata, "Sec-Fetch-Site".
 """
 
-import ipaddress
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from gllm.config.addresses import is_loopback, parse_ip_address
 from gllm.config.server import ServerConfig
 from gllm.frontend.errors import ApiError, Handler
 
@@ -64,7 +64,7 @@ def host_check(config: ServerConfig) -> Callable[[str], bool]:
             or name in names
             or is_loopback(name)
             or (bool(suffixes) and name.endswith(suffixes))
-            or (not is_local and _address(name) is not None)
+            or (not is_local and parse_ip_address(name) is not None)
         )
 
     return is_allowed
@@ -85,15 +85,6 @@ def host_name(host: str) -> str | None:
     return parts.hostname.removesuffix(".")
 
 
-def is_loopback(name: str) -> bool:
-    """Return True if a host name or IP address is a loopback one."""
-    address = _address(name)
-    if address is None:
-        return name.lower() == "localhost"
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
 def is_same_origin(request: web.Request, origin: str) -> bool:
     """Return True if an Origin header is that of this server's own page.
 
@@ -112,10 +103,3 @@ def is_same_origin(request: web.Request, origin: str) -> bool:
         return (asked.hostname, asked.port or default) == (host.hostname, host.port or default)
     except (KeyError, ValueError):
         return False
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None

@@ -1,0 +1,57 @@
+"""`gllm node`: create and rotate the file of node secrets that a fleet's machines share."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from gllm.config.flags import FlagParser
+from gllm.runtime.security import SecretFileError, add_secret, create_secret_file, drop_secret
+
+_CREATED = (
+    "Created {path}. Copy it to every machine of the fleet over a safe channel and start routers "
+    "and engines with --node-secret-file. Who has the file is a full member of the fleet."
+)
+_ADDED = (
+    "{path} has two secrets now: both are accepted, the first one is still in use. Copy the file to "
+    "every machine of the fleet, then run `gllm node --drop-secret {path}` and copy it again."
+)
+_DROPPED = (
+    "{path} has only its newer secret now. Copy it to every machine of the fleet: hubs use it within "
+    "seconds, and peers connect again."
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the flags."""
+    parser = FlagParser(prog="gllm node", description=(__doc__ or "").splitlines()[0])
+    actions = parser.add_mutually_exclusive_group(required=True)
+    for flag, text in (
+        ("--new-secret", "create a file with a random secret that only its owner can read"),
+        ("--add-secret", "add a second secret to the file: the first step of a rotation"),
+        ("--drop-secret", "remove the first of two secrets: the last step of a rotation"),
+    ):
+        actions.add_argument(flag, metavar="FILE", type=Path, help=text)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `gllm node` and return the exit status."""
+    values = make_parser().parse_args(argv)
+    try:
+        if values.new_secret is not None:
+            path, text = values.new_secret, _CREATED
+            create_secret_file(path)
+        elif values.add_secret is not None:
+            path, text = values.add_secret, _ADDED
+            add_secret(path)
+        else:
+            path, text = values.drop_secret, _DROPPED
+            drop_secret(path)
+    except FileExistsError as error:
+        print(f"gllm node: {error.filename} exists already: it is left as it is", file=sys.stderr)
+        return 2
+    except (SecretFileError, OSError) as error:
+        print(f"gllm node: {error}", file=sys.stderr)
+        return 2
+    print(text.format(path=path))
+    return 0
