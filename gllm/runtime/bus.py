@@ -19,7 +19,7 @@ from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.lifecycle import Hello
 from gllm.runtime.authenticator import Authenticator
 from gllm.runtime.bus_socket import CLOSED, MAX_QUEUED_FRAMES, BusSocket, Decode, is_ipv6
-from gllm.runtime.connections import HubConnection, HubConnections, RefusedPeers
+from gllm.runtime.connections import UNKNOWN_ADDRESS, HubConnection, HubConnections, RefusedPeers
 from gllm.runtime.session import (
     ANY_GENERATION,
     SessionError,
@@ -143,6 +143,13 @@ class Hub(BusSocket):
             self._end(session)
             if session.is_guest and session.connection is not None and self._loop is not None:
                 self._loop.call_later(_CLOSE_SECONDS, session.connection.close)
+
+    def address_of(self, sender: int) -> str:
+        """Return the IP address of a sender that has a session; UNKNOWN_ADDRESS over ipc."""
+        session = self._by_sender.get(sender)
+        if session is None or session.connection is None:
+            return UNKNOWN_ADDRESS
+        return session.connection.address
 
     def start(
         self,

@@ -17,7 +17,7 @@ from gllm.runtime import authenticator as authenticator_module
 from gllm.runtime.authenticator import Authenticator
 from gllm.runtime.bus import Hub
 from gllm.runtime.bus_socket import CLOSED
-from gllm.runtime.connections import MAX_STRANGERS
+from gllm.runtime.connections import MAX_STRANGERS, UNKNOWN_ADDRESS
 from gllm.runtime.security import (
     KeyPair,
     SecretFile,
@@ -215,6 +215,8 @@ async def test_guests_are_limited_and_each_has_one_session(plain: Fleet) -> None
 async def test_a_forgotten_guest_gets_the_last_messages_and_is_disconnected(plain: Fleet) -> None:
     guest = plain.member(1)
     await until(lambda: plain.has(1))
+    assert plain.hub.address_of(1) == "127.0.0.1"
+    assert plain.hub.address_of(2) == UNKNOWN_ADDRESS
     plain.hub.send(1, InitializeCache(3))
     plain.hub.forget(1)
     guest.spoke.send(StageReady(1))
