@@ -135,6 +135,8 @@ class HubConnections:
         self._open.clear()
 
     def _add(self, descriptor: int) -> None:
+        if previous := self._open.pop(descriptor, None):
+            self._end(previous, NO_HELLO)
         connection = self._open[descriptor] = HubConnection(descriptor)
         if not self.has_strangers:
             return
