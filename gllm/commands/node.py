@@ -12,12 +12,12 @@ _CREATED = (
     "and engines with --node-secret-file. Who has the file is a full member of the fleet."
 )
 _ADDED = (
-    "{path} has two secrets now: both are accepted, the first one is still in use. Copy the file to "
-    "every machine of the fleet, then run `gllm node --drop-secret {path}` and copy it again."
+    "{path} has two secrets now: both are accepted, the first one is still in use. Copy the file "
+    "to every machine of the fleet, then run `gllm node --drop-secret {path}` and copy it again."
 )
 _DROPPED = (
-    "{path} has only its newer secret now. Copy it to every machine of the fleet: hubs use it within "
-    "seconds, and peers connect again."
+    "{path} has only its newer secret now. Copy it to every machine of the fleet: hubs use it "
+    "within seconds, and peers connect again."
 )
 
 

@@ -11,6 +11,7 @@ import zmq
 from zmq.utils import z85
 
 from gllm.runtime.security import SecretFile, SecretFileError
+from gllm.runtime.session import MAX_ENCRYPTED_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Authenticator:
         socket.zap_domain = _ZAP_DOMAIN
         # Without this, ZeroMQ admits everyone when no handler is bound.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.maxmsgsize = MAX_ENCRYPTED_BYTES
 
     def start(self, on_new_keys: Callable[[], None]) -> None:
         """Start on the running event loop.

@@ -1,4 +1,4 @@
-"""HubConnections of a hub: who is connected from where, who was refused, and a limit of strangers."""
+"""Connections of a hub: where they come from, who was refused, and a limit of strangers."""
 
 import logging
 import os

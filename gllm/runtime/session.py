@@ -17,6 +17,8 @@ HEAD_SENDER = 0
 """Sender id of the head process; workers have ids from 1, never used again within a run."""
 MAX_FRAME_BYTES = 2**20
 """Size limit of a frame: ZeroMQ closes the connection of a peer that sends a larger one."""
+MAX_ENCRYPTED_BYTES = MAX_FRAME_BYTES + 33
+"""Size limit of an encrypted frame (CurveZMQ's MESSAGE command)."""
 MAX_MESSAGE_BYTES = 2**28
 """Size limit of a message that arrives in parts."""
 MAX_KEPT_BYTES = 2**26

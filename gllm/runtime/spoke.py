@@ -23,6 +23,7 @@ from gllm.runtime.connections import NO_HANDSHAKE, handshake_failure
 from gllm.runtime.security import KeyPair
 from gllm.runtime.session import (
     ANY_GENERATION,
+    MAX_ENCRYPTED_BYTES,
     SessionError,
     SessionReceiver,
     SessionSender,
@@ -79,6 +80,7 @@ class Spoke(BusSocket):
             # A fleet has one key pair for each of its node secrets, which all members use.
             self._socket.curve_serverkey = keys.public
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+            self._socket.maxmsgsize = MAX_ENCRYPTED_BYTES
             self._hint = ", so the hub probably has another node secret"
         self._socket.connect(address)
         self.send(Hello(sender))
@@ -153,6 +155,8 @@ class Spoke(BusSocket):
         if messages:
             self._on_messages(messages)
         if cause and self._loop is not None:
+            # Nothing that is queued can be sent.
+            self._socket.linger = 0
             self.close()
             self._on_lost(cause)
 

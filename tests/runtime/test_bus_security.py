@@ -3,8 +3,8 @@
 import asyncio
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import zmq
 from gllm.messages.codec import decode_for_head, decode_for_worker, encode
 from gllm.messages.lifecycle import Hello, InitializeCache, Shutdown, StageFailed, StageReady
 from gllm.runtime import authenticator as authenticator_module
+from gllm.runtime import bus_socket
 from gllm.runtime.authenticator import Authenticator
 from gllm.runtime.bus import Hub
 from gllm.runtime.bus_socket import CLOSED
@@ -63,13 +64,17 @@ class Fleet:
         self.hub.start(self.messages.extend, lambda *lost: self.lost.append(lost))
         self.dialers: list[Dialer] = []
 
+    @property
+    def keys(self) -> KeyPair | None:
+        return self.secret.keys[0] if self.secret else None
+
     def dial(self, sender: int, keys: KeyPair | None = None, address: str = "") -> Dialer:
         spoke = Spoke(self.outside, 0, sender, address or self.address, decode_for_worker, keys)
         self.dialers.append(Dialer(spoke))
         return self.dialers[-1]
 
     def member(self, sender: int) -> Dialer:
-        return self.dial(sender, self.secret.keys[0] if self.secret else None)
+        return self.dial(sender, self.keys)
 
     def raw(self) -> socket.socket:
         """A connection of a stranger."""
@@ -109,8 +114,8 @@ async def plain() -> AsyncIterator[Fleet]:
     fleet.close()
 
 
-@contextmanager
-def tapped(address: str) -> Iterator[tuple[str, bytearray]]:
+@asynccontextmanager
+async def tapped(address: str) -> AsyncIterator[tuple[str, bytearray]]:
     """A relay to an address that keeps a copy of all bytes."""
     port = int(address.rpartition(":")[2])
     seen = bytearray()
@@ -126,18 +131,19 @@ def tapped(address: str) -> Iterator[tuple[str, bytearray]]:
         there = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        task = asyncio.ensure_future(asyncio.start_server(relay, sock=listener.dup()))
-        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", seen
-        task.result().close()
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    try:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
+    finally:
+        server.close()
 
 
 async def test_members_exchange_messages_that_nobody_can_read(fleet: Fleet, plain: Fleet) -> None:
     marker = "readable text " * 10
     large = StageFailed(1, marker * 20_000)
     for end, is_readable in ((fleet, False), (plain, True)):
-        with tapped(end.address) as (address, seen):
-            dialer = end.dial(2**61, end.secret.keys[0] if end.secret else None, address)
+        async with tapped(end.address) as (address, seen):
+            dialer = end.dial(2**61, end.keys, address)
             dialer.spoke.send(large)
             end_of = end.messages
             await until(lambda: len(end_of) == 2)  # noqa: B023
@@ -166,8 +172,7 @@ async def test_wrong_secret_is_named_at_both_ends(fleet: Fleet, tmp_path: Path) 
 
 
 async def test_ends_with_and_without_secret_do_not_connect(fleet: Fleet, plain: Fleet) -> None:
-    pairs = ((fleet, None), (plain, fleet.secret.keys[0] if fleet.secret else None))
-    for end, keys in pairs:
+    for end, keys in ((fleet, None), (plain, fleet.keys)):
         dialer = end.dial(1, keys)
         await until(lambda: dialer.lost)  # noqa: B023
         assert "secret" in dialer.lost[0]
@@ -188,12 +193,17 @@ async def test_key_of_a_stranger_who_knows_the_hub_is_not_accepted(fleet: Fleet)
     assert fleet.messages == []
 
 
-async def test_nobody_is_admitted_without_an_authenticator(fleet: Fleet) -> None:
+async def test_nobody_is_admitted_without_an_authenticator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_socket, "HANDSHAKE_SECONDS", 0.2)
+    fleet = Fleet(new_secret(tmp_path / "secret"))
     assert fleet.authenticator is not None
     fleet.authenticator.close()
     dialer = fleet.member(1)
     await until(lambda: dialer.lost and fleet.hub.refused.num_refused)
     assert fleet.messages == []
+    fleet.close()
 
 
 async def test_guests_are_limited_and_each_has_one_session(plain: Fleet) -> None:
@@ -331,15 +341,16 @@ async def test_first_message_that_is_no_hello_ends_the_connection(plain: Fleet) 
 
 async def test_rotation_without_restart(fleet: Fleet) -> None:
     """Peers that have the file with both secrets connect before and after the last step."""
-    assert fleet.secret is not None
-    path = fleet.secret.path
+    secret = fleet.secret
+    assert secret is not None
+    path = secret.path
     dialing = SecretFile(path)
     old = dialing.keys[0]
     first = fleet.dial(1, dialing.dial_keys(0))
     await until(lambda: fleet.has(1))
     add_secret(path)
     both = SecretFile(path)
-    await until(lambda: len(fleet.secret.keys) == 2)
+    await until(lambda: len(secret.keys) == 2)
     # The hub still has the first key: its sessions go on, and who dials with the second one fails.
     early = fleet.dial(2, both.keys[1])
     await until(lambda: early.lost)
