@@ -141,7 +141,7 @@ class SecretFile:
         """
         self.path = Path(path)
         self.keys = self._read()
-        """Key pairs of one or two secrets. A hub uses the first pair and a member may have any of them."""
+        """Key pairs of one or two secrets. A hub uses the first one, members may use either."""
 
     def reload(self) -> bool:
         """Read the file again; return True if its secrets have changed.
