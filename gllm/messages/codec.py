@@ -11,6 +11,17 @@ import msgspec
 
 from gllm.messages.base import WireMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
+from gllm.messages.fleet import (
+    AnnounceEngine,
+    DrainEngine,
+    EngineReport,
+    GreetEngine,
+    NoticeToEngine,
+    RefuseEngine,
+    RefuseRouter,
+    RouterHeartbeat,
+)
+from gllm.messages.forward import ForwardDecoder
 from gllm.messages.lifecycle import (
     CloseGeneration,
     GenerationClosed,
@@ -58,15 +69,32 @@ ToDriver = Hello | StepDone | GrammarReady | StageTimes
 """Messages that another stage may send to the driver's process."""
 ToStage = RegisterSequences | RunStep
 """Messages that the driver may send to another stage."""
-AnyMessage = ToHead | ToWorker | ToDriver | ToStage
+ToRouter = Hello | AnnounceEngine | EngineReport | EngineOutputs | CommandDone | RefuseRouter
+"""Messages that an engine may send to a router."""
+ToEngine = (
+    Hello
+    | GreetEngine
+    | RouterHeartbeat
+    | SubmitRequest
+    | RejectedRequest
+    | AbortSequences
+    | DrainEngine
+    | ResetPrefixCache
+    | NoticeToEngine
+    | RefuseEngine
+)
+"""Messages that a router may send to an engine."""
+AnyMessage = ToHead | ToWorker | ToDriver | ToStage | ToRouter | ToEngine
 """Every message that a process may receive."""
 
 _encoder = msgspec.msgpack.Encoder()
 _worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 decode_for_head: Callable[[bytes], ToHead] = msgspec.msgpack.Decoder(ToHead).decode
 decode_for_driver: Callable[[bytes], ToDriver] = msgspec.msgpack.Decoder(ToDriver).decode
 decode_for_stage: Callable[[bytes], ToStage] = msgspec.msgpack.Decoder(ToStage).decode
+decode_for_router: Callable[[bytes], ToRouter] = ForwardDecoder[ToRouter](ToRouter).decode
 
 
 def encode(message: WireMessage) -> bytes:
@@ -82,6 +110,20 @@ def decode_for_worker(payload: bytes) -> ToWorker:
     """
     try:
         return _worker_decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        if rejected := _reject(payload, str(error)):
+            return rejected
+        raise
+
+
+def decode_for_engine(payload: bytes) -> ToEngine:
+    """Decode a message; a SubmitRequest with an invalid field becomes a RejectedRequest.
+
+    Raises:
+        msgspec.DecodeError: the payload is no other message that a router may send.
+    """
+    try:
+        return _engine_decoder.decode(payload)
     except msgspec.DecodeError as error:
         if rejected := _reject(payload, str(error)):
             return rejected

@@ -45,6 +45,8 @@ class StageLoaded(WireMessage, frozen=True):
     """Bytes for KV blocks in the stage's own memory; None if all stages share the host's memory."""
     keeps_weights: bool = True
     """True if the process can close the stage and use its weights in the next generation."""
+    numerics: str = ""
+    """Description of all that decides the rounding: device, dtypes, quantization and kernels."""
 
 
 class InitializeCache(WireMessage, frozen=True):

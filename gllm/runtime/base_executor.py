@@ -16,6 +16,7 @@ from torch import Tensor
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
 from gllm.kernels.attention_backends import AttentionRequirements, choose_backend
+from gllm.kernels.native.library import describe_kernels
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import head_shape
@@ -89,6 +90,16 @@ class BaseExecutor(ABC):
         """True if plans may have placeholders for tokens that the previous step samples."""
         self._eos_ids = model_config.eos_ids
         self._grammars: GuideFactory | None = None
+
+    @property
+    def numerics(self) -> str:
+        """See Executor."""
+        if self.device.type == "cpu":
+            kernels = describe_kernels(self.dtype)
+        else:
+            kernels = f"compute capability {get_capability(self.device)}, torch {torch.__version__}"
+        dtypes = f"{self.dtype}, KV cache {self.cache_dtype}, quantization {self._quantization}"
+        return f"{self.device.type}: {kernels}; {dtypes}; attention {self.backend}"
 
     def _choose_attention_backend(
         self, config: EngineConfig, gpu_capability: tuple[int, int] | None

@@ -53,6 +53,10 @@ class Executor(Protocol):
     block_bytes: int
     """Bytes of one KV block over the stage's layers."""
 
+    @property
+    def numerics(self) -> str:
+        """See StageLoaded; once the weights are loaded."""
+
     def load(
         self,
         folder: Path,

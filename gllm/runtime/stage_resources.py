@@ -141,6 +141,7 @@ class StageResources:
                 executor.block_bytes,
                 available_bytes,
                 executor.keeps_weights,
+                executor.numerics,
             )
         )
 

@@ -99,6 +99,7 @@ class Supervisor:
         self._start_error: Exception | None = None
         self._has_changed = asyncio.Event()
         """Set after each event."""
+        self._change_listeners: list[Callable[[], None]] = []
         self._has_given_up = False
         self._is_draining = False
         self._is_sleeping = False
@@ -131,6 +132,17 @@ class Supervisor:
     def is_recovery_overdue(self) -> bool:
         """True if the running recovery has taken longer than `recovery_timeout`."""
         return self._recovery.is_overdue
+
+    @property
+    def state_cause(self) -> str:
+        """Reason of the death or of the running recovery; otherwise empty."""
+        return self.cause or (self.deaths.cause if self.recovering_since is not None else "")
+
+    @property
+    def numerics(self) -> str:
+        """What the stages compute with: devices, dtypes and kernels; once they are loaded."""
+        loaded = self._executor.loaded
+        return "; ".join(sorted({loaded[s].numerics for s in self.senders if s in loaded}))
 
     @property
     def node(self) -> Node:
@@ -195,9 +207,14 @@ class Supervisor:
             await self.stop()
             raise
 
+    def add_change_listener(self, listener: Callable[[], None]) -> None:
+        """Call a function after each event that may change the state."""
+        self._change_listeners.append(listener)
+
     async def drain(self, seconds: float) -> None:
         """Wait until running requests have ended, for at most this long; recoveries go on."""
         self._is_draining = self.state in ("ready", "recovering")
+        self._notify_changed()
         deadline = time.monotonic() + seconds
         while self.client.num_requests and self.state == "draining" and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -258,7 +275,7 @@ class Supervisor:
                 log.exception("the workers could not be supervised")
             self._die(f"the workers could not be supervised: {error}")
         self._schedule_timer()
-        self._has_changed.set()
+        self._notify_changed()
 
     def _die(self, cause: str) -> None:
         """Fail everything with the cause, once."""
@@ -273,8 +290,8 @@ class Supervisor:
         self.client.fail_all(cause)
         self._executor.commands.fail_all(cause)
         self._end_workers()
-        self._has_changed.set()
         self.died.set()
+        self._notify_changed()
 
     def _end_workers(self) -> None:
         """Let all workers end; `stop` waits for them."""
@@ -371,6 +388,11 @@ class Supervisor:
         """See ActionListener."""
         self._has_given_up = self._recovery.has_been_ready
         self._die(cause)
+
+    def _notify_changed(self) -> None:
+        self._has_changed.set()
+        for listener in self._change_listeners:
+            listener()
 
     def _schedule_timer(self) -> None:
         """Call `on_timer` of the recovery at its next deadline."""

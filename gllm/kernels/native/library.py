@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -288,6 +288,16 @@ def log_kernels() -> None:
     name = "none, torch computes" if build.path is None else f"build {build.name}"
     level = logging.WARNING if is_missing else logging.INFO
     log.log(level, "compiled kernels: %s (%s)", name, build.reason)
+
+
+def describe_kernels(dtype: torch.dtype) -> str:
+    """Return the build, and the operations that torch computes instead in a dtype."""
+    library = load_library()
+    if library is None or dtype not in DTYPES:
+        return f"torch {torch.__version__}"
+    by_torch = [name for name in get_args(Operation) if not library.is_preferred(name, dtype)]
+    suffix = f", torch {torch.__version__} for {', '.join(by_torch)}" if by_torch else ""
+    return f"build {select_build().name}{suffix}"
 
 
 def share_measurements(descriptor: int | None) -> None:

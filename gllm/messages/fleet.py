@@ -1,0 +1,122 @@
+"""Messages between a router and an engine's head process.
+
+A session begins with `GreetEngine` and `AnnounceEngine`, whoever dialled. The engine reports once
+it has accepted the router, and the router sends requests once the engine has reported. The wire ids
+in requests and outputs are the router's. Fields are only ever appended, so that routers and engines
+of neighbouring versions understand each other.
+"""
+
+from typing import ClassVar
+
+from gllm.messages.base import WireMessage
+from gllm.scheduler.plan import SchedulerStats
+from gllm.scheduler.step_cost import StepCostCoefficients
+
+PROTOCOL = 1
+"""Version of the messages between routers and engines that this version speaks."""
+OLDEST_PROTOCOL = 1
+"""The oldest version that it understands: the one before."""
+
+
+def is_compatible(protocol: int, oldest_protocol: int) -> bool:
+    """Return True if a peer that speaks these versions and this process understand each other."""
+    return max(oldest_protocol, OLDEST_PROTOCOL) <= min(protocol, PROTOCOL)
+
+
+class GreetEngine(WireMessage, frozen=True):
+    """First message of a router in a session."""
+
+    is_fenced: ClassVar[bool] = False
+    protocol: int
+    oldest_protocol: int
+    router: str
+    """Name of the router, for logs."""
+    run: int
+    """Random number of this start of the router."""
+
+
+class AnnounceEngine(WireMessage, frozen=True):
+    """First message of an engine in a session, sent again when one of the facts changes.
+
+    Name and run do not change within a session.
+    """
+
+    is_fenced: ClassVar[bool] = False
+    protocol: int
+    oldest_protocol: int
+    name: str
+    """Unique among the engines of a router."""
+    run: int
+    """Random number of this start of the engine's head process."""
+    role: str
+    """mixed, prefill or decode."""
+    model: str
+    """Public name of the model."""
+    model_hash: str
+    """Digest of the model's configuration and weight files (gllm/models/identity.py)."""
+    numerics: str
+    """Digest of all that decides which tokens follow a prompt. A request with tokens continues only
+    on engines of equal numerics."""
+    version: str
+    """Version of gllm."""
+    max_model_len: int
+    """Maximum number of tokens of prompt and output together."""
+    vocab_size: int
+    block_size: int
+    """Tokens per KV block."""
+    num_blocks: int
+    """KV blocks of each stage."""
+    num_stages: int
+    max_num_seqs: int = 256
+    """Most sequences of a step."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens of a step."""
+
+
+class EngineReport(WireMessage, frozen=True):
+    """State of an engine, each second and when it changes; it is also the engine's heartbeat."""
+
+    is_fenced: ClassVar[bool] = False
+    state: str
+    """ready, recovering, draining or dead."""
+    cause: str
+    """Reason of a recovery or of the death; otherwise empty."""
+    stats: SchedulerStats
+    coefficients: StepCostCoefficients | None = None
+    """Fitted cost of a step; None before enough steps ran."""
+    num_requests: int = 0
+    """Running requests of all routers and of the engine's own frontend."""
+
+
+class RouterHeartbeat(WireMessage, frozen=True):
+    """Report that a router's event loop runs, each second."""
+
+    is_fenced: ClassVar[bool] = False
+
+
+class DrainEngine(WireMessage, frozen=True):
+    """Command to an engine: take no new requests from routers, or take them again."""
+
+    is_fenced: ClassVar[bool] = False
+    is_on: bool
+
+
+class NoticeToEngine(WireMessage, frozen=True):
+    """Warning for the log of an engine, such as a second engine of its name."""
+
+    is_fenced: ClassVar[bool] = False
+    text: str
+
+
+class RefuseEngine(WireMessage, frozen=True):
+    """End of a session by the router, with the cause for the engine's log."""
+
+    is_fenced: ClassVar[bool] = False
+    cause: str
+
+
+class RefuseRouter(WireMessage, frozen=True):
+    """End of a session by the engine, with the cause for the router's log."""
+
+    is_fenced: ClassVar[bool] = False
+    cause: str

@@ -1,0 +1,88 @@
+"""Identity of a model: a digest of its configuration and weight files, without reading all of them.
+
+Routers and engines compare it, so that requests never continue on another model.
+"""
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gllm.models.errors import ModelError
+from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
+
+MAX_SAMPLED_TENSORS = 256
+"""Tensors per file of which some bytes are read: fine-tuned models differ in nothing else."""
+SAMPLED_BYTES = 64
+"""Bytes that are read in the middle of such a tensor."""
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the format for the header of a file."""
+
+
+def hash_model(folder: Path) -> str:
+    """Return the SHA-256 digest of a model, in hexadecimal.
+
+    It covers config.json, the names, sizes and headers of the safetensors files, and a few bytes of
+    their tensors.
+
+    Raises:
+        ModelError: a file is missing or is no safetensors file.
+    """
+    digest = hashlib.sha256()
+    try:
+        digest.update((folder / "config.json").read_bytes())
+        for path in find_weight_files(folder):
+            _hash_weights(digest, path)
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read: {error}") from error
+    return digest.hexdigest()
+
+
+def hash_numerics(model_hash: str, numerics: str) -> str:
+    """Return the digest of all that decides which token follows a prompt.
+
+    Args:
+        model_hash: of the model.
+        numerics: dtypes, quantization, devices and kernels, as the stages describe them.
+    """
+    return hashlib.sha256(f"{model_hash}\n{numerics}".encode()).hexdigest()
+
+
+def _hash_weights(digest: "hashlib._Hash", path: Path) -> None:
+    """Add name, size, header and samples of a file to a digest."""
+    if is_lfs_pointer(path):
+        raise ModelError(lfs_error(path))
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header, start = _read_header(file, path)
+        digest.update(struct.pack("<QQ", size, len(header)) + path.name.encode() + header)
+        for offset in _sample_offsets(header, path):
+            file.seek(start + offset)
+            digest.update(file.read(SAMPLED_BYTES))
+
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[bytes, int]:
+    """Return the header of a safetensors file, and where its data begin."""
+    prefix = file.read(8)
+    num_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+    header = file.read(num_bytes) if num_bytes <= MAX_HEADER_BYTES else b""
+    if len(header) != num_bytes:
+        raise ModelError(f"{path} is no safetensors file")
+    return header, 8 + num_bytes
+
+
+def _sample_offsets(header: bytes, path: Path) -> list[int]:
+    """Return offsets in the data, in the middle of tensors all over the file."""
+    try:
+        tensors: dict[str, Any] = json.loads(header)
+        spans = sorted(
+            (int(begin), int(end))
+            for name, tensor in tensors.items()
+            if name != "__metadata__"
+            for begin, end in (tensor["data_offsets"],)
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} has no readable header: {error}") from error
+    step = max(1, -(-len(spans) // MAX_SAMPLED_TENSORS))
+    return [max(begin, (begin + end - SAMPLED_BYTES) // 2) for begin, end in spans[::step]]
